@@ -1,0 +1,5 @@
+"""`python -m localllm` is the `localllm` command."""
+
+from localllm.cli import main
+
+main()

@@ -1,0 +1,19 @@
+"""The `localllm` command. One handler for signals, one for errors; everything else is imported inside a command."""
+
+from __future__ import annotations
+
+import sys
+from typing import NoReturn
+
+from localllm.cli.interrupts import Interrupts
+
+__all__ = ["main"]
+
+
+def main() -> NoReturn:
+    """Runs the command line of this process and ends it with the exit code of docs/errors.md."""
+    interrupts = Interrupts()
+    interrupts.install()
+    from localllm.cli.dispatch import dispatch, end_process
+
+    end_process(dispatch(sys.argv[1:], interrupts))

@@ -1,0 +1,141 @@
+"""Follows one request to its end: events in order, a signal stops the answer, what was said is collected.
+
+Knows events and signals. Knows no model and no terminal.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from localllm.cli.interrupts import Interrupts
+from localllm.engine.events import Event, FinishedEvent, PrefillEvent, Timings, TokenEvent, TokenLogprob, Usage
+
+ABORT_GRACE_S = 1.0  # how long a stopped request may take to say so: a step that is being computed ends first
+
+
+class Stream(Protocol):
+    """What `EngineService.submit` returns."""
+
+    def __iter__(self) -> Iterator[Event]: ...
+
+    def abort(self) -> None: ...
+
+
+@dataclass
+class Answer:
+    """What has been said so far; complete once `finished` is set."""
+
+    num_prompt_tokens: int
+    parts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    begun: bool = False  # the model has worked on it
+    finished: FinishedEvent | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.parts)
+
+    def take(self, event: Event) -> str:
+        """Takes an event in and returns the text that it adds."""
+        self.begun = self.begun or not isinstance(event, FinishedEvent)
+        if isinstance(event, PrefillEvent):
+            return ""
+        if isinstance(event, TokenEvent):
+            self.token_ids.append(event.token_id)
+            if event.logprob is not None:
+                self.logprobs.append(event.logprob)
+        else:
+            self.finished = event
+        self.parts.append(event.text)
+        return event.text
+
+
+class _Stop:
+    """The user has had enough."""
+
+
+def follow(stream: Stream, answer: Answer, interrupts: Interrupts) -> Iterator[tuple[Event, str]]:
+    """Each event with the text that it adds, the last one a FinishedEvent; `answer` collects them.
+
+    The first signal aborts the request and the events go on to its end. Leaving the loop early aborts as well.
+    """
+    # A thread reads the stream so that a signal can be one more thing in the queue that the main thread waits for:
+    # SimpleQueue.put may be called by a signal handler, an exception out of the stream's own wait could lose an event.
+    inbox: queue.SimpleQueue[Event | BaseException | _Stop] = queue.SimpleQueue()
+    threading.Thread(target=_pump, args=(stream, inbox), name="events", daemon=True).start()
+    deadline: float | None = None
+    try:
+        with interrupts.stopping(lambda: inbox.put(_Stop())):
+            while answer.finished is None:
+                item = _next(inbox, deadline, answer)
+                if isinstance(item, _Stop):
+                    stream.abort()
+                    deadline = time.monotonic() + ABORT_GRACE_S
+                elif isinstance(item, BaseException):
+                    raise item
+                else:
+                    yield item, answer.take(item)
+    finally:
+        if answer.finished is None:
+            stream.abort()
+
+
+def _pump(stream: Stream, inbox: queue.SimpleQueue[Event | BaseException | _Stop]) -> None:
+    try:
+        for event in stream:
+            inbox.put(event)
+    except BaseException as error:  # handed to the main thread, which raises it
+        inbox.put(error)
+
+
+def _next(
+    inbox: queue.SimpleQueue[Event | BaseException | _Stop], deadline: float | None, answer: Answer
+) -> Event | BaseException | _Stop:
+    if deadline is None:
+        return inbox.get()
+    try:
+        return inbox.get(timeout=max(0.0, deadline - time.monotonic()))
+    except queue.Empty:
+        usage = Usage(answer.num_prompt_tokens, 0, len(answer.token_ids))
+        return FinishedEvent(-1, "cancelled", usage, Timings())
+
+
+def statistics(finished: FinishedEvent) -> str:
+    """One line: tokens, rates, waiting times, why it ended."""
+    usage, timings = finished.usage, finished.timings
+    cached = f" ({usage.cached_tokens} cached)" if usage.cached_tokens else ""
+    parts = [
+        f"prompt {usage.prompt_tokens} tokens{cached}{_rate(timings.prefill_tok_s)}",
+        f"answer {usage.completion_tokens} tokens{_rate(timings.decode_tok_s)}",
+    ]
+    if timings.ttft_s is not None:
+        parts.append(f"first token after {timings.ttft_s:.2f} s")
+    if timings.load_s:
+        parts.append(f"load {timings.load_s:.2f} s")
+    return ", ".join([*parts, f"ended by {finished.finish_reason}"])
+
+
+def _rate(tokens_per_s: float | None) -> str:
+    return "" if tokens_per_s is None else f" at {tokens_per_s:.1f}/s"
+
+
+def finished_fields(finished: FinishedEvent) -> dict[str, Any]:
+    """`finish_reason`, `usage` and `timings` as the JSON forms have them."""
+    return {
+        "finish_reason": finished.finish_reason,
+        "usage": asdict(finished.usage),
+        "timings": asdict(finished.timings),
+    }
+
+
+def logprob_fields(logprob: TokenLogprob) -> dict[str, Any]:
+    """A token's logprob as the JSON forms have it: the alternatives have no alternatives of their own."""
+    fields = {"token_id": logprob.token_id, "token": logprob.token, "logprob": logprob.logprob}
+    top = [{"token_id": t.token_id, "token": t.token, "logprob": t.logprob} for t in logprob.top]
+    return {**fields, "top": top}

@@ -1,0 +1,262 @@
+"""`localllm chat`: a conversation, line by line."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from localllm.cli import dialogue, options
+from localllm.cli.answer import Answer, statistics
+from localllm.cli.dialogue import Dialogue
+from localllm.cli.front import Front, front_of
+from localllm.cli.generate import Printing, is_cut_by_context, print_answer
+from localllm.cli.interrupts import Interrupted
+from localllm.cli.lines import LineReader
+from localllm.cli.prompt import argument_text
+from localllm.cli.selection import Selection, select
+from localllm.config import user_directories
+from localllm.errors import ContextOverflowError, LocalLLMError, TemplateError
+
+if TYPE_CHECKING:
+    from localllm.engine.engine import Engine
+    from localllm.engine.service import EngineService
+
+EXAMPLES = """Examples:
+
+\b
+  localllm chat --plain
+  localllm chat mistral-7b --plain -s "You are a patient teacher." --temperature 0.5
+
+Inside: /help lists the commands; a line that ends in a backslash goes on, three double quotes open and close a block;
+Ctrl-C stops an answer, Ctrl-D leaves."""
+
+
+def chat_command(
+    context: typer.Context,
+    model: options.Model = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Line by line; also for screen readers, ssh and pipes.")
+    ] = False,
+    system: options.System = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Print tokens, rates and times after each answer.")] = False,
+    max_tokens: options.MaxTokens = None,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    typical_p: options.TypicalP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    frequency_penalty: options.FrequencyPenalty = None,
+    presence_penalty: options.PresencePenalty = None,
+    dry_multiplier: options.DryMultiplier = None,
+    dry_base: options.DryBase = None,
+    dry_allowed_length: options.DryAllowedLength = None,
+    logit_bias: options.LogitBias = None,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    ctx: options.Ctx = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    threads: options.Threads = None,
+    offline: options.Offline = None,
+) -> None:
+    """Talk with a model, line by line.
+
+    What was said before is part of each question.
+    """
+    flags = dict(locals())  # by name: they are passed on as one
+    from localllm.cli.opening import loading
+
+    front = front_of(context)
+    if not plain:
+        front.output.note("there is no full-screen chat yet: this is the line mode, `chat --plain`")
+    if system is not None:
+        flags["system"] = argument_text(system, "--system")
+    selection = select(model, flags)
+    reader = LineReader(front.output, user_directories().data / "history")
+    with loading(front, selection) as load, contextlib.ExitStack() as stack:
+        stack.callback(reader.save_history)
+        engine = load.wait()
+        Chat(front, selection, load.service, engine, reader, flags).run()
+
+
+class Chat:
+    """The loop: a message or a command in, an answer out; an error is told and the conversation goes on."""
+
+    def __init__(
+        self,
+        front: Front,
+        selection: Selection,
+        service: EngineService,
+        engine: Engine,
+        reader: LineReader,
+        flags: dict[str, Any],
+    ) -> None:
+        if engine.template is None:
+            raise TemplateError(
+                f"{selection.files.name} has no chat template",
+                why="it was made to continue a text, not to talk",
+                fix=f"localllm run {selection.files.name} --raw -p TEXT",
+            )
+        self._front = front
+        self._output = front.output
+        self._selection = selection
+        self._service = service
+        self._engine = engine
+        self._reader = reader
+        self._flags = flags
+        self._last: Answer | None = None
+        self._leaving = False
+        self.dialogue = Dialogue(selection.resolved, selection.settings.system)
+
+    def run(self) -> None:
+        if self._reader.interactive:
+            self._output.note(f"{self._selection.files.name}, context {self._engine.ctx} tokens; /help, /bye")
+        hinted = False
+        while not self._leaving:
+            try:
+                self._turn()
+                hinted = False
+            except Interrupted:
+                if hinted or not self._reader.interactive or self._terminated:
+                    raise
+                hinted = True
+                self._front.interrupts.settle()
+                self._output.note("\nCtrl-C again leaves; so do /bye and Ctrl-D")
+            except LocalLLMError as error:
+                self._output.error(error)
+            if self._terminated:
+                raise typer.Exit(self._front.interrupts.exit_code or 0)
+
+    @property
+    def _terminated(self) -> bool:
+        """SIGTERM came: unlike Ctrl-C it does not mean the answer alone."""
+        return self._front.interrupts.exit_code == 128 + signal.SIGTERM
+
+    def _turn(self) -> None:
+        message = self._reader.message()
+        if message is None:
+            self._leaving = True
+        else:
+            self._take(message)
+
+    def _take(self, message: str) -> None:
+        if message.startswith("/"):
+            name, rest = dialogue.split_command(message)
+            getattr(self, f"_do_{name}")(rest)
+        elif message.strip():
+            self.dialogue.ask(argument_text(message, "the message").strip())
+            self._reply()
+
+    def _reply(self) -> None:
+        """Answers the last question; one that cannot be answered is taken back, and the conversation kept."""
+        from localllm.engine.request import Request
+
+        before = len(self.dialogue.turns)
+        try:
+            ids = self._prompt_ids()
+            selection = Selection(self._selection.files, self.dialogue.resolved)
+            stream = self._service.submit(Request(tuple(ids), selection.sampling(self._flags)))
+            printing = Printing(statistics=bool(self._flags["stats"]))
+            answer = print_answer(self._front, self._selection.files.name, stream, len(ids), printing)
+        except LocalLLMError as error:
+            if len(self.dialogue.turns) == before:
+                self.dialogue.take_back_question()
+            raise _overflow_in_chat(error) from error
+        self._last = answer
+        self.dialogue.answer(answer.text)
+        if answer.finished is not None and is_cut_by_context(answer.finished, self._engine.ctx):
+            self._output.warn(
+                f"the context of {self._engine.ctx} tokens is full: /undo, /clear, or start with a larger --ctx"
+            )
+
+    def _prompt_ids(self) -> list[int]:
+        return self._engine.encode(self.dialogue.messages)
+
+    # Slash commands
+
+    def _do_help(self, _: str) -> None:
+        for line in dialogue.command_list():
+            self._output.note(line)
+
+    def _do_system(self, text: str) -> None:
+        if text:
+            self.dialogue.system = None if text == "-" else text
+        self._output.note(f"system message: {self.dialogue.system or 'none'}")
+
+    def _do_regen(self, _: str) -> None:
+        if not self.dialogue.take_back_answer():
+            self._output.note("there is no answer yet")
+            return
+        self._reply()
+
+    def _do_undo(self, _: str) -> None:
+        done = self.dialogue.take_back_question()
+        self._output.note("took the last question back" if done else "there is nothing to take back")
+
+    def _do_clear(self, _: str) -> None:
+        self.dialogue.clear()
+        self._output.note("a new conversation")
+
+    def _do_file(self, path: str) -> None:
+        count = self.dialogue.attach(Path(path).expanduser())
+        self._output.note(f"{count} characters go before the next question")
+
+    def _do_save(self, path: str) -> None:
+        target = Path(path or "chat.json").expanduser()
+        try:
+            self.dialogue.save(target, overwrite=False)
+        except FileExistsError:
+            if not self._confirms(f"{target} is there already. Overwrite it? [y/N] "):
+                self._output.note("nothing was written")
+                return
+            self.dialogue.save(target, overwrite=True)
+        self._output.note(f"wrote {target}")
+
+    def _do_load(self, path: str) -> None:
+        from localllm.cli.source import read_messages
+
+        self.dialogue.load(list(read_messages(Path(path).expanduser()).messages))
+        self._output.note(f"{len(self.dialogue.turns)} messages")
+
+    def _do_set(self, text: str) -> None:
+        key, _, value = text.partition(" ")
+        if key and value.strip():
+            self._output.note(f"{key} = {self.dialogue.set(key, value.strip())}")
+            return
+        for name in dialogue.SETTABLE:
+            if not key or name == key:
+                self._output.note(f"{name} = {getattr(self.dialogue.resolved.settings, name)}")
+
+    def _do_show(self, _: str) -> None:
+        self._output.note(f"model {self._selection.files.name} in {self._selection.files.directory}")
+        self._do_tokens("")
+        self._do_system("")
+        self._do_set("")
+
+    def _do_stats(self, _: str) -> None:
+        finished = self._last.finished if self._last else None
+        self._output.note(statistics(finished) if finished else "there is no answer yet")
+
+    def _do_tokens(self, _: str) -> None:
+        count = len(self._prompt_ids()) if self.dialogue.messages else 0
+        self._output.note(f"{count} of {self._engine.ctx} tokens of the context are used")
+
+    def _do_bye(self, _: str) -> None:
+        self._leaving = True
+
+    def _confirms(self, question: str) -> bool:
+        if not self._reader.interactive:
+            return False
+        return (self._reader.line(question) or "").strip().lower() in ("y", "yes")
+
+
+def _overflow_in_chat(error: LocalLLMError) -> LocalLLMError:
+    if not isinstance(error, ContextOverflowError):
+        return error
+    larger = f"start again with {error.fix}" if error.fix.startswith("--ctx") else error.fix
+    return ContextOverflowError(error.what, why=error.why, fix=f"/undo, /clear, or {larger}")

@@ -1,0 +1,56 @@
+"""`localllm config`: the settings in force, and who set them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from localllm.cli import options
+from localllm.cli.commands import PlainCommand, PlainGroup
+from localllm.cli.front import front_of
+from localllm.cli.output import SCHEMA_VERSION
+from localllm.config import load_settings, user_directories
+
+config_app = typer.Typer(
+    name="config",
+    cls=PlainGroup,
+    help="Show the settings.",
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@config_app.command("show", cls=PlainCommand)
+def show_settings(
+    context: typer.Context,
+    origin: Annotated[
+        bool, typer.Option("--origin", help="Also who set each: file and line, variable, or default.")
+    ] = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Print every setting and its value; an empty one is left to the model."""
+    output = front_of(context).output
+    resolved = load_settings()
+    values = asdict(resolved.settings)
+    origins = {name: resolved.origins[name].where for name in values}
+    file = str(user_directories().config / "config.toml")
+    if as_json:
+        fields = {name: {"value": value, "origin": origins[name]} for name, value in values.items()}
+        output.json({"schema_version": SCHEMA_VERSION, "file": file, "settings": fields}, indent=2)
+        return
+    rows = [(name, _shown(value), *([origins[name]] if origin else [])) for name, value in values.items()]
+    output.table(("SETTING", "VALUE", *(["ORIGIN"] if origin else [])), rows)
+    output.note(f"settings file: {file}")
+
+
+def _shown(value: object) -> str:
+    if value is None or value == ():
+        return "-"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, tuple):
+        return ", ".join(repr(item) for item in value)
+    return str(value)

@@ -1,0 +1,153 @@
+"""A conversation in line mode: its messages, its settings, and what each slash command does to them.
+
+Knows messages and settings. Knows no terminal: what a command has to say it returns.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from localllm.cli.prompt import read_text_file
+from localllm.config import ACCEPTED, Origin, ResolvedSettings, accepted, unknown_key
+from localllm.errors import UsageError
+
+Message = dict[str, Any]
+
+# What `/set` may change while a model is loaded.
+SETTABLE = (
+    "max_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "frequency_penalty",
+    "presence_penalty", "seed", "stop",
+)  # fmt: skip
+
+
+@dataclass
+class Dialogue:
+    """Messages in order, the system message apart, and files that wait for the next question."""
+
+    resolved: ResolvedSettings
+    system: str | None = None
+    turns: list[Message] = field(default_factory=list)
+    attached: list[str] = field(default_factory=list)
+
+    @property
+    def messages(self) -> list[Message]:
+        """What the chat template is given."""
+        return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
+
+    def ask(self, text: str) -> None:
+        """A question is put, with the attached files in front of it."""
+        parts = [*(part.rstrip("\n") for part in self.attached), text]
+        self.attached.clear()
+        self.turns.append({"role": "user", "content": "\n\n".join(parts)})
+
+    def answer(self, text: str) -> None:
+        self.turns.append({"role": "assistant", "content": text})
+
+    def take_back_answer(self) -> bool:
+        """Removes the last answer; False where the last turn is none."""
+        if not self.turns or self.turns[-1]["role"] != "assistant":
+            return False
+        self.turns.pop()
+        return True
+
+    def take_back_question(self) -> bool:
+        """Removes the last question and everything after it; False where there is none."""
+        for index in range(len(self.turns) - 1, -1, -1):
+            if self.turns[index]["role"] == "user":
+                del self.turns[index:]
+                return True
+        return False
+
+    def clear(self) -> None:
+        self.turns.clear()
+        self.attached.clear()
+
+    def attach(self, path: Path) -> int:
+        """Puts a file's text before the next question; returns its characters. Raises UsageError."""
+        text = read_text_file(path, "/file")
+        self.attached.append(text)
+        return len(text)
+
+    def set(self, key: str, text: str) -> object:
+        """Changes a sampling setting; returns its new value. Raises SettingsError for an unknown key or a bad value."""
+        if key not in SETTABLE:
+            raise unknown_key(key, "/set", SETTABLE, fix="/set lists what can be set")
+        value = accepted(key, _parsed(key, text), "/set")
+        self.resolved = self.resolved.overlaid({key: (value, Origin("flag", "/set"))})
+        return value
+
+    def save(self, path: Path, *, overwrite: bool) -> None:
+        """Writes the messages as `run --messages` reads them. Raises FileExistsError, else UsageError."""
+        text = json.dumps({"messages": self.messages}, ensure_ascii=False, indent=1) + "\n"
+        try:
+            with path.open("w" if overwrite else "x", encoding="utf-8", errors="replace") as stream:
+                stream.write(text)
+        except FileExistsError:
+            raise
+        except (OSError, ValueError) as error:
+            raise UsageError(f"/save cannot write {str(path)!r}", why=str(error), fix="/save chat.json") from error
+
+    def load(self, messages: list[Message]) -> None:
+        """Goes on from these messages."""
+        has_system = bool(messages) and messages[0].get("role") == "system"
+        self.clear()
+        self.system = str(messages[0]["content"]) if has_system else None
+        self.turns = messages[1:] if has_system else list(messages)
+
+
+def _parsed(key: str, text: str) -> object:
+    kind = ACCEPTED[key].kind
+    try:
+        return {"integer": int, "number": float}.get(kind, str)(text) if kind != "texts" else [text]
+    except ValueError:
+        return text
+
+
+@dataclass(frozen=True)
+class Command:
+    """A slash command: what follows it, what it does, in words."""
+
+    parameters: str
+    summary: str
+
+
+COMMANDS: Mapping[str, Command] = {
+    "help": Command("", "this list"),
+    "system": Command("[TEXT]", "show or replace the system message; `/system -` removes it"),
+    "regen": Command("", "answer the last question again"),
+    "undo": Command("", "take the last question and its answer back"),
+    "clear": Command("", "start a new conversation"),
+    "file": Command("PATH", "put a text file before the next question"),
+    "save": Command("PATH", "write the conversation as JSON"),
+    "load": Command("PATH", "go on from a conversation in JSON"),
+    "set": Command("[KEY VALUE]", "show or change sampling settings"),
+    "show": Command("", "model, context, system message and settings"),
+    "stats": Command("", "tokens and times of the last answer"),
+    "tokens": Command("", "how full the context is"),
+    "bye": Command("", "leave (also Ctrl-D)"),
+}
+_ALIASES = {"exit": "bye", "quit": "bye", "?": "help"}
+
+
+def split_command(line: str) -> tuple[str, str]:
+    """`/set top_k 5` -> ("set", "top_k 5"). Raises UsageError naming the nearest for one that does not exist."""
+    name, _, rest = line[1:].strip().partition(" ")
+    name = _ALIASES.get(name, name)
+    if name not in COMMANDS:
+        nearest = difflib.get_close_matches(name, [*COMMANDS, *_ALIASES], n=1)
+        raise UsageError(
+            f"there is no command /{name}",
+            why=f"the nearest is /{nearest[0]}" if nearest else "no command is like it",
+            fix="/help; a blank before the slash sends the line to the model",
+        )
+    return name, rest.strip()
+
+
+def command_list() -> list[str]:
+    """The commands, a line each."""
+    return [f"/{name} {command.parameters}".ljust(20) + command.summary for name, command in COMMANDS.items()]

@@ -1,0 +1,97 @@
+"""Runs one command line: every error becomes four lines on stderr and an exit code, every signal an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+import typer
+
+from localllm.cli.front import Front
+from localllm.cli.interrupts import Interrupts
+from localllm.cli.output import Output, ReaderGoneError
+from localllm.errors import LocalLLMError, UsageError
+
+DEBUG_FLAG = "--debug"
+
+
+class BugError(LocalLLMError):
+    """An exception that nobody foresaw."""
+
+    code = "bug"
+
+
+def dispatch(arguments: Sequence[str], interrupts: Interrupts) -> int:
+    """The exit code of one command line. 0 too where the reader of stdout went away: it had what it wanted."""
+    output = Output.of_process()
+    arguments, debug = _without_debug(arguments)
+    try:
+        return _run(arguments, Front(output, interrupts))
+    except KeyboardInterrupt:
+        return _interrupted(output, interrupts)
+    except ReaderGoneError:
+        output.abandon_stdout()
+        return 0
+    except Exception as error:
+        if debug:
+            output.traceback(traceback.format_exc())
+        known = _as_known(error, arguments)
+        output.error(known)
+        return known.exit_code
+
+
+def end_process(code: int) -> NoReturn:
+    """Ends at once where torch is loaded, in the usual way elsewhere. Everything is flushed as it is written.
+
+    Torch takes half a second to be torn down, and a thread that still computes (an answer that nobody reads) would turn
+    that into a crash: "terminate called without an active exception".
+    """
+    if "torch" in sys.modules:
+        os._exit(code)
+    sys.exit(code)
+
+
+def _run(arguments: Sequence[str], front: Front) -> int:
+    from localllm.cli.app import app
+
+    command = typer.main.get_command(app)
+    result = command.main(args=list(arguments), prog_name="localllm", standalone_mode=False, obj=front)
+    if front.interrupts.exit_code is not None and result == 130:  # typer's own reading of KeyboardInterrupt
+        return _interrupted(front.output, front.interrupts)
+    return result if isinstance(result, int) else 0
+
+
+def _interrupted(output: Output, interrupts: Interrupts) -> int:
+    output.note(interrupts.farewell or "interrupted")
+    return interrupts.exit_code or 130
+
+
+def _without_debug(arguments: Sequence[str]) -> tuple[list[str], bool]:
+    """--debug may stand anywhere before `--`: whoever needs it adds it to the end of the line that failed."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    kept = [argument for argument in arguments[:end] if argument != DEBUG_FLAG]
+    return [*kept, *arguments[end:]], len(kept) < end
+
+
+def _as_known(error: Exception, arguments: Sequence[str]) -> LocalLLMError:
+    if isinstance(error, LocalLLMError):
+        return error
+    if isinstance(error, typer.TyperException):
+        return _as_usage_error(error)
+    if isinstance(error, typer.Abort):
+        return UsageError("a question was left without an answer", why="standard input ended", fix="localllm --help")
+    if isinstance(error, MemoryError):
+        return LocalLLMError("the memory ran out", why=str(error) or "an allocation failed", fix="localllm doctor")
+    repeat = " ".join(["localllm", DEBUG_FLAG, *arguments])
+    return BugError(f"this is a bug in localllm: {type(error).__name__}", why=str(error), fix=repeat)
+
+
+def _as_usage_error(error: typer.TyperException) -> UsageError:
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context else "localllm"
+    usage = context.get_usage().removeprefix("Usage: ") if context else "localllm COMMAND"
+    what = error.format_message().replace("Value error, ", "")
+    return UsageError(what[:1].lower() + what[1:], why=f"usage: {' '.join(usage.split())}", fix=f"{path} --help")

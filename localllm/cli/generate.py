@@ -1,0 +1,103 @@
+"""Prints one answer: as text while it comes, as one JSON object, or as one object for each event."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from localllm.cli.answer import Answer, Stream, finished_fields, follow, logprob_fields, statistics
+from localllm.cli.front import Front
+from localllm.cli.output import SCHEMA_VERSION
+from localllm.engine.events import Event, FinishedEvent, PrefillEvent, TokenEvent
+from localllm.errors import LocalLLMError
+
+
+@dataclass(frozen=True)
+class Printing:
+    """How an answer is shown."""
+
+    as_json: bool = False
+    as_events: bool = False
+    streams: bool = True
+    statistics: bool = False
+    logprobs: bool = False
+
+
+def print_answer(front: Front, model: str, stream: Stream, num_prompt_tokens: int, printing: Printing) -> Answer:
+    """Shows an answer to its end. Raises the error that ended it, after what there is of it has been printed."""
+    answer = Answer(num_prompt_tokens)
+    if printing.as_events:
+        front.output.json(
+            {"type": "start", "schema_version": SCHEMA_VERSION, "model": model, "prompt_tokens": num_prompt_tokens}
+        )
+        for event, _ in follow(stream, answer, front.interrupts):
+            front.output.json(event_fields(event))
+    elif printing.as_json or not printing.streams:
+        for _ in follow(stream, answer, front.interrupts):
+            pass
+    else:
+        _stream_text(front, stream, answer)
+    finished = answer.finished
+    assert finished is not None
+    if printing.as_json and (answer.begun or finished.error is None):
+        front.output.json(answer_fields(model, answer, with_logprobs=printing.logprobs))
+    elif not printing.as_json and not printing.as_events and not printing.streams:
+        front.output.answer(answer.text)
+    front.output.end_answer()
+    if printing.statistics or finished.finish_reason == "cancelled":
+        front.output.note(statistics(finished))
+    if finished.error is not None:
+        raise finished.error
+    return answer
+
+
+def _stream_text(front: Front, stream: Stream, answer: Answer) -> None:
+    with front.output.progress("reading the prompt") as line:
+        for event, text in follow(stream, answer, front.interrupts):
+            if isinstance(event, PrefillEvent) and event.done < event.total:
+                line.show(f"reading the prompt: {event.done} of {event.total} tokens")
+            else:
+                line.clear()
+            front.output.answer(text)
+
+
+def answer_fields(model: str, answer: Answer, *, with_logprobs: bool) -> dict[str, Any]:
+    """The object of `run --json`."""
+    assert answer.finished is not None
+    fields: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "model": model,
+        "text": answer.text,
+        "token_ids": answer.token_ids,
+        **finished_fields(answer.finished),
+    }
+    if with_logprobs:
+        fields["logprobs"] = [logprob_fields(logprob) for logprob in answer.logprobs]
+    if answer.finished.error is not None:
+        fields["error"] = error_fields(answer.finished.error)
+    return fields
+
+
+def event_fields(event: Event) -> dict[str, Any]:
+    """One line of `run --jsonl`."""
+    if isinstance(event, PrefillEvent):
+        return {"type": "prefill", "done": event.done, "total": event.total}
+    if isinstance(event, TokenEvent):
+        fields: dict[str, Any] = {"type": "token", "token_id": event.token_id, "text": event.text}
+        return fields if event.logprob is None else {**fields, "logprob": logprob_fields(event.logprob)}
+    fields = {"type": "finish", "text": event.text, **finished_fields(event)}
+    return fields if event.error is None else {**fields, "error": error_fields(event.error)}
+
+
+def error_fields(error: Exception) -> Mapping[str, str]:
+    """An error's four lines, as the JSON forms have them."""
+    if isinstance(error, LocalLLMError):
+        return {"code": error.code, "what": error.what, "why": error.why, "fix": error.fix, "more": error.more}
+    return {"code": "bug", "what": type(error).__name__, "why": str(error), "fix": "", "more": "localllm help bug"}
+
+
+def is_cut_by_context(finished: FinishedEvent, ctx: int) -> bool:
+    """Whether the answer ended because the context was full, which nobody asked for."""
+    used = finished.usage.prompt_tokens + finished.usage.completion_tokens
+    return finished.finish_reason == "length" and used >= ctx

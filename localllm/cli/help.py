@@ -1,0 +1,56 @@
+"""`localllm help`: one section of the errors page, or the help of a command."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from localllm.cli.front import front_of
+from localllm.errors import LocalLLMError, UsageError
+
+
+def help_command(
+    context: typer.Context,
+    topic: Annotated[
+        str | None,
+        typer.Argument(metavar="CODE", show_default=False, help="An error's code, or a command."),
+    ] = None,
+) -> None:
+    """Explain an error or a command.
+
+    The last line of an error message names its code.
+    """
+    output = front_of(context).output
+    root = context.find_root()
+    if topic is None:
+        output.line(root.get_help())
+        output.line(f"\nErrors explained by `localllm help CODE`: {', '.join(read_sections())}")
+        return
+    command = getattr(root.command, "commands", {}).get(topic)
+    if command is not None:
+        output.line(command.get_help(typer.Context(command, info_name=topic, parent=root)))
+        return
+    sections = read_sections()
+    if topic not in sections:
+        nearest = difflib.get_close_matches(topic, sections, n=1)
+        raise UsageError(
+            f"there is no help for {topic!r}",
+            why=f"the codes are {', '.join(sections)}",
+            fix=f"localllm help {nearest[0] if nearest else 'usage'}",
+        )
+    output.line(sections[topic])
+
+
+def read_sections() -> dict[str, str]:
+    """The errors page by code, each section with its heading. Raises LocalLLMError where the page is not installed."""
+    package = Path(__file__).parent.parent
+    for page in (package / "errors.md", package.parent / "docs" / "errors.md"):
+        if page.is_file():
+            _, *sections = page.read_text("utf-8").split("\n## ")
+            return {text.partition("\n")[0]: f"## {text.strip()}" for text in sections}
+    raise LocalLLMError(
+        "the errors page is not installed", why=f"{package} has no errors.md", fix="pip install localllm"
+    )

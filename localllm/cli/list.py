@@ -1,0 +1,88 @@
+"""`localllm list`: the models on this disk, and those that can be had."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from localllm.cli import options
+from localllm.cli.front import front_of
+from localllm.cli.output import SCHEMA_VERSION, format_bytes
+
+if TYPE_CHECKING:
+    from localllm.hub import InstalledModel
+    from localllm.registry import ModelEntry
+
+
+def list_command(
+    context: typer.Context,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also the models of the registry that can be pulled.")
+    ] = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """List the models on this disk.
+
+    With their sizes, and what was only partly fetched.
+    """
+    from localllm import hub
+    from localllm.registry import load_registry
+
+    output = front_of(context).output
+    rows = [_of_installed(model) for model in hub.list_models()]
+    if everything:
+        here = {row["name"] for row in rows}
+        rows += [_of_entry(entry) for entry in load_registry().entries if entry.name not in here]
+    if as_json:
+        output.json({"schema_version": SCHEMA_VERSION, "models": rows}, indent=2)
+        return
+    if not rows:
+        output.note("no model is on this disk; `localllm list --all` shows what can be pulled")
+        return
+    header = ("NAME", "STATE", "SIZE", "CONTEXT", "LICENCE", "FROM")
+    output.table(header, [_cells(row) for row in rows])
+
+
+def _of_installed(model: InstalledModel) -> dict[str, Any]:
+    entry = model.entry
+    return {
+        "name": model.name,
+        "state": "installed" if model.directory else "partial",
+        "repo": model.repo,
+        "revision": model.revision,
+        "directory": str(model.directory) if model.directory else None,
+        "size_bytes": model.size_bytes,
+        "partial_bytes": model.partial_bytes,
+        "model_type": model.model_type,
+        "aliases": list(entry.aliases) if entry else [],
+        "licence": entry.licence if entry else None,
+        "gated": entry.gated if entry else None,
+        "context": entry.context if entry else None,
+    }
+
+
+def _of_entry(entry: ModelEntry) -> dict[str, Any]:
+    return {
+        "name": entry.name,
+        "state": "available",
+        "repo": entry.repo,
+        "revision": entry.revision,
+        "directory": None,
+        "size_bytes": 0,
+        "partial_bytes": 0,
+        "model_type": None,
+        "aliases": list(entry.aliases),
+        "licence": entry.licence,
+        "gated": entry.gated,
+        "context": entry.context,
+    }
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    size = format_bytes(row["size_bytes"]) if row["size_bytes"] else ""
+    if row["partial_bytes"]:
+        size = f"{size} + {format_bytes(row['partial_bytes'])} unfinished".removeprefix(" + ")
+    licence = f"{row['licence'] or ''}{' (gated)' if row['gated'] else ''}"
+    source = row["repo"] or ("built in" if row["state"] == "installed" else "")
+    return (row["name"], row["state"], size, str(row["context"] or ""), licence, source)

@@ -1,0 +1,39 @@
+"""Which words name a model, for the command line and for the shell's completion. Imports the registry when asked."""
+
+from __future__ import annotations
+
+
+def is_model(word: str) -> bool:
+    """Whether the word names a model: one of the registry, ORG/REPOSITORY, or a folder that is there."""
+    from localllm.errors import ModelNotFoundError
+    from localllm.hub.names import understand
+    from localllm.registry import load_registry
+
+    try:
+        understand(word, load_registry())
+    except ModelNotFoundError:
+        return False
+    return True
+
+
+def complete_models(incomplete: str) -> list[str]:
+    """Names of the registry and of installed models that begin so."""
+    from localllm.registry import load_registry
+
+    known = [name for entry in load_registry().entries for name in (entry.name, *entry.aliases)]
+    return _beginning(incomplete, [*known, *_installed()])
+
+
+def complete_installed(incomplete: str) -> list[str]:
+    """Names of installed models that begin so."""
+    return _beginning(incomplete, _installed())
+
+
+def _installed() -> list[str]:
+    from localllm import hub
+
+    return [model.name for model in hub.list_models()]
+
+
+def _beginning(incomplete: str, names: list[str]) -> list[str]:
+    return [name for name in dict.fromkeys(names) if name.casefold().startswith(incomplete.casefold())]

@@ -1,0 +1,62 @@
+"""Loads an engine while a line on stderr shows how far it is; a signal leaves at any moment."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from localllm.cli.front import Front
+from localllm.cli.output import ProgressLine
+from localllm.cli.selection import Selection
+
+if TYPE_CHECKING:
+    from localllm.engine.engine import Engine
+    from localllm.engine.service import EngineService
+
+
+@dataclass(frozen=True)
+class Loading:
+    """An engine on its way."""
+
+    service: EngineService
+    line: ProgressLine
+
+    def wait(self) -> Engine:
+        """The engine. Raises what stopped the load."""
+        engine = self.service.wait_loaded()
+        assert engine is not None
+        self.line.clear()
+        return engine
+
+
+@contextlib.contextmanager
+def loading(front: Front, selection: Selection) -> Iterator[Loading]:
+    """Begins to load; what is done inside (reading the prompt) happens meanwhile. Ends the engine's thread."""
+    from localllm.engine.service import EngineService
+
+    settings = selection.settings
+    line = front.output.progress(f"loading {selection.files.name}")
+
+    def load() -> Engine:
+        from localllm.engine.engine import Engine
+
+        return Engine.load(
+            selection.files.directory,
+            device=settings.device,
+            dtype=settings.dtype,
+            ctx=settings.ctx,
+            threads=settings.threads,
+            progress=line.update,
+        )
+
+    with line:
+        line.show(f"loading {selection.files.name} ...")
+        service = EngineService(load)
+        try:
+            yield Loading(service, line)
+        except BaseException:
+            service.close(timeout_s=0)  # its thread is a daemon: nobody waits for a step that is being computed
+            raise
+        service.close()

@@ -1,0 +1,155 @@
+"""The flags that several commands share, and which of them are settings or sampling parameters.
+
+A flag that was not typed is None: what stands in config.toml, the registry or the checkpoint is then used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import typer
+
+from localllm.cli.names import complete_installed, complete_models
+from localllm.errors import UsageError
+
+Model = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        show_default=False,
+        autocompletion=complete_models,
+        help="A name of `localllm list --all`, ORG/REPOSITORY, or a folder. Default: the setting `model` (tiny).",
+    ),
+]
+RequiredModel = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        show_default=False,
+        autocompletion=complete_models,
+        help="A name of `localllm list --all`, ORG/REPOSITORY, or a folder.",
+    ),
+]
+InstalledModel = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", show_default=False, autocompletion=complete_installed, help="A name of `localllm list`."
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+System = Annotated[str | None, typer.Option("-s", "--system", metavar="TEXT", help="The system message.")]
+Ctx = Annotated[int | None, typer.Option("--ctx", metavar="N", help="Context size in tokens.")]
+Device = Annotated[
+    Literal["auto", "cpu", "cuda"] | None, typer.Option("--device", metavar="auto|cpu|cuda", help="Where to compute.")
+]
+Dtype = Annotated[
+    Literal["auto", "bf16", "fp32"] | None, typer.Option("--dtype", metavar="auto|bf16|fp32", help="Number format.")
+]
+Threads = Annotated[int | None, typer.Option("--threads", metavar="N", help="CPU threads.")]
+Offline = Annotated[bool | None, typer.Option("--offline", help="Never use the network.")]
+
+MaxTokens = Annotated[int | None, typer.Option("--max-tokens", metavar="N", help="Longest answer, in tokens.")]
+Temperature = Annotated[
+    float | None, typer.Option("--temperature", metavar="T", help="0: always the likeliest token; above 1: wild.")
+]
+TopK = Annotated[
+    int | None, typer.Option("--top-k", metavar="N", help="Draw from the N likeliest tokens; 0: from all.")
+]
+TopP = Annotated[float | None, typer.Option("--top-p", metavar="P", help="Draw from the likeliest that sum to P.")]
+MinP = Annotated[
+    float | None,
+    typer.Option("--min-p", metavar="P", help="Drop tokens below P times the likeliest one's probability."),
+]
+TypicalP = Annotated[float | None, typer.Option("--typical-p", metavar="P", help="Locally typical sampling.")]
+RepetitionPenalty = Annotated[
+    float | None, typer.Option("--repetition-penalty", metavar="X", help="Above 1: make seen tokens less likely.")
+]
+FrequencyPenalty = Annotated[
+    float | None, typer.Option("--frequency-penalty", metavar="X", help="Subtracted for each time a token was used.")
+]
+PresencePenalty = Annotated[
+    float | None, typer.Option("--presence-penalty", metavar="X", help="Subtracted once for a token that was used.")
+]
+DryMultiplier = Annotated[
+    float | None, typer.Option("--dry-multiplier", metavar="X", help="Strength of the DRY repetition penalty; 0: off.")
+]
+DryBase = Annotated[float | None, typer.Option("--dry-base", metavar="X", help="DRY: growth with each repeated token.")]
+DryAllowedLength = Annotated[
+    int | None, typer.Option("--dry-allowed-length", metavar="N", help="DRY: repeated tokens that cost nothing.")
+]
+LogitBias = Annotated[
+    list[str] | None, typer.Option("--logit-bias", metavar="ID=X", help="Added to a token's logit; may be repeated.")
+]
+Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="The same seed gives the same text.")]
+Stop = Annotated[
+    list[str] | None, typer.Option("--stop", metavar="TEXT", help="End the answer before TEXT; may be repeated.")
+]
+
+# Flags that are settings too (config.toml, LOCALLLM_*), by their name in both.
+_SETTING_NAMES = (
+    "system", "ctx", "device", "dtype", "threads", "offline", "max_tokens", "temperature", "top_k", "top_p", "min_p",
+    "typical_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed", "stop",
+)  # fmt: skip
+_DRY_NAMES = ("dry_multiplier", "dry_base", "dry_allowed_length")
+SAMPLING_SETTING_NAMES = _SETTING_NAMES[6:]
+
+
+def setting_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags of a command that are settings, as `load_settings` takes them: None where one was not typed."""
+    chosen = {name: flags.get(name) for name in _SETTING_NAMES}
+    return {name: (tuple(value) or None) if isinstance(value, list) else value for name, value in chosen.items()}
+
+
+def extra_sampling(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling parameters of a command line that are no settings."""
+    extra = {name: flags[name] for name in _DRY_NAMES if flags.get(name) is not None}
+    if flags.get("logit_bias"):
+        extra["logit_bias"] = parse_logit_bias(flags["logit_bias"])
+    if flags.get("logprobs") is not None:
+        extra["logprobs"] = flags["logprobs"]
+    return extra
+
+
+def parse_logit_bias(pairs: Sequence[str]) -> dict[int, float]:
+    """`["13=-100"]` -> `{13: -100.0}`. Raises UsageError."""
+    biases = {}
+    for pair in pairs:
+        token_id, equals, value = pair.partition("=")
+        try:
+            if not equals or not token_id.strip().isdigit():
+                raise ValueError
+            biases[int(token_id)] = float(value)
+        except ValueError:
+            why = "it must be a token id and a number: 13=-100"
+            fix = "localllm tokenize MODEL TEXT prints the ids"
+            raise UsageError(f"--logit-bias is {pair!r}", why=why, fix=fix) from None
+    return biases
+
+
+def refuse_together(flags: Mapping[str, Any], first: str, *others: str) -> None:
+    """Raises UsageError naming both where flag `first` and one of `others` are typed."""
+    if not flags.get(_field(first)):
+        return
+    for other in others:
+        value = flags.get(_field(other))
+        if value is not None and value is not False and value != []:
+            raise UsageError(f"{first} and {other} cannot go together", why=_WHY.get((first, other), ""))
+
+
+def _field(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_")
+
+
+_WHY = {
+    ("--json", "--jsonl"): "one prints a single object, the other one object for each event",
+    ("--jsonl", "--no-stream"): "--jsonl is the stream of events",
+    ("--raw", "--messages"): "--raw knows no template, and messages need one",
+    ("--raw", "--system"): "--raw knows no template, and a system message needs one",
+    ("--messages", "--prompt"): "the messages are the prompt",
+    ("--messages", "--file"): "the messages are the prompt",
+    ("--messages", "--system"): "write the system message into the file",
+    ("--show-prompt", "--json"): "the prompt is printed byte for byte",
+    ("--show-prompt", "--jsonl"): "the prompt is printed byte for byte",
+}

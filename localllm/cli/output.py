@@ -1,0 +1,289 @@
+"""The only writer to stdout and stderr: answers, tables and JSON on one, everything else on the other.
+
+Knows streams, terminals and NO_COLOR. Knows no engine, no models and no settings.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TextIO
+
+from localllm.errors import LocalLLMError
+
+SCHEMA_VERSION = 1
+
+# Everything that could move the cursor, retitle the window, reach the clipboard or reorder what is read: C0 but tab and
+# newline, DEL, C1, and the bidirectional overrides.
+_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_BOLD, _DIM, _RED, _YELLOW, _RESET = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[33m", "\x1b[0m"
+_CLEAR_LINE = "\r\x1b[2K"
+
+# What an error says where its raiser had no more to tell: an error always has its four lines.
+_GENERIC: Mapping[str, tuple[str, str]] = {
+    "failure": ("the command could not be finished", "localllm doctor"),
+    "usage": ("the command line asks for something that cannot be honoured", "localllm --help"),
+    "settings": ("a setting is unknown or out of range", "localllm config show --origin"),
+    "model-not-found": ("no file of that model is on this disk", "localllm list --all"),
+    "does-not-fit": ("it needs more memory or disk than there is", "localllm doctor"),
+    "context-overflow": ("the prompt has more tokens than the context holds", "raise --ctx, or shorten the prompt"),
+    "download": ("the hub did not answer as promised", "localllm pull MODEL"),
+    "access": ("the repository is not open to everyone", "HF_TOKEN=... localllm pull MODEL"),
+    "schema": ("the answer does not meet the schema", "raise --max-tokens"),
+    "checkpoint": ("a file of the model cannot be used as it is", "localllm rm MODEL && localllm pull MODEL"),
+    "unsupported-model": ("this version has no such architecture", "localllm list --all"),
+    "tokenizer": ("the tokenizer's files cannot be used as they are", "localllm rm MODEL && localllm pull MODEL"),
+    "template": ("the chat template did not render", "localllm run MODEL --raw -p TEXT"),
+    "non-finite": ("the model computed a value that is not a number", "localllm run MODEL --dtype fp32 -p TEXT"),
+}
+
+
+def printable(text: str) -> str:
+    """The text without control characters: what a terminal may be shown of a model's or a stranger's words."""
+    return _UNSAFE.sub("", text)
+
+
+def one_line(text: str) -> str:
+    """The text on one line, control characters shown as escapes: for names and messages inside a line of ours."""
+    return _UNSAFE.sub(lambda match: match.group().encode("unicode_escape").decode(), text.replace("\n", " "))
+
+
+def format_bytes(count: int) -> str:
+    """1536 -> "1.5 KiB"."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """75 -> "1:15"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class ReaderGoneError(Exception):
+    """Whoever read stdout has closed it (`| head -1`): there is nothing left to do, and nothing to complain about."""
+
+
+class Output:
+    """The two streams of one process. A missing stream (closed by the caller) swallows what it is given."""
+
+    def __init__(self, stdout: TextIO | None, stderr: TextIO | None, environ: Mapping[str, str] = os.environ) -> None:
+        self._stdout = stdout
+        self._stderr = stderr
+        self._lock = threading.RLock()
+        self._line_open = False  # the last character on stdout was not a newline
+        self.stdout_is_terminal = _is_terminal(stdout)
+        self.stderr_is_terminal = _is_terminal(stderr)
+        self.coloured = self.stderr_is_terminal and _wants_colour(environ)
+        self.animated = self.stderr_is_terminal and environ.get("TERM", "") != "dumb"
+
+    @classmethod
+    def of_process(cls) -> Output:
+        """The process's own streams, in UTF-8 whatever the locale says."""
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(encoding="utf-8", errors="backslashreplace", newline="")
+        return cls(sys.stdout, sys.stderr)
+
+    # stdout
+
+    def answer(self, text: str) -> None:
+        """A model's words, as they come: stripped of control characters on a terminal, byte for byte elsewhere."""
+        shown = printable(text) if self.stdout_is_terminal else text
+        if shown:
+            self._line_open = not shown.endswith("\n")
+            self._write_stdout(shown)
+
+    def end_answer(self) -> None:
+        """Ends the answer's last line where the model did not."""
+        if self._line_open:
+            self._line_open = False
+            self._write_stdout("\n")
+
+    def line(self, text: str = "") -> None:
+        """One line of a listing."""
+        self._write_stdout((printable(text) if self.stdout_is_terminal else text) + "\n")
+
+    def json(self, value: Mapping[str, Any], *, indent: int | None = None) -> None:
+        """One JSON object, on one line unless `indent` is given; what a terminal could obey is escaped everywhere."""
+        text = json.dumps(value, ensure_ascii=False, indent=indent, allow_nan=False)
+        self._write_stdout(_UNSAFE.sub(lambda match: f"\\u{ord(match.group()):04x}", text) + "\n")
+
+    def table(self, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+        """Left-aligned columns, two spaces apart."""
+        lines = [[one_line(cell) for cell in row] for row in (header, *rows)]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+        for line in lines:
+            self.line("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+    def _write_stdout(self, text: str) -> None:
+        if self._stdout is None:
+            return
+        try:
+            self._stdout.write(text)
+            self._stdout.flush()
+        except BrokenPipeError as error:
+            raise ReaderGoneError from error
+        except OSError as error:
+            why = f"{error.strerror or error} (standard output)"
+            raise LocalLLMError("the answer could not be written", why=why, fix="df -h .") from error
+
+    # stderr
+
+    def note(self, text: str) -> None:
+        """Something a person may want to know: statistics, what happens now."""
+        self._write_stderr(self._styled(_DIM, one_line(text)) + "\n")
+
+    def warn(self, text: str) -> None:
+        self._write_stderr(self._styled(_YELLOW, "warning:") + f" {one_line(text)}\n")
+
+    def prompt(self, text: str) -> None:
+        """What a question ends with: no newline."""
+        self._write_stderr(one_line(text))
+
+    def error(self, error: LocalLLMError) -> None:
+        """Four lines: what, why, what to do, where to read more."""
+        why, fix = _GENERIC.get(error.code, _GENERIC["failure"])
+        rows = (("why:", error.why or why), ("fix:", error.fix or fix), ("more:", error.more))
+        text = self._styled(_RED + _BOLD, "error:") + f" {one_line(error.what)}\n"
+        text += "".join(
+            f"{self._styled(_DIM, label)}{' ' * (7 - len(label))}{one_line(value)}\n" for label, value in rows
+        )
+        self._write_stderr(text)
+
+    def traceback(self, text: str) -> None:
+        """A traceback as Python formats it, for --debug."""
+        self._write_stderr(text)
+
+    def progress(self, label: str, *, plain_lines: bool = False) -> ProgressLine:
+        """A line that shows how far something is. `plain_lines`: say so in whole lines where no terminal is there."""
+        return ProgressLine(self, label, plain_lines=plain_lines)
+
+    def _styled(self, style: str, text: str) -> str:
+        return f"{style}{text}{_RESET}" if self.coloured else text
+
+    def _write_stderr(self, text: str) -> None:
+        if self._stderr is None:
+            return
+        with self._lock:
+            # A lost stderr must not cost the answer.
+            try:
+                self._stderr.write(text)
+                self._stderr.flush()
+            except (OSError, ValueError):
+                self._stderr = None
+
+    def abandon_stdout(self) -> None:
+        """Forgets a stdout that nobody reads, so that the interpreter's last flush is silent."""
+        self._stdout = None
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.close(null)
+
+
+class ProgressLine:
+    """One line on a terminal, redrawn in place ten times a second; elsewhere a plain line every tenth, or nothing.
+
+    Threads may share it. Used as a context manager it leaves an empty line behind.
+    """
+
+    def __init__(self, output: Output, label: str, *, plain_lines: bool) -> None:
+        self._output = output
+        self._label = label
+        self._plain_lines = plain_lines
+        self._lock = threading.Lock()
+        self._started_at = time.monotonic()
+        self._base: int | None = None  # bytes that were there before: they say nothing about the speed
+        self._drawn_at = 0.0
+        self._tenth = -1
+        self._closed = False
+
+    def __enter__(self) -> ProgressLine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
+
+    def update(self, done: int, total: int, detail: str = "") -> None:
+        """`done` of `total` bytes are there; `detail` names what is being worked on (a file and its own share)."""
+        with self._lock:
+            if self._closed:
+                return
+            if self._base is None:
+                self._base = done
+            if self._output.animated:
+                self._draw(done, total, detail)
+            elif self._plain_lines:
+                self._say(done, total)
+
+    def show(self, text: str) -> None:
+        """Some other text in the line's place; nothing where no terminal is there."""
+        with self._lock:
+            if self._output.animated and not self._closed:
+                self._put(text)
+
+    def interject(self, text: str) -> None:
+        """A note above the line."""
+        with self._lock:
+            if self._drawn_at:
+                self._output._write_stderr(_CLEAR_LINE)
+            self._output.note(text)
+
+    def clear(self) -> None:
+        """Takes the line away; later updates are ignored."""
+        with self._lock:
+            if not self._closed and self._drawn_at:
+                self._output._write_stderr(_CLEAR_LINE)
+            self._closed = True
+
+    def _draw(self, done: int, total: int, detail: str) -> None:
+        now = time.monotonic()
+        if now - self._drawn_at < 0.1 and done < total:
+            return
+        share = done / total if total else 1.0
+        bar = "#" * int(20 * share)
+        text = f"{self._label} [{bar:<20}] {share:4.0%} {format_bytes(done)}/{format_bytes(total)}"
+        rate = (done - (self._base or 0)) / max(now - self._started_at, 1e-3)
+        if rate > 0 and 0 < done < total:
+            text += f" {format_bytes(int(rate))}/s {format_seconds((total - done) / rate)} left"
+        self._put(f"{text}  {detail}" if detail else text)
+
+    def _put(self, text: str) -> None:
+        self._drawn_at = time.monotonic()
+        self._output._write_stderr(_CLEAR_LINE + one_line(text)[: _columns() - 1])
+
+    def _say(self, done: int, total: int) -> None:
+        tenth = 10 * done // total if total else 10
+        if tenth > self._tenth:
+            self._tenth = tenth
+            text = f"{self._label}: {10 * tenth}% of {format_bytes(total)}"
+            self._output._write_stderr(one_line(text) + "\n")
+
+
+def _columns() -> int:
+    try:
+        return max(20, os.get_terminal_size(2).columns or 80)  # 0: a terminal that does not know
+    except OSError:
+        return 80
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    try:
+        return stream is not None and stream.isatty()
+    except ValueError:
+        return False
+
+
+def _wants_colour(environ: Mapping[str, str]) -> bool:
+    return not environ.get("NO_COLOR") and environ.get("TERM", "") != "dumb"

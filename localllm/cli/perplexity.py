@@ -1,0 +1,79 @@
+"""`localllm perplexity`: how well a model foretells a text."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import Future
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from localllm.cli import options
+from localllm.cli.front import front_of
+from localllm.cli.output import SCHEMA_VERSION, ProgressLine
+from localllm.cli.prompt import read_text_file
+from localllm.cli.selection import select
+
+if TYPE_CHECKING:
+    from localllm.engine.engine import Engine
+
+EXAMPLES = """Examples:
+
+\b
+  localllm perplexity tiny --file chapter.txt
+  localllm perplexity qwen3-8b --file wiki.test.txt --ctx 2048 --json
+"""
+
+
+def perplexity_command(
+    context: typer.Context,
+    model: options.RequiredModel,
+    file: Annotated[Path, typer.Option("-f", "--file", metavar="TEXT", help="A text file in UTF-8.")],
+    ctx: options.Ctx = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    threads: options.Threads = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object: schema_version, model, perplexity, nll, tokens, ctx.")
+    ] = False,
+) -> None:
+    """Measure how well a model foretells a text.
+
+    Perplexity is exp of the mean negative log-likelihood of the tokens: lower is better.
+    """
+    flags = dict(locals())
+    from localllm.cli.opening import loading
+
+    front = front_of(context)
+    text = read_text_file(file, "--file")
+    selection = select(model, flags)
+    with loading(front, selection) as load, front.output.progress("measuring") as line:
+        result = _measure(load.wait(), text, selection.settings.ctx, line)
+    shown = result.perplexity if math.isfinite(result.perplexity) else None  # JSON has no infinity
+    fields = {"perplexity": shown, "nll": result.nll, "tokens": result.tokens, "ctx": result.ctx}
+    if as_json:
+        front.output.json({"schema_version": SCHEMA_VERSION, "model": selection.files.name, **fields})
+    else:
+        front.output.line(
+            f"perplexity {result.perplexity:.4f} ({result.nll:.5f} nats a token over {result.tokens} tokens, "
+            f"context {result.ctx})"
+        )
+
+
+def _measure(engine: Engine, text: str, ctx: int | None, line: ProgressLine) -> Any:
+    """The result. Computed on a thread of its own, so that this one can be interrupted in the middle of a step."""
+
+    def show(done: int, total: int) -> None:
+        line.show(f"measuring: {done} of {total} tokens")
+
+    def compute() -> None:
+        try:
+            future.set_result(engine.perplexity(engine.tokenizer.encode(text), ctx=ctx, progress=show))
+        except BaseException as error:
+            future.set_exception(error)
+
+    future: Future[Any] = Future()
+    Thread(target=compute, name="perplexity", daemon=True).start()
+    return future.result()

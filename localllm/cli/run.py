@@ -1,0 +1,161 @@
+"""`localllm run`: one prompt, one answer, for scripts and pipes."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from localllm.cli import options
+from localllm.cli.answer import Answer
+from localllm.cli.front import Front, front_of
+from localllm.cli.generate import Printing, is_cut_by_context, print_answer
+from localllm.cli.names import is_model
+from localllm.cli.options import refuse_together
+from localllm.cli.prompt import split_positionals
+from localllm.cli.selection import Selection, select, select_text_only
+from localllm.cli.source import Source, read_source
+from localllm.errors import ModelNotFoundError, UsageError
+
+if TYPE_CHECKING:
+    from localllm.engine.request import SamplingParams
+
+EXAMPLES = """Examples:
+
+\b
+  localllm run "Tell me a tale about a fox who finds a lantern."
+  localllm run mistral-7b -s "Answer in one sentence." -p "Why is the sky blue?"
+  git diff | localllm run qwen3-8b "Write a commit message for this." --temperature 0
+  localllm run --raw -p "Once upon a time" --max-tokens 40 --json
+"""
+
+
+def run_command(
+    context: typer.Context,
+    model: options.Model = None,
+    prompt_argument: Annotated[
+        str | None,
+        typer.Argument(metavar="PROMPT", show_default=False, help="The prompt; what is piped in precedes it."),
+    ] = None,
+    prompt: Annotated[str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="The prompt.")] = None,
+    file: Annotated[
+        list[Path] | None,
+        typer.Option("-f", "--file", metavar="FILE", help="Text before the prompt, in full; may be repeated."),
+    ] = None,
+    system: options.System = None,
+    messages: Annotated[
+        Path | None,
+        typer.Option(
+            "--messages", metavar="FILE", help="Chat messages as JSON: an array, or {messages, tools, ...}. -: stdin."
+        ),
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="The prompt as it is, without the chat template.")] = False,
+    show_prompt: Annotated[
+        bool, typer.Option("--show-prompt", help="Print what the model would be given, and generate nothing.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object when the answer is complete.")] = False,
+    jsonl: Annotated[bool, typer.Option("--jsonl", help="Print a JSON object for each event as it comes.")] = False,
+    no_stream: Annotated[bool, typer.Option("--no-stream", help="Print the answer when it is complete.")] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Print tokens, rates and times on stderr.")] = False,
+    logprobs: Annotated[
+        int | None,
+        typer.Option("--logprobs", metavar="N", help="With --json or --jsonl: each token's logprob, N alternatives."),
+    ] = None,
+    max_tokens: options.MaxTokens = None,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    typical_p: options.TypicalP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    frequency_penalty: options.FrequencyPenalty = None,
+    presence_penalty: options.PresencePenalty = None,
+    dry_multiplier: options.DryMultiplier = None,
+    dry_base: options.DryBase = None,
+    dry_allowed_length: options.DryAllowedLength = None,
+    logit_bias: options.LogitBias = None,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    ctx: options.Ctx = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    threads: options.Threads = None,
+    offline: options.Offline = None,
+) -> None:
+    """Answer one prompt, for scripts and pipes.
+
+    The answer goes to stdout, everything else to stderr.
+    """
+    flags = dict(locals())  # by name: they are passed on as one
+    front = front_of(context)
+    refuse_conflicts(flags)
+    word, text = split_positionals([part for part in (model, prompt_argument) if part is not None], prompt, is_model)
+    selection = _select(word, text, flags)
+    source = read_source(front.output, text, flags, selection.settings.system)
+    if show_prompt:
+        front.output.answer(source.render(selection.files.directory))
+        return
+    sampling = selection.sampling(flags)
+    answer = _answer(front, selection, source, sampling, flags)
+    if answer.finished is not None and answer.finished.finish_reason == "cancelled":
+        raise typer.Exit(front.interrupts.exit_code or 130)
+
+
+def refuse_conflicts(flags: Mapping[str, Any]) -> None:
+    """Raises UsageError for flags that contradict each other, and for one that would have no effect."""
+    refuse_together(flags, "--json", "--jsonl")
+    refuse_together(flags, "--jsonl", "--no-stream")
+    refuse_together(flags, "--raw", "--messages", "--system")
+    refuse_together(flags, "--messages", "--prompt", "--file", "--system")
+    refuse_together(flags, "--show-prompt", "--json", "--jsonl")
+    if flags["messages"] is not None and flags["prompt_argument"] is not None:
+        raise UsageError(
+            "--messages and a prompt cannot go together",
+            why="the messages are the prompt",
+            fix="localllm run MODEL --messages FILE.json",
+        )
+    if flags["logprobs"] is not None and not (flags["json"] or flags["jsonl"]):
+        why = "text alone has no place for them"
+        raise UsageError("--logprobs needs --json or --jsonl", why=why, fix="localllm run --json --logprobs 3 -p TEXT")
+
+
+def _select(word: str | None, text: str | None, flags: Mapping[str, Any]) -> Selection:
+    try:
+        return (select_text_only if flags["show_prompt"] else select)(word, flags)
+    except ModelNotFoundError as error:
+        if word is None or text is not None or flags["messages"] is not None:
+            raise
+        prompt = f"localllm run -p {shlex.quote(word)}"
+        raise ModelNotFoundError(
+            error.what, why=error.why, fix=f"{error.fix}, or if it is the prompt: {prompt}"
+        ) from error
+
+
+def _answer(
+    front: Front, selection: Selection, source: Source, sampling: SamplingParams, flags: Mapping[str, Any]
+) -> Answer:
+    from localllm.cli.opening import loading
+    from localllm.engine.request import Request
+
+    printing = Printing(
+        as_json=flags["json"],
+        as_events=flags["jsonl"],
+        streams=not flags["no_stream"],
+        statistics=flags["stats"],
+        logprobs=flags["logprobs"] is not None,
+    )
+    with loading(front, selection) as load:
+        ids = source.encode(selection.files.directory)
+        engine = load.wait()
+        stream = load.service.submit(Request(ids, sampling))
+        answer = print_answer(front, selection.files.name, stream, len(ids), printing)
+        if (
+            answer.finished is not None
+            and sampling.max_tokens is None
+            and is_cut_by_context(answer.finished, engine.ctx)
+        ):
+            front.output.warn(f"the answer was cut: the context of {engine.ctx} tokens is full (--ctx makes it larger)")
+    return answer

@@ -1,0 +1,90 @@
+"""`localllm show`: what is known about one model, without the network."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from localllm.cli import options
+from localllm.cli.front import front_of
+from localllm.cli.output import SCHEMA_VERSION, format_bytes
+from localllm.cli.selection import select_text_only
+
+if TYPE_CHECKING:
+    from localllm.hub import ModelDescription
+
+_NUMBERS = ("layers", "hidden_size", "attention_heads", "kv_heads", "vocabulary", "context")
+
+
+def show_command(
+    context: typer.Context,
+    model: options.RequiredModel,
+    template: Annotated[bool, typer.Option("--template", help="Print the chat template and nothing else.")] = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Show what is known about one model.
+
+    Where it is, its size, architecture, context, licence and sampling defaults; without the network.
+    """
+    from localllm import hub
+
+    output = front_of(context).output
+    if template:
+        source = _template_source(model)
+        if as_json:
+            output.json({"schema_version": SCHEMA_VERSION, "model": model, "template": source})
+        else:
+            output.answer(source)
+            output.end_answer()
+        return
+    fields = _fields(hub.describe(model))
+    if as_json:
+        output.json({"schema_version": SCHEMA_VERSION, **fields}, indent=2)
+        return
+    for name, value in fields.items():
+        if value not in (None, [], {}):
+            output.line(f"{name.replace('_', ' '):<16}  {_shown(name, value)}")
+
+
+def _template_source(model: str) -> str:
+    from localllm.engine.chat_template import ChatTemplate
+    from localllm.engine.tokenizer import Tokenizer
+
+    directory = select_text_only(model, {}).files.directory
+    sources = ChatTemplate.load(directory, Tokenizer.load(directory)).sources
+    if len(sources) == 1:
+        return next(iter(sources.values()))
+    return "\n".join(f"--- {name} ---\n{source}" for name, source in sources.items())
+
+
+def _fields(model: ModelDescription) -> dict[str, Any]:
+    entry = model.entry
+    return {
+        "name": model.name,
+        "state": "installed" if model.files else ("partial" if model.partial_bytes else "available"),
+        "repo": model.repo,
+        "revision": model.revision if model.repo else None,
+        "directory": str(model.files.directory) if model.files else None,
+        "size_bytes": model.size_bytes,
+        "partial_bytes": model.partial_bytes,
+        "model_type": model.model_type,
+        "dtype": model.dtype,
+        **{name: value for name, value in asdict(model).items() if name in _NUMBERS},
+        "licence": entry.licence if entry else None,
+        "gated": entry.gated if entry else None,
+        "aliases": list(entry.aliases) if entry else [],
+        "sampling": dict(entry.sampling) if entry else {},
+        "stop": list(entry.stop) if entry else [],
+    }
+
+
+def _shown(name: str, value: Any) -> str:
+    if name.endswith("_bytes"):
+        return format_bytes(value)
+    if isinstance(value, list):
+        return ", ".join(repr(item) if name == "stop" else str(item) for item in value)
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {item:g}" for key, item in value.items())
+    return str(value)

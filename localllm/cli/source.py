@@ -1,0 +1,83 @@
+"""What is asked: a prompt as it is, or chat messages; as the text and as the ids that the model is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from localllm.cli.output import Output
+from localllm.cli.prompt import argument_text, join_parts, read_stdin, read_text_file
+from localllm.errors import UsageError
+
+if TYPE_CHECKING:
+    from localllm.engine.chat_template import ChatInput
+
+
+@dataclass(frozen=True)
+class Source:
+    """Either `raw` or `chat` is set."""
+
+    raw: str | None = None
+    chat: ChatInput | None = None
+
+    def render(self, directory: Path) -> str:
+        """The prompt as the model in `directory` is given it, special tokens written out. Raises TemplateError."""
+        if self.chat is None:
+            return self.raw or ""
+        from localllm.engine.chat_template import ChatTemplate
+        from localllm.engine.tokenizer import Tokenizer
+
+        return ChatTemplate.load(directory, Tokenizer.load(directory)).render_chat(self.chat)
+
+    def encode(self, directory: Path) -> tuple[int, ...]:
+        """The prompt's ids. In a raw prompt special tokens are meant; in a message they are text."""
+        from localllm.engine.chat_template import ChatTemplate, encode_chat
+        from localllm.engine.tokenizer import Tokenizer
+
+        tokenizer = Tokenizer.load(directory)
+        if self.chat is None:
+            return tuple(tokenizer.encode(self.raw or "", special=True, bos=True))
+        return tuple(encode_chat(ChatTemplate.load(directory, tokenizer), tokenizer, self.chat))
+
+
+def read_source(output: Output, text: str | None, flags: Mapping[str, Any], system: str | None) -> Source:
+    """The prompt of a command line: `--messages`, or what is piped in, the files and the text, in this order.
+
+    Raises UsageError where there is none.
+    """
+    from localllm.engine.chat_template import ChatInput
+
+    if flags["messages"] is not None:
+        return Source(chat=read_messages(flags["messages"], output))
+    parts = [part for part in [read_stdin(output)] if part]
+    parts += [read_text_file(path, "--file") for path in flags["file"] or []]
+    if text is not None:
+        parts.append(argument_text(text, "the prompt"))
+    if not parts:
+        raise UsageError(
+            "there is no prompt",
+            why="none on the command line, and nothing is piped in",
+            fix='localllm run "Tell me a tale about a fox."',
+        )
+    if flags["raw"]:
+        return Source(raw=join_parts(parts))
+    # A shell or an editor ends a text with a newline that nobody means; a prompt that was typed stays as it is.
+    question = join_parts(parts) if text is not None else join_parts(parts).rstrip("\n")
+    messages = [{"role": "system", "content": argument_text(system, "--system")}] if system else []
+    return Source(chat=ChatInput([*messages, {"role": "user", "content": question}]))
+
+
+def read_messages(path: Path, output: Output | None = None) -> ChatInput:
+    """The messages of a JSON file; `-` with an output is standard input. Raises UsageError."""
+    from localllm.engine.chat_template import parse_messages_file
+
+    if output is None or str(path) != "-":
+        return parse_messages_file(read_text_file(path, "--messages"))
+    text = read_stdin(output)
+    if text is None:
+        raise UsageError(
+            "--messages - has nothing to read", why="standard input is a terminal", fix="--messages FILE.json"
+        )
+    return parse_messages_file(text)

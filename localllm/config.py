@@ -1,0 +1,321 @@
+"""Settings: where they come from, which values are accepted, and where each one was set.
+
+A flag beats a LOCALLLM_* variable, which beats the user's config.toml. Knows the names and ranges of settings, not what
+they do; what a model's entry adds to them is `registry.with_model_defaults`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+from localllm.errors import SettingsError
+
+ENVIRONMENT_PREFIX = "LOCALLLM_"
+# Not settings: the folder of all user files, and the test suite's data.
+OTHER_VARIABLES = frozenset({"LOCALLLM_HOME", "LOCALLLM_TEST_DATA"})
+TOML_LIMIT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a user may set once instead of typing it each time. None: the model's own default."""
+
+    model: str = "tiny"
+    device: str = "auto"
+    dtype: str = "auto"
+    ctx: int | None = None  # tokens
+    threads: int | None = None
+    offline: bool = False
+    system: str | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+
+
+@dataclass(frozen=True)
+class Accepts:
+    """The values that a key takes. `low` and `high` are inclusive; they bound numbers, and the length of a list."""
+
+    kind: Literal["text", "texts", "switch", "integer", "number"]
+    low: float = 0
+    high: float = math.inf
+    choices: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        if self.choices:
+            return "one of " + ", ".join(self.choices)
+        if self.kind in ("integer", "number"):
+            noun = "a whole number" if self.kind == "integer" else "a number"
+            return f"{noun} from {self.low:g} to {self.high:g}" if self.high < 2**31 else f"{noun} from {self.low:g}"
+        return {"text": "a text that is not empty", "texts": "a list of texts, none empty", "switch": "true or false"}[
+            self.kind
+        ]
+
+    def allows(self, value: object) -> bool:
+        match self.kind:
+            case "text":
+                return isinstance(value, str) and bool(value) and (not self.choices or value in self.choices)
+            case "texts":
+                return isinstance(value, list | tuple) and all(isinstance(text, str) and text for text in value)
+            case "switch":
+                return isinstance(value, bool)
+            case "integer":
+                return isinstance(value, int) and not isinstance(value, bool) and self.low <= value <= self.high
+            case "number":
+                number = isinstance(value, int | float) and not isinstance(value, bool)
+                return number and self.low <= value <= self.high  # type: ignore[operator]
+
+
+ACCEPTED: Mapping[str, Accepts] = MappingProxyType(
+    {
+        "model": Accepts("text"),
+        "device": Accepts("text", choices=("auto", "cpu", "cuda")),
+        "dtype": Accepts("text", choices=("auto", "bf16", "fp32")),
+        "ctx": Accepts("integer", 1, 2**31),
+        "threads": Accepts("integer", 1, 1024),
+        "offline": Accepts("switch"),
+        "system": Accepts("text"),
+        "max_tokens": Accepts("integer", 1, 2**31),
+        "stop": Accepts("texts"),
+        "seed": Accepts("integer", 0, 2**63 - 1),
+        "temperature": Accepts("number", 0, 100),
+        "top_k": Accepts("integer", 0, 2**31),
+        "top_p": Accepts("number", 0, 1),
+        "min_p": Accepts("number", 0, 1),
+        "typical_p": Accepts("number", 0, 1),
+        "repetition_penalty": Accepts("number", 0.01, 100),
+        "frequency_penalty": Accepts("number", -100, 100),
+        "presence_penalty": Accepts("number", -100, 100),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Who set a value: `where` is a flag, a variable, `file:line`, or "default"."""
+
+    kind: Literal["flag", "environment", "file", "registry", "checkpoint", "default"]
+    where: str
+
+
+DEFAULT = Origin("default", "default")
+
+
+@dataclass(frozen=True)
+class ResolvedSettings:
+    """Settings, and for each field who set it."""
+
+    settings: Settings = field(default_factory=Settings)
+    origins: Mapping[str, Origin] = field(default_factory=lambda: dict.fromkeys(ACCEPTED, DEFAULT))
+
+    def overlaid(self, values: Mapping[str, tuple[Any, Origin]]) -> ResolvedSettings:
+        """A copy in which `values` replace what was there."""
+        settings = replace(self.settings, **{name: value for name, (value, _) in values.items()})
+        return ResolvedSettings(settings, {**self.origins, **{name: origin for name, (_, origin) in values.items()}})
+
+
+@dataclass(frozen=True)
+class UserDirectories:
+    """Where a user's files live; none of them need exist."""
+
+    config: Path
+    data: Path
+    cache: Path
+
+
+def user_directories(environ: Mapping[str, str] = os.environ) -> UserDirectories:
+    """The platform's folders (XDG on Linux), or config, data and cache below LOCALLLM_HOME."""
+    home = environ.get("LOCALLLM_HOME")
+    if home:
+        root = Path(home).expanduser().absolute()
+        return UserDirectories(root / "config", root / "data", root / "cache")
+    from platformdirs import PlatformDirs
+
+    directories = PlatformDirs("localllm", appauthor=False)
+    return UserDirectories(directories.user_config_path, directories.user_data_path, directories.user_cache_path)
+
+
+def load_settings(
+    flags: Mapping[str, Any] | None = None,
+    *,
+    environ: Mapping[str, str] = os.environ,
+    config_file: Path | None = None,
+) -> ResolvedSettings:
+    """Settings from `flags` (by setting name; None: not given), the environment and the user's config.toml.
+
+    Raises SettingsError for an unknown key or variable, a wrong type, a value out of range, and broken TOML.
+    """
+    file = config_file or user_directories(environ).config / "config.toml"
+    resolved = ResolvedSettings().overlaid(_from_file(file))
+    resolved = resolved.overlaid(_from_environment(environ))
+    return resolved.overlaid(_from_flags(flags or {}))
+
+
+def _from_file(path: Path) -> dict[str, tuple[Any, Origin]]:
+    file = TomlFile.read(path)
+    values = {}
+    for key, value in file.data.items():
+        where = file.where(key)
+        if key not in ACCEPTED:
+            raise unknown_key(key, where, ACCEPTED)
+        values[key] = (accepted(key, value, where), Origin("file", where))
+    return values
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, Origin]]:
+    values = {}
+    for variable, text in environ.items():
+        if not variable.startswith(ENVIRONMENT_PREFIX) or variable in OTHER_VARIABLES:
+            continue
+        name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+        if name not in ACCEPTED or not variable.isupper():
+            names = [*(ENVIRONMENT_PREFIX + key.upper() for key in ACCEPTED), *OTHER_VARIABLES]
+            raise unknown_key(variable, "the environment", names, fix=f"unset {variable}")
+        if text:  # an empty variable is how a shell says "not set"
+            values[name] = (accepted(name, _parsed(name, text), variable), Origin("environment", variable))
+    return values
+
+
+def _from_flags(flags: Mapping[str, Any]) -> dict[str, tuple[Any, Origin]]:
+    values = {}
+    for name, value in flags.items():
+        if value is not None:
+            flag = "--" + name.replace("_", "-")
+            values[name] = (accepted(name, value, flag), Origin("flag", flag))
+    return values
+
+
+def _parsed(name: str, text: str) -> object:
+    """The value that `text`, a variable's content, stands for; `text` itself where it is none of the kind."""
+    kind = ACCEPTED[name].kind
+    try:
+        if kind == "integer":
+            return int(text)
+        if kind == "number":
+            return float(text)
+    except ValueError:
+        return text
+    if kind == "switch":
+        words = {
+            "1": True,
+            "true": True,
+            "yes": True,
+            "on": True,
+            "0": False,
+            "false": False,
+            "no": False,
+            "off": False,
+        }
+        return words.get(text.lower(), text)
+    return [text] if kind == "texts" else text
+
+
+def accepted(key: str, value: object, where: str | Callable[[], str], accepts: Accepts | None = None) -> Any:
+    """`value` in its own type (float for a number, tuple for a list), or SettingsError naming key, value and range.
+
+    `where` may be a function: finding a line costs a parse, and only an error needs it.
+    """
+    accepts = accepts or ACCEPTED[key]
+    if not accepts.allows(value):
+        place = where if isinstance(where, str) else where()
+        raise SettingsError(
+            f"{key} is {repr(value)[:80]} in {place}",
+            why=f"it must be {accepts.describe()}",
+            fix="change it there; `localllm config show --origin` lists every setting and where it was set",
+        )
+    if accepts.kind == "number":
+        return float(value)  # type: ignore[arg-type]
+    return tuple(value) if accepts.kind == "texts" else value  # type: ignore[arg-type]
+
+
+def unknown_key(key: str, where: str, known: Sequence[str] | Mapping[str, Any], fix: str = "") -> SettingsError:
+    """The error for a key nobody reads; it names the nearest one that is."""
+    spelled = {name.casefold(): name for name in known}
+    nearest = spelled[difflib.get_close_matches(key.casefold().replace("-", "_"), list(spelled), n=1, cutoff=0.0)[0]]
+    return SettingsError(
+        f"unknown key {key[:80]!r} in {where}",
+        why=f"the nearest is {nearest!r}; known are {', '.join(sorted(known))}",
+        fix=fix or f"write {nearest!r} there, or delete the line",
+    )
+
+
+@dataclass(frozen=True)
+class TomlFile:
+    """A parsed TOML file that can still say on which line a key stands."""
+
+    path: Path
+    text: str
+    data: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, path: Path) -> TomlFile:
+        """The file's content; empty where there is no file. Raises SettingsError where it is unreadable or not TOML."""
+        try:
+            with path.open("rb") as file:
+                raw = file.read(TOML_LIMIT_BYTES + 1)
+        except FileNotFoundError:
+            return cls(path, "", {})
+        except (OSError, ValueError) as error:
+            raise SettingsError(f"{path} cannot be read", why=str(error), fix=f"ls -l {path}") from None
+        if len(raw) > TOML_LIMIT_BYTES:
+            raise SettingsError(f"{path} is too large", why=f"more than {TOML_LIMIT_BYTES} bytes", fix=f"ls -l {path}")
+        try:
+            text = raw.decode()
+            return cls(path, text, tomllib.loads(text))
+        except UnicodeDecodeError as error:
+            line = raw[: error.start].count(b"\n") + 1
+            raise SettingsError(
+                f"{path}:{line} is not UTF-8", why=str(error), fix=f"mend line {line} of {path}"
+            ) from None
+        except (tomllib.TOMLDecodeError, RecursionError) as error:
+            raise SettingsError(f"{path} is not TOML", why=str(error), fix=f"mend that line of {path}") from None
+
+    def where(self, *keys: str | int) -> str:
+        """`path:line` of the key at `keys`, or `path` where no line can be named."""
+        line = self._line(keys)
+        return f"{self.path}:{line}" if line else str(self.path)
+
+    def _line(self, keys: Sequence[str | int]) -> int | None:
+        # tomllib keeps no positions. The first prefix of the file that parses and holds the key ends on the key's line;
+        # only lines that spell the key are tried.
+        spelled = next((key for key in reversed(keys) if isinstance(key, str)), "")
+        lines = self.text.split("\n")
+        candidate = None
+        for number, line in enumerate(lines, 1):
+            if spelled not in line:
+                continue
+            candidate = candidate or number  # a value of several lines: no prefix that ends here parses
+            try:
+                prefix = tomllib.loads("\n".join(lines[:number]))
+            except tomllib.TOMLDecodeError:
+                continue
+            if _contains(prefix, keys):
+                return number
+        return candidate
+
+
+def _contains(data: Any, keys: Sequence[str | int]) -> bool:
+    for key in keys:
+        if isinstance(key, int):
+            if not isinstance(data, list) or key >= len(data):
+                return False
+        elif not isinstance(data, dict) or key not in data:
+            return False
+        data = data[key]
+    return True

@@ -1,0 +1,334 @@
+"""Chat messages to the text, or the ids, that a model was trained on.
+
+Owns the template of a model, and what in its output counts as a special token: what the template writes does; the same
+text inside messages, tools or variables stays ordinary text, so nobody can forge a role. While rendering for ids, a
+private character stands inside each such text, and is taken out again before that stretch is encoded. Only special
+tokens are marked (see tokenizer.py): templates look for `</think>` or `<tool_response>` in what was said, and must go
+on finding them; those give nobody a role.
+
+Knows nothing about sampling or models. template_sandbox.py runs the template.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.exceptions import SecurityError
+
+from localllm.engine.template_limits import MAX_DEPTH, Budget, LimitError
+from localllm.engine.template_sandbox import RefusalError, TemplateEnvironment
+from localllm.engine.tokenizer import Tokenizer, valid_unicode
+from localllm.engine.tokenizer_files import SPECIAL_ROLES, TokenizerFiles, special_roles
+from localllm.errors import TemplateError, TokenizerError, UsageError
+
+MAX_SOURCE_CHARS = 64 << 10  # twice the longest in use; bounds the time that compiling takes
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ChatInput:
+    """What a chat template gets to see.
+
+    add_generation_prompt: whether the text ends where the assistant begins to speak; None if a file did not say:
+    then plain rendering leaves it out, as transformers does, and a prompt for generation has it.
+    variables: anything else a template may ask for (enable_thinking, documents, bos_token, ...).
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    add_generation_prompt: bool | None = True
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("messages", "tools", "add_generation_prompt"):
+            if name in self.variables:
+                raise UsageError(f"the template variable {name!r} is taken", why="it is an argument of its own")
+
+
+class ChatTemplate:
+    """The chat template of one model, compiled once. Safe to use from several threads, one rendering at a time."""
+
+    def __init__(
+        self,
+        source: str | Mapping[str, str],
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        origin: str = "the chat template",
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        """source: one template, or several by name ("default", "tool_use"). special_tokens: bos_token and the like.
+
+        origin: the file to name in errors. now: the clock of `strftime_now`. Raises TemplateError for a broken one.
+        """
+        self.sources = {"default": source} if isinstance(source, str) else dict(source)
+        self.special_tokens = dict(special_tokens or {})
+        self._origin = origin
+        self._lock = threading.Lock()  # the environment has one budget
+        self._environment = TemplateEnvironment(now)
+        self._compiled = {name: self._compile(text) for name, text in self.sources.items()}
+
+    @classmethod
+    def load(cls, directory: Path, tokenizer: Tokenizer | None = None) -> ChatTemplate:
+        """The template of a model folder; without a tokenizer, its special tokens are those of tokenizer_config.json.
+
+        Raises TemplateError if it has none, or a broken or hostile one.
+        """
+        files = TokenizerFiles(directory)
+        for name, read in _SOURCES.items():
+            if files.has(name) and (source := read(files, name)):
+                special_tokens = tokenizer.special_tokens if tokenizer else special_roles(files.config())
+                return cls(source, special_tokens=special_tokens, origin=str(directory / name))
+        raise TemplateError(
+            f"{directory} has no chat template",
+            why=f"none in {', '.join(_SOURCES)}: this is a model that continues text, not one to chat with",
+            fix='localllm run MODEL --raw --prompt "Once upon a time"',
+        )
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        /,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The text of a conversation, as transformers' apply_chat_template(tokenize=False) would give it.
+
+        Raises TemplateError if the template refuses the messages, fails, or takes too much time or memory;
+        UsageError for a variable that would replace one of the template's functions.
+        """
+        taken = sorted(set(variables) & set(self._environment.globals))
+        if taken:
+            raise UsageError(f"the template variable {taken[0]!r} is taken", why="it is a function of every template")
+        values = {**self.special_tokens, "documents": None, **variables, "messages": list(messages)}
+        values |= {"tools": tools, "add_generation_prompt": add_generation_prompt}
+        plain = plain_data(values)
+        with self._lock:
+            return self._run(self._choose(tools), plain)
+
+    def render_chat(self, chat: ChatInput) -> str:
+        """`render` of everything in `chat`."""
+        return self.render(
+            chat.messages,
+            tools=chat.tools,
+            add_generation_prompt=bool(chat.add_generation_prompt),
+            **chat.variables,
+        )
+
+    def _choose(self, tools: object) -> jinja2.Template:
+        name = "tool_use" if tools is not None and "tool_use" in self._compiled else "default"
+        if name not in self._compiled:
+            raise TemplateError(
+                f"{self._origin} has no default chat template", why=f"only: {', '.join(sorted(self._compiled))}"
+            )
+        return self._compiled[name]
+
+    def _compile(self, source: str) -> jinja2.Template:
+        if len(source) > MAX_SOURCE_CHARS:
+            raise self._error("is too long", f"{len(source)} characters; at most {MAX_SOURCE_CHARS}")
+        self._environment.budget = Budget()
+        try:
+            return self._environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise self._error("is broken", f"line {error.lineno}: {error.message}") from error
+        except (ValueError, SyntaxError, RecursionError, MemoryError, jinja2.TemplateError) as error:
+            raise self._error("cannot be compiled", f"{type(error).__name__}: {str(error)[:200]}") from error
+
+    def _run(self, template: jinja2.Template, values: dict[str, Any]) -> str:
+        budget = self._environment.budget = Budget()
+        try:
+            budget.weigh(values)
+            return self._environment.concat(template.root_render_func(template.new_context(values)))
+        except RefusalError as error:
+            raise self._error("refuses these messages", str(error)) from error
+        except (LimitError, MemoryError, RecursionError) as error:
+            raise self._error(f"takes too much{_line(template, error)}", str(error) or "out of memory") from error
+        except SecurityError as error:
+            raise self._error(f"does what no template may{_line(template, error)}", str(error)) from error
+        except Exception as error:  # a stranger's program: whatever it raises is its failure, not ours
+            why = f"{type(error).__name__}: {str(error)[:500]}"
+            raise self._error(f"fails{_line(template, error)}", why) from error
+        finally:
+            self._environment.budget = Budget()  # lets go of the values of this rendering
+
+    def _error(self, what: str, why: str) -> TemplateError:
+        return TemplateError(f"{self._origin} {what}", why=why, fix="localllm run MODEL --raw --prompt TEXT")
+
+
+def encode_chat(template: ChatTemplate, tokenizer: Tokenizer, chat: ChatInput) -> list[int]:
+    """The prompt ids of `chat`: special tokens only where the template writes them, and one BOS where there is one."""
+    messages, tools, variables = plain_data([list(chat.messages), chat.tools, chat.variables])
+    marker = _unused_character([messages, tools, variables, template.sources])
+    mark = _marking(tokenizer, marker)
+    text = template.render(
+        _rebuild(messages, mark),
+        tools=_rebuild(tools, mark),
+        add_generation_prompt=chat.add_generation_prompt is not False,
+        **{name: value if name in SPECIAL_ROLES else _rebuild(value, mark) for name, value in variables.items()},
+    )
+    text = text.replace(_json_escape(marker), marker)  # tojson(ensure_ascii=true)
+    ids = tokenizer.with_bos(tokenizer.encode_marked(text, marker))
+    bos = tokenizer.bos_token_id
+    while bos is not None and ids[:2] == [bos, bos]:
+        ids = ids[1:]
+    return ids
+
+
+def parse_messages_file(text: str) -> ChatInput:
+    """A JSON array of messages, or an object {messages, tools, add_generation_prompt, ...} of template variables.
+
+    Raises UsageError that says what is malformed.
+    """
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError("the messages file is no JSON", why=str(error)) from error
+    if isinstance(data, list):
+        return ChatInput(messages=_messages(data))
+    if not isinstance(data, dict):
+        raise UsageError(
+            "the messages file holds no messages", why=f"a {_kind(data)}, not an array of messages or an object"
+        )
+    if "messages" not in data:
+        raise UsageError("the messages file has no messages", why=f"its keys: {', '.join(map(repr, data))[:200]}")
+    generation = data.pop("add_generation_prompt", None)
+    if generation is not None and not isinstance(generation, bool):
+        raise UsageError("add_generation_prompt is no boolean", why=f"it is a {_kind(generation)}")
+    return ChatInput(_messages(data.pop("messages")), _tools(data.pop("tools", None)), generation, data)
+
+
+def plain_data(value: Any, depth: int = 0) -> Any:
+    """A copy of JSON-like data in plain types: objects have methods that a sandbox does not know.
+
+    Raises TemplateError where it is nested too deeply, UsageError for what is no JSON value.
+    """
+    if depth > MAX_DEPTH:
+        raise TemplateError("the messages are nested too deeply", why=f"more than {MAX_DEPTH} levels")
+    if isinstance(value, str):
+        return valid_unicode(str(value))
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain_data(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_data(item, depth + 1) for item in value]
+    raise UsageError("a template variable is no JSON value", why=f"a {type(value).__name__}")
+
+
+def _rebuild(value: Any, change: Callable[[str], str]) -> Any:
+    """`value` with every string in it changed, keys of mappings included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(str(key)): _rebuild(item, change) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rebuild(item, change) for item in value]
+    return value
+
+
+def _marking(tokenizer: Tokenizer, marker: str) -> Callable[[str], str]:
+    return lambda text: tokenizer.mark_special(text, marker)
+
+
+def _unused_character(values: Any) -> str:
+    """A private-use character that appears nowhere in `values`, neither plain nor escaped as in JSON."""
+    seen = "\n".join(_strings(values))
+    for code in range(0xE000, 0xF900):
+        if chr(code) not in seen and _json_escape(chr(code)) not in seen:
+            return chr(code)
+    raise UsageError("the messages use every private-use character", why="6400 of them, U+E000 to U+F8FF")
+
+
+def _strings(value: Any) -> Iterable[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield str(key)
+            yield from _strings(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _strings(item)
+
+
+def _json_escape(char: str) -> str:
+    return f"\\u{ord(char):04x}"
+
+
+def _line(template: jinja2.Template, error: BaseException) -> str:
+    """ " in line N": the line of the template that was being run, where it is known."""
+    line = None
+    traceback = error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_globals.get("__jinja_template__") is template:
+            line = template.get_corresponding_lineno(traceback.tb_lineno)
+        traceback = traceback.tb_next
+    return "" if line is None else f" in line {line}"
+
+
+def _messages(data: Any) -> list[Message]:
+    if not isinstance(data, list):
+        raise UsageError("the messages are no array", why=f"they are a {_kind(data)}")
+    for index, message in enumerate(data):
+        _check_message(f"message {index + 1} of {len(data)}", message)
+    return data
+
+
+def _check_message(name: str, message: Any) -> None:
+    if not isinstance(message, dict):
+        raise UsageError(f"{name} is no object", why=f"it is a {_kind(message)}")
+    if not isinstance(message.get("role"), str):
+        raise UsageError(f"{name} has no role", why='every message says who speaks: {"role": "user", ...}')
+    content = message.get("content")
+    parts = content if isinstance(content, list) else []
+    if not (content is None or isinstance(content, (str, list))) or not all(isinstance(x, (str, dict)) for x in parts):
+        raise UsageError(f"the content of {name} is neither text nor a list of parts", why=f"a {_kind(content)}")
+
+
+def _tools(data: Any) -> list[Mapping[str, Any]] | None:
+    if data is None:
+        return None
+    if not isinstance(data, list) or not all(isinstance(tool, dict) for tool in data):
+        raise UsageError("the tools are no array of objects", why=f"they are a {_kind(data)}")
+    return data
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
+    return names.get(type(value), "number")
+
+
+def _from_jinja(files: TokenizerFiles, name: str) -> str | dict[str, str]:
+    try:
+        return files.text(name, 4 * MAX_SOURCE_CHARS)
+    except TokenizerError as error:
+        raise TemplateError(error.what, why=error.why, fix=error.fix) from error
+
+
+def _from_json(files: TokenizerFiles, name: str) -> str | dict[str, str]:
+    template = files.json(name).get("chat_template")
+    match template:
+        case None | str():
+            return template or ""
+        case [*entries] if all(
+            isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
+            for entry in entries
+        ):
+            return {entry["name"]: entry["template"] for entry in entries}
+    raise TemplateError(
+        f"the chat_template in {files.directory / name} is malformed",
+        why=f"a {_kind(template)}; it must be a string or a list of {{name, template}}",
+        fix="localllm run MODEL --raw --prompt TEXT",
+    )
+
+
+_SOURCES = {"chat_template.jinja": _from_jinja, "tokenizer_config.json": _from_json, "chat_template.json": _from_json}

@@ -1,0 +1,59 @@
+"""Token ids to text while they arrive: never half a character, and the pieces add up to the decode of all of them.
+
+Knows nothing about stop strings or about where the tokens come from.
+"""
+
+from __future__ import annotations
+
+import codecs
+
+from localllm.engine.tokenizer import Tokenizer
+
+
+class Detokenizer:
+    """Decodes one sequence. Special tokens give no text. The cost of a token does not grow with the text before it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._spaces_to_drop = tokenizer.leading_spaces
+        self._window: list[int] = []  # only for tokenizers whose tokens have no bytes of their own
+        self._given = 0  # characters of the window's text that were given out
+
+    def push(self, index: int) -> str:
+        """The text that became certain with the token `index`: often one word, sometimes nothing."""
+        if index in self._tokenizer.special_ids:
+            return ""
+        if self._spaces_to_drop is None:
+            return self._push_to_window(index)
+        data = self._tokenizer.token_bytes(index)
+        if self._spaces_to_drop and data:
+            data = self._drop_spaces(data)
+        return self._decoder.decode(data)
+
+    def finish(self) -> str:
+        """What is still held back; the beginning of a character that never ended becomes one U+FFFD."""
+        if self._spaces_to_drop is None:
+            text = self._tokenizer.decode(self._window)[self._given :]
+            self._window.clear()
+            self._given = 0
+            return text
+        return self._decoder.decode(b"", final=True)
+
+    def _drop_spaces(self, data: bytes) -> bytes:
+        assert self._spaces_to_drop is not None
+        dropped = min(self._spaces_to_drop, len(data) - len(data.lstrip(b" ")))
+        self._spaces_to_drop = self._spaces_to_drop - dropped if dropped == len(data) else 0
+        return data[dropped:]
+
+    def _push_to_window(self, index: int) -> str:
+        """Decode a few tokens of context with the new one: the context decides about spaces between words."""
+        self._window.append(index)
+        text = self._tokenizer.decode(self._window)
+        if text.endswith("\ufffd") and len(self._window) < 16:
+            return ""
+        new, self._given = text[self._given :], len(text)
+        if len(self._window) >= 16:
+            self._window = self._window[8:]
+            self._given = len(self._tokenizer.decode(self._window))
+        return new

@@ -1,0 +1,315 @@
+"""The engine: requests in, events out. `step` does one forward; everything else is bookkeeping around it.
+
+Not a thread and not a server: whoever calls `step` owns the device. `submit` and `abort` may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from localllm import hub
+from localllm.cache.contiguous import ContiguousKV
+from localllm.engine.chat_template import ChatInput, ChatTemplate, encode_chat
+from localllm.engine.detokenizer import Detokenizer
+from localllm.engine.events import Event, FinishedEvent, PrefillEvent, TokenLogprob
+from localllm.engine.memory import available_bytes, choose_ctx, choose_device, choose_dtype
+from localllm.engine.perplexity import Perplexity, perplexity
+from localllm.engine.request import Request, SamplingParams
+from localllm.engine.runner import Chunk, ModelRunner, StepCancelledError
+from localllm.engine.sampler import sample
+from localllm.engine.scheduler import Limits, Scheduler
+from localllm.engine.sequence import Sequence
+from localllm.engine.tokenizer import Tokenizer
+from localllm.errors import ContextOverflowError, TemplateError, UsageError
+from localllm.models.checkpoint import Checkpoint
+from localllm.models.decoder import Decoder
+from localllm.models.families import load_config
+from localllm.models.load import Progress, load_decoder, weight_bytes
+
+
+def _load_template(directory: Path, tokenizer: Tokenizer) -> ChatTemplate | TemplateError:
+    try:
+        return ChatTemplate.load(directory, tokenizer)
+    except TemplateError as error:
+        return error
+
+
+def _silent(_done: int, _total: int) -> None:
+    """Progress that nobody watches."""
+
+
+Prompt = str | SequenceOf[int] | SequenceOf[dict[str, Any]]
+
+
+class Engine:
+    def __init__(
+        self,
+        model: Decoder,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | TemplateError | None = None,
+        *,
+        ctx: int,
+        limits: Limits | None = None,
+        load_s: float = 0.0,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self._template = template
+        self.ctx = ctx
+        self.load_s = load_s
+        self.runner = ModelRunner(model)
+        self.scheduler = Scheduler(limits or Limits(), self._new_kv)
+        eos = (*model.config.eos_token_ids, tokenizer.eos_token_id)
+        self.eos_ids = frozenset(token_id for token_id in eos if token_id is not None)
+        self._request_ids = itertools.count()
+        self._aborted: set[int] = set()
+        self._inboxes: dict[int, deque[Event]] = {}
+        self._lock = threading.Lock()  # guards the waiting queue and the aborted set against other threads
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path = "tiny",
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        ctx: int | None = None,
+        threads: int | None = None,
+        limits: Limits | None = None,
+        progress: Progress | None = None,
+    ) -> Engine:
+        """Load a model by name, `org/repo` or directory.
+
+        device: auto, cpu, cuda. dtype: auto (bf16), bf16, fp32. ctx: tokens of context; None takes what the model was
+        trained for, at most 8192. threads: of the CPU. progress(done_bytes, total_bytes) is called while weights are
+        read. Raises ModelNotFoundError, CheckpointError, UnsupportedModelError, DoesNotFitError, UsageError.
+        """
+        started = time.perf_counter()
+        if threads is not None:
+            if threads < 1:
+                raise UsageError(f"{threads} threads cannot compute", why="at least one must", fix="--threads 2")
+            torch.set_num_threads(threads)
+        directory = hub.locate(str(model)).directory
+        config = load_config(directory)
+        tokenizer = Tokenizer.load(directory)
+        on, of = choose_device(device), choose_dtype(dtype)
+        ctx_tokens, kv_tokens = choose_ctx(config, weight_bytes(config, of), available_bytes(on), of, ctx)
+        with Checkpoint.open(directory) as checkpoint:
+            decoder = load_decoder(checkpoint, config, dtype=of, device=on, progress=progress or _silent)
+        return cls(
+            decoder,
+            tokenizer,
+            _load_template(directory, tokenizer),
+            ctx=ctx_tokens,
+            limits=replace(limits or Limits(), kv_tokens=kv_tokens),
+            load_s=time.perf_counter() - started,
+        )
+
+    def generate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[Event]:
+        """Answer one prompt: a text to continue, token ids, or chat messages. Closing the iterator stops the request.
+
+        Several iterators may be read in turn; their requests run as one batch. Who calls `submit` and `step` himself
+        does not use this beside them.
+        """
+        request_id = self.submit(Request(tuple(self.encode(prompt)), sampling or SamplingParams()))
+        inbox = self._inboxes[request_id] = deque[Event]()
+        try:
+            while True:
+                while not inbox:
+                    self._step_into_inboxes()
+                event = inbox.popleft()
+                yield event
+                if isinstance(event, FinishedEvent):
+                    return
+        finally:
+            del self._inboxes[request_id]
+            self.abort(request_id)
+            self._drop_aborted()
+
+    def _step_into_inboxes(self) -> None:
+        """One step for all iterators of `generate`; what belongs to none of them goes nowhere."""
+        for event in self.step():
+            if event.request_id in self._inboxes:
+                self._inboxes[event.request_id].append(event)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The ids of a prompt: a text, with the BOS token where the model wants one; ids; or chat messages."""
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, special=True, bos=True)
+        if all(isinstance(item, int) for item in prompt):
+            return [item for item in prompt if isinstance(item, int)]
+        messages = [item for item in prompt if not isinstance(item, int)]
+        return encode_chat(self.template, self.tokenizer, ChatInput(messages))
+
+    @property
+    def template(self) -> ChatTemplate:
+        """The model's chat template. Raises TemplateError where it has none, or a broken one: text can still go on."""
+        if isinstance(self._template, ChatTemplate):
+            return self._template
+        raise self._template or TemplateError("this engine was given no chat template", fix="continue a plain text")
+
+    def submit(self, request: Request) -> int:
+        """Queue a request; its id marks its events. Raises ContextOverflowError or UsageError before anything runs."""
+        self.check(request)
+        sampling = request.sampling
+        room = self.ctx - len(request.prompt_ids)
+        max_tokens = min(room, sampling.max_tokens or room)
+        sequence = Sequence(
+            next(self._request_ids),
+            request,
+            seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
+            max_length=len(request.prompt_ids) + max_tokens,
+            detokenizer=Detokenizer(self.tokenizer),
+            breaker_ids=self._breaker_ids(sampling),
+        )
+        with self._lock:
+            self.scheduler.waiting.append(sequence)
+        return sequence.request_id
+
+    def check(self, request: Request) -> None:
+        """Raises ContextOverflowError or UsageError for a request that cannot run."""
+        num_tokens = len(request.prompt_ids)
+        vocab_size = self.model.config.vocab_size
+        if num_tokens == 0:
+            raise UsageError("the prompt is empty", why="a model continues a text, and there is none")
+        outside = [i for i in (*request.prompt_ids, *request.sampling.logit_bias) if not 0 <= i < vocab_size]
+        if outside:
+            raise UsageError(f"token id {outside[0]} does not exist", why=f"the model has ids 0 to {vocab_size - 1}")
+        if num_tokens >= self.ctx:
+            longest = self.model.config.max_position_embeddings
+            raise ContextOverflowError(
+                f"the prompt has {num_tokens} tokens, the context {self.ctx}",
+                why="at least one token must remain for the answer; nothing was cut",
+                fix=f"--ctx {min(longest, num_tokens + 512)}" if num_tokens < longest else "shorten the prompt",
+            )
+
+    def abort(self, request_id: int) -> None:
+        """Stop a request between two blocks of the running forward; its last event says "cancelled"."""
+        with self._lock:
+            self._aborted.add(request_id)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def step(self) -> list[Event]:
+        """Run one forward and return what came of it; [] where there is nothing to do."""
+        events = self._drop_aborted()
+        with self._lock:
+            scheduled = self.scheduler.schedule()
+        if not scheduled:
+            return events
+        for sequence, _chunk in scheduled:
+            sequence.clock.prefill_started = sequence.clock.prefill_started or time.perf_counter()
+        try:
+            logits = self.runner.forward([chunk for _, chunk in scheduled], cancelled=lambda: bool(self._aborted))
+        except StepCancelledError:
+            return events + self._drop_aborted()
+        finite = logits.isfinite().all(dim=-1).tolist()
+        for row, (sequence, chunk) in enumerate(scheduled):
+            if finite[row]:
+                events += self._take(sequence, chunk, logits[row])
+            else:
+                events.append(self._fail(sequence, chunk))
+        return events
+
+    def _take(self, sequence: Sequence, chunk: Chunk, logits: Tensor) -> Iterator[Event]:
+        """Tell how far a prompt has come; draw a token where the chunk reached the sequence's end."""
+        reaches_end = chunk.kv.length == len(sequence.token_ids)
+        if sequence.num_completion_tokens == 0:
+            yield PrefillEvent(sequence.request_id, chunk.kv.length, sequence.num_prompt_tokens)
+        if not reaches_end:
+            return
+        sampling = sequence.request.sampling
+        token_id = sample(
+            logits,
+            sampling,
+            sequence.token_ids,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            seed=sequence.seed,
+            breaker_ids=sequence.breaker_ids,
+        )
+        logprob = None if sampling.logprobs is None else self._logprob(logits, token_id, sampling.logprobs)
+        event = sequence.append(token_id, logprob, self.eos_ids)
+        if event is not None:
+            yield event
+        if sequence.finish_reason is not None:
+            self._remove([sequence])
+            yield sequence.finished(self.load_s)
+        elif chunk.kv.length == self.model.config.rope_switch_length:
+            # LongRoPE rotates all keys differently past its trained length: the old ones are computed anew.
+            chunk.kv.trim(0)
+
+    def _fail(self, sequence: Sequence, chunk: Chunk) -> FinishedEvent:
+        error = self.runner.locate_non_finite(chunk)
+        self._remove([sequence])
+        sequence.finish_reason = "error"
+        return sequence.finished(self.load_s, error)
+
+    def _remove(self, sequences: SequenceOf[Sequence]) -> None:
+        with self._lock:
+            self.scheduler.remove(sequences)
+
+    def _drop_aborted(self) -> list[Event]:
+        with self._lock:
+            aborted = [s for s in self.scheduler.sequences if s.request_id in self._aborted]
+            self._aborted.clear()
+            self.scheduler.remove(aborted)
+        for sequence in aborted:
+            sequence.finish_reason = "cancelled"
+        return [sequence.finished(self.load_s) for sequence in aborted]
+
+    def perplexity(
+        self, token_ids: SequenceOf[int], ctx: int | None = None, progress: Progress | None = None
+    ) -> Perplexity:
+        """How well the model predicts a text; see `engine.perplexity`. Raises UsageError or ContextOverflowError."""
+        if ctx is not None and ctx > self.ctx:
+            raise UsageError(
+                f"a window of {ctx} tokens is longer than the context of {self.ctx}", fix=f"--ctx {self.ctx}"
+            )
+        return perplexity(
+            self.runner,
+            token_ids,
+            ctx=ctx or self.ctx,
+            new_kv=self._new_kv,
+            progress=progress or _silent,
+        )
+
+    def _logprob(self, logits: Tensor, token_id: int, num_alternatives: int) -> TokenLogprob:
+        logprobs = logits.log_softmax(-1)
+        values, indices = logprobs.topk(min(num_alternatives, logprobs.shape[0]))
+        top = tuple(
+            TokenLogprob(i, self.tokenizer.token_text(i), value)
+            for i, value in zip(indices.tolist(), values.tolist(), strict=True)
+        )
+        return TokenLogprob(token_id, self.tokenizer.token_text(token_id), logprobs[token_id].item(), top)
+
+    def _breaker_ids(self, sampling: SamplingParams) -> frozenset[int]:
+        """The tokens that stand for DRY's breakers: the last one of a text, as its first merges with what is before."""
+        if not sampling.dry_multiplier:
+            return frozenset()
+        encoded = (self.tokenizer.encode("a" + breaker) for breaker in sampling.dry_breakers)
+        return frozenset(ids[-1] for ids in encoded if ids)
+
+    def _new_kv(self, capacity: int) -> ContiguousKV:
+        config = self.model.config
+        return ContiguousKV(
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            capacity=capacity,
+            dtype=self.model.dtype,
+            device=self.model.device,
+        )

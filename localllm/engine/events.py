@@ -1,0 +1,69 @@
+"""What the engine tells a front end while it works on a request. Plain data: no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "error", "cancelled"]
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """One token with its natural-log probability before any sampling transform."""
+
+    token_id: int
+    token: str
+    logprob: float
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class Usage:
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds and rates of one request; a rate is None where nothing was measured."""
+
+    load_s: float = 0.0
+    ttft_s: float | None = None
+    prefill_tok_s: float | None = None
+    decode_tok_s: float | None = None
+
+
+@dataclass(frozen=True)
+class PrefillEvent:
+    """The prompt is being read: `done` of `total` tokens are in the KV cache."""
+
+    request_id: int
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """A token was drawn. `text` is what became certain with it: it may be empty, and never ends within a character."""
+
+    request_id: int
+    token_id: int
+    text: str
+    logprob: TokenLogprob | None = None
+
+
+@dataclass(frozen=True)
+class FinishedEvent:
+    """The last event of a request. `text` is what was still held back; `error` is set when the reason is "error"."""
+
+    request_id: int
+    finish_reason: FinishReason
+    usage: Usage
+    timings: Timings
+    text: str = ""
+    error: Exception | None = field(default=None, compare=False)
+
+
+Event = PrefillEvent | TokenEvent | FinishedEvent

@@ -1,0 +1,89 @@
+"""Where a model runs, how much memory is there, and whether it fits with its context: before a byte of it is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import torch
+
+from localllm.cache.contiguous import kv_bytes_per_token
+from localllm.errors import DoesNotFitError, UsageError
+from localllm.models.config import ModelConfig
+
+DEFAULT_CTX = 8192  # where nobody asked: long enough for a chat, 1 GiB of KV for an 8B model
+MIN_CTX = 128
+HEADROOM = 0.9  # of what is free; the rest is activations, the allocator's slack and the other programs
+
+
+DTYPES = {"auto": torch.bfloat16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def choose_device(name: str) -> torch.device:
+    """auto, cpu or cuda. Raises UsageError for CUDA where there is none."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"there is no device {name!r}", why="known: auto, cpu, cuda", fix="--device auto")
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        built = "is a CPU build" if torch.version.cuda is None else "sees no GPU that its driver can use"
+        raise UsageError(
+            "CUDA is not available", why=f"torch {torch.__version__} {built}", fix="localllm doctor, or --device cpu"
+        )
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def choose_dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise UsageError(f"there is no dtype {name!r}", why=f"known: {', '.join(DTYPES)}", fix="--dtype auto")
+    return DTYPES[name]
+
+
+def available_bytes(device: torch.device) -> int:
+    """Free memory of the device; on a CPU the smaller of the machine's and the control group's."""
+    if device.type == "cuda":
+        free, _total = torch.cuda.mem_get_info(device)
+        return free
+    return min(int(psutil.virtual_memory().available), _cgroup_free_bytes())
+
+
+def _cgroup_free_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
+    try:
+        limit = (root / "memory.max").read_text(encoding="ascii").strip()
+        used = (root / "memory.current").read_text(encoding="ascii").strip()
+        return int(limit) - int(used) if limit != "max" else 1 << 62
+    except (OSError, ValueError):
+        return 1 << 62
+
+
+def choose_ctx(
+    config: ModelConfig, weight_bytes: int, free_bytes: int, dtype: torch.dtype, asked: int | None
+) -> tuple[int, int]:
+    """The context length, and how many KV tokens fit beside the weights.
+
+    Raises DoesNotFitError where the weights, or the context that was asked for, do not fit; UsageError for a context
+    that the model was not made for.
+    """
+    per_token = kv_bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
+    kv_tokens = (int(free_bytes * HEADROOM) - weight_bytes) // per_token
+    longest = config.max_position_embeddings
+    if asked is not None and not 1 <= asked <= longest:
+        raise UsageError(
+            f"a context of {asked} tokens is not possible with this model",
+            why=f"it was trained for at most {longest}",
+            fix=f"--ctx {longest}",
+        )
+    wanted = asked if asked is not None else min(longest, DEFAULT_CTX)
+    least = wanted if asked is not None else min(wanted, MIN_CTX)
+    if kv_tokens < least:
+        raise DoesNotFitError(
+            "the model does not fit into memory",
+            why=f"weights {_gib(weight_bytes)} + KV cache {_gib(least * per_token)} for {least} tokens; "
+            f"free: {_gib(free_bytes)}, of which {HEADROOM:.0%} may be used",
+            fix=f"--ctx {kv_tokens}" if kv_tokens >= MIN_CTX else "choose a smaller model: localllm list --all",
+        )
+    return min(wanted, kv_tokens), kv_tokens
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

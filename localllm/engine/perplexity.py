@@ -1,0 +1,70 @@
+"""How well a model predicts a text: the mean surprise of its tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from localllm.cache.contiguous import ContiguousKV
+from localllm.engine.runner import Chunk, ModelRunner
+from localllm.errors import UsageError
+
+CHUNK_TOKENS = 256  # logits of all of them at once: 150 MB of fp32 at a vocabulary of 150,000
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """perplexity = exp(nll); nll: mean natural-log surprise of `tokens` predicted tokens; ctx: the window's length."""
+
+    perplexity: float
+    nll: float
+    tokens: int
+    ctx: int
+
+
+def perplexity(
+    runner: ModelRunner,
+    token_ids: Sequence[int],
+    *,
+    ctx: int,
+    new_kv: Callable[[int], ContiguousKV],
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> Perplexity:
+    """Windows of `ctx` tokens, side by side; in each, every token but the first is predicted from those before it.
+
+    A last window of one token predicts nothing and is left out. Raises UsageError for a text of fewer than two tokens
+    or a window that short, NonFiniteError where the model computes a NaN.
+    """
+    if len(token_ids) < 2 or ctx < 2:
+        raise UsageError(
+            "there is nothing to predict",
+            why=f"the text has {len(token_ids)} tokens, the window {ctx}; both must be 2 or more",
+        )
+    surprise, predicted = 0.0, 0
+    kv = new_kv(min(ctx, len(token_ids)))
+    for begin in range(0, len(token_ids) - 1, ctx):
+        window = list(token_ids[begin : begin + ctx])
+        kv.trim(0)
+        while kv.length < len(window):
+            first = kv.length
+            chunk = Chunk(window, kv, min(CHUNK_TOKENS, len(window) - first))
+            surprise += _surprise(runner, chunk, window[first + 1 : first + chunk.num_tokens + 1])
+            progress(begin + kv.length, len(token_ids))
+        predicted += len(window) - 1
+    nll = surprise / predicted
+    return Perplexity(math.exp(nll) if nll < 700 else math.inf, nll, predicted, ctx)
+
+
+def _surprise(runner: ModelRunner, chunk: Chunk, targets: Sequence[int]) -> float:
+    """Sum of -log p(target) over the chunk; the last row of a window has no target."""
+    logits = runner.forward([chunk], all_logits=True)[: len(targets)]
+    logprobs = logits.log_softmax(-1)
+    surprise = (
+        -logprobs.gather(1, torch.tensor(targets, device=logits.device)[:, None]).sum().item() if targets else 0.0
+    )
+    if not math.isfinite(surprise):
+        raise runner.locate_non_finite(chunk)
+    return surprise

@@ -1,0 +1,70 @@
+"""What a front end asks of the engine. Plain data: no torch, no tokenizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from localllm.errors import UsageError
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How a token is drawn, and when to stop.
+
+    The transforms apply in this order: logit_bias, penalties (repetition, frequency, presence), DRY, temperature,
+    top_k, typical_p, top_p, min_p. temperature 0 is greedy. Raises UsageError for a value out of range.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    dry_multiplier: float = 0.0  # 0: off
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None  # None: a fresh one for each request
+    logprobs: int | None = None  # alternatives reported with each token; None: no logprobs at all
+    max_tokens: int | None = None  # None: to the end of the context
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False  # benchmarks: always max_tokens long
+
+    def __post_init__(self) -> None:
+        ranges: dict[str, tuple[float, float]] = {
+            "temperature": (0, 100),
+            "top_k": (0, 2**31),
+            "top_p": (0, 1),
+            "min_p": (0, 1),
+            "typical_p": (0, 1),
+            "repetition_penalty": (0.01, 100),
+            "frequency_penalty": (-100, 100),
+            "presence_penalty": (-100, 100),
+            "dry_multiplier": (0, 100),
+            "dry_base": (1, 100),
+            "dry_allowed_length": (1, 2**31),
+            "seed": (0, 2**63 - 1),
+            "logprobs": (0, 100),
+            "max_tokens": (1, 2**31),
+        }
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            low, high = ranges.get(entry.name, (0, 0))
+            if entry.name in ranges and value is not None and not (math.isfinite(value) and low <= value <= high):
+                raise UsageError(f"{entry.name} is {value}", why=f"it must lie between {low} and {high}")
+        if any(not text for text in self.stop):
+            raise UsageError("a stop string is empty", why="it would stop every answer before its first word")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to continue. Ids, not text: templates and tokenizers have done their work."""
+
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)

@@ -1,0 +1,97 @@
+"""One step of the model over the scheduled chunks: ids to logits. Knows the model, not the requests' fate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from localllm.cache.contiguous import ContiguousKV
+from localllm.errors import NonFiniteError
+from localllm.layers.batch import Batch, Segment
+from localllm.models.decoder import Block, Decoder
+
+
+class StepCancelledError(Exception):
+    """The forward was given up between two blocks; no cache has advanced."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The next `num_tokens` tokens of a sequence: those after the ones that `kv` holds."""
+
+    token_ids: Sequence[int]  # the whole sequence so far
+    kv: ContiguousKV
+    num_tokens: int
+
+
+class ModelRunner:
+    def __init__(self, model: Decoder) -> None:
+        self.model = model
+
+    @torch.inference_mode()
+    def forward(
+        self, chunks: Sequence[Chunk], *, cancelled: Callable[[], bool] = lambda: False, all_logits: bool = False
+    ) -> Tensor:
+        """Logits, fp32 [chunks, V], after the last token of each chunk (of every token, if all); caches have advanced.
+
+        `cancelled` is asked between blocks; raises StepCancelledError when it says so.
+        """
+
+        def give_up(_block: Block, _x: Tensor) -> None:
+            if cancelled():
+                raise StepCancelledError
+
+        logits = self.model.forward(self._batch(chunks, all_logits), give_up)
+        for chunk in chunks:
+            chunk.kv.advance(chunk.num_tokens)
+        return logits
+
+    def _batch(self, chunks: Sequence[Chunk], all_logits: bool) -> Batch:
+        device = self.model.device
+        token_ids: list[int] = []
+        positions: list[int] = []
+        segments: list[Segment] = []
+        for chunk in chunks:
+            past, begin = chunk.kv.length, len(token_ids)
+            token_ids += chunk.token_ids[past : past + chunk.num_tokens]
+            positions += range(past, past + chunk.num_tokens)
+            segments.append(Segment(begin, len(token_ids), chunk.kv, rope_length=len(chunk.token_ids)))
+        rows = range(len(token_ids)) if all_logits else [segment.end - 1 for segment in segments]
+        at = torch.tensor(positions, device=device)
+        return Batch(
+            token_ids=torch.tensor(token_ids, device=device),
+            positions=at,
+            segments=tuple(segments),
+            logit_rows=torch.tensor(list(rows), device=device),
+            rotations=tuple(rotary(at, segments) for rotary in self.model.rotaries),
+        )
+
+    @torch.inference_mode()
+    def locate_non_finite(self, chunk: Chunk) -> NonFiniteError:
+        """Run the chunk just computed once more, looking at every block, and name the first that went wrong."""
+        chunk.kv.trim(chunk.kv.length - chunk.num_tokens)
+        culprit = "the head"
+
+        def look(block: Block, x: Tensor) -> None:
+            nonlocal culprit
+            if not bool(x.isfinite().all()):
+                culprit = f"block {block.name}"
+                raise StepCancelledError
+
+        batch = self._batch([chunk], all_logits=True)
+        try:
+            if not bool(self.model.embed(batch.token_ids).isfinite().all()):
+                culprit = "the embedding"
+            else:
+                self.model.forward(batch, look)
+        except StepCancelledError:
+            pass
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        return NonFiniteError(
+            f"the model computed a NaN or an infinity in {culprit}",
+            why=f"in {dtype}, at token {chunk.kv.length + chunk.num_tokens} of the sequence; no text was made from it",
+            fix="check the model's files (localllm pull MODEL), or compute in another type: --dtype fp32",
+        )

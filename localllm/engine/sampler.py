@@ -1,0 +1,176 @@
+"""From logits to a token: penalties, truncations, and a draw whose noise depends on (seed, position, token) alone.
+
+The draw is Gumbel-max: argmax(logits + noise) is a sample of softmax(logits). The noise comes from a counter-based
+hash, not from a stream of random numbers, so the same seed gives the same text whatever the batch, the chunking or the
+device, and a draft that guesses ahead can share it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from localllm.engine.request import SamplingParams
+
+_MASK64 = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment and multipliers
+_MIX1, _MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+NUCLEUS_CANDIDATES = 1024  # a full sort of a 150k vocabulary costs 10 ms, its best 1024 cost 1
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _splitmix(value: int) -> int:
+    value = (value + _GOLDEN) & _MASK64
+    value = ((value ^ (value >> 30)) * _MIX1) & _MASK64
+    value = ((value ^ (value >> 27)) * _MIX2) & _MASK64
+    return value ^ (value >> 31)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical shift of int64, which torch shifts arithmetically."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def gumbel_noise(seed: int, position: int, token_ids: Tensor) -> Tensor:
+    """Standard Gumbel noise, fp64, one value for each of token_ids (int64, any shape): splitmix64 over the counters."""
+    key = _splitmix(_splitmix(seed & _MASK64) ^ (position & _MASK64))
+    x = token_ids * _signed(_GOLDEN) + _signed(key)
+    x = (x ^ _shift_right(x, 30)) * _signed(_MIX1)
+    x = (x ^ _shift_right(x, 27)) * _signed(_MIX2)
+    x = x ^ _shift_right(x, 31)
+    uniform = (_shift_right(x, 11).double() + 0.5) * 2.0**-53
+    return -torch.log(-torch.log(uniform))
+
+
+def sample(
+    logits: Tensor,
+    params: SamplingParams,
+    token_ids: Sequence[int],
+    *,
+    num_prompt_tokens: int,
+    seed: int,
+    breaker_ids: frozenset[int] = frozenset(),
+) -> int:
+    """Draw the token that follows `token_ids` (prompt and answer so far) from fp32 logits [V].
+
+    `breaker_ids`: tokens that no DRY repetition may span.
+    """
+    logits = penalised(logits, params, token_ids, num_prompt_tokens=num_prompt_tokens, breaker_ids=breaker_ids)
+    if params.temperature == 0:
+        return int(logits.argmax())
+    scores = truncated(logits / params.temperature, params)
+    candidates = scores.isfinite().nonzero().squeeze(1)
+    noisy = scores[candidates].double() + gumbel_noise(seed, len(token_ids), candidates)
+    return int(candidates[noisy.argmax()])
+
+
+def penalised(
+    logits: Tensor,
+    params: SamplingParams,
+    token_ids: Sequence[int],
+    *,
+    num_prompt_tokens: int,
+    breaker_ids: frozenset[int] = frozenset(),
+) -> Tensor:
+    """Logit bias and the penalties for what has been said; the input is left as it was."""
+    logits = logits.clone()
+    for token_id, bias in params.logit_bias.items():
+        logits[token_id] += bias
+    if params.repetition_penalty != 1.0 and token_ids:  # CTRL, arXiv:1909.05858: over prompt and answer
+        seen = torch.tensor(sorted(set(token_ids)), device=logits.device)
+        values = logits[seen]
+        logits[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+    answer = token_ids[num_prompt_tokens:]
+    if (params.frequency_penalty or params.presence_penalty) and answer:  # OpenAI's definition: over the answer
+        counts = Counter(answer)
+        seen = torch.tensor(list(counts), device=logits.device)
+        times = torch.tensor(list(counts.values()), device=logits.device)
+        logits[seen] -= params.frequency_penalty * times + params.presence_penalty
+    if params.dry_multiplier:
+        for token_id, length in repetitions(token_ids, params.dry_allowed_length, breaker_ids).items():
+            exponent = min(length - params.dry_allowed_length, 64)
+            logits[token_id] -= params.dry_multiplier * params.dry_base**exponent
+    return logits
+
+
+def repetitions(token_ids: Sequence[int], allowed_length: int, breaker_ids: frozenset[int]) -> dict[int, int]:
+    """Tokens that would continue a repeated run, with the longest such run's length (DRY, by p-e-w).
+
+    One backward Z-pass: O(n) however repetitive the text. No run reaches over a breaker.
+    """
+    backward = list(reversed(token_ids))
+    limit = next((i for i, token in enumerate(backward) if token in breaker_ids), len(backward))
+    matches = _prefix_matches(backward)
+    longest: dict[int, int] = {}
+    for start, length in enumerate(matches[1:], start=1):
+        length = min(length, limit)
+        if length >= allowed_length:
+            continuation = backward[start - 1]
+            if continuation not in breaker_ids:
+                longest[continuation] = max(longest.get(continuation, 0), length)
+    return longest
+
+
+def _prefix_matches(tokens: list[int]) -> list[int]:
+    """Z-algorithm: for each position, how many tokens from there on equal the beginning (Gusfield 1997)."""
+    n = len(tokens)
+    matches = [0] * n
+    left = right = 0
+    for i in range(1, n):
+        length = min(right - i, matches[i - left]) if i < right else 0
+        while i + length < n and tokens[length] == tokens[i + length]:
+            length += 1
+        matches[i] = length
+        if i + length > right:
+            left, right = i, i + length
+    return matches
+
+
+def truncated(scores: Tensor, params: SamplingParams) -> Tensor:
+    """Scores [V] with what top-k, typical, top-p and min-p reject set to -inf; the best token always stays."""
+    if 0 < params.top_k < scores.shape[0]:
+        scores = _keep(scores, scores.topk(params.top_k).indices)
+    if params.typical_p < 1.0:
+        scores = _keep(scores, _typical(scores, params.typical_p))
+    if params.top_p < 1.0:
+        scores = _keep(scores, _nucleus(scores, params.top_p))
+    if params.min_p > 0.0:  # relative to the best token's probability (arXiv:2407.01082)
+        threshold = scores.max() + torch.tensor(params.min_p).log().item()
+        scores = scores.masked_fill(scores < threshold, float("-inf"))
+    return scores
+
+
+def _keep(scores: Tensor, indices: Tensor) -> Tensor:
+    kept = torch.full_like(scores, float("-inf"))
+    kept[indices] = scores[indices]
+    return kept
+
+
+def _nucleus(scores: Tensor, top_p: float) -> Tensor:
+    """Indices of the smallest set of best tokens whose probability reaches top_p (arXiv:1904.09751)."""
+    probs = scores.softmax(-1)
+    best, indices = probs.topk(min(NUCLEUS_CANDIDATES, probs.shape[0]))
+    if best.sum() < top_p:
+        best, indices = probs.sort(descending=True)
+    before = best.cumsum(-1) - best
+    keep = before < top_p
+    keep[0] = True
+    return indices[keep]
+
+
+def _typical(scores: Tensor, typical_p: float) -> Tensor:
+    """Indices of the tokens whose surprise is nearest to the entropy, up to the mass typical_p (arXiv:2202.00666)."""
+    logprobs = scores.log_softmax(-1)
+    probs = logprobs.exp()
+    entropy = -(probs * logprobs).nansum()
+    order = (-logprobs - entropy).abs().argsort()
+    sorted_probs = probs[order]
+    keep = sorted_probs.cumsum(-1) - sorted_probs < typical_p
+    keep[0] = True
+    return order[keep]

@@ -1,0 +1,69 @@
+"""Which sequences run in the next step, and how many of their tokens."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from localllm.cache.contiguous import ContiguousKV
+from localllm.engine.runner import Chunk
+from localllm.engine.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Limits:
+    chunk_tokens: int = 512  # of a prompt, a step: it must not keep the running answers waiting
+    max_sequences: int = 8  # as many rows as the CPU kernel computes without changing a bit of any
+    kv_tokens: int = 1 << 62  # of all running sequences together: what was found to fit at load
+
+
+class Scheduler:
+    """First come, first served. A step is one chunk of one prompt, or one token of every running answer, in turn.
+
+    Nothing else shares a prompt's forward, and the answers' forward is at most `max_sequences` rows: the arithmetic of
+    a request, and so its text, does not depend on what else is running.
+    """
+
+    def __init__(self, limits: Limits, new_kv: Callable[[int], ContiguousKV]) -> None:
+        self.limits = limits
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self._new_kv = new_kv
+        self._answers_are_next = False
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [*self.running, *self.waiting]
+
+    def schedule(self) -> list[tuple[Sequence, Chunk]]:
+        """What the next step computes; [] where nothing is left to do."""
+        self._admit()
+        reading = [sequence for sequence in self.running if _pending(sequence) > 1][:1]
+        answering = [sequence for sequence in self.running if _pending(sequence) == 1]
+        chosen = answering if answering and (self._answers_are_next or not reading) else reading
+        self._answers_are_next = chosen is reading
+        return [(sequence, self._chunk(sequence)) for sequence in chosen]
+
+    def _chunk(self, sequence: Sequence) -> Chunk:
+        assert sequence.kv is not None
+        return Chunk(sequence.token_ids, sequence.kv, min(_pending(sequence), self.limits.chunk_tokens))
+
+    def remove(self, sequences: Iterable[Sequence]) -> None:
+        gone = {id(sequence) for sequence in sequences}
+        self.running = [s for s in self.running if id(s) not in gone]
+        self.waiting = deque(s for s in self.waiting if id(s) not in gone)
+
+    def _admit(self) -> None:
+        reserved = sum(sequence.max_length for sequence in self.running)
+        while self.waiting and len(self.running) < self.limits.max_sequences:
+            sequence = self.waiting[0]
+            if self.running and reserved + sequence.max_length > self.limits.kv_tokens:
+                return
+            sequence.kv = self._new_kv(sequence.max_length)
+            reserved += sequence.max_length
+            self.running.append(self.waiting.popleft())
+
+
+def _pending(sequence: Sequence) -> int:
+    return len(sequence.token_ids) - (sequence.kv.length if sequence.kv else 0)

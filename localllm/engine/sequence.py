@@ -1,0 +1,104 @@
+"""One request on its way: its tokens, its KV cache, the text that has become certain, and why it ended."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from localllm.cache.contiguous import ContiguousKV
+from localllm.engine.detokenizer import Detokenizer
+from localllm.engine.events import FinishedEvent, FinishReason, Timings, TokenEvent, TokenLogprob, Usage
+from localllm.engine.request import Request
+from localllm.engine.stopping import StopMatcher
+
+
+@dataclass
+class Clock:
+    """When things happened, in seconds of `time.perf_counter`."""
+
+    submitted: float = field(default_factory=time.perf_counter)
+    prefill_started: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+
+    def timings(self, load_s: float, num_prompt_tokens: int, num_completion_tokens: int) -> Timings:
+        if self.first_token is None or self.last_token is None or self.prefill_started is None:
+            return Timings(load_s=load_s)
+        decode_s = self.last_token - self.first_token
+        return Timings(
+            load_s=load_s,
+            ttft_s=self.first_token - self.submitted,
+            prefill_tok_s=num_prompt_tokens / max(self.first_token - self.prefill_started, 1e-9),
+            decode_tok_s=(num_completion_tokens - 1) / decode_s if decode_s > 0 else None,
+        )
+
+
+class Sequence:
+    """The state of one request. `token_ids` is prompt and answer; the KV cache holds its first `kv.length` tokens."""
+
+    def __init__(
+        self,
+        request_id: int,
+        request: Request,
+        *,
+        seed: int,
+        max_length: int,
+        detokenizer: Detokenizer,
+        breaker_ids: frozenset[int],
+    ) -> None:
+        self.request_id = request_id
+        self.request = request
+        self.seed = seed
+        self.breaker_ids = breaker_ids  # tokens that no DRY repetition spans
+        self.max_length = max_length  # prompt and answer together
+        self.token_ids = list(request.prompt_ids)
+        self.kv: ContiguousKV | None = None  # reserved at admission
+        self.clock = Clock()
+        self.finish_reason: FinishReason | None = None
+        self._detokenizer = detokenizer
+        self._stop = StopMatcher(request.sampling.stop)
+        self._stopped = False
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def append(self, token_id: int, logprob: TokenLogprob | None, eos_ids: frozenset[int]) -> TokenEvent | None:
+        """Take a drawn token in; None for an end-of-sequence token, which is no part of the answer."""
+        now = time.perf_counter()
+        self.clock.first_token = self.clock.first_token or now
+        self.clock.last_token = now
+        if token_id in eos_ids and not self.request.sampling.ignore_eos:
+            self.finish_reason = "stop"
+            return None
+        self.token_ids.append(token_id)
+        text = self._release(self._detokenizer.push(token_id))
+        if self.finish_reason is None and len(self.token_ids) >= self.max_length:
+            self.finish_reason = "length"
+        return TokenEvent(self.request_id, token_id, text, logprob)
+
+    def finished(self, load_s: float, error: Exception | None = None) -> FinishedEvent:
+        """The last event; text that was held back in case a stop string or a character would complete comes with it."""
+        text = "" if self._stopped else self._release(self._detokenizer.finish())
+        if not self._stopped:
+            text += self._stop.finish()
+        assert self.finish_reason is not None
+        return FinishedEvent(
+            self.request_id,
+            self.finish_reason,
+            Usage(self.num_prompt_tokens, 0, self.num_completion_tokens),
+            self.clock.timings(load_s, self.num_prompt_tokens, self.num_completion_tokens),
+            text=text,
+            error=error,
+        )
+
+    def _release(self, text: str) -> str:
+        """What of the text cannot be part of a stop string any more."""
+        released, self._stopped = self._stop.push(text)
+        if self._stopped:
+            self.finish_reason = "stop"
+        return released

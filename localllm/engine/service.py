@@ -1,0 +1,109 @@
+"""One thread owns the engine and its device; front ends submit requests and read events from any other."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+
+from localllm.engine.engine import Engine
+from localllm.engine.events import Event, FinishedEvent
+from localllm.engine.request import Request
+
+
+class RequestStream:
+    """The events of one request, in order; the last is a FinishedEvent. Raises what broke the engine, if anything."""
+
+    def __init__(self, request_id: int, abort: Callable[[int], None]) -> None:
+        self.request_id = request_id
+        self.events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
+        self._abort = abort
+
+    def __iter__(self) -> Iterator[Event]:
+        while True:
+            event = self.events.get()
+            if isinstance(event, BaseException):
+                raise event
+            yield event
+            if isinstance(event, FinishedEvent):
+                return
+
+    def abort(self) -> None:
+        """Stop the request; what was generated stays, and its FinishedEvent says "cancelled"."""
+        self._abort(self.request_id)
+
+
+class EngineService:
+    """Loads an engine on its own thread and steps it there while there is work."""
+
+    def __init__(self, load: Callable[[], Engine]) -> None:
+        self._load = load
+        self._engine: Engine | None = None
+        self._failure: BaseException | None = None
+        self._loaded = threading.Event()
+        self._wake = threading.Event()
+        self._closed = False
+        self._lock = threading.Lock()
+        self._streams: dict[int, RequestStream] = {}
+        self._thread = threading.Thread(target=self._run, name="localllm-engine", daemon=True)
+        self._thread.start()
+
+    def wait_loaded(self, timeout_s: float | None = None) -> Engine | None:
+        """The engine once it is loaded, None if that takes longer than `timeout_s`. Raises what stopped the load."""
+        if not self._loaded.wait(timeout_s):
+            return None
+        if self._failure is not None:
+            raise self._failure
+        return self._engine
+
+    def submit(self, request: Request) -> RequestStream:
+        """Queue a request. Raises ContextOverflowError or UsageError at once."""
+        engine = self.wait_loaded()
+        assert engine is not None
+        with self._lock:  # the device thread must not dispatch an event before its stream is known
+            request_id = engine.submit(request)
+            stream = RequestStream(request_id, self._abort)
+            self._streams[request_id] = stream
+        self._wake.set()
+        return stream
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Cancel what runs and end the thread; returns after `timeout_s` even where a forward is still at work."""
+        self._closed = True
+        for request_id in list(self._streams):
+            self._abort(request_id)
+        self._wake.set()
+        self._thread.join(timeout_s)
+
+    def _abort(self, request_id: int) -> None:
+        if self._engine is not None:
+            self._engine.abort(request_id)
+        self._wake.set()
+
+    def _run(self) -> None:
+        try:
+            self._engine = self._load()
+        except BaseException as error:
+            self._failure = error
+            return
+        finally:
+            self._loaded.set()
+        try:
+            self._serve(self._engine)
+        except BaseException as error:
+            self._failure = error
+            with self._lock:
+                for stream in self._streams.values():
+                    stream.events.put(error)
+
+    def _serve(self, engine: Engine) -> None:
+        while not (self._closed and not engine.has_work):
+            if not engine.has_work:
+                self._wake.wait()
+                self._wake.clear()
+            for event in engine.step():
+                with self._lock:
+                    stream = self._streams[event.request_id]
+                    if isinstance(event, FinishedEvent):
+                        del self._streams[event.request_id]
+                stream.events.put(event)

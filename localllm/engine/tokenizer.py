@@ -1,0 +1,307 @@
+"""Text to token ids and back, with the tokenizer of a model folder.
+
+Owns which tokens are special, what a byte of a token is, and whether a BOS belongs in front. Knows nothing about chat
+templates, models or sampling.
+
+A token is special if its file flags it so, if tokenizer_config.json gives it a role (bos, eos, ...), or if it has the
+shape of a control token (`<|...|>`, `<s>`): some files forget the flag, and a forgotten flag is a forged role.
+Other added tokens (`<think>`, `<tool_call>`) are ordinary vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from localllm.engine.tokenizer_files import TokenizerFiles, byte_level_bpe, special_roles
+from localllm.errors import TokenizerError
+
+MAX_VOCAB = 1 << 20  # four times the largest vocabulary in use
+
+_CONTROL_SHAPE = re.compile(r"<\|.*\|>|<｜.*｜>|</?s>", re.DOTALL)
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+class Tokenizer:
+    """The tokenizer of one model. Safe to use from several threads.
+
+    vocab_size: the highest id + 1. bos_token, eos_token: their texts, or None. special_ids: never made from plain text.
+    adds_bos: this tokenizer puts a BOS in front of a text by itself. special_tokens: role -> text, as templates see it.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, config: Mapping[str, Any] | None = None) -> None:
+        """config: what tokenizer_config.json says. Raises TokenizerError for an unusable vocabulary."""
+        config = config or {}
+        self._backend = backend
+        self._lock = threading.Lock()  # `encode_special_tokens` is a switch on the shared backend
+        count = backend.get_vocab_size()
+        highest = max(backend.get_vocab().values(), default=-1) if count <= MAX_VOCAB else count
+        if not 0 <= highest < MAX_VOCAB:
+            raise TokenizerError(
+                "the tokenizer's vocabulary is unusable",
+                why=f"{count} tokens, the highest id is {highest}; at most {MAX_VOCAB}",
+            )
+        backend.no_truncation()
+        backend.no_padding()
+        self.vocab_size = highest + 1
+        self.special_tokens = special_roles(config)
+        _mark_special(backend, set(self.special_tokens.values()))
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(index for index, token in added.items() if token.special)
+        self._added = {index: token.content for index, token in added.items()}
+        self._special_text = _any_of(token.content for token in added.values() if token.special)
+        self._never_from_text = self.special_ids - {self._id_of(self.special_tokens.get("unk_token"))}
+        self._read_bos(config)
+        self._bytes = _ByteReader.of(backend)
+        self._byte_cache: dict[int, bytes] = {}
+
+    @classmethod
+    def load(cls, directory: Path) -> Tokenizer:
+        """The tokenizer of a model folder. Raises TokenizerError naming the file that is absent, cut or malformed."""
+        files = TokenizerFiles(directory)
+        config = files.config()
+        backend = files.serialized() or byte_level_bpe(files, config)
+        files.add_missing_tokens(backend, config)
+        try:
+            return cls(backend, config)
+        except TokenizerError as error:
+            raise TokenizerError(f"{directory}: {error.what}", why=error.why, fix="localllm pull MODEL") from error
+
+    def encode(self, text: str, *, special: bool = False, bos: bool = False) -> list[int]:
+        """Ids of `text`. special=False: the text of a special token is ordinary text, and no special id comes out.
+
+        special=True: special tokens in the text are meant. bos=True: one BOS in front if this tokenizer adds one and
+        the text does not already begin with it.
+        """
+        text = valid_unicode(text)
+        ids = self._encode(text, special).ids if special else self._encode_plain(text)
+        return self.with_bos(ids) if bos else ids
+
+    def with_bos(self, ids: list[int]) -> list[int]:
+        """`ids` with a BOS in front if this tokenizer adds one and there is none yet."""
+        if self.adds_bos and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
+            return [self.bos_token_id, *ids]
+        return ids
+
+    def encode_marked(self, text: str, marker: str) -> list[int]:
+        """Ids of `text` in which `marker` (one character) was put inside every special token that is not meant.
+
+        Special tokens without a marker are meant. The text between two of them is encoded as it would be without the
+        markers: a marker changes no merge anywhere.
+        """
+        encoding = self._encode(valid_unicode(text), special=True)
+        ids: list[int] = []
+        run: list[int] = []
+        run_start = 0
+        for index, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if index not in self.special_ids:
+                run.append(index)
+                continue
+            ids += self._unmarked(text[run_start:start], run, marker, first=run_start == 0)
+            ids.append(index)
+            run, run_start = [], end
+        return ids + self._unmarked(text[run_start:], run, marker, first=run_start == 0)
+
+    def mark_special(self, text: str, marker: str) -> str:
+        """`text` with `marker` after the first character of every special token's text in it."""
+        return self._special_text.sub(lambda found: found[1] + marker, text)
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """The text of `ids`. Bytes that are no UTF-8 become U+FFFD; an id without a token becomes nothing."""
+        if self._bytes is None:
+            return str(self._backend.decode(list(ids), skip_special_tokens=skip_special))
+        return self.decode_bytes(ids, skip_special=skip_special).decode("utf-8", errors="replace")
+
+    def decode_bytes(self, ids: Iterable[int], *, skip_special: bool = True) -> bytes:
+        """The bytes of `ids`: may begin or end within a character."""
+        if self._bytes is None:
+            return self.decode(list(ids), skip_special=skip_special).encode()
+        kept = (index for index in ids if not (skip_special and index in self.special_ids))
+        return self._bytes.strip_start(b"".join(self.token_bytes(index) for index in kept))
+
+    @property
+    def leading_spaces(self) -> int | None:
+        """How many spaces decoding drops at the very start, or None where tokens have no bytes of their own."""
+        return None if self._bytes is None else self._bytes.leading_spaces
+
+    def token_bytes(self, index: int) -> bytes:
+        """The bytes that one token stands for; b"" for an id without a token."""
+        known = self._byte_cache.get(index)
+        if known is None:
+            known = self._byte_cache[index] = self._read_bytes(index)
+        return known
+
+    def token_text(self, index: int) -> str:
+        """One token for people to read: bytes that are no character by themselves are shown as \\xNN."""
+        return self.token_bytes(index).decode("utf-8", errors="backslashreplace")
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the token that is written exactly so in the vocabulary, or None."""
+        index = self._backend.token_to_id(text)
+        return None if index is None else int(index)
+
+    def _encode(self, text: str, special: bool) -> tokenizers.Encoding:
+        try:
+            with self._lock:
+                self._backend.encode_special_tokens = not special
+                return self._backend.encode(text, add_special_tokens=False)
+        except Exception as error:  # the library raises bare Exceptions: a vocabulary without an unknown token
+            raise TokenizerError("the tokenizer cannot encode this text", why=str(error)[:300]) from error
+
+    def _encode_plain(self, text: str) -> list[int]:
+        ids: list[int] = self._encode(text, special=False).ids
+        if self._never_from_text.isdisjoint(ids):
+            return ids
+        # A model that knows a special token's text as an ordinary piece: cut that text, and it cannot be found.
+        cuts = [0, *(found.end() for found in self._special_text.finditer(text)), len(text)]
+        pieces = [text[start:end] for start, end in itertools.pairwise(cuts)]
+        ids = [index for piece in pieces for index in self._encode(piece, special=False).ids]
+        return [index for index in ids if index not in self._never_from_text]
+
+    def _unmarked(self, text: str, ids: list[int], marker: str, *, first: bool) -> list[int]:
+        if marker not in text:
+            return ids
+        text = text.replace(marker, "")
+        if first or not self._first_differs:
+            return self._encode_plain(text)
+        # "\x01" takes the place of what stood before: it never merges, and it has one id or one byte token.
+        encoding = self._encode("\x01" + text, special=False)
+        return [index for index, (_, end) in zip(encoding.ids, encoding.offsets, strict=True) if end > 1]
+
+    def _id_of(self, token: str | None) -> int | None:
+        return None if token is None else self.token_id(token)
+
+    def _read_bos(self, config: Mapping[str, Any]) -> None:
+        added = self._backend.encode("", add_special_tokens=True).ids
+        if added and "bos_token" not in self.special_tokens:
+            first = self._backend.id_to_token(added[0])
+            if first is not None and first != self.special_tokens.get("eos_token"):
+                self.special_tokens["bos_token"] = first
+        self.bos_token = self.special_tokens.get("bos_token")
+        self.eos_token = self.special_tokens.get("eos_token")
+        self.bos_token_id = self._id_of(self.bos_token)
+        self.eos_token_id = self._id_of(self.eos_token)
+        flag = config.get("add_bos_token")
+        wanted = flag if isinstance(flag, bool) else added[:1] == [self.bos_token_id]
+        self.adds_bos = wanted and self.bos_token_id is not None
+        pre_tokenizer = self._backend.pre_tokenizer
+        self._first_differs = pre_tokenizer is not None and b'"prepend_scheme":"first"' in pre_tokenizer.__getstate__()
+
+    def _read_bytes(self, index: int) -> bytes:
+        if index in self._added:
+            return self._added[index].encode()
+        token = self._backend.id_to_token(index) if 0 <= index < self.vocab_size else None
+        if token is None:
+            return b""
+        return token.encode() if self._bytes is None else self._bytes.read(token)
+
+
+def _mark_special(backend: tokenizers.Tokenizer, named: set[str]) -> None:
+    """Flag what is special, and match it in the raw text only: no normalizer may turn a user's text into one."""
+    renewed = [
+        AddedToken(
+            token.content,
+            single_word=token.single_word,
+            lstrip=token.lstrip,
+            rstrip=token.rstrip,
+            normalized=False,
+            special=True,
+        )
+        for _, token in sorted(backend.get_added_tokens_decoder().items())
+        if token.special or token.content in named or _CONTROL_SHAPE.fullmatch(token.content)
+    ]
+    declared = {token.content for token in renewed}
+    renewed += [
+        AddedToken(text, normalized=False, special=True)
+        for text in sorted(named - declared)
+        if backend.token_to_id(text) is not None
+    ]
+    backend.add_special_tokens(renewed)
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """A pattern that finds the first character of every one of `texts`, overlapping ones too."""
+    choices = "|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True))
+    return re.compile(f"(?=(?:{choices}))(.)" if choices else "(?!)", re.DOTALL)
+
+
+def valid_unicode(text: str) -> str:
+    """`text` with each lone surrogate, which no tokenizer can read, replaced by U+FFFD."""
+    return _SURROGATE.sub("\ufffd", text)
+
+
+class _ByteReader:
+    """What the bytes of a token are, read from the decoder of a tokenizer.json."""
+
+    def __init__(self, *, byte_level: bool, replaced: tuple[tuple[str, str], ...], fallback: bool, strip: int) -> None:
+        self._byte_level = byte_level
+        self._replaced = replaced
+        self._fallback = fallback
+        self.leading_spaces = strip
+
+    @classmethod
+    def of(cls, backend: tokenizers.Tokenizer) -> _ByteReader | None:
+        """None for a decoder that does not work token by token (WordPiece, CTC): those decode whole windows."""
+        if backend.decoder is None:
+            return None
+        decoder = json.loads(backend.decoder.__getstate__())
+        steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+        names = [step["type"] for step in steps]
+        if names == ["ByteLevel"]:
+            return cls(byte_level=True, replaced=(), fallback=False, strip=0)
+        if names == ["Metaspace"]:
+            strips = steps[0].get("prepend_scheme", "always") != "never"
+            return cls(byte_level=False, replaced=((steps[0]["replacement"], " "),), fallback=False, strip=int(strips))
+        return cls._sentencepiece(steps)
+
+    @classmethod
+    def _sentencepiece(cls, steps: list[dict[str, Any]]) -> _ByteReader | None:
+        replaced: list[tuple[str, str]] = []
+        strip = 0
+        fused = False
+        for step in steps:
+            match step:
+                case {"type": "Replace", "pattern": {"String": pattern}, "content": content} if not fused:
+                    replaced.append((pattern, content))
+                case {"type": "ByteFallback"} if not fused:
+                    pass
+                case {"type": "Fuse"}:
+                    fused = True
+                case {"type": "Strip", "content": " ", "start": start, "stop": 0} if fused:
+                    strip += start
+                case _:
+                    return None
+        fallback = any(step["type"] == "ByteFallback" for step in steps)
+        return cls(byte_level=False, replaced=tuple(replaced), fallback=fallback, strip=strip) if fused else None
+
+    def read(self, token: str) -> bytes:
+        if self._byte_level:
+            values = [_BYTE_OF.get(char) for char in token]
+            return token.encode() if None in values else bytes(value for value in values if value is not None)
+        if self._fallback and (found := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token)):
+            return bytes.fromhex(found[1])
+        for pattern, content in self._replaced:
+            token = token.replace(pattern, content)
+        return token.encode()
+
+    def strip_start(self, data: bytes) -> bytes:
+        spaces = len(data) - len(data.lstrip(b" "))
+        return data[min(spaces, self.leading_spaces) :]
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-in for each byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [value for value in range(256) if value not in printable]
+    return {chr(value): value for value in printable} | {chr(256 + i): value for i, value in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()

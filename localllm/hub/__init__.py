@@ -1,0 +1,88 @@
+"""Models by name: where they are on this disk, and how they get there.
+
+The files lie in huggingface_hub's cache, beside those that other tools fetched. Importing this loads neither torch nor
+huggingface_hub. `registry` and `hub` default to the user's models.toml and environment.
+"""
+
+from __future__ import annotations
+
+from localllm.hub import installed as _installed
+from localllm.hub.fetch import Progress, PullProgress, fetch_repository
+from localllm.hub.http import HubClient
+from localllm.hub.installed import InstalledModel, ModelDescription, ModelFiles
+from localllm.hub.names import understand
+from localllm.hub.repo_cache import RepoCache
+from localllm.hub.settings import HubSettings, RetryPolicy
+from localllm.registry import Registry, load_registry
+
+__all__ = [
+    "HubSettings",
+    "InstalledModel",
+    "ModelDescription",
+    "ModelFiles",
+    "Progress",
+    "PullProgress",
+    "RetryPolicy",
+    "describe",
+    "list_models",
+    "locate",
+    "pull",
+    "remove",
+]
+
+
+def locate(
+    name: str,
+    *,
+    registry: Registry | None = None,
+    hub: HubSettings | None = None,
+    offline: bool = False,
+    needs_config: bool = True,
+) -> ModelFiles:
+    """The folder of `tiny`, a directory, a registry name or `org/repo[@revision]`. Touches no network.
+
+    needs_config: whether a user's folder must hold config.json; a tokenizer alone needs none. Raises ModelNotFoundError
+    for an unknown name, and with the command that fetches it for a model that is not, or only partly, on this disk.
+    """
+    hub = hub or HubSettings.from_environment(offline=offline)
+    return _installed.find(name, registry or load_registry(), hub, needs_config=needs_config)
+
+
+def pull(
+    name: str,
+    *,
+    token: str | None = None,
+    progress: Progress | None = None,
+    offline: bool = False,
+    registry: Registry | None = None,
+    hub: HubSettings | None = None,
+) -> ModelFiles:
+    """Fetches what `name` still lacks, resuming where an earlier pull stopped; every byte is verified.
+
+    Raises ModelNotFoundError, AccessError, DownloadError, UnsupportedModelError or DoesNotFitError. What was fetched
+    until then, also until a KeyboardInterrupt or a kill, serves the next pull.
+    """
+    registry = registry or load_registry()
+    hub = hub or HubSettings.from_environment(offline=offline, token=token)
+    reference = understand(name, registry)
+    if reference.repo is None or hub.offline:
+        return _installed.find(name, registry, hub, needs_config=True)
+    cache = RepoCache(hub.cache_dir, reference.repo)
+    client = HubClient(hub, reference.repo, name)
+    commit = fetch_repository(client, cache, reference.revision, progress or (lambda _: None))
+    return ModelFiles(cache.snapshot(commit), reference.name, reference.repo, commit, reference.entry)
+
+
+def list_models(*, registry: Registry | None = None, hub: HubSettings | None = None) -> list[InstalledModel]:
+    """The built-in model and every model in the cache that this version runs, whole or partly fetched."""
+    return list(_installed.installed(registry or load_registry(), hub or HubSettings.from_environment()))
+
+
+def describe(name: str, *, registry: Registry | None = None, hub: HubSettings | None = None) -> ModelDescription:
+    """What is known about a model, on this disk or not. Raises ModelNotFoundError where the name means nothing."""
+    return _installed.describe(name, registry or load_registry(), hub or HubSettings.from_environment())
+
+
+def remove(name: str, *, registry: Registry | None = None, hub: HubSettings | None = None) -> int:
+    """Deletes a model from the cache and returns the bytes freed. Raises UsageError or ModelNotFoundError."""
+    return _installed.remove(name, registry or load_registry(), hub or HubSettings.from_environment())

@@ -1,0 +1,105 @@
+"""What a model's name stands for, and which names are refused at the door.
+
+Looks at the registry and asks whether a directory exists; opens no file.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from localllm.errors import ModelNotFoundError
+from localllm.registry import BUILT_IN, REPO_ID, REVISION, ModelEntry, Registry
+
+NAME_LIMIT = 4096
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+TINY_DIRECTORY = Path(__file__).parent.parent / "tiny"
+
+
+@dataclass(frozen=True)
+class ModelReference:
+    """A name, understood. Either `directory` is set (the built-in model, a folder of the user's) or `repo` is."""
+
+    name: str
+    directory: Path | None = None
+    repo: str | None = None
+    revision: str = "main"
+    entry: ModelEntry | None = None
+    folder_without_config: Path | None = None  # a folder of that name, passed over
+
+
+def understand(name: str, registry: Registry) -> ModelReference:
+    """The built-in model, a directory, a registry entry or `org/repo[@revision]`, in this order.
+
+    Raises ModelNotFoundError for anything else; nothing is opened for it.
+    """
+    _refuse_hostile(name)
+    if name.casefold() == BUILT_IN:
+        return ModelReference(BUILT_IN, directory=TINY_DIRECTORY, entry=registry.find(BUILT_IN))
+    if _spelled_as_path(name):
+        return _directory(name)
+    folder = Path(name)
+    if _exists(folder / "config.json", Path.is_file):
+        return ModelReference(name, directory=folder)
+    passed_over = folder if _exists(folder, Path.is_dir) else None
+    entry = registry.find(name)
+    if entry is not None:
+        return ModelReference(entry.name, None, entry.repo, entry.revision, entry, passed_over)
+    repo, at, revision = name.partition("@")
+    if REPO_ID.fullmatch(repo) and (not at or REVISION.fullmatch(revision)):
+        return ModelReference(name, None, repo, revision or "main", registry.by_repo(repo), passed_over)
+    raise _unknown(name, registry, passed_over)
+
+
+def pull_command(name: str) -> str:
+    return f"localllm pull {shlex.quote(name)}"
+
+
+def _refuse_hostile(name: str) -> None:
+    reason = ""
+    if not name or len(name) > NAME_LIMIT:
+        reason = f"it has {len(name)} characters; a name has 1 to {NAME_LIMIT}"
+    elif _CONTROL.search(name) or any("\ud800" <= character <= "\udfff" for character in name):
+        reason = "it holds a control character"
+    elif not _spelled_as_path(name) and ("\\" in name or "%" in name or ".." in re.split(r"[/@]", name)):
+        reason = "a name holds no backslash, no percent sign and no '..' between slashes"
+    if reason:
+        raise ModelNotFoundError(f"{name[:80]!r} is no model name", why=reason, fix="localllm list")
+
+
+def _spelled_as_path(name: str) -> bool:
+    return name in (".", "..", "~") or name.startswith(("/", "./", "../", "~"))
+
+
+def _directory(name: str) -> ModelReference:
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError:  # ~nobody
+        path = Path(name)
+    if _exists(path, Path.is_dir):
+        return ModelReference(name, directory=path)
+    is_there = _exists(path, Path.exists)
+    why = "it is a file; a model is a folder with config.json" if is_there else "there is no such folder"
+    raise ModelNotFoundError(f"no model in {name[:200]!r}", why=why, fix="localllm list")
+
+
+def _exists(path: Path, kind: Callable[[Path], bool]) -> bool:
+    try:
+        return kind(path)
+    except OSError:  # a name too long, a folder that may not be entered
+        return False
+
+
+def _unknown(name: str, registry: Registry, passed_over: Path | None) -> ModelNotFoundError:
+    nearest = registry.nearest(name)
+    if passed_over is not None:
+        why = f"the folder {name!r} is there, but has no config.json"
+    elif nearest:
+        why = f"did you mean {' or '.join(nearest)}?"
+    else:
+        why = "it is neither in models.toml, nor a folder with config.json, nor of the form org/repo"
+    fix = f"localllm run {nearest[0]}" if nearest else "localllm list"
+    return ModelNotFoundError(f"there is no model {name[:80]!r}", why=why, fix=fix)

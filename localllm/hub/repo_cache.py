@@ -1,0 +1,263 @@
+"""One repository's folder in huggingface_hub's cache: blobs, snapshots, refs, and what makes a snapshot whole.
+
+    models--ORG--REPO/
+        blobs/DIGEST                         verified files; DIGEST.localllm.incomplete: the start of one
+        snapshots/COMMIT/FILE                links into blobs
+        refs/REVISION                        the commit that a branch or tag stood for
+        .localllm/COMMIT.json                the files of a finished pull, written last
+
+A snapshot that another tool fetched has no such list; it is whole when its config, its tokenizer and every shard that
+its index names are there. Knows no network.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from localllm.errors import CheckpointError
+
+COMMIT = re.compile(r"[0-9a-f]{7,64}")
+DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+FILE_NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9][\w.-]{0,199}", re.ASCII)
+INCOMPLETE = ".localllm.incomplete"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+JSON_LIMIT_BYTES = 8 << 20  # the largest index of a real model has about 2 MiB
+
+
+class RepoCache:
+    """Paths and states below one `models--org--repo` folder. Creates nothing until asked to."""
+
+    def __init__(self, cache_dir: Path, repo: str) -> None:
+        self.cache_dir = cache_dir
+        self.repo = repo
+        self.folder = cache_dir / ("models--" + repo.replace("/", "--"))
+        self.blobs = self.folder / "blobs"
+        self.lock_file = cache_dir / ".locks" / self.folder.name / "localllm.lock"
+
+    def snapshot(self, commit: str) -> Path:
+        return self.folder / "snapshots" / commit
+
+    def manifest(self, commit: str) -> Path:
+        return self.folder / ".localllm" / f"{commit}.json"
+
+    def commits(self) -> list[str]:
+        """Commits with a snapshot folder, whole or not."""
+        return [name for name in _names(self.folder / "snapshots") if COMMIT.fullmatch(name)]
+
+    def refs(self) -> dict[str, str]:
+        """Branch and tag names with the commit that each stood for."""
+        root = self.folder / "refs"
+        found = {}
+        for path in sorted(root.rglob("*")) if root.is_dir() else []:
+            commit = None if path.name.startswith(".") else _read_ref(path)
+            if commit:
+                found[path.relative_to(root).as_posix()] = commit
+        return found
+
+    def commit_of(self, revision: str) -> str | None:
+        """The commit that `revision` stands for on this disk."""
+        if COMMIT.fullmatch(revision) and self.snapshot(revision).is_dir():
+            return revision
+        return _read_ref(self.folder / "refs" / revision)
+
+    def missing(self, commit: str) -> list[str]:
+        """Names of the files that the snapshot still lacks; empty when it is whole."""
+        snapshot = self.snapshot(commit)
+        sizes = self._listed_sizes(commit)
+        if sizes is not None:
+            return [name for name, size in sizes.items() if self._size(snapshot / name) != size]
+        absent = [] if self.holds(snapshot / "config.json") else ["config.json"]
+        has_pair = self.holds(snapshot / "vocab.json") and self.holds(snapshot / "merges.txt")
+        if not has_pair and not self.holds(snapshot / "tokenizer.json"):
+            absent.append("tokenizer.json")
+        try:
+            return absent + [name for name in self.shards(snapshot) if not self.holds(snapshot / name)]
+        except CheckpointError:
+            return [*absent, INDEX]
+
+    def holds(self, path: Path) -> bool:
+        return self._size(path) is not None
+
+    def _size(self, path: Path) -> int | None:
+        """Bytes of a plain file that stays inside the cache; None for everything else."""
+        try:
+            target = path.resolve(strict=True)
+        except (OSError, RuntimeError):
+            return None
+        # A repository's folder may itself be a link to another disk: what lies in it then belongs to the cache.
+        inside = any(target.is_relative_to(root.resolve()) for root in (self.cache_dir, self.folder))
+        return target.stat().st_size if inside and target.is_file() else None
+
+    def shards(self, snapshot: Path) -> list[str]:
+        """Names of the files that hold the weights, by its own index. Raises CheckpointError for a broken one."""
+        return shard_names(snapshot / INDEX) if self.holds(snapshot / INDEX) else [SINGLE]
+
+    def _listed_sizes(self, commit: str) -> Mapping[str, int] | None:
+        path = self.manifest(commit)
+        if not path.is_file():
+            return None
+        with suppress(CheckpointError):
+            files = read_json(path).get("files")
+            if isinstance(files, dict) and all(
+                FILE_NAME.fullmatch(name) and isinstance(size, int) for name, size in files.items()
+            ):
+                return files
+        return None
+
+    def partial_bytes(self) -> int:
+        """Bytes of files that were not finished, ours and other tools'."""
+        names = [name for name in _names(self.blobs) if name.endswith(".incomplete")]
+        return sum(_own_size(self.blobs / name) for name in names)
+
+    def write_manifest(self, commit: str, sizes: Mapping[str, int]) -> None:
+        """Declares the snapshot whole. To be called when every file is in its place."""
+        content = json.dumps({"schema_version": 1, "repo": self.repo, "commit": commit, "files": dict(sizes)}, indent=1)
+        self._write_atomically(self.manifest(commit), content + "\n")
+
+    def write_ref(self, revision: str, commit: str) -> None:
+        if revision != commit:
+            self._write_atomically(self.folder / "refs" / revision, commit)
+
+    def temporary(self) -> Path:
+        """A name that nobody else uses, for what is renamed into its place; outside of what other tools look at."""
+        folder = self.folder / ".localllm"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / f"{os.getpid()}.{time.monotonic_ns()}.tmp"
+
+    def _write_atomically(self, path: Path, text: str) -> None:
+        """`path` holds all of `text` or what it held before, also after a power cut."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.temporary()
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync_directory(path.parent)
+
+    def link(self, digest: str, path: Path) -> None:
+        """`path` becomes a relative link to a blob, or a copy of it where the file system has no links."""
+        target = os.path.relpath(self.blobs / digest, path.parent)
+        if path.is_symlink() and str(path.readlink()) == target:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.temporary()
+        try:
+            try:
+                temporary.symlink_to(target)
+            except OSError:
+                shutil.copyfile(self.blobs / digest, temporary)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    @contextmanager
+    def exclusive(self, waiting: Callable[[str], None] | None = None) -> Iterator[bool]:
+        """One process at a time; yields False instead of waiting where `waiting` is None and another holds it.
+
+        The lock dies with its holder. Everything stays correct where a file system only pretends to lock: bytes are
+        verified before they get their final name, and each rename is atomic.
+        """
+        self.lock_file.parent.mkdir(parents=True, exist_ok=True)
+        with self.lock_file.open("a+") as file:
+            while not _try_lock(file.fileno()):
+                if waiting is None:
+                    yield False
+                    return
+                file.seek(0)
+                waiting(file.read(32).strip() or "unknown")
+                time.sleep(0.2)
+            file.truncate(0)
+            file.write(f"{os.getpid()}\n")
+            file.flush()
+            yield True
+
+
+def shard_names(index: Path) -> list[str]:
+    """The files that a safetensors index names. Raises CheckpointError for names that lead elsewhere."""
+    weight_map = read_json(index).get("weight_map")
+    names = sorted(set(weight_map.values()), key=str) if isinstance(weight_map, dict) else []
+    for name in names:
+        if not isinstance(name, str) or not FILE_NAME.fullmatch(name) or not name.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{index} names {str(name)[:80]!r}", why="a shard is a .safetensors file beside its index"
+            )
+    if not names:
+        raise CheckpointError(f"{index} names no shards", why="weight_map is absent or empty")
+    return names
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """The JSON object in a small file of the cache. Raises CheckpointError."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(JSON_LIMIT_BYTES + 1)
+        if len(data) > JSON_LIMIT_BYTES:
+            raise CheckpointError(f"{path} is too large", why=f"more than {JSON_LIMIT_BYTES} bytes")
+        value = json.loads(data)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read", why=str(error)) from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON", why=str(error)[:200]) from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} is not a JSON object", why=f"it holds a {type(value).__name__}")
+    return value
+
+
+def sync_directory(path: Path) -> None:
+    if sys.platform == "win32":
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    if sys.platform == "win32":
+        return True
+    import fcntl
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
+
+
+def _read_ref(path: Path) -> str | None:
+    try:
+        with path.open("rb") as file:
+            commit = file.read(100).decode("ascii", "replace").strip()
+    except OSError:
+        return None
+    return commit if COMMIT.fullmatch(commit) else None
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))  # noqa: PTH208 (names, not paths)
+    except OSError:
+        return []
+
+
+def _own_size(path: Path) -> int:
+    try:
+        return path.lstat().st_size
+    except OSError:
+        return 0

@@ -1,0 +1,38 @@
+"""Where models are kept and fetched from: huggingface_hub's cache, endpoint, token and offline mode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """How long a transfer is tried. Attempts that brought bytes do not count."""
+
+    attempts: int = 6
+    listing_attempts: int = 4
+    base_s: float = 0.5  # doubled with each attempt
+    longest_s: float = 8.0
+    longest_retry_after_s: float = 120.0  # a hub that asks for more is told to the user, not obeyed
+    connect_s: float = 10.0
+    stall_s: float = 30.0  # no byte for so long: try again
+    progress_bytes: int = 64 << 10  # fewer do not count as progress
+
+
+@dataclass(frozen=True)
+class HubSettings:
+    """One hub and one cache folder."""
+
+    cache_dir: Path
+    endpoint: str
+    offline: bool = False
+    token: str | None = field(default=None, repr=False)  # None: as huggingface_hub finds it
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
+
+    @classmethod
+    def from_environment(cls, *, offline: bool = False, token: str | None = None) -> HubSettings:
+        """As huggingface_hub reads HF_HOME, HF_HUB_CACHE, HF_ENDPOINT and HF_HUB_OFFLINE."""
+        from huggingface_hub import constants
+
+        return cls(Path(constants.HF_HUB_CACHE), constants.ENDPOINT, offline or constants.HF_HUB_OFFLINE, token)

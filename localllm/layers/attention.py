@@ -1,0 +1,69 @@
+"""The attention body: project, normalise and rotate queries and keys, attend over the KV store, project back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from localllm.kernels.attention import attention
+from localllm.layers.batch import Batch, Segment
+from localllm.layers.linear import Linear
+from localllm.layers.norm import RMSNorm
+from localllm.layers.rotary import rotate
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    layer: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    rotation: int  # index into Batch.rotations
+    window: int | None = None
+    softcap: float | None = None
+    norm_each_head: bool = True  # qwen3, gemma3; olmo2 normalises the features of all heads together
+
+
+class Attention:
+    def __init__(
+        self,
+        shape: AttentionShape,
+        qkv_proj: Linear,
+        o_proj: Linear,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
+    ) -> None:
+        self.shape = shape
+        self.qkv_proj = qkv_proj
+        self.o_proj = o_proj
+        self.q_norm = q_norm
+        self.k_norm = k_norm
+
+    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
+        """x [T, hidden] -> [T, hidden]."""
+        shape, T = self.shape, len(batch)
+        H, KH, D = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        qkv = self.qkv_proj(x).view(T, H + 2 * KH, D)
+        qk = self._normalised(qkv[:, : H + KH])
+        qk = rotate(qk, *batch.rotations[shape.rotation])
+        q, k, v = qk[:, :H], qk[:, H:], qkv[:, H + KH :]
+        mixed = [self._attend(segment, q, k, v) for segment in batch.segments]  # [T_i, H, D] each
+        return self.o_proj((mixed[0] if len(mixed) == 1 else torch.cat(mixed)).reshape(T, H * D))
+
+    def _attend(self, segment: Segment, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        shape, rows = self.shape, slice(segment.begin, segment.end)
+        keys, values = segment.kv.write(shape.layer, k[rows], v[rows])
+        return attention(q[rows], keys, values, scale=shape.scale, window=shape.window, softcap=shape.softcap)
+
+    def _normalised(self, qk: Tensor) -> Tensor:
+        """qk [T, H + KH, D] through the norms of queries and keys, where the family has them."""
+        if self.q_norm is None or self.k_norm is None:
+            return qk
+        q, k = qk[:, : self.shape.num_heads], qk[:, self.shape.num_heads :]
+        if not self.shape.norm_each_head:
+            q_flat, k_flat = self.q_norm(q.flatten(1)), self.k_norm(k.flatten(1))
+            return torch.cat((q_flat, k_flat), dim=1).view(qk.shape)
+        return torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)

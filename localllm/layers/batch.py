@@ -1,0 +1,38 @@
+"""What one forward works on: the new tokens of several sequences, and where each one's keys and values are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+class KVStore(Protocol):
+    """Keys and values of one sequence. `write` may be repeated for the same tokens: only the owner advances it."""
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store k, v [T, KH, D] after the tokens held so far; return all keys and values, each [KH, S, D]."""
+        ...
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The rows [begin, end) of a batch belong to one sequence and are its next tokens."""
+
+    begin: int
+    end: int
+    kv: KVStore
+    rope_length: int  # tokens by which length-dependent RoPE scalings choose their frequencies
+
+
+@dataclass(frozen=True)
+class Batch:
+    token_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    segments: tuple[Segment, ...]
+    logit_rows: Tensor  # [R] int64: the rows whose logits are wanted
+    rotations: tuple[tuple[Tensor, Tensor], ...]  # cos, sin [T, 1, rotary_dim / 2] of each of the model's RoPEs
+
+    def __len__(self) -> int:
+        return self.token_ids.shape[0]

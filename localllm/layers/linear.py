@@ -1,0 +1,20 @@
+"""A matrix: plain tensors, and a format that says what they mean."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from localllm.quant.weight_format import WeightFormat
+
+
+class Linear:
+    """y = x @ W.T + b. The loader fills `tensors`; a streamer may re-point them at any time between two forwards."""
+
+    def __init__(self, weight_format: WeightFormat, tensors: dict[str, Tensor], bias: Tensor | None = None) -> None:
+        self.format = weight_format
+        self.tensors = tensors
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, in_features] -> [T, out_features]."""
+        return self.format.linear(x, self.tensors, self.bias)

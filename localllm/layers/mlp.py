@@ -1,0 +1,30 @@
+"""The gated feed-forward body: down(activation(gate(x)) * up(x)), with gate and up as one matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor
+from torch.nn import functional
+
+from localllm.layers.batch import Batch
+from localllm.layers.linear import Linear
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+}
+
+
+class MLP:
+    def __init__(self, gate_up_proj: Linear, down_proj: Linear, activation: str) -> None:
+        self.gate_up_proj = gate_up_proj
+        self.down_proj = down_proj
+        self.activation = ACTIVATIONS[activation]
+
+    def __call__(self, x: Tensor, _batch: Batch) -> Tensor:
+        """x [T, hidden] -> [T, hidden]; the rows do not see each other, so the batch does not matter."""
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)  # [T, intermediate] each
+        return self.down_proj(self.activation(gate) * up)

@@ -1,0 +1,22 @@
+"""Root-mean-square normalisation (arXiv:1910.07467)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class RMSNorm:
+    """weight * x / rms(x) over the last dimension, in fp32, returned in x's dtype.
+
+    weight [D] fp32, any family's offset (gemma stores w - 1) already added.
+    """
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self.weight = weight
+        self.eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (wide * scale * self.weight).to(x.dtype)

@@ -1,0 +1,238 @@
+"""A model folder's weights by their Hugging Face names: one file or many shards, with any prefix.
+
+The names asked for are those of a plain decoder (`model.layers.0.self_attn.q_proj.weight`, `lm_head.weight`); a folder
+that says `layers.0...` or `language_model.model.layers.0...` answers to them too. Reads safetensors only, no pickle.
+Knows no architecture: the caller says which tensors it wants and of which shape.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from localllm.errors import CheckpointError
+from localllm.models.fields import show
+from localllm.models.safetensors_file import SafetensorsFile, TensorSpec, allocate
+from localllm.models.strict_json import REFETCH, JsonLimits, read_json_object
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_INDEX_LIMITS = JsonLimits(size_bytes=32 << 20, containers=1000, elements=1_000_000)
+_MAX_SHARDS = 4096
+_PREFIXES = ("model.", "language_model.model.", "model.language_model.", "")
+_HEADS = ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight")
+# Constants that older versions of transformers stored, and computed again when they loaded them.
+_BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".npz")
+
+
+class Checkpoint:
+    """The tensors of one folder, and which of them have been asked for."""
+
+    def __init__(self, directory: Path, locations: Mapping[str, SafetensorsFile]) -> None:
+        """locations: stored name -> the open file that holds it."""
+        self.directory = directory
+        self._locations = locations
+        self._prefix = _text_prefix(locations)
+        self._stored = _plain_names(locations, self._prefix, directory)
+        self._asked: set[str] = set()
+
+    @classmethod
+    def open(cls, directory: Path) -> Checkpoint:
+        """Check every header. Raises CheckpointError naming the file, the shard or the tensor that is wrong."""
+        single = directory / SINGLE
+        if single.exists():
+            file = SafetensorsFile.open(single)
+            return cls(directory, dict.fromkeys(file.names, file))
+        if (directory / INDEX).exists():
+            return cls(directory, _open_shards(directory, _read_index(directory / INDEX)))
+        raise _nothing_to_read(directory)
+
+    def close(self) -> None:
+        for file in set(self._locations.values()):
+            file.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def has(self, name: str) -> bool:
+        return name in self._stored
+
+    def names(self) -> tuple[str, ...]:
+        """Plain names of all tensors, those outside the text model included."""
+        return tuple(self._stored)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._spec(name).shape
+
+    def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        """The tensor as `dtype`, or as `out` is if given: contiguous, of `shape`, on any device; rows of a larger one.
+
+        Raises CheckpointError if it is missing, of another shape, or of a dtype that is not read.
+        """
+        self._check_shape(name, shape)
+        self._asked.add(name)
+        target = allocate(shape, dtype, name) if out is None else out
+        return self._file(name).read_into(self._stored[name], target)
+
+    def read_fused(
+        self,
+        fused: str,
+        parts: Mapping[str, int],
+        features: tuple[int, ...],
+        dtype: torch.dtype,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Tensors one above the other, [sum of rows, *features]: read as stored under `fused`, or part by part.
+
+        parts: name -> rows, in order. Each is read straight into its rows. Raises as `read` does.
+        """
+        shape = (sum(parts.values()), *features)
+        if self.has(fused):
+            return self.read(fused, shape, dtype, out)
+        for name, rows in parts.items():
+            self._check_shape(name, (rows, *features))
+        target = allocate(shape, dtype, fused) if out is None else out
+        row = 0
+        for name, rows in parts.items():
+            self.read(name, (rows, *features), dtype, target[row : row + rows])
+            row += rows
+        return target
+
+    def stores_own_head(self) -> bool:
+        """Whether lm_head is stored and differs from the embedding: then it is not tied, whatever config.json says."""
+        if not self.has(HEAD):
+            return False
+        head, embedding = self._spec(HEAD), self._spec(EMBEDDING)
+        if (head.dtype, head.shape) != (embedding.dtype, embedding.shape):
+            return True
+        pairs = zip(self._chunks(HEAD), self._chunks(EMBEDDING), strict=True)
+        return any(mine != other for mine, other in pairs)
+
+    def unused(self) -> tuple[str, ...]:
+        """Names never asked for, without the head (it may be tied), constants and, if multimodal, what is not text."""
+        multimodal = "language_model." in self._prefix
+        return tuple(
+            plain
+            for plain, stored in self._stored.items()
+            if plain not in self._asked
+            and plain != HEAD
+            and not plain.endswith(_BUFFERS)
+            and (not multimodal or stored.startswith(self._prefix))
+        )
+
+    def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        stored = self._spec(name).shape
+        if stored != shape:
+            why = f"{self._file(name).path.name} stores {list(stored)}; config.json means {list(shape)}"
+            raise CheckpointError(f"{self.directory}: {name} has the wrong shape", why=why, fix=REFETCH)
+
+    def _file(self, name: str) -> SafetensorsFile:
+        return self._locations[self._stored[name]]
+
+    def _chunks(self, name: str) -> Iterator[bytes]:
+        return self._file(name).chunks(self._stored[name])
+
+    def _spec(self, name: str) -> TensorSpec:
+        if name not in self._stored:
+            near = ", ".join(_nearest(name, self._stored)) or "none"
+            raise CheckpointError(
+                f"{self.directory} has no tensor {name}",
+                why=f"{len(self._stored)} tensors are stored; the nearest names: {near}",
+                fix=REFETCH,
+            )
+        return self._file(name).spec(self._stored[name])
+
+
+def _text_prefix(stored: Iterable[str]) -> str:
+    names = set(stored)
+    return next((prefix for prefix in _PREFIXES if f"{prefix}embed_tokens.weight" in names), "model.")
+
+
+def _plain_names(stored: Iterable[str], prefix: str, directory: Path) -> dict[str, str]:
+    """plain name -> stored name."""
+    names: dict[str, str] = {}
+    for name in stored:
+        plain = name
+        if name in _HEADS:
+            plain = HEAD
+        elif name.startswith(prefix):
+            plain = f"model.{name.removeprefix(prefix)}"
+        if plain in names:
+            why = f"{show(names[plain])} and {show(name)} are both stored"
+            raise CheckpointError(f"{directory} stores {show(plain)} twice", why=why, fix=REFETCH)
+        names[plain] = name
+    return names
+
+
+def _nearest(name: str, names: Iterable[str]) -> list[str]:
+    """difflib over all of a large checkpoint would take seconds; those of its layer are enough."""
+    layer = name.rpartition(".layers.")[2].partition(".")[0]
+    alike = [other for other in names if f".{layer}." in other or ".layers." not in other][:1000]
+    return [show(other) for other in difflib.get_close_matches(name, alike)]
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """tensor name -> shard's file name, each a plain name inside the folder."""
+    weight_map = read_json_object(path, _INDEX_LIMITS).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path} has no weight_map", why="it says which shard holds a tensor", fix=REFETCH)
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or not _is_plain_file_name(shard):
+            why = f"weight_map puts {show(name)} into {show(shard)}; plain .safetensors file names are accepted"
+            raise CheckpointError(f"{path} names a shard that is not a file of the folder", why=why, fix=REFETCH)
+    return weight_map
+
+
+def _is_plain_file_name(name: str) -> bool:
+    return (
+        name.endswith(".safetensors")
+        and not name.startswith((".", "~"))
+        and name.isprintable()
+        and not set(name) & set("/\\:%")
+        and len(name.encode()) <= 255
+    )
+
+
+def _open_shards(directory: Path, weight_map: Mapping[str, str]) -> dict[str, SafetensorsFile]:
+    shards = sorted(set(weight_map.values()))
+    if len(shards) > _MAX_SHARDS:
+        why = f"{len(shards)} shards; at most {_MAX_SHARDS} are opened"
+        raise CheckpointError(f"{directory / INDEX} names too many shards", why=why, fix=REFETCH)
+    files: dict[str, SafetensorsFile] = {}
+    for number, shard in enumerate(shards, 1):
+        if not (directory / shard).exists():
+            why = f"{INDEX} needs it: shard {number} of {len(shards)}"
+            raise CheckpointError(f"{directory / shard} is missing", why=why, fix=REFETCH)
+        files[shard] = SafetensorsFile.open(directory / shard)
+    for name, shard in weight_map.items():
+        if name not in files[shard].specs:
+            why = f"{INDEX} promises it; the shard holds {len(files[shard].specs)} others"
+            raise CheckpointError(f"{directory / shard} lacks the tensor {show(name)}", why=why, fix=REFETCH)
+    return {name: files[shard] for name, shard in weight_map.items()}
+
+
+def _nothing_to_read(directory: Path) -> CheckpointError:
+    try:
+        found = sorted(entry.name for entry in directory.iterdir())
+    except OSError as error:
+        return CheckpointError(f"{directory} cannot be read", why=error.strerror or "unknown", fix=REFETCH)
+    others = [name for name in found if name.endswith(_OTHER_WEIGHTS)]
+    unlisted = [name for name in found if name.endswith(".safetensors")]
+    why = f"neither {SINGLE} nor {INDEX} is there"
+    if unlisted:
+        why += f"; {show(unlisted[0])} is, and nothing says what it holds"
+    elif others:
+        why += f"; {show(others[0])} is, but pickles and other formats are never opened: they can run code"
+    return CheckpointError(
+        f"{directory} holds no weights that can be read",
+        why=why,
+        fix="choose a repository that has safetensors files: localllm list",
+    )

@@ -1,0 +1,113 @@
+"""JSON from a stranger's model folder: bounded before it is parsed, and refused where two readers could disagree.
+
+Owns the limits on bytes, containers and depth. Knows no key of any file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from localllm.errors import CheckpointError
+
+REFETCH = "fetch the folder again: localllm pull ORG/REPO"
+
+
+@dataclass(frozen=True)
+class JsonLimits:
+    """What a file may hold. Elements are counted by bytes that could open or separate one, so before any is built."""
+
+    size_bytes: int = 4 << 20
+    containers: int = 20_000
+    elements: int = 500_000
+
+
+def read_json_object(path: Path, limits: JsonLimits) -> dict[str, object]:
+    """The object in `path`. Raises CheckpointError naming a file that is absent, not plain, too large or not strict."""
+    return parse_json_object(read_bounded(path, limits.size_bytes), str(path), limits)
+
+
+def read_bounded(path: Path, limit_bytes: int) -> bytes:
+    """The bytes of a plain file of at most `limit_bytes`."""
+    fd = open_plain_file(path)
+    size_bytes = os.fstat(fd).st_size
+    with os.fdopen(fd, "rb") as file:
+        data = file.read(limit_bytes + 1) if size_bytes <= limit_bytes else b""
+    if max(size_bytes, len(data)) > limit_bytes:
+        why = f"{max(size_bytes, len(data))} bytes; at most {limit_bytes} are read"
+        raise CheckpointError(f"{path} is too large", why=why, fix=REFETCH)
+    return data
+
+
+def open_plain_file(path: Path) -> int:
+    """A descriptor for reading; a pipe or a device is refused before it can block. Raises CheckpointError."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise CheckpointError(f"{path} cannot be read", why=reason or "unknown", fix=REFETCH) from None
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        why = "pipes, devices and folders are not read"
+        raise CheckpointError(f"{path} is not a plain file", why=why, fix=REFETCH)
+    return fd
+
+
+def parse_json_object(data: bytes, source: str, limits: JsonLimits) -> dict[str, object]:
+    """One JSON object out of UTF-8 `data`; `source` names it in errors.
+
+    Raises CheckpointError for duplicate keys, NaN, infinities, half surrogates, too deep or too many values, and for
+    anything but an object.
+    """
+    containers = data.count(b"{") + data.count(b"[")
+    elements = containers + data.count(b",")
+    if containers > limits.containers or elements > limits.elements:
+        why = f"{containers} lists and objects, {elements} values; at most {limits.containers} and {limits.elements}"
+        raise CheckpointError(f"{source} holds too many values", why=why, fix=REFETCH)
+    try:
+        value = json.loads(
+            data.decode("utf-8"),
+            object_pairs_hook=_unique_keys,
+            parse_constant=_refuse_constant,
+            parse_float=_finite_float,
+            parse_int=_integer,
+        )
+        if b"\\u" in data:  # half a surrogate pair is no character: Python's parser lets it pass, printing it fails
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except RecursionError:
+        raise CheckpointError(f"{source} is nested too deeply", why="hundreds of levels", fix=REFETCH) from None
+    except ValueError as error:
+        raise CheckpointError(f"{source} is not valid JSON", why=str(error)[:200], fix=REFETCH) from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{source} is not a JSON object", why=f"it holds a {type(value).__name__}", fix=REFETCH)
+    return value
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {twice[:80]!r} appears twice")
+    return result
+
+
+def _refuse_constant(name: str) -> object:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite_float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} does not fit a 64-bit float")
+    return value
+
+
+def _integer(text: str) -> int:
+    if text == "-0":
+        raise ValueError("-0 is an integer to some readers and a float to others")
+    return int(text)

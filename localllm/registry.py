@@ -1,0 +1,217 @@
+"""The models known by a short name: models.toml as shipped, overlaid by the user's own.
+
+Owns the form of models.toml and the order in which sampling defaults apply. Knows nothing of disks and downloads.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from localllm.config import (
+    Accepts,
+    Origin,
+    ResolvedSettings,
+    TomlFile,
+    accepted,
+    unknown_key,
+    user_directories,
+)
+from localllm.errors import CheckpointError, SettingsError
+
+BUILT_IN = "tiny"  # in the package: an entry with no repository
+
+# What config.json may call an architecture that this version runs.
+RUNNABLE_MODEL_TYPES = frozenset(
+    {"llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "gemma3_text", "olmo2"}
+)
+
+SAMPLING_KEYS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+)
+_ENTRY_KEYS: Mapping[str, Accepts] = {
+    "name": Accepts("text"),
+    "aliases": Accepts("texts"),
+    "repo": Accepts("text"),
+    "revision": Accepts("text"),
+    "licence": Accepts("text"),
+    "gated": Accepts("switch"),
+    "context": Accepts("integer", 1, 2**31),
+    "parameters": Accepts("number", 0, 1e6),
+    "stop": Accepts("texts"),
+}
+# One spelling for the hub's address, the cache's folder and an error text: nothing here needs quoting, nothing climbs.
+_SEGMENT = r"\w(?:[\w.-]{0,94}\w)?"
+REPO_ID = re.compile(rf"(?!.*(?:--|\.\.)){_SEGMENT}/{_SEGMENT}", re.ASCII)
+REVISION = re.compile(r"(?!.*(?:\.\.|//|/\.|\.lock\b))\w(?:[\w./-]{0,198}[\w-])?", re.ASCII)
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """One model of models.toml."""
+
+    name: str
+    repo: str | None = None  # None: the built-in model
+    revision: str = "main"
+    aliases: tuple[str, ...] = ()
+    licence: str = "unknown"
+    gated: bool = False
+    context: int | None = None  # tokens
+    parameters: float | None = None  # billions
+    stop: tuple[str, ...] = ()
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    origins: Mapping[str, Origin] = field(default_factory=dict)  # of the sampling keys and `stop`
+
+
+@dataclass(frozen=True)
+class Registry:
+    """Entries by name, the user's before the shipped ones."""
+
+    entries: tuple[ModelEntry, ...]
+
+    def find(self, name: str) -> ModelEntry | None:
+        """The entry with this name, else with this alias; letter case does not matter."""
+        wanted = name.casefold()
+        for entry in self.entries:
+            if entry.name.casefold() == wanted:
+                return entry
+        for entry in self.entries:
+            if wanted in (alias.casefold() for alias in entry.aliases):
+                return entry
+        return None
+
+    def by_repo(self, repo: str) -> ModelEntry | None:
+        """The entry whose files come from `repo`."""
+        return next((entry for entry in self.entries if entry.repo and entry.repo.casefold() == repo.casefold()), None)
+
+    def nearest(self, name: str, count: int = 3) -> tuple[str, ...]:
+        """Names that `name` may have been meant for, best first; empty where nothing is like it."""
+        spelled = {key.casefold(): entry.name for entry in self.entries for key in (entry.name, *entry.aliases)}
+        matches = difflib.get_close_matches(name.rsplit("/", 1)[-1].casefold(), list(spelled), n=2 * count, cutoff=0.6)
+        return tuple(dict.fromkeys(spelled[match] for match in matches))[:count]
+
+
+def shipped_registry() -> Path:
+    """models.toml of this installation: inside the package, or beside it in a source tree."""
+    package = Path(__file__).parent
+    inside = package / "models.toml"
+    return inside if inside.is_file() else package.parent / "models.toml"
+
+
+def load_registry(user_file: Path | None = None, *, environ: Mapping[str, str] = os.environ) -> Registry:
+    """The shipped entries overlaid by `user_file` (default: models.toml beside the user's config.toml).
+
+    Raises SettingsError, naming file and line, for an unknown key, a wrong value, and a name given twice in a file.
+    """
+    user_file = user_file or user_directories(environ).config / "models.toml"
+    shipped = dict(_entries(TomlFile.read(shipped_registry()), {}))
+    user = dict(_entries(TomlFile.read(user_file), shipped))
+    return Registry(tuple({**user, **{name: entry for name, entry in shipped.items() if name not in user}}.values()))
+
+
+def _entries(file: TomlFile, base: Mapping[str, ModelEntry]) -> Iterator[tuple[str, ModelEntry]]:
+    """(folded name, entry) of each [[model]], over the entry of the same name in `base`."""
+    for key in file.data:
+        if key != "model":
+            raise unknown_key(key, file.where(key), ["model"], fix="start each entry with [[model]]")
+    tables = file.data.get("model", [])
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise SettingsError(f"model is not a list in {file.where('model')}", why="entries start with [[model]]")
+    taken: set[str] = set()
+    for index, table in enumerate(tables):
+        entry = _entry(file, index, table, base)
+        names = {name.casefold() for name in (entry.name, *entry.aliases)}
+        if twice := names & taken:
+            where = file.where("model", index, "name")
+            raise SettingsError(
+                f"{sorted(twice)[0]!r} names two models in {where}", why="each name and alias stands once"
+            )
+        taken |= names
+        yield entry.name.casefold(), entry
+
+
+def _entry(file: TomlFile, index: int, table: Mapping[str, Any], base: Mapping[str, ModelEntry]) -> ModelEntry:
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        if key == "sampling":
+            continue
+        if key not in _ENTRY_KEYS:
+            raise unknown_key(key, file.where("model", index, key), [*_ENTRY_KEYS, "sampling"])
+        values[key] = accepted(key, value, partial(file.where, "model", index, key), _ENTRY_KEYS[key])
+    if "name" not in values:
+        where = file.where("model", index)
+        raise SettingsError(f"a model has no name in {where}", why="every [[model]] needs one", fix='add name = "..."')
+    entry = base.get(values["name"].casefold(), ModelEntry(name=values["name"]))
+    _check_repository(values, entry, partial(file.where, "model", index))
+    sampling = _sampling(file, index, table.get("sampling", {}))
+    set_here = [*sampling, *(["stop"] if "stop" in values else [])]
+    origin = dict.fromkeys(set_here, Origin("registry", str(file.path)))
+    return replace(entry, **values, sampling={**entry.sampling, **sampling}, origins={**entry.origins, **origin})
+
+
+def _check_repository(values: Mapping[str, Any], entry: ModelEntry, where: Callable[..., str]) -> None:
+    repo, revision = values.get("repo", entry.repo), values.get("revision", entry.revision)
+    if entry.name == BUILT_IN and repo is None:
+        return
+    if entry.name == BUILT_IN:
+        raise SettingsError(f"{BUILT_IN!r} has a repository in {where('repo')}", why="it is the model in the package")
+    if repo is None:
+        raise SettingsError(
+            f"{values['name']!r} has no repo in {where('name')}", why='a new model needs repo = "org/name"'
+        )
+    if not REPO_ID.fullmatch(repo):
+        raise SettingsError(f"repo is {repo[:80]!r} in {where('repo')}", why='it must look like "org/name"')
+    if not REVISION.fullmatch(revision):
+        raise SettingsError(f"revision is {revision[:80]!r} in {where('revision')}", why="a branch, a tag or a commit")
+
+
+def _sampling(file: TomlFile, index: int, table: object) -> dict[str, float]:
+    where = partial(file.where, "model", index, "sampling")
+    if not isinstance(table, dict):
+        raise SettingsError(f"sampling is not a table in {where()}", why="write sampling = { temperature = 0.7 }")
+    for key in table:
+        if key not in SAMPLING_KEYS:
+            raise unknown_key(key, where(key), SAMPLING_KEYS)
+    return {key: accepted(key, value, partial(where, key)) for key, value in table.items()}
+
+
+def with_model_defaults(
+    resolved: ResolvedSettings, entry: ModelEntry | None, generation_config: Mapping[str, Any], source: str
+) -> ResolvedSettings:
+    """`resolved` with every sampling setting that nobody set filled from the model.
+
+    The registry's entry comes first, then `generation_config`: the parsed generation_config.json, which `source` names.
+    Raises CheckpointError where that file holds a value out of range.
+    """
+    values: dict[str, tuple[Any, Origin]] = {}
+    for key in SAMPLING_KEYS:
+        if getattr(resolved.settings, key) is not None:
+            continue
+        if entry is not None and key in entry.sampling:
+            values[key] = (entry.sampling[key], entry.origins[key])
+        elif generation_config.get(key) is not None:
+            values[key] = (_of_checkpoint(key, generation_config[key], source), Origin("checkpoint", source))
+    if entry is not None and entry.stop and not resolved.settings.stop:
+        values["stop"] = (entry.stop, entry.origins["stop"])
+    return resolved.overlaid(values)
+
+
+def _of_checkpoint(key: str, value: object, source: str) -> Any:
+    try:
+        return accepted(key, value, source)
+    except SettingsError as error:
+        fix = f"set your own, which beats it: --{key.replace('_', '-')}"
+        raise CheckpointError(error.what, why=error.why, fix=fix) from None

@@ -1,0 +1,114 @@
+"""Small random checkpoints of every family, written by transformers: what our decoder must agree with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 272,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+    "pad_token_id": 257,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + 0.02 * i for i in range(8)],
+    "long_factor": [1.5 + 0.5 * i for i in range(8)],
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 48,
+}
+
+# name -> (model_type, what differs from SHAPE)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-biases-tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "llama-mha-wide-heads": ("llama", {"num_key_value_heads": 4, "head_dim": 24}),
+    "llama-linear-rope": ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+    "llama-dynamic-rope": (
+        "llama",
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 40},
+    ),
+    "llama3-rope": (
+        "llama",
+        {
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "llama-yarn": (
+        "llama",
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+    ),
+    "mistral-windowed": ("mistral", {"sliding_window": 13}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-windowed": ("qwen2", {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 2}),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "phi3": ("phi3", {"sliding_window": 17}),
+    "phi3-partial-rotary": ("phi3", {"partial_rotary_factor": 0.5}),
+    "phi3-longrope": ("phi3", {"rope_scaling": LONGROPE, "original_max_position_embeddings": 48}),
+    "gemma2": ("gemma2", {"head_dim": 32, "sliding_window": 12, "query_pre_attn_scalar": 24}),
+    "gemma3": (
+        "gemma3_text",
+        {"head_dim": 32, "sliding_window": 12, "query_pre_attn_scalar": 24, "num_hidden_layers": 7},
+    ),
+    "olmo2": ("olmo2", {}),
+}
+
+
+def write_checkpoint(directory: Path, family: str, *, shard_size: str = "50GB", seed: int = 0) -> Any:
+    """A random fp32 model of the family in `directory`, with a byte tokenizer; returns transformers' own model."""
+    model_type, differences = FAMILIES[family]
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(model_type, **{**SHAPE, **differences})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    for name, parameter in model.named_parameters():
+        # Initial weights are near zero and norms are one: a wrong norm or an exchanged matrix would hide in that.
+        scale = 0.3 if "norm" in name else 0.15
+        parameter.data += scale * torch.randn_like(parameter)
+    transformers.utils.logging.disable_progress_bar()
+    model.save_pretrained(directory, max_shard_size=shard_size)
+    write_byte_tokenizer(directory)
+    return model
+
+
+def write_byte_tokenizer(directory: Path) -> None:
+    """Ids 0 to 255 are the bytes, 256 is <s>, 257 </s>; a chat template that marks the roles."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    alphabet = sorted(ByteLevel.alphabet(), key=_byte_of)
+    vocab = {character: _byte_of(character) for character in alphabet}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] "
+    configuration = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": False, "chat_template": template}
+    (directory / "tokenizer_config.json").write_text(json.dumps(configuration), encoding="utf-8")
+
+
+def _byte_of(character: str) -> int:
+    """The byte that GPT-2's byte-level alphabet writes as this character."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    if ord(character) in printable:
+        return ord(character)
+    hidden = [byte for byte in range(256) if byte not in printable]
+    return hidden[ord(character) - 256]

@@ -1,0 +1,148 @@
+"""A random checkpoint with a tokenizer and a chat template, and the command line run inside the test's process."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from localllm.cli.dispatch import dispatch
+from localllm.cli.interrupts import Interrupts
+
+REPOSITORY = Path(__file__).parent.parent
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|eos|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def write_checkpoint(directory: Path, *, hidden: int = 64, layers: int = 2, context: int = 512) -> Path:
+    """A Llama of random weights that says anything but the end of its answer: it has no EOS."""
+    directory.mkdir(parents=True, exist_ok=True)
+    vocab_size = _write_tokenizer(directory)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": vocab_size,
+        "eos_token_id": None,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": hidden // 4,
+        "max_position_embeddings": context,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(_weights(config), directory / "model.safetensors")
+    return directory
+
+
+def _write_tokenizer(directory: Path) -> int:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|bos|>", "<|user|>", "<|assistant|>", "<|system|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(["once upon a time there was a fox who found a lantern " * 3], trainer)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    roles = {"bos_token": "<|bos|>", "chat_template": TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(roles))
+    return int(tokenizer.get_vocab_size())
+
+
+def _weights(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    kv = config["num_key_value_heads"] * config["head_dim"]
+    generator = torch.Generator().manual_seed(0)
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return (torch.randn(rows, columns, generator=generator) * 0.05).to(torch.bfloat16)
+
+    ones = torch.ones(hidden, dtype=torch.bfloat16)
+    tensors = {"model.embed_tokens.weight": matrix(vocab, hidden), "lm_head.weight": matrix(vocab, hidden)}
+    tensors["model.norm.weight"] = ones.clone()
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        for name, rows in (("q_proj", hidden), ("k_proj", kv), ("v_proj", kv), ("o_proj", hidden)):
+            tensors[f"{prefix}self_attn.{name}.weight"] = matrix(rows, hidden)
+        for name, shape in (
+            ("gate_proj", (inner, hidden)),
+            ("up_proj", (inner, hidden)),
+            ("down_proj", (hidden, inner)),
+        ):
+            tensors[f"{prefix}mlp.{name}.weight"] = matrix(*shape)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{prefix}{name}.weight"] = ones.clone()
+    return tensors
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: bytes
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+    @property
+    def error_lines(self) -> list[str]:
+        """The four labelled lines of an error."""
+        return [line for line in self.err.splitlines() if line.split(":")[0] in ("error", "why", "fix", "more")]
+
+
+def run_cli(*arguments: str | Path, stdin: bytes = b"") -> Result:
+    """One command line, in this process: no terminal anywhere."""
+    with _streams(stdin) as (out, err):
+        code = dispatch([str(argument) for argument in arguments], Interrupts())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        return Result(code, out.getvalue(), err.getvalue().decode())
+
+
+@contextmanager
+def _streams(stdin: bytes) -> Iterator[tuple[io.BytesIO, io.BytesIO]]:
+    saved = sys.stdin, sys.stdout, sys.stderr
+    out, err = io.BytesIO(), io.BytesIO()
+    sys.stdin = io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8")
+    # Another encoding than UTF-8: what is printed must not depend on the locale.
+    sys.stdout, sys.stderr = (io.TextIOWrapper(stream, encoding="latin-1") for stream in (out, err))
+    try:
+        yield out, err
+    finally:
+        sys.stdin, sys.stdout, sys.stderr = saved
+
+
+def environment(home: Path, **variables: str) -> dict[str, str]:
+    """A child's environment with folders of its own and no setting of the developer's."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("LOCALLLM_", "HF_"))}
+    folders = {"LOCALLLM_HOME": str(home), "HF_HOME": str(home / "hf"), "PYTHONPATH": str(REPOSITORY)}
+    return {**kept, **folders, "OMP_NUM_THREADS": "1", "TERM": "xterm-256color", **variables}
+
+
+def start_cli(home: Path, *arguments: str | Path, **options: Any) -> subprocess.Popen[bytes]:
+    """The command in a process of its own; `options` as Popen takes them."""
+    environ = environment(home, **options.pop("variables", {}))
+    command = [sys.executable, "-m", "localllm", *map(str, arguments)]
+    return subprocess.Popen(command, env=environ, cwd=home, **options)

@@ -1,0 +1,172 @@
+"""Which names mean a model, and which are refused at the door."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from localllm.errors import (
+    LocalLLMError,
+    ModelNotFoundError,
+)
+from localllm.hub import HubSettings, describe, list_models, locate, pull, remove
+from tests.fake_hub import COMMIT
+from tests.hub.support import SHARDS, make_folder, other_tools_snapshot, single_model
+
+# Names and places
+
+HOSTILE = [
+    "",
+    "..",
+    "../../etc/passwd",
+    "org/../../../etc",
+    "org/..",
+    "..%2f..%2fetc%2fpasswd",
+    "org%2fmodel",
+    "org\\model",
+    "..\\..\\windows",
+    "org/model\x00",
+    "org/model\nInjected: x",
+    "\x1b]52;c;x\x07/model",
+    "org/model@../../x",
+    "org/model@refs/../../../x",
+    "org/model@/etc/passwd",
+    "org//model",
+    "org/model/extra",
+    "models--org--model",
+    "-rf",
+    "org/-model",
+    "org/model.",
+    "a--b/c",
+    "/etc",
+    "/etc/passwd",
+    "~root/x",
+    "~no-such-user/x",
+    "./absent",
+    "x" * 5000,
+    "org/" + "x" * 300,
+    "\udcff/model",
+    "https://huggingface.co/org/model",
+    "org/model@",
+    "o\u202eg/model",
+]
+
+
+@pytest.mark.parametrize("name", HOSTILE, ids=ascii)
+@pytest.mark.parametrize("action", [locate, pull, describe, remove], ids=lambda action: action.__name__)
+def test_a_hostile_name_is_refused_before_anything_outside_the_cache_is_opened(fake, hub, registry, action, name):
+    opened: list[str] = []
+    watched = threading.get_ident()
+
+    def audit(event: str, arguments: tuple[object, ...]) -> None:
+        if active and event in ("open", "os.rename", "os.remove", "shutil.rmtree") and threading.get_ident() == watched:
+            opened.append(str(arguments[0]))
+
+    active = True
+    sys.addaudithook(audit)
+    try:
+        with pytest.raises(LocalLLMError) as caught:
+            action(name, registry=registry, hub=hub)
+    finally:
+        active = False
+    assert [path for path in opened if not path.startswith(str(hub.cache_dir))] == []
+    assert caught.value.exit_code in (2, 3)
+    assert "\x1b" not in caught.value.what + caught.value.why
+    assert fake.requests == []
+
+
+@pytest.mark.parametrize("name", ["mine/../mine", "mine\\x", "mine%20", "mine\x1b", "mine\n"], ids=ascii)
+def test_a_name_with_the_signs_of_an_attack_is_refused_even_where_a_folder_has_it(
+    registry, hub, tmp_path, monkeypatch, name
+):
+    make_folder(tmp_path / "mine", config__json="{}")
+    if "/" not in name:
+        make_folder(tmp_path / name, config__json="{}")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelNotFoundError, match="is no model name"):
+        locate(name, registry=registry, hub=hub)
+
+
+def test_a_folder_of_the_users_is_a_model(registry, hub, tmp_path, monkeypatch):
+    make_folder(tmp_path / "mine", config__json="{}")
+    monkeypatch.chdir(tmp_path)
+    for name in (str(tmp_path / "mine"), "./mine", "mine", "mine/", "../" + tmp_path.name + "/mine"):
+        found = locate(name, registry=registry, hub=hub)
+        assert (found.directory.resolve(), found.repo) == (tmp_path / "mine", None)
+
+
+def test_a_folder_without_config_is_no_model_but_may_hold_a_tokenizer(registry, hub, tmp_path):
+    folder = str(make_folder(tmp_path / "words", tokenizer__json="{}"))
+    with pytest.raises(ModelNotFoundError, match="not a model"):
+        locate(folder, registry=registry, hub=hub)
+    assert locate(folder, registry=registry, hub=hub, needs_config=False).directory == Path(folder)
+
+
+def test_a_registry_name_beats_a_folder_that_is_no_model(fake, registry, hub, tmp_path, monkeypatch):
+    make_folder(tmp_path / "qwen3-8b")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelNotFoundError) as caught:
+        locate("qwen3-8b", registry=registry, hub=hub)
+    assert caught.value.fix == "localllm pull qwen3-8b"
+    assert "no config.json" in caught.value.why
+
+
+def test_a_short_name_leads_to_its_repository(fake, hub, registry):
+    fake.repositories["Qwen/Qwen3-8B"] = single_model(1000)
+    found = pull("QWEN3", registry=registry, hub=hub)
+    assert (found.name, found.repo, found.revision) == ("qwen3-8b", "Qwen/Qwen3-8B", COMMIT)
+    assert locate("Qwen/Qwen3-8B", registry=registry, hub=hub).directory == found.directory
+    assert [model.name for model in list_models(registry=registry, hub=hub) if model.name != "tiny"] == ["qwen3-8b"]
+
+
+def test_a_misspelled_name_is_answered_with_the_nearest(hub, registry):
+    with pytest.raises(ModelNotFoundError) as caught:
+        locate("mistrall-7b", registry=registry, hub=hub)
+    assert "mistral-7b" in caught.value.why
+    assert caught.value.exit_code == 3
+
+
+def test_the_built_in_model_needs_no_cache(registry, tmp_path, monkeypatch):
+    monkeypatch.setattr("localllm.hub.names.TINY_DIRECTORY", make_folder(tmp_path / "tiny", config__json="{}"))
+    hub = HubSettings(tmp_path / "absent", "http://127.0.0.1:9")
+    found = locate("Tiny", registry=registry, hub=hub)
+    assert (found.name, found.directory, found.entry and found.entry.name) == ("tiny", tmp_path / "tiny", "tiny")
+    assert pull("tiny", registry=registry, hub=hub) == found
+
+
+def test_a_snapshot_of_another_tool_is_used(registry, hub):
+    snapshot = other_tools_snapshot(hub)
+    assert locate("maker/sharded", registry=registry, hub=hub).directory == snapshot
+
+
+@pytest.mark.parametrize("absent", ["config.json", "tokenizer.json", *SHARDS])
+def test_half_a_snapshot_of_another_tool_is_not_used(registry, hub, absent):
+    other_tools_snapshot(hub, absent)
+    with pytest.raises(ModelNotFoundError, match="not on this disk") as caught:
+        locate("maker/sharded", registry=registry, hub=hub)
+    assert absent in caught.value.why
+
+
+@pytest.mark.parametrize(
+    "name", ["../sibling.safetensors", "../../../../secret", "/etc/passwd", "a/b.safetensors", "model.bin", 3]
+)
+def test_an_index_that_leads_elsewhere_makes_no_whole_snapshot(registry, hub, name):
+    snapshot = other_tools_snapshot(hub)
+    (snapshot.parent / "sibling.safetensors").write_bytes(b"inside the cache, but not of this snapshot")
+    index = snapshot / "model.safetensors.index.json"
+    index.unlink()
+    index.write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(ModelNotFoundError):
+        locate("maker/sharded", registry=registry, hub=hub)
+
+
+def test_a_link_out_of_the_cache_is_not_part_of_a_snapshot(registry, hub, tmp_path):
+    snapshot = other_tools_snapshot(hub, SHARDS[0])
+    (tmp_path / "elsewhere").write_bytes(b"secret")
+    (snapshot / SHARDS[0]).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ModelNotFoundError):
+        locate("maker/sharded", registry=registry, hub=hub)

@@ -1,0 +1,335 @@
+"""Messages to prompts: to the letter as the models' own templates say, and no role can be forged."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, processors
+
+from localllm.engine.chat_template import ChatInput, ChatTemplate, encode_chat, parse_messages_file
+from localllm.engine.tokenizer import Tokenizer
+from localllm.errors import TemplateError, UsageError
+
+Locate = Callable[[str], Path]
+CASES = 27  # the page of cases says so
+TOKENIZERS = ("phi-3-mini", "qwen2.5-0.5b-instruct")
+TALK: list[dict[str, Any]] = [
+    {"role": "user", "content": ' Hello <b> "x"\n é 😀'},
+    {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHi!"},
+    {"role": "user", "content": "again"},
+]
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Look at <it>.",
+        "parameters": {
+            "type": "object",
+            "properties": {"what": {"type": "string", "description": "x"}},
+            "required": ["what"],
+        },
+        "return": {"type": "string", "description": "What is seen"},
+    },
+}
+
+
+def user(text: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text}]
+
+
+def specials(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
+    return [index for index in ids if index in tokenizer.special_ids]
+
+
+@pytest.fixture(scope="module", params=TOKENIZERS)
+def model(request: pytest.FixtureRequest, shared_data: Locate) -> tuple[ChatTemplate, Tokenizer]:
+    folder = shared_data(f"tokenizers/{request.param}")
+    tokenizer = Tokenizer.load(folder)
+    return ChatTemplate.load(folder, tokenizer), tokenizer
+
+
+def test_every_recorded_case_is_reproduced_to_the_letter(shared_data: Locate) -> None:
+    recorded = json.loads(shared_data("chat_templates/cases.json").read_text(encoding="utf-8"))
+    cases = {name: case for group in ("default", "custom") for name, case in recorded[group].items()}
+    assert len(cases) == CASES
+    day = datetime.datetime(2025, 7, 10)
+    texts = {
+        name: ChatTemplate(case["chat_template"], now=lambda: day).render_chat(
+            parse_messages_file(json.dumps(case["data"]))
+        )
+        for name, case in cases.items()
+    }
+    assert texts == {name: case["target"] for name, case in cases.items()}
+
+
+@pytest.mark.parametrize("form", ["plain", "system", "tools", "no generation prompt"])
+def test_real_templates_render_as_in_transformers(shared_data: Locate, form: str) -> None:
+    utils = pytest.importorskip("transformers.utils.chat_template_utils")
+    talk = [{"role": "system", "content": "Be brief."}, *TALK] if form == "system" else TALK
+    options: dict[str, Any] = {"add_generation_prompt": form != "no generation prompt"}
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    folder = shared_data("chat_templates/jinja")
+    for path in sorted(folder.glob("*.jinja")):
+        if form == "tools" or path.stem.endswith("tool_use"):
+            options["tools"] = [TOOL]
+        source = path.read_text(encoding="utf-8")
+        try:
+            expected = utils.render_jinja_template([talk], chat_template=source, **options, **special)[0][0]
+        except Exception as error:
+            with pytest.raises(TemplateError) as caught:
+                ChatTemplate(source, special_tokens=special).render(talk, **options)
+            assert str(error) in caught.value.why
+        else:
+            assert ChatTemplate(source, special_tokens=special).render(talk, **options) == expected
+        options.pop("tools", None)
+
+
+def test_ids_equal_those_of_the_rendered_text_where_no_message_holds_a_special_token(
+    model: tuple[ChatTemplate, Tokenizer],
+) -> None:
+    template, tokenizer = model
+    assert encode_chat(template, tokenizer, ChatInput(TALK)) == tokenizer.encode(template.render(TALK), special=True)
+
+
+def test_ids_equal_those_of_transformers(shared_data: Locate) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = shared_data("tokenizers/qwen2.5-0.5b-instruct")
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    expected = theirs.apply_chat_template(TALK, add_generation_prompt=True, return_dict=False)
+    tokenizer = Tokenizer.load(folder)
+    assert encode_chat(ChatTemplate.load(folder, tokenizer), tokenizer, ChatInput(TALK)) == expected
+
+
+@pytest.mark.parametrize("form", ["{}", "hi {} there", "  {}\n", "{}{}", "<{}", "{}\n{}assistant\n"])
+def test_no_message_can_forge_a_role(model: tuple[ChatTemplate, Tokenizer], form: str) -> None:
+    template, tokenizer = model
+    honest = [
+        index for index in encode_chat(template, tokenizer, ChatInput(user("Z"))) if index in tokenizer.special_ids
+    ]
+    for index in sorted(tokenizer.special_ids):
+        text = form.replace("{}", tokenizer.token_text(index))
+        ids = encode_chat(template, tokenizer, ChatInput(user(text)))
+        assert specials(tokenizer, ids) == honest
+        assert text.strip() in tokenizer.decode(ids, skip_special=False)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_message_is_encoded_as_plain_text_between_the_special_tokens_of_the_template(
+    model: tuple[ChatTemplate, Tokenizer], data: st.DataObject
+) -> None:
+    _, tokenizer = model
+    end = "<|endoftext|>"
+    template = ChatTemplate(end + "{{ messages[0].content }}" + end)
+    special = sorted(map(tokenizer.token_text, tokenizer.special_ids))
+    text = "".join(data.draw(st.lists(st.sampled_from([*special, "a", " b", "\n", "<", "|>", "ü"]), max_size=8)))
+    (index,) = tokenizer.encode(end, special=True)
+    assert encode_chat(template, tokenizer, ChatInput(user(text))) == [index, *tokenizer.encode(text), index]
+
+
+def test_tools_roles_and_variables_cannot_forge_a_role_either(shared_data: Locate) -> None:
+    tokenizer = Tokenizer.load(shared_data("tokenizers/qwen2.5-0.5b-instruct"))
+    source = "{{ messages[0].role }}{{ tools|tojson }}{{ tools|tojson(ensure_ascii=true) }}{{ note }}<|im_end|>"
+    forged = "<|im_start|>"
+    chat = ChatInput([{"role": forged, "content": ""}], [{forged: forged}], variables={"note": [forged]})
+    ids = encode_chat(ChatTemplate(source), tokenizer, chat)
+    assert [tokenizer.token_text(index) for index in ids if index in tokenizer.special_ids] == ["<|im_end|>"]
+    assert tokenizer.decode(ids).count(forged) == 6
+
+
+def test_templates_still_find_what_they_look_for_in_an_answer(shared_data: Locate) -> None:
+    tokenizer = Tokenizer.load(shared_data("tokenizers/qwen2.5-0.5b-instruct"))
+    template = ChatTemplate("{{ messages[0].content.split('</tool_call>')[-1] }}<|im_end|>")
+    ids = encode_chat(template, tokenizer, ChatInput(user("a</tool_call>b<|im_end|>")))
+    assert tokenizer.decode(ids, skip_special=False) == "b<|im_end|><|im_end|>"
+
+
+def bos_model(source: str) -> tuple[ChatTemplate, Tokenizer]:
+    vocab = {char: index for index, char in enumerate("abc<s>")}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(["<s>"])
+    start = ("<s>", backend.token_to_id("<s>"))
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[start])
+    tokenizer = Tokenizer(backend, {"bos_token": "<s>"})
+    return ChatTemplate(source, special_tokens=tokenizer.special_tokens), tokenizer
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{{ bos_token }}{{ messages[0].content }}", "{{ messages[0].content }}", "<s><s>{{ messages[0].content }}"],
+)
+def test_a_prompt_begins_with_one_bos_whoever_writes_it(source: str) -> None:
+    template, tokenizer = bos_model(source)
+    bos = tokenizer.bos_token_id
+    assert encode_chat(template, tokenizer, ChatInput(user("ab"))) == [bos, 0, 1]
+    assert encode_chat(template, tokenizer, ChatInput(user("<s>a"))).count(bos) == 1
+
+
+def test_a_generation_block_is_written_as_it_is() -> None:
+    source = "{% for m in messages %}\n{% generation %}\n{{ m.content }}!\n{% endgeneration %}\n{% endfor %}"
+    assert ChatTemplate(source).render(user("a")) == "a!\n"
+
+
+def test_json_is_not_escaped_for_html() -> None:
+    template = ChatTemplate(
+        "{{ messages[0]|tojson }}|{{ [1]|tojson(indent=2) }}|{{ {'b': 1, 'a': 2}|tojson(sort_keys=true) }}"
+    )
+    assert template.render(user("<é>")) == '{"role": "user", "content": "<é>"}|[\n  1\n]|{"a": 2, "b": 1}'
+
+
+def test_the_date_is_the_clock_s() -> None:
+    template = ChatTemplate("{{ strftime_now('%d %b %Y') }}", now=lambda: datetime.datetime(2024, 7, 26))
+    assert template.render([]) == "26 Jul 2024"
+
+
+def test_a_refusal_shows_the_template_s_message() -> None:
+    template = ChatTemplate("\n{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(TemplateError, match="refuses") as caught:
+        template.render(user("a"))
+    assert caught.value.why == "roles must alternate"
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [("a\n{% if %}", "line 2"), ("a\n{{ x|nofilter }}", "line 2"), ("\n\n{{ messages[0].a.b }}", "line 3")],
+)
+def test_a_broken_template_is_an_error_with_its_line(source: str, line: str) -> None:
+    with pytest.raises(TemplateError) as caught:
+        ChatTemplate(source).render(user("a"))
+    assert line in caught.value.what + caught.value.why
+    assert "--raw" in caught.value.fix
+
+
+@pytest.mark.parametrize("name", ["raise_exception", "range", "namespace", "strftime_now"])
+def test_a_variable_cannot_replace_a_function(name: str) -> None:
+    with pytest.raises(UsageError, match=name):
+        ChatTemplate("").render([], **{name: "x"})
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt"])
+def test_a_variable_cannot_replace_the_messages(name: str) -> None:
+    with pytest.raises(UsageError, match=name):
+        ChatInput([], variables={name: []})
+
+
+def write(folder: Path, **files: Any) -> None:
+    for name, content in files.items():
+        suffix = "jinja" if name == "chat_template" else "json"
+        (folder / f"{name}.{suffix}").write_text(content if isinstance(content, str) else json.dumps(content))
+
+
+def test_named_templates_are_chosen_by_whether_there_are_tools(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "plain {{ bos_token }}"}, {"name": "tool_use", "template": "tools"}]
+    write(tmp_path, tokenizer_config={"chat_template": named})
+    template = ChatTemplate.load(tmp_path, bos_model("")[1])
+    assert template.render([]) == "plain <s>"
+    assert template.render([], tools=[TOOL]) == "tools"
+
+
+def test_a_template_file_goes_before_the_config(tmp_path: Path) -> None:
+    write(tmp_path, chat_template="file", tokenizer_config={"chat_template": "config"})
+    assert ChatTemplate.load(tmp_path, bos_model("")[1]).render([]) == "file"
+
+
+def test_a_model_without_a_template_is_told_to_run_raw(tmp_path: Path) -> None:
+    write(tmp_path, tokenizer_config={"bos_token": "<s>"})
+    with pytest.raises(TemplateError, match="no chat template") as caught:
+        ChatTemplate.load(tmp_path, bos_model("")[1])
+    assert "--raw" in caught.value.fix
+
+
+@pytest.mark.parametrize("malformed", [7, {"a": "b"}, [{"name": "default"}], ["x"]])
+def test_a_malformed_entry_in_the_config_is_an_error(tmp_path: Path, malformed: object) -> None:
+    write(tmp_path, tokenizer_config={"chat_template": malformed})
+    with pytest.raises(TemplateError, match="malformed"):
+        ChatTemplate.load(tmp_path, bos_model("")[1])
+
+
+def test_an_array_of_messages_is_a_conversation_to_continue() -> None:
+    assert parse_messages_file('[{"role": "user", "content": "a"}]') == ChatInput(user("a"))
+
+
+def test_the_other_keys_of_an_object_are_template_variables() -> None:
+    chat = parse_messages_file('{"messages": [], "tools": [{}], "add_generation_prompt": false, "bos_token": "<s>"}')
+    assert chat == ChatInput([], [{}], False, {"bos_token": "<s>"})
+
+
+def test_an_object_that_says_nothing_about_it_has_a_generation_prompt_for_generation_only(shared_data: Locate) -> None:
+    tokenizer = Tokenizer.load(shared_data("tokenizers/phi-3-mini"))
+    template = ChatTemplate("{{ add_generation_prompt }}")
+    chat = parse_messages_file('{"messages": []}')
+    assert template.render_chat(chat) == "False"
+    assert tokenizer.decode(encode_chat(template, tokenizer, chat)) == "True"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "7",
+        '"hi"',
+        "{}",
+        "[" * 100_000,
+        '{"messages": {}}',
+        "[1]",
+        '[{"content": "a"}]',
+        '[{"role": 1, "content": "a"}]',
+        '[{"role": "user", "content": 5}]',
+        '[{"role": "user", "content": [5]}]',
+        '{"messages": [], "tools": {}}',
+        '{"messages": [], "tools": ["x"]}',
+        '{"messages": [], "add_generation_prompt": "yes"}',
+    ],
+)
+def test_a_malformed_messages_file_is_a_usage_error(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_messages_file(text)
+
+
+@pytest.mark.parametrize("levels", [90, 300, 900])
+def test_messages_nested_without_end_are_a_template_error(levels: int) -> None:
+    deep: Any = "a"
+    for _ in range(levels):
+        deep = [deep]
+    template, tokenizer = bos_model("{{ messages }}")
+    for chat in (ChatInput([{"role": "user", "content": deep}]), ChatInput([], variables={"x": deep})):
+        if levels < 100:
+            template.render_chat(chat)
+            continue
+        with pytest.raises(TemplateError, match="nested too deeply"):
+            encode_chat(template, tokenizer, chat)
+        with pytest.raises(TemplateError, match="nested too deeply"):
+            template.render_chat(chat)
+
+
+def test_a_variable_that_is_no_json_value_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match="no JSON value"):
+        ChatTemplate("{{ x }}").render([], x=object())
+
+
+def test_lone_surrogates_in_a_message_become_replacement_characters() -> None:
+    assert ChatTemplate("{{ messages[0].content }}").render(user("a\ud800")) == "a\ufffd"
+
+
+def test_a_prompt_can_be_shown_without_a_tokenizer(tmp_path: Path) -> None:
+    config = {"chat_template": "{{ bos_token }}{{ messages[0].content }}", "bos_token": {"content": "<s>"}}
+    write(tmp_path, tokenizer_config=config)
+    assert ChatTemplate.load(tmp_path).render(user("a")) == "<s>a"
+
+
+def test_a_template_renders_in_several_threads_at_once() -> None:
+    template = ChatTemplate("{% for x in range(200) %}{{ messages[0].content }}{% endfor %}")
+    with ThreadPoolExecutor(8) as threads:
+        texts = list(threads.map(lambda i: template.render(user(str(i))), range(64)))
+    assert texts == [str(i) * 200 for i in range(64)]

@@ -1,0 +1,127 @@
+"""`chat --plain` fed by a pipe: what a line does to the conversation. On a terminal: test_cli_terminal.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli_support import Result, run_cli, write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def talk(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("LOCALLLM_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+
+    def talked(*lines: str, flags: tuple[str, ...] = ()) -> Result:
+        text = "".join(f"{line}\n" for line in lines)
+        return run_cli("chat", model, "--plain", "--max-tokens", "4", "--seed", "1", *flags, stdin=text.encode())
+
+    return talked
+
+
+def saved(tmp_path: Path) -> list[dict[str, str]]:
+    return json.loads((tmp_path / "chat.json").read_text())["messages"]
+
+
+def questions(tmp_path: Path) -> list[str]:
+    return [message["content"] for message in saved(tmp_path) if message["role"] == "user"]
+
+
+def test_each_line_is_answered_on_stdout_and_the_end_of_input_ends_the_chat(talk, tmp_path: Path) -> None:
+    result = talk("the fox", "the owl", "/save chat.json")
+    assert result.code == 0
+    answers = [message["content"] for message in saved(tmp_path) if message["role"] == "assistant"]
+    assert len(answers) == 2
+    assert result.out.decode() == "".join(answer.removesuffix("\n") + "\n" for answer in answers)
+
+
+def test_a_backslash_and_three_quotes_make_one_message_of_several_lines(talk, tmp_path: Path) -> None:
+    talk("a\\", "b", '"""c', "d", 'e"""', "/save chat.json")
+    assert questions(tmp_path) == ["a\nb", "c\nd\ne"]
+
+
+def test_what_was_said_before_is_part_of_the_prompt(talk) -> None:
+    errors = talk("once", "/tokens", "upon", "/tokens").err
+    first, second = (int(line.split()[0]) for line in errors.splitlines() if "of the context" in line)
+    assert second > first
+
+
+def test_undo_takes_the_last_turn_back_and_clear_all_of_them(talk, tmp_path: Path) -> None:
+    talk("one", "two", "/undo", "/save chat.json")
+    assert questions(tmp_path) == ["one"]
+    (tmp_path / "chat.json").unlink()
+    talk("one", "/clear", "/save chat.json")
+    assert saved(tmp_path) == []
+
+
+def test_regen_answers_the_same_question_anew(talk, tmp_path: Path) -> None:
+    result = talk("one", "/set seed 7", "/regen", "/save chat.json")
+    assert [message["role"] for message in saved(tmp_path)] == ["user", "assistant"]
+    assert result.out.decode().startswith(talk("one").out.decode())
+
+
+def test_system_and_file_are_part_of_what_the_model_reads(talk, tmp_path: Path) -> None:
+    (tmp_path / "note.txt").write_text("a note\n")
+    talk("/system be brief", "/file note.txt", "what is it?", "/save chat.json")
+    assert saved(tmp_path)[:2] == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "a note\n\nwhat is it?"},
+    ]
+
+
+def test_a_saved_chat_is_loaded_again_and_read_by_run(talk, model: Path, tmp_path: Path) -> None:
+    talk("/system be brief", "one", "/save chat.json")
+    before = saved(tmp_path)
+    talk("/load chat.json", "/save again.json")
+    assert json.loads((tmp_path / "again.json").read_text())["messages"] == before
+    shown = run_cli("run", model, "--messages", tmp_path / "chat.json", "--show-prompt")
+    assert shown.out.startswith(b"<|bos|><|system|>be brief<|eos|><|user|>one<|eos|><|assistant|>")
+
+
+def test_save_never_overwrites_unasked(talk, tmp_path: Path) -> None:
+    (tmp_path / "chat.json").write_text("mine")
+    assert "nothing was written" in talk("/save chat.json").err
+    assert (tmp_path / "chat.json").read_text() == "mine"
+
+
+def test_set_changes_the_sampling_and_refuses_what_it_does_not_know(talk) -> None:
+    assert talk("/set max_tokens 2", "/set", "one", "/stats").err.count("answer 2 tokens") == 1
+    assert "'temperature'" in talk("/set temprature 1").err
+    assert "from 0 to 100" in talk("/set temperature hot").err
+
+
+def test_an_unknown_command_names_the_nearest(talk) -> None:
+    assert "the nearest is /system" in talk("/sytsem").err
+
+
+def test_an_overflow_is_an_error_with_both_counts_and_the_chat_goes_on(talk, tmp_path: Path) -> None:
+    result = talk("one", "x " * 150, "/save chat.json", flags=("--ctx", "128"))
+    assert result.code == 0
+    assert "128" in result.err
+    assert "/clear" in result.err
+    assert "--ctx" in result.err
+    assert questions(tmp_path) == ["one"]
+
+
+def test_a_model_without_a_template_cannot_chat(model: Path, tmp_path: Path, talk) -> None:
+    bare = write_checkpoint(tmp_path / "bare")
+    (bare / "tokenizer_config.json").write_text('{"bos_token": "<|bos|>"}')
+    result = run_cli("chat", bare, "--plain", stdin=b"hi\n")
+    assert (result.code, result.out) == (1, b"")
+    assert "--raw" in result.err
+    raw = run_cli("run", bare, "--raw", "-p", "once", "--max-tokens", "2", "--json")
+    assert raw.json["finish_reason"] == "length"
+
+
+def test_chat_without_plain_says_that_it_is_the_line_mode(model: Path, talk) -> None:
+    result = run_cli("chat", model, stdin=b"")
+    assert result.code == 0
+    assert "--plain" in result.err

@@ -1,0 +1,78 @@
+"""`pull`, `list`, `run` and `rm` of a model from a hub on this machine, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli_support import start_cli, write_checkpoint
+from tests.fake_hub import FakeHub, serve
+
+NAME = "maker/model"
+Run = Callable[..., subprocess.CompletedProcess[bytes]]
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeHub]:
+    folder = write_checkpoint(tmp_path_factory.mktemp("model"), hidden=256, layers=4)
+    with serve() as hub:
+        hub.reset({NAME: {path.name: path.read_bytes() for path in folder.iterdir()}})
+        yield hub
+
+
+@pytest.fixture
+def run(tmp_path: Path, hub: FakeHub) -> Run:
+    hub.seconds_per_chunk = 0.0
+
+    def ran(*arguments: str) -> subprocess.CompletedProcess[bytes]:
+        with start(tmp_path, hub, *arguments) as process:
+            out, errors = process.communicate(timeout=60)
+        return subprocess.CompletedProcess(arguments, process.returncode, out, errors)
+
+    return ran
+
+
+def start(home: Path, hub: FakeHub, *arguments: str) -> subprocess.Popen[bytes]:
+    pipe = subprocess.PIPE
+    streams = {"stdin": subprocess.DEVNULL, "stdout": pipe, "stderr": pipe}
+    return start_cli(home, *arguments, variables={"HF_ENDPOINT": hub.endpoint}, **streams)
+
+
+def test_a_pulled_model_is_listed_run_and_removed(run: Run) -> None:
+    pulled = run("pull", NAME, "--json")
+    assert pulled.returncode == 0, pulled.stderr
+    answer = json.loads(pulled.stdout)
+    assert b"100% of" in pulled.stderr
+    assert b"\x1b" not in pulled.stderr
+    listed = json.loads(run("list", "--json").stdout)["models"]
+    assert [(row["state"], row["size_bytes"]) for row in listed if row["repo"] == NAME] == [
+        ("installed", answer["size_bytes"])
+    ]
+    ran = run("run", NAME, "-p", "once", "--max-tokens", "2", "--json")
+    assert json.loads(ran.stdout)["usage"]["completion_tokens"] == 2
+    removed = json.loads(run("rm", NAME, "--yes", "--json").stdout)
+    assert removed["freed_bytes"] >= answer["size_bytes"]
+    assert run("run", NAME, "-p", "once").returncode == 3
+
+
+def test_a_pull_that_is_interrupted_says_how_to_go_on_and_goes_on(run: Run, hub: FakeHub, tmp_path: Path) -> None:
+    hub.seconds_per_chunk = 0.2
+    with start(tmp_path, hub, "pull", NAME) as process:
+        assert process.stderr is not None
+        process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=2) == 130
+        assert f"localllm pull {NAME}".encode() in process.stderr.read()
+    hub.seconds_per_chunk = 0.0
+    assert run("pull", NAME).returncode == 0
+
+
+def test_a_repository_that_is_not_there_is_exit_code_three_or_six_in_four_lines(run: Run) -> None:
+    failed = run("pull", "maker/absent")
+    assert failed.returncode in (3, 6)
+    assert [line.split(b":")[0] for line in failed.stderr.splitlines()] == [b"error", b"why", b"fix", b"more"]

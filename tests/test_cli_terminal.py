@@ -1,0 +1,309 @@
+"""The command line on a terminal, in pipes that close, and under signals: each in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli_support import start_cli, write_checkpoint
+
+START_S = 30.0  # torch's import on a loaded machine
+REACTION_S = 2.0  # the contract
+ESCAPE = re.compile(rb"\x1b")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Slow enough to be caught at work: some hundred tokens a second, and a context that lasts."""
+    return write_checkpoint(tmp_path_factory.mktemp("model"), hidden=256, layers=8, context=16384)
+
+
+def _take_terminal() -> None:
+    """In the child: the terminal on stdin becomes its own, so that a typed Ctrl-C is a signal to it."""
+    os.setsid()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+class Terminal:
+    """A process on a terminal of its own, and what it has written there so far."""
+
+    def __init__(self, home: Path, *arguments: str | Path, **variables: str) -> None:
+        self._ours, theirs = pty.openpty()
+        self.mode = termios.tcgetattr(theirs)
+        self.process = start_cli(
+            home,
+            *arguments,
+            variables=variables,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            preexec_fn=_take_terminal,
+        )
+        self._theirs = theirs  # kept open: the mode is read after the process has gone
+        self.text = b""
+
+    def wait_for(self, pattern: str, timeout_s: float = START_S) -> None:
+        end = time.monotonic() + timeout_s
+        while not re.search(pattern.encode(), self.text):
+            assert time.monotonic() < end, f"no {pattern!r} in {self.text[-600:]!r}"
+            if select.select([self._ours], [], [], 0.1)[0]:
+                self.text += os.read(self._ours, 65536)
+
+    def send(self, text: str) -> None:
+        os.write(self._ours, text.encode())
+
+    def press_ctrl_c(self) -> None:
+        """As a person does it: through the terminal, and not within the millisecond in which the prompt appears."""
+        time.sleep(0.5)
+        self.send("\x03")
+
+    def forget(self) -> None:
+        self.text = b""
+
+    def end(self, timeout_s: float) -> int:
+        end = time.monotonic() + timeout_s
+        while self.process.poll() is None and time.monotonic() < end:
+            if select.select([self._ours], [], [], 0.02)[0]:
+                self.text += os.read(self._ours, 65536)
+        code = self.process.wait(timeout=0.1)
+        while select.select([self._ours], [], [], 0.1)[0]:
+            self.text += os.read(self._ours, 65536)
+        return code
+
+    def is_restored(self) -> bool:
+        return termios.tcgetattr(self._theirs) == self.mode
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._ours)
+        os.close(self._theirs)
+
+
+Start = Callable[..., subprocess.Popen[bytes]]
+Open = Callable[..., Terminal]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts the command with nothing on stdin and pipes for its output."""
+    with contextlib.ExitStack() as processes:
+
+        def started(*arguments: str | Path, **options: Any) -> subprocess.Popen[bytes]:
+            streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            process = start_cli(tmp_path, *arguments, **{**streams, **options})
+            processes.enter_context(process)
+            processes.callback(process.kill)
+            return process
+
+        yield started
+
+
+@pytest.fixture
+def open_terminal(tmp_path: Path) -> Iterator[Open]:
+    with contextlib.ExitStack() as terminals:
+
+        def opened(*arguments: str | Path, **variables: str) -> Terminal:
+            terminal = Terminal(tmp_path, *arguments, **variables)
+            terminals.callback(terminal.close)
+            return terminal
+
+        yield opened
+
+
+# Signals
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_the_answer_keeps_it_and_prints_statistics(
+    model: Path, start: Start, number: int, code: int
+) -> None:
+    process = start("run", model, "-p", "the fox")
+    assert process.stdout is not None
+    begun = process.stdout.read(16)
+    process.send_signal(number)
+    sent_at = time.monotonic()
+    rest, errors = process.communicate(timeout=10)
+    assert time.monotonic() - sent_at < REACTION_S
+    assert process.returncode == code
+    assert len(begun + rest) > 16
+    assert rest.endswith(b"\n")
+    assert b"ended by cancelled" in errors
+    assert b"Traceback" not in errors
+
+
+def test_an_interrupted_json_answer_is_one_whole_object(model: Path, start: Start) -> None:
+    process = start("run", model, "--jsonl", "-p", "x")
+    assert process.stdout is not None
+    while b'"token"' not in process.stdout.readline():
+        pass
+    process.send_signal(signal.SIGINT)
+    lines = process.stdout.read().splitlines()
+    assert process.wait(timeout=10) == 130
+    assert b'"finish_reason": "cancelled"' in lines[-1]
+
+
+def test_ctrl_c_while_the_model_loads_leaves_within_two_seconds(model: Path, open_terminal: Open) -> None:
+    terminal = open_terminal("run", model, "-p", "x")
+    terminal.wait_for("loading")
+    terminal.process.send_signal(signal.SIGINT)
+    assert terminal.end(REACTION_S) == 130
+    assert terminal.is_restored()
+    assert b"Traceback" not in terminal.text
+
+
+def test_ctrl_c_while_the_prompt_is_read_leaves_within_two_seconds(model: Path, open_terminal: Open) -> None:
+    terminal = open_terminal("run", model, "-p", "the fox and " * 2500, "--ctx", "16384")
+    terminal.wait_for("reading the prompt")
+    terminal.process.send_signal(signal.SIGINT)
+    assert terminal.end(REACTION_S) == 130
+    assert b"ended by cancelled" in terminal.text
+
+
+def test_a_second_ctrl_c_leaves_at_once(model: Path, start: Start) -> None:
+    process = start("run", model, "-p", "x")
+    assert process.stdout is not None
+    process.stdout.read(8)
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=REACTION_S)
+    assert process.returncode == 130
+
+
+def test_ctrl_c_while_standard_input_is_awaited_leaves(model: Path, start: Start) -> None:
+    process = start("tokenize", model, stdin=subprocess.PIPE)
+    assert process.stderr is not None
+    assert b"standard input" in process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=REACTION_S) == 130
+
+
+# Streams
+
+
+@pytest.mark.parametrize("arguments", [["run", "MODEL", "-p", "x"], ["run", "MODEL", "-p", "x", "--jsonl"]])
+def test_a_closed_pipe_is_silent(model: Path, start: Start, arguments: list[str]) -> None:
+    line = [model if argument == "MODEL" else argument for argument in arguments]
+    process = start(*line)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.read(8)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(timeout=10) == 0
+
+
+def test_a_full_disk_under_stdout_is_an_error(start: Start) -> None:
+    with Path("/dev/full").open("wb") as full:
+        process = start("list", "--all", stdout=full)
+        errors = process.communicate(timeout=START_S)[1]
+    assert process.returncode == 1
+    assert b"No space left" in errors
+    assert b"Traceback" not in errors
+
+
+def test_a_pipe_gets_no_escape_codes_and_utf8_whatever_the_locale(model: Path, start: Start) -> None:
+    locale = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "FORCE_COLOR": "1"}
+    process = start("run", model, "-p", "x", "--max-tokens", "40", "--stats", variables=locale)
+    out, errors = process.communicate(timeout=START_S)
+    assert process.returncode == 0
+    out.decode("utf-8")
+    assert not ESCAPE.search(errors)
+
+
+def test_a_terminal_gets_the_answer_without_the_models_control_characters(
+    model: Path, start: Start, open_terminal: Open
+) -> None:
+    # The byte-level alphabet's token for ESC, forced: in a pipe it is there, on a terminal it is not.
+    token_id = _token_of_escape(model)
+    line = ("run", model, "-p", "x", "--logit-bias", f"{token_id}=1000", "--max-tokens", "5")
+    piped = start(*line).communicate(timeout=START_S)[0]
+    assert piped == b"\x1b" * 5 + b"\n"
+    terminal = open_terminal(*line, "--stats", TERM="dumb")
+    assert terminal.end(START_S) == 0
+    assert b"answer 5 tokens" in terminal.text
+    assert not ESCAPE.search(terminal.text)
+
+
+@pytest.mark.parametrize(("variables", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)])
+def test_colours_are_for_terminals_that_want_them(
+    tmp_path: Path, open_terminal: Open, variables: dict[str, str], coloured: bool
+) -> None:
+    terminal = open_terminal("run", "nothing-like-it", "-p", "x", **variables)
+    assert terminal.end(START_S) == 3
+    assert b"error:" in terminal.text
+    assert bool(ESCAPE.search(terminal.text)) is coloured
+
+
+def test_run_on_a_terminal_without_a_prompt_says_how_to_give_one(model: Path, open_terminal: Open) -> None:
+    terminal = open_terminal("run", model)
+    assert terminal.end(START_S) == 2
+    assert b'localllm run "Tell me a tale' in terminal.text
+
+
+def _token_of_escape(model: Path) -> int:
+    from localllm.engine.tokenizer import Tokenizer
+
+    ids = Tokenizer.load(model).encode("\x1b")
+    assert len(ids) == 1
+    return ids[0]
+
+
+# Chat
+
+
+def test_a_chat_on_a_terminal(model: Path, tmp_path: Path, open_terminal: Open) -> None:
+    terminal = open_terminal("chat", model, "--plain", "--max-tokens", "8", "--seed", "1")
+    terminal.wait_for(">>> $")
+    terminal.send("/hlep\n")
+    terminal.wait_for("the nearest is /help")
+    terminal.wait_for(">>> $")
+    terminal.send('"""first\nsecond"""\n')
+    terminal.wait_for(r"\.\.\. ")
+    terminal.wait_for(">>> $")
+    terminal.send("/set max_tokens 100000\n")
+    terminal.wait_for(">>> $")
+    terminal.forget()
+    terminal.send("go on\n")
+    terminal.wait_for(r"\n.{40}")
+    terminal.press_ctrl_c()
+    terminal.wait_for("ended by cancelled", REACTION_S)
+    terminal.wait_for(">>> $")
+    terminal.send("/save chat.json\n")
+    terminal.wait_for("wrote chat.json")
+    terminal.wait_for(">>> $")
+    terminal.send("/save chat.json\n")
+    terminal.wait_for("Overwrite it")
+    terminal.send("n\n")
+    terminal.wait_for("nothing was written")
+    terminal.wait_for(">>> $")
+    terminal.press_ctrl_c()
+    terminal.wait_for("Ctrl-C again leaves")
+    terminal.wait_for(">>> $")
+    terminal.press_ctrl_c()
+    assert terminal.end(REACTION_S) == 130
+    assert terminal.is_restored()
+    history = tmp_path / "data" / "history"
+    assert "/save chat.json" in history.read_text()
+    assert history.stat().st_mode & 0o777 == 0o600
+
+
+def test_ctrl_d_leaves_a_chat(model: Path, open_terminal: Open) -> None:
+    terminal = open_terminal("chat", model, "--plain")
+    terminal.wait_for(">>> $")
+    terminal.send("\x04")
+    assert terminal.end(REACTION_S) == 0
+    assert terminal.is_restored()

@@ -1,0 +1,250 @@
+"""Settings: what is accepted, who wins, and where a value was set."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from localllm.config import ACCEPTED, OTHER_VARIABLES, Origin, Settings, TomlFile, load_settings, user_directories
+from localllm.engine.request import SamplingParams
+from localllm.errors import SettingsError, UsageError
+
+REPOSITORY = Path(__file__).parent.parent
+VALUES = {"text": "words", "texts": ["a"], "switch": True, "integer": 7, "number": 0.5}
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    return tmp_path / "config.toml"
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_without_a_file_or_a_variable_everything_is_default(config_file):
+    resolved = load_settings(environ={}, config_file=config_file)
+    assert resolved.settings == Settings()
+    assert {origin.kind for origin in resolved.origins.values()} == {"default"}
+
+
+def test_a_flag_beats_the_environment_which_beats_the_file(config_file):
+    write(config_file, "seed = 1\ntop_k = 1\nctx = 1\n")
+    environ = {"LOCALLLM_SEED": "2", "LOCALLLM_TOP_K": "2"}
+    resolved = load_settings({"seed": 3, "top_k": None}, environ=environ, config_file=config_file)
+    assert (resolved.settings.seed, resolved.settings.top_k, resolved.settings.ctx) == (3, 2, 1)
+    assert resolved.origins["seed"] == Origin("flag", "--seed")
+    assert resolved.origins["top_k"] == Origin("environment", "LOCALLLM_TOP_K")
+    assert resolved.origins["ctx"] == Origin("file", f"{config_file}:3")
+    assert resolved.origins["model"].where == "default"
+
+
+def test_every_field_of_the_settings_is_accepted_and_reported():
+    names = {field.name for field in dataclasses.fields(Settings)}
+    assert names == set(ACCEPTED) == set(load_settings(environ={}, config_file=Path("/nowhere")).origins)
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_every_setting_can_be_set_in_the_file(config_file, name):
+    value = ACCEPTED[name].choices[1] if ACCEPTED[name].choices else VALUES[ACCEPTED[name].kind]
+    text = str(value).lower() if isinstance(value, bool) else repr(value)
+    write(config_file, f"# first\n\n{name} = {text}\n")
+    resolved = load_settings(environ={}, config_file=config_file)
+    expected = tuple(value) if isinstance(value, list) else value
+    assert getattr(resolved.settings, name) == expected
+    assert resolved.origins[name].where == f"{config_file}:3"
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_every_setting_can_be_set_by_a_variable(config_file, name):
+    value = ACCEPTED[name].choices[1] if ACCEPTED[name].choices else VALUES[ACCEPTED[name].kind]
+    text = value[0] if isinstance(value, list) else str(value)
+    variable = f"LOCALLLM_{name.upper()}"
+    resolved = load_settings(environ={variable: text}, config_file=config_file)
+    assert getattr(resolved.settings, name) == (tuple(value) if isinstance(value, list) else value)
+    assert resolved.origins[name].where == variable
+
+
+RANGED = [name for name, accepts in ACCEPTED.items() if accepts.kind in ("integer", "number")]
+
+
+@pytest.mark.parametrize("name", sorted({*RANGED} & {field.name for field in dataclasses.fields(SamplingParams)}))
+def test_a_range_is_the_one_of_the_sampling_parameters(name):
+    accepts = ACCEPTED[name]
+    SamplingParams(**{name: accepts.low})
+    SamplingParams(**{name: accepts.high})
+    with pytest.raises(UsageError):
+        SamplingParams(**{name: accepts.low - 1})
+    with pytest.raises(UsageError):
+        SamplingParams(**{name: accepts.high * 2 + 1})
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"), [("temprature", "temperature"), ("topk", "top_k"), ("max-tokens", "max_tokens"), ("q", "seed")]
+)
+def test_an_unknown_key_names_file_line_and_the_nearest_key(config_file, key, nearest):
+    write(config_file, f"seed = 1\nstop = [\n  'a',\n]\n{key} = 1\n")
+    with pytest.raises(SettingsError) as caught:
+        load_settings(environ={}, config_file=config_file)
+    assert caught.value.exit_code == 2
+    assert f"{config_file}:5" in caught.value.what
+    assert key in caught.value.what
+    if key != "q":
+        assert f"the nearest is {nearest!r}" in caught.value.why
+
+
+def test_an_unknown_table_names_its_line(config_file):
+    write(config_file, "seed = 1\n\n[sampling]\ntemperature = 1\n")
+    with pytest.raises(SettingsError, match=r"'sampling'.*config\.toml:3"):
+        load_settings(environ={}, config_file=config_file)
+
+
+@pytest.mark.parametrize("variable", ["LOCALLLM_TEMPRATURE", "LOCALLLM_temperature", "LOCALLLM_TEMPERATURES"])
+def test_an_unknown_variable_names_the_nearest(config_file, variable):
+    with pytest.raises(SettingsError, match=variable) as caught:
+        load_settings(environ={variable: "1"}, config_file=config_file)
+    assert "LOCALLLM_TEMPERATURE'" in caught.value.why
+    assert caught.value.fix == f"unset {variable}"
+
+
+def test_variables_that_are_no_settings_are_let_through(config_file):
+    assert load_settings(environ=dict.fromkeys(OTHER_VARIABLES, "x"), config_file=config_file).settings == Settings()
+
+
+def test_an_empty_variable_is_not_set(config_file):
+    assert load_settings(environ={"LOCALLLM_SEED": ""}, config_file=config_file).settings.seed is None
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "temperature = 'hot'",
+        "temperature = true",
+        "temperature = -0.1",
+        "temperature = nan",
+        "temperature = inf",
+        "temperature = 101",
+        "top_p = 1.5",
+        "top_k = 1.5",
+        "top_k = -1",
+        "max_tokens = 0",
+        "seed = -1",
+        "seed = 9223372036854775808",
+        "device = 'gpu'",
+        "dtype = 16",
+        "offline = 'yes'",
+        "offline = 1",
+        "stop = 'a'",
+        "stop = ['']",
+        "stop = [1]",
+        "model = ''",
+        "model = ['tiny']",
+        "threads = 0",
+    ],
+)
+def test_a_wrong_value_names_key_value_line_and_what_is_accepted(config_file, line):
+    write(config_file, f"# one\n{line}\n")
+    with pytest.raises(SettingsError) as caught:
+        load_settings(environ={}, config_file=config_file)
+    key, _, value = line.partition(" = ")
+    assert caught.value.what.casefold().startswith(f"{key} is {value[:20]}")
+    assert f"{config_file}:2" in caught.value.what
+    assert "must be" in caught.value.why
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"),
+    [
+        ("SEED", "x"),
+        ("SEED", "1.5"),
+        ("TEMPERATURE", "warm"),
+        ("TEMPERATURE", "nan"),
+        ("OFFLINE", "maybe"),
+        ("CTX", "-1"),
+    ],
+)
+def test_a_wrong_variable_names_itself_and_what_is_accepted(config_file, variable, text):
+    with pytest.raises(SettingsError, match=f"LOCALLLM_{variable}") as caught:
+        load_settings(environ={f"LOCALLLM_{variable}": text}, config_file=config_file)
+    assert text in caught.value.what
+
+
+def test_a_wrong_flag_names_itself(config_file):
+    with pytest.raises(SettingsError, match="in --max-tokens") as caught:
+        load_settings({"max_tokens": 0}, environ={}, config_file=config_file)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("text", ["offline = true", "offline = false"])
+@pytest.mark.parametrize(("word", "value"), [("1", True), ("Yes", True), ("ON", True), ("0", False), ("off", False)])
+def test_a_switch_understands_the_usual_words(config_file, text, word, value):
+    write(config_file, text)
+    assert load_settings(environ={"LOCALLLM_OFFLINE": word}, config_file=config_file).settings.offline is value
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"seed = 1\nseed == 2\n", "line 2"),
+        (b"seed = 1\nseed = 2\n", "line 2"),
+        (b"seed = 1\nmodel = '\xff'\n", ":2 is not UTF-8"),
+        (b"a = " + b"[" * 100_000, "config.toml"),
+        (b"#" * 2_000_000, "too large"),
+    ],
+    ids=["syntax", "twice", "encoding", "deep", "large"],
+)
+def test_a_broken_file_is_one_clear_error(config_file, content, expected):
+    config_file.write_bytes(content)
+    with pytest.raises(SettingsError) as caught:
+        load_settings(environ={}, config_file=config_file)
+    assert expected in caught.value.what + caught.value.why
+
+
+def test_a_folder_in_the_place_of_the_file_is_one_clear_error(config_file):
+    config_file.mkdir()
+    with pytest.raises(SettingsError, match="cannot be read"):
+        load_settings(environ={}, config_file=config_file)
+
+
+def test_a_value_over_several_lines_is_named_by_its_first(config_file):
+    file = TomlFile.read(write(config_file, "seed = 1\nstop = [\n  'a',\n  'b',\n]\n"))
+    assert file.where("stop") == f"{config_file}:2"
+
+
+def test_the_line_is_the_keys_own_and_not_one_that_mentions_it(config_file):
+    file = TomlFile.read(write(config_file, "# seed\nmodel = 'seed'\n[a]\nseed = 1\n[b]\nseed = 2\n"))
+    assert (file.where("a", "seed"), file.where("b", "seed")) == (f"{config_file}:4", f"{config_file}:6")
+
+
+def test_one_variable_moves_all_user_files(tmp_path):
+    directories = user_directories({"LOCALLLM_HOME": str(tmp_path)})
+    assert dataclasses.astuple(directories) == (tmp_path / "config", tmp_path / "data", tmp_path / "cache")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="XDG is for Linux")
+def test_the_folders_of_the_desktop_standard_are_honoured(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "c"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "d"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "e"))
+    directories = user_directories({})
+    names = (tmp_path / "c" / "localllm", tmp_path / "d" / "localllm", tmp_path / "e" / "localllm")
+    assert dataclasses.astuple(directories) == names
+
+
+def test_the_users_file_is_found_below_the_home_variable(tmp_path):
+    (tmp_path / "config").mkdir()
+    write(tmp_path / "config" / "config.toml", "seed = 5\n")
+    assert load_settings(environ={"LOCALLLM_HOME": str(tmp_path)}).settings.seed == 5
+
+
+def test_importing_the_settings_loads_no_heavy_library():
+    code = "import localllm.registry, sys; print({'torch', 'huggingface_hub', 'platformdirs'} & {*sys.modules})"
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    assert subprocess.check_output([sys.executable, "-c", code], env=environment) == b"set()\n"

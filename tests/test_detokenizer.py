@@ -1,0 +1,80 @@
+"""The pieces of an answer add up to the text of the whole, and none ends within a character."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models
+
+from localllm.engine.detokenizer import Detokenizer
+from localllm.engine.tokenizer import Tokenizer
+
+Locate = Callable[[str], Path]
+FIXTURES = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+
+
+@pytest.fixture(scope="module", params=["phi-3-mini", "qwen2.5-0.5b-instruct"])
+def tokenizer(request: pytest.FixtureRequest, shared_data: Locate) -> Tokenizer:
+    return Tokenizer.load(shared_data(f"tokenizers/{request.param}"))
+
+
+def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    detokenizer = Detokenizer(tokenizer)
+    return [*map(detokenizer.push, ids), detokenizer.finish()]
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=FIXTURES)
+@given(data=st.data())
+def test_any_ids_give_in_pieces_what_they_give_as_a_whole(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    bytes_and_specials = st.sampled_from([*range(3, 259), *sorted(tokenizer.special_ids)])
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 3) | bytes_and_specials, max_size=24))
+    assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=FIXTURES)
+@given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd"), max_size=30))
+def test_no_piece_of_a_text_holds_a_broken_character(tokenizer: Tokenizer, text: str) -> None:
+    given_out = pieces(tokenizer, tokenizer.encode(text))
+    assert not any("\ufffd" in piece for piece in given_out)
+    assert given_out[-1] == ""
+    assert "".join(given_out) == tokenizer.decode(tokenizer.encode(text))
+
+
+@pytest.mark.parametrize("text", ["𓀀", "𒀀"])
+def test_a_dangling_tail_becomes_one_replacement_character(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode("a" + text)[:-1]
+    given_out = pieces(tokenizer, ids)
+    assert "\ufffd" not in "".join(given_out[:-1])
+    assert given_out[-1] == "\ufffd"
+
+
+def test_the_space_in_front_of_a_sentencepiece_text_is_dropped_once(shared_data: Locate) -> None:
+    tokenizer = Tokenizer.load(shared_data("tokenizers/phi-3-mini"))
+    space, hello = tokenizer.encode(" Hello")
+    end = tokenizer.encode("<|end|>", special=True)[0]
+    assert pieces(tokenizer, [hello, hello]) == ["Hello", " Hello", ""]
+    assert pieces(tokenizer, [end, space, hello]) == ["", "", " Hello", ""]
+
+
+def test_the_cost_of_a_token_does_not_grow(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("once upon a time 🐻 ") * 20_000
+    detokenizer = Detokenizer(tokenizer)
+    start = time.process_time()
+    for index in ids:
+        detokenizer.push(index)
+    assert time.process_time() - start < 2
+
+
+def test_a_vocabulary_of_words_is_spaced_as_a_whole() -> None:
+    vocab = {"play": 0, "##ing": 1, "chess": 2, "[UNK]": 3, ",": 4}
+    backend = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    backend.decoder = decoders.WordPiece()
+    tokenizer = Tokenizer(backend)
+    ids = [0, 1, 2, 4, 0, 2] * 9
+    assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)

@@ -1,0 +1,420 @@
+"""Requests in, events out: what the engine promises a front end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from localllm import Engine, EngineService, FinishedEvent, PrefillEvent, Request, SamplingParams, TokenEvent
+from localllm.engine import engine as engine_module
+from localllm.engine.events import Event
+from localllm.engine.scheduler import Limits
+from localllm.errors import (
+    ContextOverflowError,
+    DoesNotFitError,
+    ModelNotFoundError,
+    NonFiniteError,
+    TemplateError,
+    UsageError,
+)
+from localllm.layers.mlp import MLP
+from tests.checkpoints import write_checkpoint
+
+CTX = 128
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    write_checkpoint(path, "llama")
+    return path
+
+
+@pytest.fixture
+def engine(directory: Path) -> Engine:
+    return Engine.load(directory, device="cpu", dtype="fp32", ctx=CTX)
+
+
+def ids(text: str) -> tuple[int, ...]:
+    return tuple(text.encode())
+
+
+def run(engine: Engine, text: str = "once", **params: object) -> list[Event]:
+    return list(engine.generate(list(ids(text)), SamplingParams(**params)))  # type: ignore[arg-type]
+
+
+def tokens(events: list[Event]) -> list[int]:
+    return [event.token_id for event in events if isinstance(event, TokenEvent)]
+
+
+def text_of(events: list[Event]) -> str:
+    return "".join(event.text for event in events if isinstance(event, TokenEvent | FinishedEvent))
+
+
+def last(events: list[Event]) -> FinishedEvent:
+    assert isinstance(events[-1], FinishedEvent)
+    return events[-1]
+
+
+def drive(engine: Engine) -> dict[int, list[Event]]:
+    """Step until nothing is left; the events of each request."""
+    events: dict[int, list[Event]] = {}
+    while engine.has_work:
+        for event in engine.step():
+            events.setdefault(event.request_id, []).append(event)
+    return events
+
+
+def test_a_request_ends_with_its_usage_and_timings(engine: Engine) -> None:
+    finished = last(run(engine, "once upon", max_tokens=5, temperature=0, ignore_eos=True))
+    assert finished.finish_reason == "length"
+    assert (finished.usage.prompt_tokens, finished.usage.completion_tokens) == (9, 5)
+    assert finished.timings.ttft_s and finished.timings.prefill_tok_s and finished.timings.decode_tok_s
+    assert finished.timings.load_s > 0
+
+
+def test_the_text_of_the_events_is_the_decoded_answer(engine: Engine) -> None:
+    events = run(engine, max_tokens=60, seed=3, ignore_eos=True)
+    assert text_of(events) == engine.tokenizer.decode(tokens(events))
+
+
+def test_prefill_is_reported_until_the_prompt_is_read(directory: Path) -> None:
+    engine = Engine.load(directory, device="cpu", dtype="fp32", limits=Limits(chunk_tokens=16))
+    events = list(engine.generate(list(range(40)), SamplingParams(max_tokens=1)))
+    assert [(e.done, e.total) for e in events if isinstance(e, PrefillEvent)] == [(16, 40), (32, 40), (40, 40)]
+
+
+def test_an_end_of_sequence_token_stops_and_is_no_part_of_the_answer(engine: Engine) -> None:
+    first = tokens(run(engine, max_tokens=8, temperature=0, ignore_eos=True))
+    engine.eos_ids = frozenset({first[3]})
+    cut = first.index(first[3])
+    events = run(engine, max_tokens=8, temperature=0)
+    assert tokens(events) == first[:cut]
+    assert last(events).finish_reason == "stop"
+    assert last(events).usage.completion_tokens == cut
+
+
+def test_a_stop_string_ends_the_answer_before_it(engine: Engine) -> None:
+    whole = text_of(run(engine, max_tokens=40, seed=5, ignore_eos=True))
+    stop = whole[10:13]
+    events = run(engine, max_tokens=40, seed=5, ignore_eos=True, stop=(stop,))
+    assert text_of(events) == whole[: whole.index(stop)]
+    assert last(events).finish_reason == "stop"
+
+
+@pytest.mark.parametrize(("length", "fix"), [(CTX, "--ctx"), (CTX + 1, "--ctx"), (10 * CTX, "shorten")])
+def test_a_prompt_that_leaves_no_room_is_refused_with_both_counts(engine: Engine, length: int, fix: str) -> None:
+    with pytest.raises(ContextOverflowError, match=f"{length} tokens, the context {CTX}") as caught:
+        engine.submit(Request((1,) * length))
+    assert fix in caught.value.fix
+    assert not engine.has_work
+
+
+def test_an_answer_that_reaches_the_end_of_the_context_says_length(engine: Engine) -> None:
+    events = list(engine.generate([1] * (CTX - 3), SamplingParams(ignore_eos=True)))
+    assert last(events).finish_reason == "length"
+    assert len(tokens(events)) == 3
+
+
+@pytest.mark.parametrize(("prompt", "bias"), [((), {}), ((-1,), {}), ((272,), {}), ((1,), {9999: 1.0})])
+def test_ids_that_the_model_does_not_have_are_refused(
+    engine: Engine, prompt: tuple[int, ...], bias: dict[int, float]
+) -> None:
+    with pytest.raises(UsageError):
+        engine.submit(Request(prompt, SamplingParams(logit_bias=bias)))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_the_same_seed_gives_the_same_text_whatever_the_batch(engine: Engine, temperature: float) -> None:
+    sampling = [SamplingParams(temperature=temperature, seed=s, max_tokens=12, ignore_eos=True) for s in range(6)]
+    prompts = [ids(text) for text in ("a", "bb" * 20, "ccc", "dddd", "ee" * 9, "f")]
+    alone = [
+        tokens(list(engine.generate(list(prompt), params))) for prompt, params in zip(prompts, sampling, strict=True)
+    ]
+    requests = [engine.submit(Request(p, s)) for p, s in zip(prompts, sampling, strict=True)]
+    together = drive(engine)
+    assert [tokens(together[r]) for r in requests] == alone
+
+
+def test_the_same_seed_gives_the_same_text_whatever_the_chunking(engine: Engine) -> None:
+    small = Engine(engine.model, engine.tokenizer, ctx=CTX, limits=Limits(chunk_tokens=5))
+    params = {"seed": 9, "max_tokens": 12, "temperature": 1.0}
+    assert tokens(run(small, "a long prompt, in parts", **params)) == tokens(
+        run(engine, "a long prompt, in parts", **params)
+    )
+
+
+def test_without_a_seed_two_answers_differ(engine: Engine) -> None:
+    flat = {"temperature": 50.0, "max_tokens": 12, "ignore_eos": True}
+    assert tokens(run(engine, **flat)) != tokens(run(engine, **flat))
+
+
+def test_more_requests_than_fit_wait_their_turn(directory: Path) -> None:
+    limits = Limits(max_sequences=2)
+    engine = Engine.load(directory, device="cpu", dtype="fp32", limits=limits)
+    requests = [engine.submit(Request(ids("x" * n), SamplingParams(max_tokens=3, seed=n))) for n in range(1, 6)]
+    assert engine.has_work
+    assert set(drive(engine)) == set(requests)
+
+
+def test_an_aborted_request_keeps_what_it_has_and_others_go_on(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=20, seed=1, ignore_eos=True)
+    expected = tokens(list(engine.generate(list(ids("stays")), params)))
+    stays, goes = engine.submit(Request(ids("stays"), params)), engine.submit(Request(ids("goes"), params))
+    events: list[Event] = []
+    for _ in range(4):
+        events += engine.step()
+    engine.abort(goes)
+    while engine.has_work:
+        events += engine.step()
+    gone = [event for event in events if event.request_id == goes]
+    assert last(gone).finish_reason == "cancelled"
+    assert last(gone).usage.completion_tokens == len(tokens(gone)) > 0
+    assert tokens([event for event in events if event.request_id == stays]) == expected
+
+
+def test_an_abort_gives_the_running_forward_up_between_two_blocks(engine: Engine) -> None:
+    request = engine.submit(Request(ids("x" * 50), SamplingParams(max_tokens=5)))
+    seen = 0
+    block = engine.model.blocks[3]
+
+    def body(x: torch.Tensor, batch: object) -> torch.Tensor:
+        nonlocal seen
+        seen += 1
+        engine.abort(request)
+        return x
+
+    object.__setattr__(engine.model, "blocks", (*engine.model.blocks[:3], _with_body(block, body), *_never(engine)))
+    events = engine.step()
+    assert (last(events).finish_reason, seen, engine.has_work) == ("cancelled", 1, False)
+
+
+def _with_body(block: object, body: object) -> object:
+    from dataclasses import replace
+
+    return replace(block, body=body)  # type: ignore[type-var]
+
+
+def _never(engine: Engine) -> list[object]:
+    def fail(x: torch.Tensor, batch: object) -> torch.Tensor:
+        raise AssertionError("a block ran after the abort")
+
+    return [_with_body(block, fail) for block in engine.model.blocks[4:]]
+
+
+def test_closing_the_iterator_stops_the_request(engine: Engine) -> None:
+    stream = engine.generate(list(ids("once")), SamplingParams(max_tokens=50, ignore_eos=True))
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_nan_ends_the_answer_with_an_error_that_names_the_block(engine: Engine, value: float) -> None:
+    body = engine.model.blocks[5].body
+    assert isinstance(body, MLP)
+    body.down_proj.tensors["weight"][3, 3] = value
+    events = run(engine, max_tokens=4)
+    assert tokens(events) == []
+    assert last(events).finish_reason == "error"
+    error = last(events).error
+    assert isinstance(error, NonFiniteError)
+    assert "layers.2.mlp" in error.what
+    assert not engine.has_work
+
+
+def test_a_nan_in_one_sequence_leaves_the_others_alone(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    expected = tokens(list(engine.generate(list(ids("ok")), params)))
+    engine.model.embed.weight[200] = float("nan")
+    bad, good = engine.submit(Request((200,), params)), engine.submit(Request(ids("ok"), params))
+    if engine.model.config.tie_word_embeddings:
+        pytest.skip("a tied head would spread the NaN to every sequence")
+    events = drive(engine)
+    assert last(events[bad]).finish_reason == "error"
+    assert "the embedding" in str(last(events[bad]).error)
+    assert tokens(events[good]) == expected
+
+
+def test_logprobs_are_those_of_the_models_own_distribution(engine: Engine) -> None:
+    events = run(engine, max_tokens=3, temperature=0, logprobs=4, repetition_penalty=1.5, ignore_eos=True)
+    first = next(event for event in events if isinstance(event, TokenEvent))
+    assert first.logprob is not None
+    assert len(first.logprob.top) == 4
+    best = [entry.logprob for entry in first.logprob.top]
+    assert best == sorted(best, reverse=True)
+    assert all(value <= 0 for value in best)
+    peer = {entry.token_id: entry.logprob for entry in first.logprob.top}
+    assert peer.get(first.token_id, first.logprob.logprob) == first.logprob.logprob
+
+
+def test_no_logprobs_without_being_asked(engine: Engine) -> None:
+    assert all(event.logprob is None for event in run(engine, max_tokens=2) if isinstance(event, TokenEvent))
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_read(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "available_bytes", lambda _device: 100_000)
+    with pytest.raises(DoesNotFitError) as caught:
+        Engine.load(directory, device="cpu", dtype="fp32")
+    assert "GiB" in caught.value.why
+
+
+def test_a_context_that_was_asked_for_and_does_not_fit_is_refused(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "available_bytes", lambda _device: 850_000)  # weights 630 kB, KV 1 kB a token
+    with pytest.raises(DoesNotFitError, match="memory"):
+        Engine.load(directory, device="cpu", dtype="fp32", ctx=256)
+
+
+def test_a_context_that_nobody_asked_for_shrinks_to_what_fits(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "available_bytes", lambda _device: 850_000)
+    assert 100 < Engine.load(directory, device="cpu", dtype="fp32").ctx < 256
+
+
+@pytest.mark.parametrize(
+    "options", [{"ctx": 100_000}, {"ctx": 0}, {"device": "tpu"}, {"dtype": "int3"}, {"threads": 0}]
+)
+def test_options_that_cannot_be_honoured_are_refused(directory: Path, options: dict[str, object]) -> None:
+    with pytest.raises(UsageError):
+        Engine.load(directory, **{"device": "cpu", **options})  # type: ignore[arg-type]
+
+
+def test_an_absent_model_is_not_found() -> None:
+    with pytest.raises(ModelNotFoundError):
+        Engine.load("./there-is-no-such-folder")
+
+
+@pytest.fixture
+def service(directory: Path) -> Iterator[EngineService]:
+    service = EngineService(lambda: Engine.load(directory, device="cpu", dtype="fp32", ctx=CTX))
+    yield service
+    service.close()
+
+
+def test_the_service_answers_from_another_thread(service: EngineService, engine: Engine) -> None:
+    params = SamplingParams(max_tokens=10, seed=4, ignore_eos=True)
+    events = list(service.submit(Request(ids("hello"), params)))
+    assert tokens(events) == tokens(list(engine.generate(list(ids("hello")), params)))
+
+
+def test_the_service_serves_many_threads_at_once(service: EngineService, engine: Engine) -> None:
+    params = [SamplingParams(max_tokens=6, seed=seed, ignore_eos=True) for seed in range(12)]
+    answers: dict[int, list[int]] = {}
+
+    def ask(index: int) -> None:
+        answers[index] = tokens(list(service.submit(Request(ids("hello"), params[index]))))
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert answers == {i: tokens(list(engine.generate(list(ids("hello")), params[i]))) for i in range(12)}
+
+
+def test_the_service_aborts_a_stream(service: EngineService) -> None:
+    stream = service.submit(Request(ids("hello"), SamplingParams(ignore_eos=True)))
+    events = []
+    for event in stream:
+        events.append(event)
+        stream.abort()
+    assert last(events).finish_reason == "cancelled"
+
+
+def test_the_service_passes_on_what_stopped_the_load() -> None:
+    service = EngineService(lambda: Engine.load("./there-is-no-such-folder"))
+    with pytest.raises(ModelNotFoundError):
+        service.wait_loaded()
+
+
+def test_the_service_refuses_an_overflowing_prompt_at_once(service: EngineService) -> None:
+    with pytest.raises(ContextOverflowError):
+        service.submit(Request((1,) * CTX))
+
+
+def test_perplexity_of_a_uniform_model_is_its_vocabulary(engine: Engine) -> None:
+    engine.model.head.tensors["weight"].zero_()
+    result = engine.perplexity(list(ids("any text at all")), ctx=8)
+    assert result.perplexity == pytest.approx(272, rel=1e-4)
+    assert (result.tokens, result.ctx) == (13, 8)
+
+
+def test_perplexity_is_the_mean_surprise_of_the_tokens(engine: Engine, directory: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    text = list(ids("the cat sat on the mat, and the dog looked on"))
+    peer = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with torch.no_grad():
+        nll = sum(
+            float(peer(torch.tensor([w]), labels=torch.tensor([w])).loss) * (len(w) - 1) for w in (text[:32], text[32:])
+        )
+    result = engine.perplexity(text, ctx=32)
+    assert result.nll == pytest.approx(nll / (len(text) - 2), rel=1e-4)
+
+
+def test_perplexity_does_not_depend_on_the_chunking(engine: Engine) -> None:
+    text = list(ids("the cat sat on the mat, and the dog looked on"))
+    small = Engine(engine.model, engine.tokenizer, ctx=CTX, limits=Limits(chunk_tokens=7))
+    assert small.perplexity(text, ctx=40).nll == pytest.approx(engine.perplexity(text, ctx=40).nll, rel=1e-5)
+
+
+def test_perplexity_of_fewer_than_two_tokens_is_refused(engine: Engine) -> None:
+    with pytest.raises(UsageError):
+        engine.perplexity([1])
+
+
+def test_chat_messages_go_through_the_models_template(engine: Engine) -> None:
+    prompt = engine.encode([{"role": "user", "content": "hello"}])
+    assert engine.tokenizer.decode(prompt) == "[user] hello\n[assistant] "
+    assert engine.encode("hello") == list(b"hello")
+    assert engine.encode([1, 2, 3]) == [1, 2, 3]
+
+
+def test_a_model_without_a_template_still_continues_text(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "llama")
+    (tmp_path / "tokenizer_config.json").unlink()
+    engine = Engine.load(tmp_path, device="cpu", dtype="fp32")
+    assert run(engine, max_tokens=2)
+    with pytest.raises(TemplateError):
+        engine.encode([{"role": "user", "content": "hello"}])
+
+
+def test_two_iterators_read_in_turn_both_get_all_their_events(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    prompts = [list(ids("one")), list(ids("another"))]
+    alone = [tokens(list(engine.generate(prompt, params))) for prompt in prompts]
+    first, second = (engine.generate(prompt, params) for prompt in prompts)
+    events = [list(pair) for pair in zip(first, second, strict=True)]
+    assert [tokens([pair[side] for pair in events]) for side in (0, 1)] == alone
+
+
+def test_requests_that_come_and_go_change_no_token_of_another_in_bf16(directory: Path) -> None:
+    engine = Engine.load(directory, device="cpu", dtype="bf16", limits=Limits(chunk_tokens=16))
+    params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=10 + seed, ignore_eos=True) for seed in range(6)]
+    prompts = [list(ids("prompt " * (1 + 2 * seed))) for seed in range(6)]
+    alone = [tokens(list(engine.generate(p, s))) for p, s in zip(prompts, params, strict=True)]
+    events: dict[int, list[Event]] = {}
+    for prompt, sampling in zip(prompts, params, strict=True):
+        events[engine.submit(Request(tuple(prompt), sampling))] = []
+        for _ in range(3):
+            for event in engine.step():
+                events[event.request_id].append(event)
+    for request, more in drive(engine).items():
+        events[request] += more
+    assert [tokens(answer) for answer in events.values()] == alone
+
+
+def test_a_long_prompt_does_not_starve_a_running_answer(directory: Path) -> None:
+    engine = Engine.load(directory, device="cpu", dtype="fp32", limits=Limits(chunk_tokens=8))
+    answering = engine.submit(Request(ids("a"), SamplingParams(max_tokens=40, ignore_eos=True)))
+    engine.step()
+    engine.submit(Request(ids("x" * 80), SamplingParams(max_tokens=1)))
+    during = [event for _ in range(20) for event in engine.step()]
+    assert len(tokens([event for event in during if event.request_id == answering])) >= 9

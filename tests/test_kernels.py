@@ -1,0 +1,107 @@
+"""Each kernel against its plain version in kernels/reference.py, on round and odd shapes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from localllm.kernels import cpu_gemv, cpu_jit, reference
+from localllm.kernels.attention import attention
+from localllm.kernels.dense import dense_linear
+
+SHAPES = [(4, 32), (7, 32), (64, 64), (67, 96), (1000, 2048), (513, 5632)]
+needs_kernel = pytest.mark.skipif(not cpu_gemv.supports(1, 64, 64), reason="no llvmlite or no OpenMP runtime here")
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@needs_kernel
+@pytest.mark.parametrize("rows", range(1, cpu_gemv.MAX_ROWS + 1))
+@pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
+def test_gemv_is_the_product_rounded_to_bf16(rows: int, out_features: int, in_features: int) -> None:
+    x, weight = random(rows, in_features), random(out_features, in_features, seed=1)
+    exact = x.double() @ weight.double().T
+    error = (cpu_gemv.cpu_gemv(x, weight).double() - exact).abs()
+    # Half a unit in bf16's 8th bit for the rounding, and fp32 sums of K products of size one.
+    assert (error <= exact.abs() * 2**-8 + in_features**0.5 * 2**-20).all()
+
+
+@needs_kernel
+@pytest.mark.parametrize("rows", [2, 3, 5, 8])
+def test_gemv_gives_a_row_the_same_bits_whatever_stands_beside_it(rows: int) -> None:
+    x, weight = random(rows, 2048), random(515, 2048, seed=1)
+    alone = torch.cat([cpu_gemv.cpu_gemv(x[i : i + 1], weight) for i in range(rows)])
+    assert torch.equal(cpu_gemv.cpu_gemv(x, weight), alone)
+
+
+@needs_kernel
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_gemv_does_not_depend_on_the_number_of_threads(threads: int) -> None:
+    x, weight = random(2, 512), random(77, 512, seed=1)
+    before = torch.get_num_threads()
+    expected = cpu_gemv.cpu_gemv(x, weight)
+    try:
+        torch.set_num_threads(threads)
+        assert torch.equal(cpu_gemv.cpu_gemv(x, weight), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("rows", "out_features", "in_features"), [(9, 64, 64), (0, 64, 64), (1, 3, 64), (1, 64, 40)])
+def test_shapes_that_the_gemv_cannot_do_are_left_to_torch(rows: int, out_features: int, in_features: int) -> None:
+    assert not cpu_gemv.supports(rows, out_features, in_features)
+    x, weight = random(rows, in_features), random(out_features, in_features, seed=1)
+    torch.testing.assert_close(dense_linear(x, weight), reference.linear(x, weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_dense_linear_adds_the_bias(rows: int, dtype: torch.dtype) -> None:
+    x, weight, bias = (
+        random(rows, 96, dtype=dtype),
+        random(33, 96, dtype=dtype, seed=1),
+        random(33, dtype=dtype, seed=2),
+    )
+    torch.testing.assert_close(
+        dense_linear(x, weight, bias),
+        reference.linear(x, weight, bias),
+        rtol=2**-7,
+        atol=0.1 if rows and dtype is torch.bfloat16 else 1e-4,
+    )
+
+
+def test_without_llvmlite_the_gemv_declines(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise cpu_jit.KernelUnavailableError("llvmlite is not installed")
+
+    monkeypatch.setattr(cpu_gemv, "compile_ir", refuse)
+    cpu_gemv._kernel.cache_clear()
+    cpu_gemv.supports.cache_clear()
+    try:
+        assert not cpu_gemv.supports(1, 64, 64)
+        assert dense_linear(random(1, 64), random(64, 64)).shape == (1, 64)
+    finally:
+        cpu_gemv._kernel.cache_clear()
+        cpu_gemv.supports.cache_clear()
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("window", [None, 1, 4, 100])
+@pytest.mark.parametrize(("new", "past"), [(1, 0), (1, 30), (9, 0), (9, 30), (5, 3)])
+def test_attention_equals_the_reference(new: int, past: int, window: int | None, softcap: float | None) -> None:
+    q = random(new, 6, 16, dtype=torch.float32)
+    k, v = (random(2, past + new, 16, dtype=torch.float32, seed=seed) for seed in (1, 2))
+    expected = reference.attention(q.double(), k.double(), v.double(), scale=0.3, window=window, softcap=softcap)
+    ours = attention(q, k, v, scale=0.3, window=window, softcap=softcap)
+    torch.testing.assert_close(ours.double(), expected, rtol=0, atol=2e-6)
+
+
+def test_the_reference_attention_sees_no_future_and_nothing_beyond_its_window() -> None:
+    mask = reference.visible(3, 5, 2, torch.device("cpu"))
+    assert mask.tolist() == [
+        [False, True, True, False, False],
+        [False, False, True, True, False],
+        [False, False, False, True, True],
+    ]

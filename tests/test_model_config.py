@@ -1,0 +1,439 @@
+"""config.json to ModelConfig: what each family means by its keys, and what no file may do."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from localllm.errors import CheckpointError, UnsupportedModelError
+from localllm.models.config import ModelConfig
+from localllm.models.families import FAMILIES, load_config, parse_config
+
+# file: type, vocab, hidden, intermediate, layers, heads, kv heads, head dim, rotary dim, positions, tied, eos
+SHAPES: dict[str, tuple[Any, ...]] = {
+    "codellama_7b": ("llama", 32016, 4096, 11008, 32, 32, 32, 128, 128, 16384, False, (2,)),
+    "gemma2_9b": ("gemma2", 256000, 3584, 14336, 42, 16, 8, 256, 256, 8192, True, (1,)),
+    "gemma3_1b_it": ("gemma3_text", 262144, 1152, 6912, 26, 4, 1, 256, 256, 32768, True, (1, 106)),
+    "llama-3.3-70b-instruct": (
+        *("llama", 128256, 8192, 28672, 80, 64, 8, 128, 128, 131072, False, (128001, 128008, 128009)),
+    ),
+    "llama2_7b": ("llama", 32000, 4096, 11008, 32, 32, 32, 128, 128, 2048, False, (2,)),
+    "llama3_1_8b": ("llama", 128256, 4096, 14336, 32, 32, 8, 128, 128, 131072, False, (128001, 128008, 128009)),
+    "llama3_2_1b": ("llama", 128256, 2048, 8192, 16, 32, 8, 64, 64, 131072, True, (128001, 128008, 128009)),
+    "mistral_7b": ("mistral", 32000, 4096, 14336, 32, 32, 8, 128, 128, 32768, False, (2,)),
+    "mistral_7b_v03": ("mistral", 32768, 4096, 14336, 32, 32, 8, 128, 128, 32768, False, (2,)),
+    "olmo2_7b": ("olmo2", 100352, 4096, 11008, 32, 32, 32, 128, 128, 4096, False, (50279,)),
+    "phi-3_5": ("phi3", 32064, 3072, 8192, 32, 32, 32, 96, 96, 131072, False, (32000,)),
+    "phi-4": ("phi3", 200064, 3072, 8192, 32, 24, 8, 128, 96, 131072, True, (199999,)),
+    "qwen2.5-7b": ("qwen2", 152064, 3584, 18944, 28, 28, 4, 128, 128, 131072, False, (151643,)),
+    "qwen2.5_3b": ("qwen2", 151936, 2048, 11008, 36, 16, 2, 128, 128, 32768, True, (151645,)),
+    "qwen2_0_5b": ("qwen2", 151936, 896, 4864, 24, 14, 2, 64, 64, 32768, True, (151645,)),
+    "qwen3-8b": ("qwen3", 151936, 4096, 12288, 36, 32, 8, 128, 128, 40960, False, (151645,)),
+    "qwen3_0.6b": ("qwen3", 151936, 1024, 3072, 28, 16, 8, 128, 128, 40960, True, (151645,)),
+    "qwen3_1.7b": ("qwen3", 151936, 2048, 6144, 28, 16, 8, 128, 128, 40960, True, (151645,)),
+    "smollm2_135m": ("llama", 49152, 576, 1536, 30, 9, 3, 64, 64, 8192, True, (2,)),
+    "tinyllama_1b_chat_v1.0": ("llama", 32000, 2048, 5632, 22, 32, 4, 64, 64, 2048, False, (2,)),
+}
+UNSUPPORTED = {"Mixtral-8x7B-v0.1": "mixtral", "gpt-oss-20b": "gpt_oss", "qwen3-30b-a3b": "qwen3_moe"}
+SMALL = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 6,
+    "vocab_size": 99,
+    "intermediate_size": 32,
+}
+
+
+def shape_of(config: ModelConfig) -> tuple[Any, ...]:
+    c = config
+    return (
+        *(c.model_type, c.vocab_size, c.hidden_size, c.intermediate_size, c.num_layers, c.num_heads, c.num_kv_heads),
+        *(c.head_dim, c.rotary_dim, c.max_position_embeddings, c.tie_word_embeddings, c.eos_token_ids),
+    )
+
+
+def parse(model_type: str, **keys: object) -> ModelConfig:
+    return parse_config({"model_type": model_type, **SMALL, **keys}, "config.json")
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_real_config_parses_to_the_shapes_of_its_model(name, shared_data):
+    raw = json.loads(shared_data(f"configs/{name}.json").read_text())
+    assert shape_of(parse_config(raw, name)) == SHAPES[name]
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_a_real_config_of_an_unsupported_architecture_is_refused_by_name(name, shared_data):
+    raw = json.loads(shared_data(f"configs/{name}.json").read_text())
+    with pytest.raises(UnsupportedModelError) as refusal:
+        parse_config(raw, name)
+    assert UNSUPPORTED[name] in refusal.value.what
+    assert "llama, mistral, qwen2, qwen3, phi3, gemma2" in refusal.value.why
+
+
+def test_every_real_config_is_expected_to_parse_or_to_be_refused(shared_data):
+    assert {path.stem for path in shared_data("configs").glob("*.json")} == {*SHAPES, *UNSUPPORTED}
+
+
+@pytest.mark.parametrize(
+    ("name", "windows"),
+    [
+        ("mistral_7b", (4096,) * 32),
+        ("mistral_7b_v03", (None,) * 32),
+        ("gemma2_9b", (4096, None) * 21),
+        ("gemma3_1b_it", ((512,) * 5 + (None,)) * 4 + (512, 512)),
+        ("qwen2.5-7b", (None,) * 28),
+        ("phi-4", (262144,) * 32),
+        ("llama3_1_8b", (None,) * 32),
+    ],
+)
+def test_each_layer_of_a_real_config_has_its_window(name, windows, shared_data):
+    raw = json.loads(shared_data(f"configs/{name}.json").read_text())
+    assert parse_config(raw, name).windows == windows
+
+
+def test_gemma3_rotates_local_and_global_layers_with_their_own_theta(shared_data):
+    config = parse_config(json.loads(shared_data("configs/gemma3_1b_it.json").read_text()), "config.json")
+    assert [rope.theta for rope in config.ropes[:7]] == [1e4, 1e4, 1e4, 1e4, 1e4, 1e6, 1e4]
+
+
+def test_phi4_stretches_three_quarters_of_each_head_by_longrope(shared_data):
+    rope = parse_config(json.loads(shared_data("configs/phi-4.json").read_text()), "config.json").ropes[0]
+    assert (rope.kind, rope.factor, rope.original_max_position_embeddings) == ("longrope", 32.0, 4096)
+    assert (len(rope.short_factor), len(rope.long_factor), rope.long_factor[-1]) == (48, 48, 47.77)
+
+
+def test_llama3_scaling_is_read_number_by_number(shared_data):
+    rope = parse_config(json.loads(shared_data("configs/llama3_2_1b.json").read_text()), "config.json").ropes[0]
+    assert (rope.kind, rope.theta, rope.factor, rope.low_freq_factor, rope.high_freq_factor) == (
+        "llama3",
+        5e5,
+        32,
+        1,
+        4,
+    )
+    assert rope.original_max_position_embeddings == 8192
+
+
+TRAITS = {
+    "llama": {"attention_bias": False, "output_bias": False, "norm_placement": "pre", "qk_norm": None},
+    "mistral": {"attention_bias": False, "output_bias": False},
+    "qwen2": {"attention_bias": True, "output_bias": False, "qk_norm": None},
+    "qwen3": {"attention_bias": False, "qk_norm": "head", "head_dim": 128},
+    "phi3": {"attention_bias": False, "mlp_bias": False, "rms_norm_eps": 1e-5},
+    "gemma2": {
+        "norm_placement": "sandwich",
+        "norm_weight_offset": 1.0,
+        "embedding_scale": 8.0,
+        "attention_scale": 1 / 16,
+        "attention_softcap": 50.0,
+        "final_softcap": 30.0,
+        "activation": "gelu_tanh",
+        "tie_word_embeddings": True,
+    },
+    "gemma3_text": {"qk_norm": "head", "attention_softcap": None, "final_softcap": None, "norm_weight_offset": 1.0},
+    "olmo2": {"norm_placement": "post", "qk_norm": "full", "rms_norm_eps": 1e-5, "tie_word_embeddings": False},
+}
+
+
+@pytest.mark.parametrize("model_type", TRAITS)
+def test_a_family_has_its_traits_when_the_file_is_silent(model_type):
+    config = parse(model_type)
+    assert {key: getattr(config, key) for key in TRAITS[model_type]} == TRAITS[model_type]
+
+
+def variations(model_type: str, seed: int) -> dict[str, Any]:
+    """Random keys that the family's transformers class takes."""
+    rng = random.Random(f"{model_type} {seed}")
+    heads = rng.choice([4, 8])
+    layers = rng.randint(2, 9)
+    keys: dict[str, Any] = {
+        "hidden_size": heads * rng.choice([8, 16]),
+        "num_attention_heads": heads,
+        "num_key_value_heads": rng.choice([1, 2, 4]),
+        "num_hidden_layers": layers,
+        "vocab_size": rng.randint(50, 500),
+        "intermediate_size": rng.randint(10, 99),
+        "max_position_embeddings": rng.choice([128, 4096]),
+        "rms_norm_eps": rng.choice([1e-5, 1e-6]),
+        "tie_word_embeddings": rng.random() < 0.5,
+        "eos_token_id": rng.choice([7, [7, 8]]),
+    }
+    if model_type not in ("phi3", "gemma3_text"):
+        theta = {"rope_theta": rng.choice([10000.0, 5e5])}
+        original = {"original_max_position_embeddings": 64}
+        llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **original}
+        yarn = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16.0, **original}
+        linear, dynamic = ({"rope_type": kind, "factor": 2.0} for kind in ("linear", "dynamic"))
+        keys["rope_parameters"] = rng.choice([{"rope_type": "default"}, llama3, yarn, linear, dynamic]) | theta
+    if model_type == "phi3" and rng.random() < 0.7:
+        half = keys["hidden_size"] // heads // 2 // 2
+        factors = {"short_factor": [1.0] * half, "long_factor": [2.5] * half}
+        keys["rope_parameters"] = {"rope_type": "longrope", "partial_rotary_factor": 0.5, **factors}
+        keys["original_max_position_embeddings"] = 64
+    if model_type in ("llama", "qwen3", "gemma2", "gemma3_text", "olmo2"):
+        keys["attention_bias"] = rng.random() < 0.5
+    if model_type == "llama":
+        keys["mlp_bias"] = rng.random() < 0.5
+    if model_type not in ("phi3", "olmo2", "qwen2"):
+        keys["head_dim"] = rng.choice([8, 32])
+    if model_type in ("mistral", "phi3"):
+        keys["sliding_window"] = rng.choice([None, 32])
+    if model_type in ("qwen2", "qwen3"):
+        keys |= {"use_sliding_window": rng.random() < 0.5, "max_window_layers": rng.randint(0, 9), "sliding_window": 16}
+    if model_type in ("gemma2", "gemma3_text"):
+        keys |= {"sliding_window": 16, "query_pre_attn_scalar": 100, "attn_logit_softcapping": rng.choice([None, 9.0])}
+        if rng.random() < 0.5:
+            keys["layer_types"] = [rng.choice(["full_attention", "sliding_attention"]) for _ in range(layers)]
+    if model_type == "gemma3_text" and rng.random() < 0.5:
+        keys["rope_scaling"] = {"rope_type": "linear", "factor": 8.0}
+    return keys
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name != "gemma3"])
+def test_a_config_that_transformers_wrote_means_the_same_here(model_type, seed):
+    from transformers import AutoConfig
+
+    theirs = AutoConfig.for_model(model_type, **({} if seed == 0 else variations(model_type, seed)))
+    ours = parse_config(json.loads(theirs.to_json_string(use_diff=seed % 2 == 0)), "config.json")
+    assert_same(ours, theirs)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("seed", range(1, 9))
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name != "gemma3"])
+def test_keys_that_older_versions_wrote_mean_the_same_here(model_type, seed):
+    from transformers import AutoConfig
+
+    keys = variations(model_type, seed)
+    rope = dict(keys.pop("rope_parameters", {}))
+    for beside in ("rope_theta", "partial_rotary_factor"):
+        if beside in rope:
+            keys[beside] = rope.pop(beside)
+    if rope:
+        keys["rope_scaling"] = {"type": rope.pop("rope_type"), **rope}
+    keys["torch_dtype"] = "float16"
+    ours = parse_config({"model_type": model_type, **json.loads(json.dumps(keys))}, "config.json")
+    assert_same(ours, AutoConfig.for_model(model_type, **keys))
+
+
+def assert_same(ours: ModelConfig, theirs: Any) -> None:
+    heads = theirs.num_attention_heads
+    head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // heads
+    assert (ours.vocab_size, ours.hidden_size, ours.num_layers) == (
+        *(theirs.vocab_size, theirs.hidden_size, theirs.num_hidden_layers),
+    )
+    assert (ours.num_heads, ours.num_kv_heads, ours.head_dim) == (heads, theirs.num_key_value_heads, head_dim)
+    assert ours.intermediate_size == theirs.intermediate_size
+    assert ours.max_position_embeddings == theirs.max_position_embeddings
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    eos = theirs.eos_token_id
+    assert ours.eos_token_ids == (() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos))
+    assert ours.bos_token_id == theirs.bos_token_id
+    assert ours.output_bias == getattr(theirs, "attention_bias", False)
+    assert ours.attention_bias == (ours.output_bias or theirs.model_type == "qwen2")
+    assert ours.mlp_bias == getattr(theirs, "mlp_bias", False)
+    windowed = theirs.model_type in ("mistral", "phi3")
+    kinds = (
+        getattr(theirs, "layer_types", None)
+        or ["sliding_attention" if windowed else "full_attention"] * ours.num_layers
+    )
+    window = getattr(theirs, "sliding_window", None)
+    assert ours.windows == tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    assert ours.attention_softcap == getattr(theirs, "attn_logit_softcapping", None)
+    assert ours.final_softcap == getattr(theirs, "final_logit_softcapping", None)
+    for layer, kind in enumerate(kinds):
+        assert_same_rope(ours, layer, theirs, theirs.rope_parameters.get(kind, theirs.rope_parameters))
+
+
+def assert_same_rope(ours: ModelConfig, layer: int, theirs: Any, rope: dict[str, Any]) -> None:
+    mine = ours.ropes[layer]
+    assert (mine.kind, mine.theta) == (rope["rope_type"], rope["rope_theta"])
+    assert ours.rotary_dim == int(ours.head_dim * rope.get("partial_rotary_factor", 1.0))
+    if mine.kind in ("llama3", "yarn", "longrope"):
+        assert mine.original_max_position_embeddings == rope["original_max_position_embeddings"]
+        assert mine.factor == rope.get("factor", ours.max_position_embeddings / mine.original_max_position_embeddings)
+    if mine.kind in ("linear", "dynamic"):
+        assert mine.factor == rope["factor"]
+    assert list(mine.short_factor) == rope.get("short_factor", [])
+    assert mine.beta_fast == rope.get("beta_fast", 32.0)
+
+
+def test_a_multimodal_gemma3_is_read_through_its_text_config():
+    raw = {
+        "model_type": "gemma3",
+        "eos_token_id": [1, 106],
+        "vision_config": {"hidden_size": "never read"},
+        "text_config": {
+            "model_type": "gemma3_text",
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "num_hidden_layers": 34,
+            "sliding_window": 1024,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        },
+    }
+    config = parse_config(raw, "config.json")
+    assert (config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size) == (8, 4, 256, 262208)
+    assert (config.windows[4], config.windows[5], config.eos_token_ids) == (1024, None, (1, 106))
+    assert (config.ropes[4].kind, config.ropes[5].kind, config.ropes[5].factor) == ("default", "linear", 8.0)
+
+
+@pytest.mark.parametrize("kind", ["su", "yarn", "longrope"])
+def test_early_names_of_phi3s_scaling_mean_longrope(kind):
+    scaling = {"type": kind, "short_factor": [1.0] * 8, "long_factor": [4] * 8}
+    config = parse("phi3", rope_scaling=scaling, max_position_embeddings=8192)
+    assert (config.ropes[0].kind, config.ropes[0].factor, config.ropes[0].long_factor) == ("longrope", 2.0, (4.0,) * 8)
+
+
+def test_the_trained_length_beside_a_scaling_counts_before_the_one_inside_it():
+    scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512}
+    assert parse("llama", rope_scaling=scaling).ropes[0].original_max_position_embeddings == 512
+    beside = parse("llama", rope_scaling=scaling, original_max_position_embeddings=256)
+    assert beside.ropes[0].original_max_position_embeddings == 256
+
+
+@pytest.mark.parametrize(("key", "value"), [("dtype", "bfloat16"), ("torch_dtype", "torch.bfloat16")])
+def test_either_name_of_the_dtype_is_read(key, value):
+    assert parse("llama", **{key: value}).dtype == "bfloat16"
+
+
+def test_a_null_head_dim_is_hidden_size_over_heads():
+    assert parse("qwen3", head_dim=None).head_dim == 16
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [({"eos_token_id": [9, 5]}, (5, 9)), ({"eos_token_id": 9}, (5, 9)), ({}, (5,)), (None, (5,))],
+)
+def test_end_tokens_of_both_files_end_a_text(generation, expected, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SMALL, "eos_token_id": 5}))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert load_config(tmp_path).eos_token_ids == expected
+
+
+def test_a_familys_default_end_token_gives_way_to_generation_config(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SMALL}))
+    assert load_config(tmp_path).eos_token_ids == (2,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 9}')
+    assert load_config(tmp_path).eos_token_ids == (9,)
+
+
+REFUSED: dict[str, tuple[dict[str, object], str]] = {
+    "quantized": ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+    "quantized without a method": ({"quantization_config": {}}, "quantization_config"),
+    "rope scaling": ({"rope_scaling": {"rope_type": "proportional", "factor": 2}}, "proportional"),
+    "new rope scaling": ({"rope_parameters": {"rope_type": "axial"}}, "axial"),
+    "activation": ({"hidden_act": "relu2"}, "relu2"),
+    "layer type": ({"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["chunked"] * 6}, "chunked"),
+    "partial rotation": ({"partial_rotary_factor": 0.5}, "0.5"),
+    "dtype": ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+    "architecture": ({"model_type": "llama4"}, "llama4"),
+    "code": ({"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}, "evil"),
+    "encoder": ({"model_type": "gemma2", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    "mixed mistral": (
+        {"model_type": "mistral", "layer_types": ["full_attention", "sliding_attention"] * 3},
+        "layer_types",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_model_needs_and_is_not_here_is_refused_by_name(name):
+    keys, word = REFUSED[name]
+    with pytest.raises(UnsupportedModelError) as refusal:
+        parse_config({"model_type": "llama", **SMALL, **keys}, "folder/config.json")
+    assert "folder/config.json" in refusal.value.what
+    assert word in refusal.value.what + refusal.value.why
+    assert refusal.value.fix
+
+
+WRONG: dict[str, tuple[object, ...]] = {
+    "hidden_size": (10**9, -1, 0, 2**63, 10**400, 64.0, "64", True, None, [64], {}),
+    "num_hidden_layers": (10**7, -1, 0, 6.0, "6", True, None),
+    "num_attention_heads": (10**9, 0, -4, 5, 4.0),
+    "num_key_value_heads": (0, 3, 8, -1, 2.0, 2**63),
+    "head_dim": (0, 17, -2, 1, 10**6, 16.0),
+    "vocab_size": (2**63, 0, -1, "99", None),
+    "intermediate_size": (10**12, 0, 32.5),
+    "max_position_embeddings": (2**63, 0, -1, 128.0, None),
+    "rms_norm_eps": (-1.0, 2, "1e-5", True, None, float("nan"), float("inf")),
+    "rope_theta": (0, -1.0, "1e4", True, float("inf")),
+    "rope_scaling": (
+        "linear",
+        [1],
+        2,
+        {"type": 3},
+        {"factor": 2.0},
+        {"type": "linear"},
+        {"type": "linear", "factor": 0},
+    ),
+    "rope_parameters": ({"rope_type": "linear", "factor": "2"}, {"rope_type": "yarn", "factor": True}),
+    "partial_rotary_factor": (0, -0.5, 2, "half"),
+    "attention_bias": (1, "false", 0.0),
+    "tie_word_embeddings": (1, "yes"),
+    "hidden_act": (3, ["silu"]),
+    "eos_token_id": (-1, 2**31, [1, "2"], [True], 1.0, list(range(1000))),
+    "bos_token_id": (-1, "1", [1]),
+    "dtype": (16, ["bfloat16"]),
+    "model_type": (None, 7, ["llama"], {}),
+    "quantization_config": ("gptq", [4]),
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in WRONG.items() for value in values])
+def test_a_value_of_the_wrong_type_or_size_is_refused_with_its_key(key, value):
+    with pytest.raises(CheckpointError) as refusal:
+        parse_config({"model_type": "llama", **SMALL, key: value}, "folder/config.json")
+    assert "folder/config.json" in refusal.value.what
+    assert key in refusal.value.what + refusal.value.why
+    assert refusal.value.why
+    assert refusal.value.fix
+    assert len(refusal.value.what + refusal.value.why) < 400
+
+
+@pytest.mark.parametrize(
+    ("keys", "word"),
+    [
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window"),
+        ({"model_type": "mistral", "sliding_window": "all"}, "sliding_window"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["full_attention"]}, "layer_types"),
+        ({"model_type": "gemma2", "query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+        ({"model_type": "gemma2", "attn_logit_softcapping": 0}, "attn_logit_softcapping"),
+        ({"model_type": "gemma3_text", "sliding_window_pattern": 0}, "sliding_window_pattern"),
+        ({"model_type": "gemma3_text", "rope_parameters": {"rope_type": "default"}}, "rope_parameters"),
+        ({"model_type": "gemma3"}, "text_config"),
+        ({"model_type": "phi3", "rope_scaling": {"type": "su", "short_factor": [1.0]}}, "short_factor"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 1}},
+            "high_freq",
+        ),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [0] * 8}}, "long_factor"),
+    ],
+)
+def test_a_familys_own_keys_are_checked_too(keys, word):
+    with pytest.raises(CheckpointError) as refusal:
+        parse_config({"model_type": "llama", **SMALL, **keys}, "config.json")
+    assert word in refusal.value.what + refusal.value.why
+
+
+def test_a_broken_generation_config_is_named(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SMALL}))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    with pytest.raises(CheckpointError, match=r"generation_config\.json"):
+        load_config(tmp_path)
+
+
+def test_reading_a_config_imports_no_torch():
+    check = "import sys, localllm.models.families; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", check], check=True, timeout=60)

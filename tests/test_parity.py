@@ -1,0 +1,159 @@
+"""The contract: our decoder computes what transformers computes, however the tokens reach it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from localllm.engine.engine import Engine
+from localllm.engine.events import FinishedEvent, TokenEvent
+from localllm.engine.request import Request, SamplingParams
+from localllm.engine.runner import Chunk
+from localllm.engine.scheduler import Limits
+from tests.checkpoints import FAMILIES, SHAPE, write_byte_tokenizer, write_checkpoint
+
+TOLERANCE = 1e-4
+
+
+@dataclass
+class Pair:
+    """The same model twice."""
+
+    engine: Engine
+    peer: Any
+    directory: Path
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    directory = tmp_path_factory.mktemp(request.param)
+    peer = write_checkpoint(directory, request.param)
+    yield Pair(Engine.load(directory, device="cpu", dtype="fp32"), peer, directory)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (length,), generator=generator).tolist()
+
+
+def forget_longest_input(peer: Any) -> None:
+    """transformers' dynamic RoPE keeps the frequencies of the longest input that it saw until a short one comes."""
+    peer(torch.tensor([[0]]), use_cache=False)
+
+
+@torch.inference_mode()
+def peer_logits(peer: Any, token_ids: list[int]) -> Tensor:
+    forget_longest_input(peer)
+    return peer(torch.tensor([token_ids]), use_cache=False).logits[0]
+
+
+@torch.inference_mode()
+def our_logits(engine: Engine, token_ids: list[int], chunk_sizes: list[int]) -> Tensor:
+    """Logits of every token, the prompt fed in chunks."""
+    kv = engine._new_kv(len(token_ids))
+    return torch.cat([engine.runner.forward([Chunk(token_ids, kv, n)], all_logits=True) for n in chunk_sizes])
+
+
+@pytest.mark.parametrize("length", [1, 37, 90])
+def test_prefill_computes_the_logits_of_transformers(pair: Pair, length: int) -> None:
+    ids = prompt(length)
+    torch.testing.assert_close(
+        our_logits(pair.engine, ids, [length]), peer_logits(pair.peer, ids), rtol=0, atol=TOLERANCE
+    )
+
+
+@pytest.mark.parametrize("chunk_sizes", [[7] * 10, [64, 6], [1, 68, 1], [33, 1, 1, 35]])
+def test_chunked_prefill_computes_the_same_logits(pair: Pair, chunk_sizes: list[int]) -> None:
+    ids = prompt(70)
+    expected = peer_logits(pair.peer, ids)
+    torch.testing.assert_close(our_logits(pair.engine, ids, chunk_sizes), expected, rtol=0, atol=TOLERANCE)
+
+
+@torch.inference_mode()
+def test_decode_computes_the_logits_of_transformers_with_its_own_cache(pair: Pair) -> None:
+    ids = prompt(40)
+    forget_longest_input(pair.peer)
+    first = pair.peer(torch.tensor([ids]), use_cache=True)
+    cache, expected = first.past_key_values, [first.logits[0, -1]]
+    tail = prompt(7, seed=1)  # stays under phi3-longrope's 48 trained tokens: past them transformers starts anew
+    for token in tail:
+        step = pair.peer(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+        expected.append(step.logits[0, -1])
+
+    kv, so_far = pair.engine._new_kv(60), list(ids)
+    ours = [pair.engine.runner.forward([Chunk(so_far, kv, len(ids))])[0]]
+    for token in tail:
+        so_far.append(token)
+        ours.append(pair.engine.runner.forward([Chunk(so_far, kv, 1)])[0])
+    torch.testing.assert_close(torch.stack(ours), torch.stack(expected), rtol=0, atol=TOLERANCE)
+
+
+def greedy(engine: Engine, prompts: list[list[int]], max_tokens: int = 64) -> list[list[int]]:
+    """All prompts at once through the engine's steps."""
+    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    answers: dict[int, list[int]] = {engine.submit(Request(tuple(ids), sampling)): [] for ids in prompts}
+    while engine.has_work:
+        for event in engine.step():
+            if isinstance(event, TokenEvent):
+                answers[event.request_id].append(event.token_id)
+            if isinstance(event, FinishedEvent):
+                assert event.finish_reason == "length"
+    return list(answers.values())
+
+
+def test_greedy_tokens_are_those_of_transformers_over_64_steps(pair: Pair) -> None:
+    ids = prompt(21)
+    if pair.directory.name.startswith("llama-dynamic-rope"):
+        pair.engine.ctx = 256  # dynamic scaling exists to go past the trained length
+    forget_longest_input(pair.peer)
+    generated = pair.peer.generate(
+        torch.tensor([ids]), max_new_tokens=64, min_new_tokens=64, do_sample=False, eos_token_id=None
+    )
+    assert greedy(pair.engine, [ids]) == [generated[0, len(ids) :].tolist()]
+
+
+def test_batched_sequences_get_the_tokens_they_get_alone(pair: Pair) -> None:
+    prompts = [prompt(length, seed=length) for length in (5, 30, 13, 1)]
+    alone = [greedy(pair.engine, [ids], max_tokens=10)[0] for ids in prompts]
+    assert greedy(pair.engine, prompts, max_tokens=10) == alone
+
+
+def test_small_chunks_change_no_token(pair: Pair) -> None:
+    ids = prompt(39)
+    whole = greedy(pair.engine, [ids], max_tokens=10)
+    chunked = Engine(pair.engine.model, pair.engine.tokenizer, ctx=256, limits=Limits(chunk_tokens=8))
+    assert greedy(chunked, [ids], max_tokens=10) == whole
+
+
+def test_a_sharded_checkpoint_is_the_same_model(tmp_path: Path) -> None:
+    peer = write_checkpoint(tmp_path, "qwen2", shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    ids = prompt(20)
+    ours = our_logits(Engine.load(tmp_path, device="cpu", dtype="fp32"), ids, [20])
+    torch.testing.assert_close(ours, peer_logits(peer, ids), rtol=0, atol=TOLERANCE)
+
+
+def test_the_text_model_of_a_multimodal_gemma3_folder_runs(tmp_path: Path) -> None:
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(
+        text_config={**SHAPE, **FAMILIES["gemma3"][1]},
+        vision_config={**vision, "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=1,
+        image_token_index=270,
+        boi_token_index=268,
+        eoi_token_index=269,
+    )
+    peer = Gemma3ForConditionalGeneration(config).eval()
+    peer.save_pretrained(tmp_path)
+    write_byte_tokenizer(tmp_path)
+    ids = prompt(40)
+    ours = our_logits(Engine.load(tmp_path, device="cpu", dtype="fp32"), ids, [40])
+    torch.testing.assert_close(ours, peer_logits(peer, ids), rtol=0, atol=TOLERANCE)

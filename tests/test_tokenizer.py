@@ -1,0 +1,256 @@
+"""Text to ids and back: real tokenizers against llama.cpp's ids, hostile text, hostile files."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
+
+import localllm
+from localllm.engine.tokenizer import Tokenizer
+from localllm.errors import TokenizerError
+
+Locate = Callable[[str], Path]
+REAL = ("phi-3-mini", "qwen2.5-0.5b-instruct")
+EXPECTED = {"phi-3-mini": "phi-3", "qwen2.5-0.5b-instruct": "qwen2"}
+TINY = Path(localllm.__file__).parent / "tiny"
+
+
+@pytest.fixture(scope="module", params=[*REAL, "tiny"])
+def tokenizer(request: pytest.FixtureRequest, shared_data: Locate) -> Tokenizer:
+    if request.param != "tiny":
+        return Tokenizer.load(shared_data(f"tokenizers/{request.param}"))
+    if not (TINY / "tokenizer.json").exists():
+        pytest.skip(f"{TINY / 'tokenizer.json'} is not built yet")
+    return Tokenizer.load(TINY)
+
+
+def small_backend(**parts: Any) -> tokenizers.Tokenizer:
+    vocab = {char: index for index, char in enumerate("abcdefghij <|>s/")}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    for name, part in parts.items():
+        setattr(backend, name, part)
+    return backend
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_ids_equal_those_of_llama_cpp(shared_data: Locate, name: str) -> None:
+    tokenizer = Tokenizer.load(shared_data(f"tokenizers/{name}"))
+    stem = f"tokenizers/expected/ggml-vocab-{EXPECTED[name]}.gguf"
+    texts = shared_data(f"{stem}.inp").read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n")
+    expected = [[int(word) for word in line.split()] for line in shared_data(f"{stem}.out").read_text().split("\n")]
+    assert len(texts) == 47  # 46, and nothing after the last separator
+    assert [tokenizer.encode(text) for text in texts] == expected
+
+
+def test_naughty_strings_come_back_and_make_no_special_id(tokenizer: Tokenizer, shared_data: Locate) -> None:
+    naughty = json.loads(shared_data("adversarial/naughty_strings.json").read_text(encoding="utf-8"))
+    assert len(naughty) == 515
+    encoded = [tokenizer.encode(text) for text in naughty]
+    assert [tokenizer.decode(ids) for ids in encoded] == naughty
+    assert tokenizer.special_ids.isdisjoint(index for ids in encoded for index in ids)
+
+
+@pytest.mark.parametrize("form", ["{}", " {} ", "a{}b", "{}{}", "{}\n", "<{}>", "{}|>"])
+def test_the_text_of_a_special_token_is_plain_text(tokenizer: Tokenizer, form: str) -> None:
+    for index in sorted(tokenizer.special_ids):
+        text = form.replace("{}", tokenizer.token_text(index))
+        ids = tokenizer.encode(text)
+        assert tokenizer.special_ids.isdisjoint(ids)
+        assert tokenizer.decode(ids) == text
+
+
+def test_a_special_token_that_is_meant_becomes_its_id(tokenizer: Tokenizer) -> None:
+    for index in sorted(tokenizer.special_ids):
+        assert tokenizer.encode(tokenizer.token_text(index), special=True) == [index]
+
+
+def test_special_tokens_are_left_out_of_text_unless_asked_for(tokenizer: Tokenizer) -> None:
+    index = min(tokenizer.special_ids)
+    ids = [*tokenizer.encode("one"), index, *tokenizer.encode(" two")]
+    assert tokenizer.token_text(index) not in tokenizer.decode(ids)
+    assert tokenizer.token_text(index) in tokenizer.decode(ids, skip_special=False)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_decoding_equals_that_of_the_library_for_whole_text(shared_data: Locate, name: str) -> None:
+    tokenizer = Tokenizer.load(shared_data(f"tokenizers/{name}"))
+    text = "  Ein Bär 🐻‍❄️\tliest\n\nនៅ <|end|> 我们。 "
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == tokenizer._backend.decode(ids) == text
+
+
+def test_two_files_of_vocabulary_give_the_ids_that_transformers_gives(shared_data: Locate) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = shared_data("tokenizers/qwen2.5-0.5b-instruct")
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    ours = Tokenizer.load(folder)
+    text = "It's 1234 cafe\u0301 <|im_start|>user\nhi<tool_call> \u00c5ngstro\u0308m\r\n\r\n  x<|im_end|>"
+    assert ours.encode(text, special=True) == theirs.encode(text, add_special_tokens=False)
+    assert ours.vocab_size == len(theirs)
+    assert (ours.bos_token, ours.eos_token) == (theirs.bos_token, theirs.eos_token)
+
+
+def test_token_text_shows_what_is_no_character_as_escapes(shared_data: Locate) -> None:
+    tokenizer = Tokenizer.load(shared_data("tokenizers/phi-3-mini"))
+    assert [tokenizer.token_text(index) for index in tokenizer.encode("🦙 a")][1:3] == ["\\xf0", "\\x9f"]
+    assert tokenizer.token_text(tokenizer.vocab_size + 5) == ""
+    assert tokenizer.decode([tokenizer.vocab_size + 5, -1]) == ""
+
+
+def with_bos(*, config: dict[str, Any] | None = None) -> Tokenizer:
+    backend = small_backend(decoder=decoders.Fuse())
+    backend.add_special_tokens(["<s>", "</s>"])
+    start = ("<s>", backend.token_to_id("<s>"))
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[start])
+    return Tokenizer(backend, {"bos_token": "<s>", "eos_token": {"content": "</s>"}} if config is None else config)
+
+
+def test_a_bos_stands_in_front_once() -> None:
+    tokenizer = with_bos()
+    assert tokenizer.adds_bos
+    bos = tokenizer.bos_token_id
+    assert tokenizer.encode("ab", bos=True) == [bos, 0, 1]
+    assert tokenizer.encode("<s>ab", bos=True, special=True) == [bos, 0, 1]
+    assert tokenizer.encode("", bos=True) == [bos]
+    assert bos not in tokenizer.encode("<s>ab")
+
+
+def test_a_bos_is_found_in_the_post_processor_where_no_config_names_it() -> None:
+    assert with_bos(config={}).bos_token == "<s>"
+
+
+def test_no_bos_where_the_config_says_so() -> None:
+    tokenizer = with_bos(config={"bos_token": "<s>", "add_bos_token": False})
+    assert not tokenizer.adds_bos
+    assert tokenizer.encode("ab", bos=True) == [0, 1]
+
+
+def test_a_token_with_the_shape_of_a_control_token_is_special_though_its_flag_was_forgotten() -> None:
+    backend = small_backend()
+    backend.add_tokens([AddedToken("<|end|>", special=False), AddedToken("<think>", special=False)])
+    tokenizer = Tokenizer(backend)
+    assert {tokenizer.token_text(index) for index in tokenizer.special_ids} == {"<|end|>"}
+
+
+def test_no_normalizer_turns_text_into_a_special_token() -> None:
+    backend = small_backend(normalizer=normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()]))
+    backend.add_special_tokens([AddedToken("<|s|>", normalized=True)])
+    tokenizer = Tokenizer(backend)
+    for text in ("<|S|>", "\uff1c|s|>"):
+        assert tokenizer.special_ids.isdisjoint(tokenizer.encode(text, special=True))
+
+
+def test_a_vocabulary_that_holds_a_special_text_as_a_piece_cannot_forge_it() -> None:
+    vocab = [("<unk>", 0.0), *((char, -5.0) for char in "<s>ab"), ("<s>", -0.1)]
+    backend = tokenizers.Tokenizer(models.Unigram(vocab, unk_id=0, byte_fallback=False))
+    backend.add_special_tokens(["<s>"])
+    backend.decoder = decoders.Fuse()
+    tokenizer = Tokenizer(backend)
+    ids = tokenizer.encode("a<s>b<s>")
+    assert tokenizer.special_ids.isdisjoint(ids)
+    assert tokenizer.decode(ids) == "a<s>b<s>"
+
+
+def test_a_marked_text_is_encoded_as_if_the_marker_were_not_there_also_after_a_special_token() -> None:
+    first = pre_tokenizers.Metaspace(prepend_scheme="first")
+    vocab = {char: index for index, char in enumerate("▁ab<|s>\x01")}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = first
+    backend.decoder = decoders.Metaspace(prepend_scheme="first")
+    backend.add_special_tokens(["<s>", "<|s>"])
+    tokenizer = Tokenizer(backend)
+    bos = tokenizer.token_id("<s>")
+    assert tokenizer.encode_marked("<s>a<\ue000s>b<s>b", "\ue000") == [bos, *map(vocab.__getitem__, "a<s>b"), bos, 2]
+    assert tokenizer.encode_marked("a<\ue000s>b", "\ue000") == [vocab[char] for char in "▁a<s>b"]
+
+
+def test_lone_surrogates_are_encoded_as_replacement_characters(shared_data: Locate) -> None:
+    tokenizer = Tokenizer.load(shared_data("tokenizers/phi-3-mini"))
+    assert tokenizer.decode(tokenizer.encode("a\ud800b\udfff")) == "a\ufffdb\ufffd"
+
+
+def test_truncation_in_the_file_does_not_shorten_a_prompt(tmp_path: Path) -> None:
+    backend = small_backend()
+    backend.enable_truncation(max_length=2)
+    backend.enable_padding(length=9)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert len(Tokenizer.load(tmp_path).encode("abcdef")) == 6
+
+
+def test_a_megabyte_takes_less_than_two_seconds(shared_data: Locate) -> None:
+    tokenizer = Tokenizer.load(shared_data("tokenizers/qwen2.5-0.5b-instruct"))
+    text = shared_data("wikitext-2/valid.txt").read_text(encoding="utf-8")[: 1 << 20]
+    start = time.process_time()
+    tokenizer.encode(text)
+    assert time.process_time() - start < 2
+
+
+BROKEN = {
+    "empty": "",
+    "cut": '{"version": "1.0", "model": {"type": "BPE", "vo',
+    "another type": "[1, 2]",
+    "deep": "[" * 1_000_000,
+    "unknown model": '{"version":"1.0","added_tokens":[],"model":{"type":"Magic"}}',
+    "an id of 2^32": '{"version":"1.0","added_tokens":[],"model":{"type":"BPE","vocab":{"a":4294967295},"merges":[]}}',
+    "a merge of nothing": '{"added_tokens":[],"model":{"type":"BPE","vocab":{"a":0},"merges":[["a","b"]]}}',
+    "no token": '{"version":"1.0","added_tokens":[],"model":{"type":"BPE","vocab":{},"merges":[]}}',
+}
+
+
+@pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN.keys())
+def test_a_broken_tokenizer_json_is_an_error_that_names_it(tmp_path: Path, text: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(TokenizerError, match=str(tmp_path)) as caught:
+        Tokenizer.load(tmp_path)
+    assert caught.value.why
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"]
+)
+@pytest.mark.parametrize("data", [b"\xff\xfe", b"{", b"[]", b"q q q"])
+def test_a_broken_file_beside_the_vocabulary_is_an_error(tmp_path: Path, name: str, data: bytes) -> None:
+    (tmp_path / "vocab.json").write_text('{"a": 0, "b": 1}')
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(TokenizerError, match=name.split(".")[0]):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_file_of_many_gigabytes_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    with (tmp_path / "tokenizer.json").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(TokenizerError, match="too large"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_folder_without_a_tokenizer_says_what_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"\n")
+    with pytest.raises(TokenizerError, match=r"has no tokenizer\.json") as caught:
+        Tokenizer.load(tmp_path)
+    assert "tokenizer.model" in caught.value.why
+
+
+def test_a_class_whose_words_are_unknown_is_not_guessed(tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").write_text('{"a": 0}')
+    (tmp_path / "merges.txt").write_text("")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "CLIPTokenizer"}')
+    with pytest.raises(TokenizerError) as caught:
+        Tokenizer.load(tmp_path)
+    assert "CLIPTokenizer" in caught.value.why
+
+
+def test_an_added_token_with_an_impossible_id_is_an_error(tmp_path: Path) -> None:
+    small_backend().save(str(tmp_path / "tokenizer.json"))
+    declared = {"added_tokens_decoder": {"900": {"content": "<x>", "special": True}}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(declared))
+    with pytest.raises(TokenizerError, match="<x>"):
+        Tokenizer.load(tmp_path)

@@ -1,0 +1,69 @@
+"""Writes docs/cli.md from the commands themselves: `python -m tools.generate_cli_docs`.
+
+A test keeps the file equal to what this would write.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from localllm.cli.app import app
+
+PREFACE = Path(__file__).parent / "cli_preface.md"
+TARGET = Path(__file__).parent.parent / "docs" / "cli.md"
+
+
+def generate() -> str:
+    """The whole page."""
+    group = typer.main.get_command(app)
+    lines = [PREFACE.read_text(encoding="utf-8"), "## Commands", ""]
+    for path, command in _commands(group, "localllm"):
+        lines += _describe(path, command)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _commands(group: Any, path: str) -> Iterator[tuple[str, Any]]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from _commands(command, f"{path} {name}")
+        else:
+            yield f"{path} {name}", command
+
+
+def _describe(path: str, command: Any) -> Iterator[str]:
+    positionals = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
+    flags = [parameter for parameter in command.params if parameter.param_type_name == "option"]
+    words = [f"{p.metavar}" if p.required else f"[{p.metavar}]" for p in positionals]
+    yield f"### {' '.join([path, *words])}"
+    yield ""
+    yield " ".join(command.help.split())
+    yield ""
+    if positionals or flags:
+        yield "| | |"
+        yield "|---|---|"
+    for parameter in positionals:
+        yield f"| `{parameter.metavar}` | {_cell(parameter.help)} |"
+    for parameter in flags:
+        spelled = ", ".join(f"`{name}`" for name in parameter.opts)
+        value = f" `{_cell(parameter.metavar)}`" if parameter.metavar else ""
+        yield f"| {spelled}{value} | {_cell(parameter.help)} |"
+    yield ""
+    if command.epilog:
+        yield "```"
+        yield from (line.strip() for line in command.epilog.split("\b")[1].split("\n\n")[0].strip().splitlines())
+        yield "```"
+        yield ""
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    TARGET.write_text(generate(), encoding="utf-8")
+    sys.stderr.write(f"wrote {TARGET}\n")
