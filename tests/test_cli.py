@@ -351,3 +351,9 @@ def test_help_of_a_command_is_its_help_flag() -> None:
 def test_version_and_bare_command() -> None:
     assert run_cli("--version").out.startswith(b"localllm ")
     assert run_cli().out == run_cli("--help").out
+
+
+def test_a_fix_that_is_a_flag_is_shown_as_the_command_to_paste(model: Path) -> None:
+    result = run_cli("run", model, "--ctx", "100000", "-p", "two words")
+    assert result.code == 2
+    assert f"fix:   localllm run {model} -p 'two words' --ctx 512" in result.err

@@ -96,12 +96,7 @@ class Chat:
         reader: LineReader,
         flags: dict[str, Any],
     ) -> None:
-        if engine.template is None:
-            raise TemplateError(
-                f"{selection.files.name} has no chat template",
-                why="it was made to continue a text, not to talk",
-                fix=f"localllm run {selection.files.name} --raw -p TEXT",
-            )
+        _ = engine.template  # raises TemplateError where there is none to talk through
         self._front = front
         self._output = front.output
         self._selection = selection

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from localllm.cli.output import Output, ReaderGoneError
 from localllm.errors import LocalLLMError, UsageError
 
 DEBUG_FLAG = "--debug"
+LONGEST_COMMAND = 200  # characters that are worth repeating in an error
 
 
 class BugError(LocalLLMError):
@@ -38,7 +40,7 @@ def dispatch(arguments: Sequence[str], interrupts: Interrupts) -> int:
     except Exception as error:
         if debug:
             output.traceback(traceback.format_exc())
-        known = _as_known(error, arguments)
+        known = _with_command(_as_known(error, arguments), arguments)
         output.error(known)
         return known.exit_code
 
@@ -85,8 +87,22 @@ def _as_known(error: Exception, arguments: Sequence[str]) -> LocalLLMError:
         return UsageError("a question was left without an answer", why="standard input ended", fix="localllm --help")
     if isinstance(error, MemoryError):
         return LocalLLMError("the memory ran out", why=str(error) or "an allocation failed", fix="localllm doctor")
-    repeat = " ".join(["localllm", DEBUG_FLAG, *arguments])
+    repeat = shlex.join(["localllm", DEBUG_FLAG, *arguments])
     return BugError(f"this is a bug in localllm: {type(error).__name__}", why=str(error), fix=repeat)
+
+
+def _with_command(error: LocalLLMError, arguments: Sequence[str]) -> LocalLLMError:
+    """A fix that is a flag becomes this command with that flag: the engine knows what helps, not who called it."""
+    if not error.fix.startswith("--"):
+        return error
+    flag = error.fix.split()[0]
+    kept = list(arguments)
+    if flag in kept:
+        at = kept.index(flag)
+        del kept[at : at + 2]
+    command = shlex.join(["localllm", *kept])
+    error.fix = f"{command} {error.fix}" if len(command) <= LONGEST_COMMAND else f"the same command with {error.fix}"
+    return error
 
 
 def _as_usage_error(error: typer.TyperException) -> UsageError:

@@ -70,7 +70,7 @@ def _measure(engine: Engine, text: str, ctx: int | None, line: ProgressLine) -> 
 
     def compute() -> None:
         try:
-            future.set_result(engine.perplexity(engine.tokenizer.encode(text), ctx=ctx, progress=show))
+            future.set_result(engine.perplexity(engine.tokenizer.encode(text, bos=True), ctx=ctx, progress=show))
         except BaseException as error:
             future.set_exception(error)
 

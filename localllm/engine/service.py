@@ -1,14 +1,20 @@
-"""One thread owns the engine and its device; front ends submit requests and read events from any other."""
+"""One thread owns the engine and its device; front ends submit requests and read events from any other.
+
+Imports no torch: the engine, and what it needs, is loaded on that thread while the front end stays awake.
+"""
 
 from __future__ import annotations
 
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
-from localllm.engine.engine import Engine
 from localllm.engine.events import Event, FinishedEvent
 from localllm.engine.request import Request
+
+if TYPE_CHECKING:
+    from localllm.engine.engine import Engine
 
 
 class RequestStream:

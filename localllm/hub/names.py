@@ -19,6 +19,10 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u206
 TINY_DIRECTORY = Path(__file__).parent.parent / "tiny"
 
 
+# A folder with one of these is a model's, or a tokenizer's alone.
+MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json")
+
+
 @dataclass(frozen=True)
 class ModelReference:
     """A name, understood. Either `directory` is set (the built-in model, a folder of the user's) or `repo` is."""
@@ -42,7 +46,7 @@ def understand(name: str, registry: Registry) -> ModelReference:
     if _spelled_as_path(name):
         return _directory(name)
     folder = Path(name)
-    if _exists(folder / "config.json", Path.is_file):
+    if any(_exists(folder / mark, Path.is_file) for mark in MODEL_FILES):
         return ModelReference(name, directory=folder)
     passed_over = folder if _exists(folder, Path.is_dir) else None
     entry = registry.find(name)
