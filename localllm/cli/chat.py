@@ -19,7 +19,7 @@ from localllm.cli.lines import LineReader
 from localllm.cli.prompt import argument_text
 from localllm.cli.selection import Selection, select
 from localllm.config import user_directories
-from localllm.errors import ContextOverflowError, LocalLLMError, TemplateError
+from localllm.errors import ContextOverflowError, LocalLLMError
 
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine
