@@ -68,6 +68,7 @@ def machine() -> dict[str, object]:
 
 
 def save(name: str, result: dict[str, object]) -> Path:
+    RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(result, indent=2, default=_plain) + "\n", encoding="utf-8")
     return path

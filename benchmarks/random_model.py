@@ -21,9 +21,6 @@ class RandomWeights:
     def read_fused(self, fused: str, parts: Mapping[str, int], features: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self.read(fused, (sum(parts.values()), *features), dtype)
 
-    def stores_own_head(self) -> bool:
-        return False
-
     def unused(self) -> tuple[str, ...]:
         return ()
 

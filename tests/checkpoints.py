@@ -68,7 +68,48 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma3_text",
         {"head_dim": 32, "sliding_window": 12, "query_pre_attn_scalar": 24, "num_hidden_layers": 7},
     ),
+    "gemma3-scaled-and-capped": (
+        "gemma3_text",
+        {
+            "head_dim": 32,
+            "sliding_window": 12,
+            "num_hidden_layers": 6,
+            "attn_logit_softcapping": 2.0,  # which transformers reads and does not use
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
     "olmo2": ("olmo2", {}),
+    "llama-one-kv-head-odd-sizes": (
+        "llama",
+        {"num_key_value_heads": 1, "head_dim": 10, "hidden_size": 36, "intermediate_size": 54, "vocab_size": 263},
+    ),
+    "llama-yarn-scaled": (
+        "llama",
+        {
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "mscale": 0.7,
+                "mscale_all_dim": 1.3,
+                "beta_fast": 20.0,
+                "beta_slow": 2.0,
+                "truncate": False,
+            }
+        },
+    ),
+    "qwen2-layer-types": (
+        "qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    "mistral-declared-full": ("mistral", {"sliding_window": 9, "layer_types": ["full_attention"] * 4}),
 }
 
 

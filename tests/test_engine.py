@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,11 +14,14 @@ import torch
 
 from localllm import Engine, EngineService, FinishedEvent, PrefillEvent, Request, SamplingParams, TokenEvent
 from localllm.engine import engine as engine_module
+from localllm.engine import memory
 from localllm.engine.events import Event
+from localllm.engine.runner import Chunk
 from localllm.engine.scheduler import Limits
 from localllm.errors import (
     ContextOverflowError,
     DoesNotFitError,
+    LocalLLMError,
     ModelNotFoundError,
     NonFiniteError,
     TemplateError,
@@ -241,15 +247,15 @@ def test_a_nan_in_one_sequence_leaves_the_others_alone(engine: Engine) -> None:
 
 
 def test_logprobs_are_those_of_the_models_own_distribution(engine: Engine) -> None:
-    events = run(engine, max_tokens=3, temperature=0, logprobs=4, repetition_penalty=1.5, ignore_eos=True)
+    events = run(engine, "once", max_tokens=1, temperature=0, logprobs=4, repetition_penalty=1.5, ignore_eos=True)
     first = next(event for event in events if isinstance(event, TokenEvent))
+    prompt = list(ids("once"))
+    logits = engine.runner.forward([Chunk(prompt, engine._new_kv(8), len(prompt))])[0]
+    expected = logits.log_softmax(-1).topk(4)
     assert first.logprob is not None
-    assert len(first.logprob.top) == 4
-    best = [entry.logprob for entry in first.logprob.top]
-    assert best == sorted(best, reverse=True)
-    assert all(value <= 0 for value in best)
-    peer = {entry.token_id: entry.logprob for entry in first.logprob.top}
-    assert peer.get(first.token_id, first.logprob.logprob) == first.logprob.logprob
+    assert [entry.token_id for entry in first.logprob.top] == expected.indices.tolist()
+    assert [entry.logprob for entry in first.logprob.top] == pytest.approx(expected.values.tolist(), abs=1e-5)
+    assert first.logprob.logprob == pytest.approx(float(logits.log_softmax(-1)[first.token_id]), abs=1e-5)
 
 
 def test_no_logprobs_without_being_asked(engine: Engine) -> None:
@@ -418,3 +424,90 @@ def test_a_long_prompt_does_not_starve_a_running_answer(directory: Path) -> None
     engine.submit(Request(ids("x" * 80), SamplingParams(max_tokens=1)))
     during = [event for _ in range(20) for event in engine.step()]
     assert len(tokens([event for event in during if event.request_id == answering])) >= 9
+
+
+def test_closing_one_iterator_delivers_what_ended_another(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=50, ignore_eos=True)
+    first, second = (engine.generate(list(ids(text)), params) for text in ("a", "b"))
+    next(first), next(second)
+    engine.abort(next(second).request_id)
+    first.close()  # type: ignore[attr-defined]
+    assert last(list(second)).finish_reason == "cancelled"
+
+
+def test_an_abort_of_another_request_does_not_throw_the_running_forward_away(engine: Engine) -> None:
+    engine.submit(Request(ids("x" * 50), SamplingParams(max_tokens=1)))
+    engine.abort(999)
+    assert [type(event) for event in engine.step()] == [PrefillEvent, TokenEvent, FinishedEvent]
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError("none left"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+)
+@pytest.mark.parametrize("where", ["forward", "admission"])
+def test_memory_that_runs_out_ends_the_request_and_the_engine_goes_on(
+    engine: Engine, error: Exception, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    target = (engine.runner, "forward") if where == "forward" else (engine.scheduler, "_new_kv")
+    with monkeypatch.context() as patch:
+        patch.setattr(*target, fail)
+        finished = last(run(engine, max_tokens=2))
+    assert finished.finish_reason == "error"
+    assert isinstance(finished.error, DoesNotFitError)
+    assert last(run(engine, max_tokens=2, ignore_eos=True)).finish_reason == "length"
+
+
+def test_a_failure_of_one_request_leaves_the_service_alive(
+    service: EngineService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> int:
+        raise IndexError("a bug")
+
+    service.wait_loaded()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_module, "sample", fail)
+        events = list(service.submit(Request(ids("hello"), SamplingParams(max_tokens=2))))
+    assert isinstance(last(events).error, IndexError)
+    assert tokens(list(service.submit(Request(ids("hello"), SamplingParams(max_tokens=2, ignore_eos=True)))))
+
+
+def test_a_closed_service_refuses_requests(service: EngineService) -> None:
+    service.wait_loaded()
+    service.close()
+    with pytest.raises(LocalLLMError, match="closed"):
+        service.submit(Request(ids("hello")))
+
+
+def test_a_yarn_model_reaches_its_stretched_context(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "llama-yarn-scaled")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["max_position_embeddings"] = 64
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert Engine.load(tmp_path, device="cpu", dtype="fp32").ctx == 64
+    assert Engine.load(tmp_path, device="cpu", dtype="fp32", ctx=256).ctx == 256
+    with pytest.raises(UsageError, match="257"):
+        Engine.load(tmp_path, device="cpu", dtype="fp32", ctx=257)
+
+
+def test_file_cache_in_a_container_counts_as_free_memory(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("16000\n")
+    (tmp_path / "memory.current").write_text("15000\n")
+    (tmp_path / "memory.stat").write_text("anon 1000\nactive_file 4000\ninactive_file 9000\n")
+    assert memory._cgroup_free_bytes(tmp_path) == 14000
+
+
+OPTIONAL = ("triton", "textual", "bitsandbytes", "starlette", "llvmlite", "transformers")
+
+
+def test_the_engine_runs_without_what_it_does_not_need(directory: Path) -> None:
+    code = (
+        f"import sys\nfor name in {OPTIONAL}: sys.modules[name] = None\n"
+        "from localllm import Engine, SamplingParams\n"
+        f"engine = Engine.load({str(directory)!r}, device='cpu')\n"
+        "print(len(list(engine.generate([1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True)))))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, "7"), done.stderr

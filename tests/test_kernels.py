@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+
 import pytest
 import torch
 
@@ -68,7 +70,7 @@ def test_dense_linear_adds_the_bias(rows: int, dtype: torch.dtype) -> None:
         dense_linear(x, weight, bias),
         reference.linear(x, weight, bias),
         rtol=2**-7,
-        atol=0.1 if rows and dtype is torch.bfloat16 else 1e-4,
+        atol=0.1 if dtype is torch.bfloat16 else 1e-4,
     )
 
 
@@ -85,6 +87,32 @@ def test_without_llvmlite_the_gemv_declines(monkeypatch: pytest.MonkeyPatch) -> 
     finally:
         cpu_gemv._kernel.cache_clear()
         cpu_gemv.supports.cache_clear()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="these are x86 CPUs")
+@pytest.mark.parametrize("cpu", ["haswell", "alderlake", "znver3", "znver4", "skylake-avx512", "sapphirerapids"])
+@pytest.mark.parametrize("rows", [1, 4, 8])
+def test_on_every_cpu_the_gemv_calls_nothing_but_the_thread_team(cpu: str, rows: int) -> None:
+    pytest.importorskip("llvmlite")
+    machine = cpu_jit.target_machine(cpu)
+    module = cpu_jit.optimised(cpu_gemv._source(rows), machine)
+    assert cpu_jit.called_symbols(module, machine) <= cpu_jit.OPENMP_SYMBOLS | {"team"}
+
+
+@needs_kernel
+def test_a_kernel_that_would_call_an_unknown_function_is_refused() -> None:
+    source = "declare void @nowhere()\ndefine void @f() {\n  call void @nowhere()\n  ret void\n}"
+    with pytest.raises(cpu_jit.KernelUnavailableError, match="nowhere"):
+        cpu_jit.compile_ir(source, "f")
+
+
+@needs_kernel
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 3.4e38])
+def test_gemv_passes_on_what_is_not_finite(value: float) -> None:
+    x, weight = random(1, 64), random(64, 64, seed=1)
+    x[0, 5], weight[:, 5] = value, 1.0
+    expected = (x.float() @ weight.float().T).bfloat16()
+    torch.testing.assert_close(cpu_gemv.cpu_gemv(x, weight), expected, equal_nan=True, rtol=2**-7, atol=0)
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
@@ -105,3 +133,12 @@ def test_the_reference_attention_sees_no_future_and_nothing_beyond_its_window() 
         [False, False, True, True, False],
         [False, False, False, True, True],
     ]
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_a_row_of_a_small_bf16_batch_has_its_own_bits(kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not kernel:
+        monkeypatch.setattr(cpu_gemv, "supports", lambda *_: False)
+    x, weight, bias = random(6, 1000), random(300, 1000, seed=1), random(300, seed=2)
+    together = dense_linear(x, weight, bias)
+    assert torch.equal(together, torch.cat([dense_linear(x[i : i + 1], weight, bias) for i in range(6)]))

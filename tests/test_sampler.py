@@ -183,8 +183,19 @@ def test_dry_penalty_grows_with_the_run() -> None:
         {"repetition_penalty": 0},
         {"stop": ("",)},
         {"logprobs": -1},
+        {"logit_bias": {1: math.inf}},
+        {"logit_bias": {1: math.nan}},
+        {"top_k": 2.5},
+        {"seed": 1.5},
+        {"stop": "abc"},
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(bad: dict[str, float]) -> None:
     with pytest.raises(UsageError, match=next(iter(bad))):
         SamplingParams(**bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("temperature", [1e-40, 1e-38, 1e-10])
+def test_a_temperature_near_zero_takes_the_best_token(temperature: float) -> None:
+    assert draw(logits(1.0, 3.0, 0.0, 2.9), 5, temperature=temperature, top_p=0.9) == 1
+    assert draw(logits(-5.0, -3.0, -9.0), 5, temperature=temperature) == 1

@@ -5,6 +5,7 @@ Not a thread and not a server: whoever calls `step` owns the device. `submit` an
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import secrets
 import threading
@@ -12,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,14 @@ from localllm.cache.contiguous import ContiguousKV
 from localllm.engine.chat_template import ChatInput, ChatTemplate, encode_chat
 from localllm.engine.detokenizer import Detokenizer
 from localllm.engine.events import Event, FinishedEvent, PrefillEvent, TokenLogprob
-from localllm.engine.memory import available_bytes, choose_ctx, choose_device, choose_dtype
+from localllm.engine.memory import (
+    available_bytes,
+    choose_ctx,
+    choose_device,
+    choose_dtype,
+    is_out_of_memory,
+    out_of_memory,
+)
 from localllm.engine.perplexity import Perplexity, perplexity
 from localllm.engine.request import Request, SamplingParams
 from localllm.engine.runner import Chunk, ModelRunner, StepCancelledError
@@ -105,15 +112,21 @@ class Engine:
         config = load_config(directory)
         tokenizer = Tokenizer.load(directory)
         on, of = choose_device(device), choose_dtype(dtype)
-        ctx_tokens, kv_tokens = choose_ctx(config, weight_bytes(config, of), available_bytes(on), of, ctx)
         with Checkpoint.open(directory) as checkpoint:
-            decoder = load_decoder(checkpoint, config, dtype=of, device=on, progress=progress or _silent)
+            if config.tie_word_embeddings and checkpoint.stores_own_head():
+                config = dataclasses.replace(config, tie_word_embeddings=False)
+            free_bytes = available_bytes(on)
+            ctx_tokens, kv_tokens = choose_ctx(config, weight_bytes(config, of), free_bytes, of, ctx)
+            try:
+                decoder = load_decoder(checkpoint, config, dtype=of, device=on, progress=progress or _silent)
+            except (MemoryError, RuntimeError) as error:
+                raise out_of_memory(on, error) if is_out_of_memory(error) else error from None
         return cls(
             decoder,
             tokenizer,
             _load_template(directory, tokenizer),
             ctx=ctx_tokens,
-            limits=replace(limits or Limits(), kv_tokens=kv_tokens),
+            limits=dataclasses.replace(limits or Limits(), kv_tokens=kv_tokens),
             load_s=time.perf_counter() - started,
         )
 
@@ -121,14 +134,15 @@ class Engine:
         """Answer one prompt: a text to continue, token ids, or chat messages. Closing the iterator stops the request.
 
         Several iterators may be read in turn; their requests run as one batch. Who calls `submit` and `step` himself
-        does not use this beside them.
+        does not use this beside them. A request that cannot run raises with the first event that is asked for.
         """
         request_id = self.submit(Request(tuple(self.encode(prompt)), sampling or SamplingParams()))
         inbox = self._inboxes[request_id] = deque[Event]()
         try:
-            while True:
-                while not inbox:
-                    self._step_into_inboxes()
+            while inbox or self.has_work or self._aborted:
+                if not inbox:
+                    self._deliver(self.step())
+                    continue
                 event = inbox.popleft()
                 yield event
                 if isinstance(event, FinishedEvent):
@@ -136,11 +150,11 @@ class Engine:
         finally:
             del self._inboxes[request_id]
             self.abort(request_id)
-            self._drop_aborted()
+            self._deliver(self._drop_aborted())
 
-    def _step_into_inboxes(self) -> None:
-        """One step for all iterators of `generate`; what belongs to none of them goes nowhere."""
-        for event in self.step():
+    def _deliver(self, events: SequenceOf[Event]) -> None:
+        """To the iterators of `generate`; what belongs to none of them goes nowhere."""
+        for event in events:
             if event.request_id in self._inboxes:
                 self._inboxes[event.request_id].append(event)
 
@@ -188,7 +202,7 @@ class Engine:
         if outside:
             raise UsageError(f"token id {outside[0]} does not exist", why=f"the model has ids 0 to {vocab_size - 1}")
         if num_tokens >= self.ctx:
-            longest = self.model.config.max_position_embeddings
+            longest = self.model.config.longest_context
             raise ContextOverflowError(
                 f"the prompt has {num_tokens} tokens, the context {self.ctx}",
                 why="at least one token must remain for the answer; nothing was cut",
@@ -207,23 +221,37 @@ class Engine:
     def step(self) -> list[Event]:
         """Run one forward and return what came of it; [] where there is nothing to do."""
         events = self._drop_aborted()
-        with self._lock:
-            scheduled = self.scheduler.schedule()
+        try:
+            with self._lock:
+                scheduled = self.scheduler.schedule()
+        except (MemoryError, RuntimeError) as error:
+            return [*events, self._fail(self.scheduler.waiting[0], self._named(error))]
         if not scheduled:
             return events
-        for sequence, _chunk in scheduled:
+        for sequence, _ in scheduled:
             sequence.clock.prefill_started = sequence.clock.prefill_started or time.perf_counter()
+        ids = {sequence.request_id for sequence, _ in scheduled}
         try:
-            logits = self.runner.forward([chunk for _, chunk in scheduled], cancelled=lambda: bool(self._aborted))
+            logits = self.runner.forward(
+                [chunk for _, chunk in scheduled], cancelled=lambda: not ids.isdisjoint(self._aborted)
+            )
+            finite = logits.isfinite().all(dim=-1).tolist()
         except StepCancelledError:
             return events + self._drop_aborted()
-        finite = logits.isfinite().all(dim=-1).tolist()
+        except (MemoryError, RuntimeError) as error:
+            named = self._named(error)
+            return events + [self._fail(sequence, named) for sequence, _ in scheduled]
         for row, (sequence, chunk) in enumerate(scheduled):
-            if finite[row]:
+            try:
+                if not finite[row]:
+                    raise self.runner.locate_non_finite(chunk)
                 events += self._take(sequence, chunk, logits[row])
-            else:
-                events.append(self._fail(sequence, chunk))
+            except Exception as error:  # one request's failure ends that request, not the others and not the engine
+                events.append(self._fail(sequence, error))
         return events
+
+    def _named(self, error: Exception) -> Exception:
+        return out_of_memory(self.model.device, error) if is_out_of_memory(error) else error
 
     def _take(self, sequence: Sequence, chunk: Chunk, logits: Tensor) -> Iterator[Event]:
         """Tell how far a prompt has come; draw a token where the chunk reached the sequence's end."""
@@ -252,8 +280,7 @@ class Engine:
             # LongRoPE rotates all keys differently past its trained length: the old ones are computed anew.
             chunk.kv.trim(0)
 
-    def _fail(self, sequence: Sequence, chunk: Chunk) -> FinishedEvent:
-        error = self.runner.locate_non_finite(chunk)
+    def _fail(self, sequence: Sequence, error: Exception) -> FinishedEvent:
         self._remove([sequence])
         sequence.finish_reason = "error"
         return sequence.finished(self.load_s, error)

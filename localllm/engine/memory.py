@@ -13,6 +13,7 @@ from localllm.models.config import ModelConfig
 
 DEFAULT_CTX = 8192  # where nobody asked: long enough for a chat, 1 GiB of KV for an 8B model
 MIN_CTX = 128
+NO_LIMIT = 1 << 62
 HEADROOM = 0.9  # of what is free; the rest is activations, the allocator's slack and the other programs
 
 
@@ -48,12 +49,30 @@ def available_bytes(device: torch.device) -> int:
 
 
 def _cgroup_free_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """What the control group's limit leaves; file cache counts as free, as the kernel gives it back."""
     try:
         limit = (root / "memory.max").read_text(encoding="ascii").strip()
-        used = (root / "memory.current").read_text(encoding="ascii").strip()
-        return int(limit) - int(used) if limit != "max" else 1 << 62
+        used = int((root / "memory.current").read_text(encoding="ascii"))
+        statistics = dict(line.split() for line in (root / "memory.stat").read_text(encoding="ascii").splitlines())
+        cache = int(statistics.get("inactive_file", 0)) + int(statistics.get("active_file", 0))
+        return int(limit) - used + cache if limit != "max" else NO_LIMIT
     except (OSError, ValueError):
-        return 1 << 62
+        return NO_LIMIT
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on the device or on the host."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def out_of_memory(device: torch.device, error: BaseException) -> DoesNotFitError:
+    return DoesNotFitError(
+        "the memory ran out",
+        why=f"{_gib(available_bytes(device))} are free on {device}; {str(error).splitlines()[0] if str(error) else ''}",
+        fix="close other programs, or ask for a shorter context with --ctx",
+    )
 
 
 def choose_ctx(
@@ -66,14 +85,14 @@ def choose_ctx(
     """
     per_token = kv_bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
     kv_tokens = (int(free_bytes * HEADROOM) - weight_bytes) // per_token
-    longest = config.max_position_embeddings
+    longest = config.longest_context
     if asked is not None and not 1 <= asked <= longest:
         raise UsageError(
             f"a context of {asked} tokens is not possible with this model",
             why=f"it was trained for at most {longest}",
             fix=f"--ctx {longest}",
         )
-    wanted = asked if asked is not None else min(longest, DEFAULT_CTX)
+    wanted = asked if asked is not None else min(config.max_position_embeddings, DEFAULT_CTX)
     least = wanted if asked is not None else min(wanted, MIN_CTX)
     if kv_tokens < least:
         raise DoesNotFitError(

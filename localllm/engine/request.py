@@ -8,6 +8,9 @@ from dataclasses import dataclass, field, fields
 
 from localllm.errors import UsageError
 
+MAX_BIAS = 1e6  # beyond every logit, and far from where adding one more overflows
+WHOLE_NUMBERS = frozenset({"top_k", "dry_allowed_length", "seed", "logprobs", "max_tokens"})
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -58,8 +61,14 @@ class SamplingParams:
             low, high = ranges.get(entry.name, (0, 0))
             if entry.name in ranges and value is not None and not (math.isfinite(value) and low <= value <= high):
                 raise UsageError(f"{entry.name} is {value}", why=f"it must lie between {low} and {high}")
-        if any(not text for text in self.stop):
-            raise UsageError("a stop string is empty", why="it would stop every answer before its first word")
+            if entry.name in WHOLE_NUMBERS and value is not None and not isinstance(value, int):
+                raise UsageError(f"{entry.name} is {value}", why="it must be a whole number")
+        stop: object = self.stop  # a caller without type checks may pass one text: its letters are no stop strings
+        if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop):
+            raise UsageError(f"stop is {self.stop!r}", why="it must be a list of texts, none of them empty")
+        for token_id, bias in self.logit_bias.items():
+            if not -MAX_BIAS <= bias <= MAX_BIAS:  # false for NaN too
+                raise UsageError(f"logit_bias of token {token_id} is {bias}", why=f"it must lie within {MAX_BIAS:g}")
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,8 @@ def sample(
     logits = penalised(logits, params, token_ids, num_prompt_tokens=num_prompt_tokens, breaker_ids=breaker_ids)
     if params.temperature == 0:
         return int(logits.argmax())
-    scores = truncated(logits / params.temperature, params)
+    # Measured from the best, so that a temperature near zero makes the others -inf and never the best one +inf.
+    scores = truncated((logits - logits.max()) / params.temperature, params)
     candidates = scores.isfinite().nonzero().squeeze(1)
     noisy = scores[candidates].double() + gumbel_noise(seed, len(token_ids), candidates)
     return int(candidates[noisy.argmax()])

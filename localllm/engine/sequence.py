@@ -99,6 +99,6 @@ class Sequence:
     def _release(self, text: str) -> str:
         """What of the text cannot be part of a stop string any more."""
         released, self._stopped = self._stop.push(text)
-        if self._stopped:
+        if self._stopped and self.finish_reason not in ("cancelled", "error"):
             self.finish_reason = "stop"
         return released

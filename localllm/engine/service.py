@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from localllm.engine.events import Event, FinishedEvent
 from localllm.engine.request import Request
+from localllm.errors import LocalLLMError
 
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine
@@ -48,7 +49,7 @@ class EngineService:
         self._failure: BaseException | None = None
         self._loaded = threading.Event()
         self._wake = threading.Event()
-        self._closed = False
+        self._ended = False
         self._lock = threading.Lock()
         self._streams: dict[int, RequestStream] = {}
         self._thread = threading.Thread(target=self._run, name="localllm-engine", daemon=True)
@@ -67,6 +68,8 @@ class EngineService:
         engine = self.wait_loaded()
         assert engine is not None
         with self._lock:  # the device thread must not dispatch an event before its stream is known
+            if self._ended:
+                raise self._failure or LocalLLMError("the engine has been closed", fix="load it again")
             request_id = engine.submit(request)
             stream = RequestStream(request_id, self._abort)
             self._streams[request_id] = stream
@@ -75,8 +78,10 @@ class EngineService:
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Cancel what runs and end the thread; returns after `timeout_s` even where a forward is still at work."""
-        self._closed = True
-        for request_id in list(self._streams):
+        with self._lock:
+            self._ended = True
+            running = list(self._streams)
+        for request_id in running:
             self._abort(request_id)
         self._wake.set()
         self._thread.join(timeout_s)
@@ -97,13 +102,13 @@ class EngineService:
         try:
             self._serve(self._engine)
         except BaseException as error:
-            self._failure = error
             with self._lock:
+                self._failure, self._ended = error, True
                 for stream in self._streams.values():
                     stream.events.put(error)
 
     def _serve(self, engine: Engine) -> None:
-        while not (self._closed and not engine.has_work):
+        while not (self._ended and not engine.has_work):
             if not engine.has_work:
                 self._wake.wait()
                 self._wake.clear()

@@ -151,13 +151,19 @@ class _Pull:
         return report  # type: ignore[return-value]
 
     def _check_architecture(self) -> None:
-        config = self._cache.snapshot(self._listing.commit) / "config.json"
-        model_type = read_json(config).get("model_type")
+        config = read_json(self._cache.snapshot(self._listing.commit) / "config.json")
+        model_type = config.get("model_type")
         if isinstance(model_type, str) and model_type not in RUNNABLE_MODEL_TYPES:
             raise UnsupportedModelError(
                 f"{self._cache.repo} is a {model_type[:40]!r} model, which this version cannot run",
                 why=f"it runs {', '.join(sorted(RUNNABLE_MODEL_TYPES))}; no weights were fetched",
-                fix="localllm list",
+                fix="localllm list --all",
+            )
+        if config.get("quantization_config") or config.get("compression_config"):
+            raise UnsupportedModelError(
+                f"{self._cache.repo} is already quantized",
+                why="unquantized bf16, fp16 and fp32 weights are read; no weights were fetched",
+                fix="choose the original repository, without GPTQ, AWQ, FP8, MXFP4 or bnb in its name",
             )
 
     def _check_shards(self) -> None:

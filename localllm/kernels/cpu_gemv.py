@@ -117,9 +117,18 @@ def _source(M: int) -> str:
             f"  %sum_{r}_{m} = {reduce}(float 0.0, {lanes} %odd_{r}_{m})",
             f"  %yb_{r}_{m} = mul i64 %N, {m}",
             f"  %yo_{r}_{m} = add i64 %yb_{r}_{m}, %n_{r}",
-            f"  %yp_{r}_{m} = getelementptr bfloat, ptr %y, i64 %yo_{r}_{m}",
-            f"  %yv_{r}_{m} = fptrunc float %sum_{r}_{m} to bfloat",
-            f"  store bfloat %yv_{r}_{m}, ptr %yp_{r}_{m}, align 2",
+            f"  %yp_{r}_{m} = getelementptr i16, ptr %y, i64 %yo_{r}_{m}",
+            # Rounded to nearest even by hand: without AVX512-BF16 LLVM makes `fptrunc` a call that nothing resolves.
+            f"  %bits_{r}_{m} = bitcast float %sum_{r}_{m} to i32",
+            f"  %high_{r}_{m} = lshr i32 %bits_{r}_{m}, 16",
+            f"  %odd_bit_{r}_{m} = and i32 %high_{r}_{m}, 1",
+            f"  %bump_{r}_{m} = add i32 %odd_bit_{r}_{m}, 32767",
+            f"  %bumped_{r}_{m} = add i32 %bits_{r}_{m}, %bump_{r}_{m}",
+            f"  %rounded_{r}_{m} = lshr i32 %bumped_{r}_{m}, 16",
+            f"  %nan_{r}_{m} = fcmp uno float %sum_{r}_{m}, 0.0",
+            f"  %kept_{r}_{m} = select i1 %nan_{r}_{m}, i32 32704, i32 %rounded_{r}_{m}",
+            f"  %yv_{r}_{m} = trunc i32 %kept_{r}_{m} to i16",
+            f"  store i16 %yv_{r}_{m}, ptr %yp_{r}_{m}, align 2",
         ]
     lines += [
         "  %step1 = add i64 %step, 1",

@@ -10,12 +10,17 @@ from localllm.kernels import cpu_gemv
 
 
 def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [T, K], weight [N, K], bias [N], all of one dtype and device. Returns [T, N]."""
-    if (
-        x.dtype is torch.bfloat16
-        and x.device.type == "cpu"
-        and cpu_gemv.supports(x.shape[0], weight.shape[0], weight.shape[1])
-    ):
+    """x [T, K], weight [N, K], bias [N], all of one dtype and device. Returns [T, N].
+
+    In bf16 a row of up to `cpu_gemv.MAX_ROWS` has the same bits whatever rows stand beside it.
+    """
+    rows = x.shape[0]
+    if x.dtype is not torch.bfloat16 or rows > cpu_gemv.MAX_ROWS:
+        return functional.linear(x, weight, bias)
+    if x.device.type == "cpu" and cpu_gemv.supports(rows, weight.shape[0], weight.shape[1]):
         y = cpu_gemv.cpu_gemv(x.contiguous(), weight)
         return y if bias is None else y + bias
-    return functional.linear(x, weight, bias)
+    # The library sums in another order for other numbers of rows; with one number for all, a row's sums stay. The
+    # weights are read once either way, so the empty rows cost next to nothing.
+    padded = functional.pad(x, (0, 0, 0, cpu_gemv.MAX_ROWS - rows))
+    return functional.linear(padded, weight, bias)[:rows]

@@ -51,6 +51,16 @@ class ModelConfig:
     dtype: StoredDtype | None = None  # what the file says that its weights are; the tensors' own headers decide
 
     @property
+    def longest_context(self) -> int:
+        """Tokens that the model can attend to: what it was trained for, as far as its RoPE scaling stretches that."""
+        stretched = [
+            int(rope.factor * (rope.original_max_position_embeddings or 0))
+            for rope in self.ropes
+            if rope.kind in ("dynamic", "yarn")
+        ]
+        return max(self.max_position_embeddings, min(stretched, default=0))
+
+    @property
     def rope_switch_length(self) -> int | None:
         """Tokens past which LongRoPE takes its long factors; None for every other scaling."""
         switches = {rope.original_max_position_embeddings for rope in self.ropes if rope.kind == "longrope"}

@@ -56,11 +56,11 @@ def _every_layer_full(_: Fields, layers: int) -> tuple[str, ...]:
 
 
 def _every_layer_sliding(fields: Fields, layers: int) -> tuple[str, ...]:
-    """Mistral and Phi-3 have one window for all layers; a file that mixes kinds means another architecture."""
+    """Mistral and Phi-3 have one window for all layers, and no eye for layer_types; a mixture means another family."""
     kinds = _declared_layer_kinds(fields, layers)
     if kinds is not None and len(set(kinds)) > 1:
         raise _unsupported(fields.source, "a mixture of layer_types", "one kind for all layers of this family")
-    return kinds or (SLIDING,) * layers
+    return (SLIDING,) * layers
 
 
 def _qwen_layer_kinds(fields: Fields, layers: int) -> tuple[str, ...]:
@@ -108,6 +108,7 @@ class Family:
     rope_kinds: dict[str, RopeKind] = field(default_factory=lambda: ROPE_KINDS)
     rotates_partially: bool = False
     scales_embedding: bool = False
+    caps_scores: bool = False
 
 
 _LLAMA: dict[str, object] = {
@@ -209,7 +210,9 @@ FAMILIES: Mapping[str, Family] = {
         rope_kinds=PHI3_KINDS,
         rotates_partially=True,
     ),
-    "gemma2": Family(_GEMMA2, traits=_GEMMA_TRAITS, layer_kinds=_gemma_layer_kinds, scales_embedding=True),
+    "gemma2": Family(
+        _GEMMA2, traits=_GEMMA_TRAITS, layer_kinds=_gemma_layer_kinds, scales_embedding=True, caps_scores=True
+    ),
     "gemma3_text": _GEMMA3_FAMILY,
     "gemma3": _GEMMA3_FAMILY,
     "olmo2": Family(_OLMO2, traits={"norm_placement": "post", "qk_norm": "full"}),
@@ -295,7 +298,7 @@ def _parse(family: Family, model_type: str, fields: Fields) -> ModelConfig:
         bos_token_id=fields.optional_integer("bos_token_id", 0, _MAX_TOKEN_ID),
         eos_token_ids=_eos_ids(fields),
         dtype=_dtype(fields),
-        **_gemma_attention(fields),
+        **_gemma_attention(fields, caps_scores=family.caps_scores),
         **family.traits,
     )
 
@@ -337,15 +340,15 @@ def _ropes(family: Family, fields: Fields, positions: int, rotary_dim: int) -> d
     return {FULL: parse_rope(sections[FULL], context), SLIDING: parse_rope(sections[SLIDING], local)}
 
 
-def _gemma_attention(fields: Fields) -> dict[str, Any]:
-    """Keys that only Gemma's families define."""
+def _gemma_attention(fields: Fields, *, caps_scores: bool) -> dict[str, Any]:
+    """Keys that only Gemma's families define. Gemma 3's files cap attention too; its code never looks at that."""
     if "query_pre_attn_scalar" not in fields.defaults:
         return {}
     if fields.flag("use_bidirectional_attention"):
         raise _unsupported(fields.source, "an encoder (use_bidirectional_attention)", "models that write text")
     return {
         "attention_scale": fields.number("query_pre_attn_scalar", 1e-6, 1e9) ** -0.5,
-        "attention_softcap": fields.optional_number("attn_logit_softcapping", 1e-6, 1e9),
+        "attention_softcap": fields.optional_number("attn_logit_softcapping", 1e-6, 1e9) if caps_scores else None,
         "final_softcap": fields.optional_number("final_logit_softcapping", 1e-6, 1e9),
     }
 

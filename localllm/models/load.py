@@ -44,8 +44,6 @@ class TensorSource(Protocol):
         self, fused: str, parts: Mapping[str, int], features: tuple[int, ...], dtype: torch.dtype
     ) -> Tensor: ...
 
-    def stores_own_head(self) -> bool: ...
-
     def unused(self) -> tuple[str, ...]: ...
 
 
@@ -88,8 +86,7 @@ class _Loader:
         blocks: list[Block] = []
         for layer in range(config.num_layers):
             blocks += [self._attention_block(layer, ropes.index(config.ropes[layer])), self._mlp_block(layer)]
-        own_head = not config.tie_word_embeddings or self.source.stores_own_head()
-        head = self._embedding("lm_head") if own_head else embedding
+        head = embedding if config.tie_word_embeddings else self._embedding("lm_head")
         return Decoder(
             config=config,
             embed=Embedding(embedding, config.embedding_scale),
@@ -172,9 +169,10 @@ class _Loader:
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of all matrices; the norms' are too few to count."""
-    D, hidden = config.head_dim, config.hidden_size
-    attention = hidden * D * (2 * config.num_heads + 2 * config.num_kv_heads)
-    mlp = 3 * hidden * config.intermediate_size
+    """Bytes of all matrices and biases; the norms' are too few to count."""
+    D, H, KH, hidden = config.head_dim, config.num_heads, config.num_kv_heads, config.hidden_size
+    attention = hidden * D * (2 * H + 2 * KH)
+    attention += D * (H + 2 * KH) * config.attention_bias + hidden * config.output_bias
+    mlp = 3 * hidden * config.intermediate_size + (2 * config.intermediate_size + hidden) * config.mlp_bias
     embeddings = config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)
     return (config.num_layers * (attention + mlp) + embeddings) * dtype.itemsize
