@@ -7,10 +7,9 @@ huggingface_hub. `registry` and `hub` default to the user's models.toml and envi
 from __future__ import annotations
 
 from localllm.hub import installed as _installed
-from localllm.hub.fetch import Progress, PullProgress, fetch_repository
-from localllm.hub.http import HubClient
 from localllm.hub.installed import InstalledModel, ModelDescription, ModelFiles
 from localllm.hub.names import understand
+from localllm.hub.progress import Progress, PullProgress
 from localllm.hub.repo_cache import RepoCache
 from localllm.hub.settings import HubSettings, RetryPolicy
 from localllm.registry import Registry, load_registry
@@ -62,6 +61,9 @@ def pull(
     Raises ModelNotFoundError, AccessError, DownloadError, UnsupportedModelError or DoesNotFitError. What was fetched
     until then, also until a KeyboardInterrupt or a kill, serves the next pull.
     """
+    from localllm.hub.fetch import fetch_repository  # the network's modules cost 20 ms, which `list` need not pay
+    from localllm.hub.http import HubClient
+
     registry = registry or load_registry()
     hub = hub or HubSettings.from_environment(offline=offline, token=token)
     reference = understand(name, registry)

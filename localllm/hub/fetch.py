@@ -13,6 +13,7 @@ from typing import Literal
 from localllm.errors import CheckpointError, DownloadError, UnsupportedModelError
 from localllm.hub.http import HubClient, TransferInterruptedError
 from localllm.hub.partial_file import RemoteFile, disk_error, file_matches, free_bytes, no_space
+from localllm.hub.progress import Progress, PullProgress
 from localllm.hub.repo_cache import (
     COMMIT,
     DIGEST,
@@ -48,22 +49,6 @@ _SHARD = re.compile(r"model-\d{1,6}-of-\d{1,6}\.safetensors")
 # A blob found in the cache is hashed again up to this size; larger ones are believed by their length.
 REHASHED_BYTES = 64 << 20
 TEMPORARY_LIFETIME_S = 60.0
-
-
-@dataclass(frozen=True)
-class PullProgress:
-    """How far a pull has come. `done_bytes` of `total_bytes` are on the disk and hashed."""
-
-    phase: Literal["listing", "waiting", "verifying", "downloading", "retrying"]
-    file: str = ""
-    file_done_bytes: int = 0
-    file_bytes: int = 0
-    done_bytes: int = 0
-    total_bytes: int = 0
-    note: str = ""
-
-
-Progress = Callable[[PullProgress], None]
 
 
 @dataclass(frozen=True)
@@ -214,6 +199,12 @@ def _wanted(names: Sequence[str], repo: str) -> Iterator[str]:
             f"{repo} has no {lacks}",
             why=f"it holds {', '.join(kinds) or 'no weights'}; only safetensors beside a config.json are read",
             fix="choose a repository in the Transformers format; `localllm list` names some",
+        )
+    if "tokenizer.json" not in names and not {"vocab.json", "merges.txt"} <= set(names):
+        raise UnsupportedModelError(
+            f"{repo} has no tokenizer that can be read",
+            why="neither tokenizer.json nor vocab.json with merges.txt is there; tokenizer.model alone is not read",
+            fix="choose a repository that has tokenizer.json: localllm list --all",
         )
     yield from (name for name in SMALL_FILES if name in names and (name != INDEX or sharded))
     yield from weights

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localllm.errors import CheckpointError, LocalLLMError, ModelNotFoundError, UsageError
-from localllm.hub.names import TINY_DIRECTORY, ModelReference, pull_command, understand
+from localllm.hub.names import TINY_DIRECTORY, ModelReference, pull_command, understand, without_config
 from localllm.hub.repo_cache import RepoCache, read_json
 from localllm.hub.settings import HubSettings
 from localllm.registry import BUILT_IN, REPO_ID, RUNNABLE_MODEL_TYPES, ModelEntry, Registry
@@ -103,7 +103,7 @@ def _folder(reference: ModelReference, *, needs_config: bool) -> ModelFiles:
         raise ModelNotFoundError("the built-in model is not installed", why=f"{directory} has no config.json", fix=fix)
     raise ModelNotFoundError(
         f"{directory} is not a model",
-        why="it has no config.json",
+        why=without_config(directory),
         fix="name the folder that holds config.json and *.safetensors",
     )
 

@@ -19,8 +19,20 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u206
 TINY_DIRECTORY = Path(__file__).parent.parent / "tiny"
 
 
+GGUF_IS_NOT_READ = "GGUF is not read: use the repository with the safetensors files that it was made from"
+
 # A folder with one of these is a model's, or a tokenizer's alone.
 MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json")
+
+
+class UnknownModelError(ModelNotFoundError):
+    """Nothing has that name. `nearest` may be what was meant; "": nothing is like it."""
+
+    def __init__(self, name: str, nearest: str, why: str) -> None:
+        fix = f"localllm run {nearest}" if nearest else "localllm list --all"
+        super().__init__(f"there is no model {name[:80]!r}", why=why, fix=fix)
+        self.name = name
+        self.nearest = nearest
 
 
 @dataclass(frozen=True)
@@ -41,6 +53,7 @@ def understand(name: str, registry: Registry) -> ModelReference:
     Raises ModelNotFoundError for anything else; nothing is opened for it.
     """
     _refuse_hostile(name)
+    _refuse_gguf(name)
     if name.casefold() == BUILT_IN:
         return ModelReference(BUILT_IN, directory=TINY_DIRECTORY, entry=registry.find(BUILT_IN))
     if _spelled_as_path(name):
@@ -87,7 +100,13 @@ def _directory(name: str) -> ModelReference:
         return ModelReference(name, directory=path)
     is_there = _exists(path, Path.exists)
     why = "it is a file; a model is a folder with config.json" if is_there else "there is no such folder"
-    raise ModelNotFoundError(f"no model in {name[:200]!r}", why=why, fix="localllm list")
+    raise ModelNotFoundError(f"no model in {name[:200]!r}", why=why, fix="localllm list --all")
+
+
+def _refuse_gguf(name: str) -> None:
+    if name.casefold().endswith(".gguf") and _exists(Path(name).expanduser(), Path.is_file):
+        fix = "localllm list --all, or localllm run ORG/REPOSITORY -p TEXT with the one it was made from"
+        raise ModelNotFoundError(f"{name[:200]!r} is a GGUF file", why=GGUF_IS_NOT_READ, fix=fix)
 
 
 def _exists(path: Path, kind: Callable[[Path], bool]) -> bool:
@@ -97,13 +116,18 @@ def _exists(path: Path, kind: Callable[[Path], bool]) -> bool:
         return False
 
 
-def _unknown(name: str, registry: Registry, passed_over: Path | None) -> ModelNotFoundError:
+def _unknown(name: str, registry: Registry, passed_over: Path | None) -> UnknownModelError:
     nearest = registry.nearest(name)
     if passed_over is not None:
-        why = f"the folder {name!r} is there, but has no config.json"
+        why = f"the folder {name!r} is there, but {without_config(passed_over)}"
     elif nearest:
         why = f"did you mean {' or '.join(nearest)}?"
     else:
         why = "it is neither in models.toml, nor a folder with config.json, nor of the form org/repo"
-    fix = f"localllm run {nearest[0]}" if nearest else "localllm list"
-    return ModelNotFoundError(f"there is no model {name[:80]!r}", why=why, fix=fix)
+    return UnknownModelError(name, nearest[0] if nearest else "", why)
+
+
+def without_config(folder: Path) -> str:
+    """Why a folder without config.json is no model."""
+    has_gguf = any(_exists(path, Path.is_file) for path in folder.glob("*.gguf"))
+    return "it has no config.json" + (f"; {GGUF_IS_NOT_READ}" if has_gguf else "")

@@ -16,7 +16,7 @@ from tests.fake_hub import COMMIT, FakeHub, sha256
 REPOSITORY = Path(__file__).parent.parent.parent
 REPO = "maker/model"
 PIECE = 256 << 10
-PAIR = ("config.json", "model.safetensors")
+LEAST = ("config.json", "tokenizer.json", "model.safetensors")  # that a listing must have
 QUICK = RetryPolicy(attempts=4, listing_attempts=3, base_s=0.01, longest_s=0.02, connect_s=2, stall_s=0.4)
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 UNWANTED = ("pytorch_model.bin", "consolidated.safetensors", "original/consolidated.00.pth", "modeling.py", "a.gguf")

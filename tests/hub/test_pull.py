@@ -24,7 +24,7 @@ from localllm.hub import PullProgress, locate, pull
 from localllm.hub.repo_cache import RepoCache
 from tests.fake_hub import COMMIT, Fault, sha256
 from tests.hub.support import (
-    PAIR,
+    LEAST,
     PIECE,
     QUICK,
     REPO,
@@ -296,8 +296,8 @@ def test_a_listing_is_asked_for_again(fake, fetch, fault):
         "{}",
         '{"sha": "../../x", "siblings": []}',
         json.dumps({"sha": COMMIT, "siblings": 3}),
-        json.dumps({"sha": COMMIT, "siblings": [{"rfilename": name, "size": -1, "blobId": COMMIT} for name in PAIR]}),
-        json.dumps({"sha": COMMIT, "siblings": [{"rfilename": name, "size": 1, "blobId": "../x"} for name in PAIR]}),
+        json.dumps({"sha": COMMIT, "siblings": [{"rfilename": name, "size": -1, "blobId": COMMIT} for name in LEAST]}),
+        json.dumps({"sha": COMMIT, "siblings": [{"rfilename": name, "size": 1, "blobId": "../x"} for name in LEAST]}),
     ],
     ids=range(5),
 )
@@ -313,6 +313,20 @@ def test_a_repository_without_safetensors_says_what_it_has(fake, fetch):
         fetch()
     assert ".bin" in caught.value.why
     assert ".gguf" in caught.value.why
+
+
+def test_a_quantized_checkpoint_is_found_out_before_its_weights_are_fetched(fake, fetch):
+    fake.repositories[REPO]["config.json"] = b'{"model_type": "qwen2", "quantization_config": {"quant_method": "awq"}}'
+    with pytest.raises(UnsupportedModelError, match="already quantized"):
+        fetch()
+    assert not fake.sent_bytes("model.safetensors")
+
+
+def test_a_repository_without_a_readable_tokenizer_is_refused_before_anything_is_fetched(fake, fetch):
+    del fake.repositories[REPO]["tokenizer.json"]
+    with pytest.raises(UnsupportedModelError, match="no tokenizer"):
+        fetch()
+    assert not fake.sent_bytes("model.safetensors")
 
 
 def test_an_architecture_that_does_not_run_is_found_out_before_its_weights_are_fetched(fake, fetch):
