@@ -62,10 +62,18 @@ class Accepts:
             return "one of " + ", ".join(self.choices)
         if self.kind in ("integer", "number"):
             noun = "a whole number" if self.kind == "integer" else "a number"
-            return f"{noun} from {self.low:g} to {self.high:g}" if self.high < 2**31 else f"{noun} from {self.low:g}"
+            high = f"{self.high:g}" if self.kind == "number" else str(self.high)
+            return f"{noun} from {self.low:g} to {high}"
         return {"text": "a text that is not empty", "texts": "a list of texts, none empty", "switch": "true or false"}[
             self.kind
         ]
+
+    def mending(self, flag: str, value: object) -> str:
+        """The flag with the nearest value that is accepted; advice where none is near."""
+        if not isinstance(value, int | float):
+            return f"leave {flag} out, or give it {self.describe()}"
+        nearest = min(max(self.low, value), self.high)
+        return f"{flag} {nearest if self.kind == 'integer' else f'{nearest:g}'}"
 
     def allows(self, value: object) -> bool:
         match self.kind:
@@ -237,7 +245,9 @@ def accepted(key: str, value: object, where: str | Callable[[], str], accepts: A
         raise SettingsError(
             f"{key} is {repr(value)[:80]} in {place}",
             why=f"it must be {accepts.describe()}",
-            fix="change it there; `localllm config show --origin` lists every setting and where it was set",
+            fix=accepts.mending(place, value)
+            if place.startswith("--")
+            else "change it there; `localllm config show --origin` lists every setting and where it was set",
         )
     if accepts.kind == "number":
         return float(value)  # type: ignore[arg-type]

@@ -216,7 +216,7 @@ def test_the_same_tensor_under_two_names_is_refused(tmp_path):
     [
         ("pytorch_model.bin", "never opened"),
         ("consolidated.00.pth", "never opened"),
-        ("model-q4.gguf", "never opened"),
+        ("model-q4.gguf", "GGUF is not read"),
         ("consolidated.safetensors", "nothing says what it holds"),
         ("README.md", "neither model.safetensors nor model.safetensors.index.json"),
     ],

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from localllm.cli.help import read_sections
 from localllm.errors import LocalLLMError
@@ -69,7 +74,7 @@ def test_statistics_go_to_stderr(model: Path) -> None:
     result = ask(model, "--stats")
     assert result.out == ask(model).out
     assert "answer 4 tokens" in result.err
-    assert "ended by length" in result.err
+    assert result.err.endswith("seed 1, ended by length\n")
 
 
 def test_the_same_seed_gives_the_same_text_and_another_seed_another(model: Path) -> None:
@@ -89,10 +94,36 @@ def test_a_logit_bias_forces_a_token(model: Path) -> None:
     assert ask(model, "--json", "--logit-bias", "40=1000").json["token_ids"] == [40] * 4
 
 
-def test_an_answer_that_fills_the_context_says_so(model: Path) -> None:
-    result = run_cli("run", model, "-p", "x", "--ctx", "24")
+@pytest.mark.parametrize(
+    ("ctx", "advice"), [("24", "--ctx makes it larger"), ("512", "it is the longest that the model has")]
+)
+def test_an_answer_that_fills_the_context_says_so(model: Path, ctx: str, advice: str) -> None:
+    result = run_cli("run", model, "-p", "x" + " once" * (int(ctx) // 6), "--ctx", ctx)
     assert result.code == 0
-    assert "the context of 24 tokens is full" in result.err
+    assert f"the context of {ctx} tokens is full ({advice}" in result.err
+
+
+def test_a_drawn_seed_is_told_and_repeats_the_answer(model: Path) -> None:
+    line = ("run", model, "-p", "the fox", "--max-tokens", "8")
+    first = run_cli(*line, "--jsonl").out.splitlines()
+    seed = json.loads(first[0])["seed"]
+    assert 0 <= seed < 2**31
+    again = run_cli(*line, "--seed", str(seed), "--jsonl").out.splitlines()
+    assert [json.loads(row)["text"] for row in first[2:]] == [json.loads(row)["text"] for row in again[2:]]
+    assert re.search(r"seed \d+, ended", run_cli(*line, "--stats").err)
+
+
+def test_the_load_time_has_all_of_the_loading(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from localllm.engine.engine import Engine
+
+    load = Engine.load
+
+    def slow(*arguments: object, **options: object) -> Engine:
+        time.sleep(0.2)  # what Engine.load itself does not measure
+        return load(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Engine, "load", slow)
+    assert ask(model, "--json").json["timings"]["load_s"] > 0.2
 
 
 def test_with_no_model_named_the_built_in_one_answers() -> None:
@@ -158,8 +189,13 @@ def test_messages_are_an_array_or_an_object_of_template_variables(
     model: Path, tmp_path: Path, content: str, expected: str
 ) -> None:
     (tmp_path / "m.json").write_text(content)
-    assert shown(model, "--messages", tmp_path / "m.json") == expected
-    assert shown(model, "--messages", "-", stdin=content.encode()) == expected
+    for result in (
+        run_cli("run", model, "--show-prompt", "--messages", tmp_path / "m.json", stdin=b"not read"),
+        run_cli("run", model, "--show-prompt", "--messages", "-", stdin=content.encode()),
+    ):
+        assert (result.code, result.out.decode()) == (0, expected)
+        says_so = "messages" in content and "add_generation_prompt" not in content
+        assert ("add_generation_prompt" in result.err) is says_so
 
 
 def test_one_argument_with_a_blank_is_the_prompt_and_two_are_model_and_prompt(model: Path, tmp_path: Path) -> None:
@@ -221,6 +257,29 @@ BAD_LINES = {
     "latin-1 file": (["run", "MODEL", "-f", "LATIN", "-p", "x"], 2, "UTF-8"),
     "endless file": (["run", "MODEL", "-f", "/dev/zero", "-p", "x"], 2, "too large"),
     "messages no json": (["run", "MODEL", "--messages", "LATIN"], 2, "--messages"),
+    "messages and prompt of blanks": (["run", "two words", "--messages", "m.json"], 2, "--messages and a prompt"),
+    "messages empty": (["run", "MODEL", "--messages", "NONE"], 2, "no messages"),
+    "messages empty in an object": (["run", "MODEL", "--messages", "NONE OBJECT"], 2, "no messages"),
+    "a message alone": (["run", "MODEL", "--messages", "ALONE"], 2, "[{...}]"),
+    "prompt empty": (["run", "MODEL", ""], 2, "there is no prompt"),
+    "prompt empty and no model": (["run", ""], 2, "there is no prompt"),
+    "prompt blank": (["run", "MODEL", "-p", " \n"], 2, "it is blank"),
+    "prompt file empty": (["run", "MODEL", "-f", "EMPTY"], 2, "there is no prompt"),
+    "raw prompt empty": (["run", "MODEL", "--raw", "-p", ""], 2, "there is no prompt"),
+    "prompts": (["run", "MODEL", "-p", "a", "-p", "b"], 2, "more than once"),
+    "no offline run": (["run", "MODEL", "--offline", "-p", "x"], 2, "fix:   localllm run --help"),
+    "dry base for nobody": (["run", "MODEL", "-p", "x", "--dry-base", "2"], 2, "--dry-base needs --dry-multiplier"),
+    "dry length, dry off": (
+        ["chat", "MODEL", "--plain", "--dry-multiplier", "0", "--dry-allowed-length", "2"],
+        2,
+        "--dry-allowed-length needs --dry-multiplier",
+    ),
+    "show and stats": (["run", "MODEL", "--show-prompt", "--stats", "-p", "x"], 2, "--show-prompt and --stats"),
+    "show unstreamed": (["run", "MODEL", "--show-prompt", "--no-stream", "-p", "x"], 2, "--show-prompt and --no"),
+    "show logprobs": (["run", "MODEL", "--show-prompt", "--logprobs", "1", "-p", "x"], 2, "--show-prompt and --log"),
+    "seed": (["run", "MODEL", "-p", "x", "--seed", "-1"], 2, "from 0 to 9223372036854775807"),
+    "a GGUF file": (["run", "GGUF.gguf", "-p", "x"], 3, "GGUF is not read"),
+    "a folder of GGUF": (["run", "FOLDER", "-p", "x"], 3, "GGUF is not read"),
     "messages wrong": (["run", "MODEL", "--messages", "NUMBER"], 2, "messages"),
     "prompt no text": (["run", "MODEL", "-p", "\udcff"], 2, "UTF-8"),
     "a folder without model": (["run", "/", "-p", "x"], 3, "config.json"),
@@ -237,11 +296,22 @@ BAD_LINES = {
 
 @pytest.mark.parametrize("name", BAD_LINES)
 def test_a_bad_line_ends_with_four_lines_and_its_exit_code(name: str, model: Path, tmp_path: Path) -> None:
-    files = {"BINARY": b"\x7fELF\0\1", "LATIN": "é".encode("latin-1"), "NUMBER": b"3", "EMPTY": b""}
+    files = {
+        "BINARY": b"\x7fELF\0\1",
+        "LATIN": "é".encode("latin-1"),
+        "NUMBER": b"3",
+        "EMPTY": b"",
+        "NONE": b"[]",
+        "NONE OBJECT": b'{"messages": []}',
+        "ALONE": b'{"role": "user", "content": "hi"}',
+        "GGUF.gguf": b"GGUF",
+        "FOLDER/model.gguf": b"GGUF",
+    }
+    (tmp_path / "FOLDER").mkdir()
     for file, content in files.items():
         (tmp_path / file).write_bytes(content)
     arguments, code, word = BAD_LINES[name]
-    places = {"MODEL": str(model), **{file: str(tmp_path / file) for file in files}}
+    places = {"MODEL": str(model), **{file: str(tmp_path / file) for file in [*files, "FOLDER"]}}
     result = run_cli(*(places.get(argument, argument) for argument in arguments))
     assert (result.code, result.out) == (code, b"")
     assert [line.split(":")[0] for line in result.err.splitlines()] == ["error", "why", "fix", "more"]
@@ -288,6 +358,41 @@ def test_tokenize_prints_ids_and_tokens_without_special_ones(model: Path) -> Non
     assert len(result["token_ids"]) == len(result["tokens"])
 
 
+def test_a_byte_order_mark_is_no_part_of_a_prompt(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbffile")
+    assert shown(model, "--raw", "-f", tmp_path / "a.txt", stdin=b"\xef\xbb\xbfpiped") == "piped\n\nfile"
+
+
+def test_a_dash_is_standard_input_in_the_place_of_a_file(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("file")
+    assert shown(model, "--raw", "-f", tmp_path / "a.txt", "-f", "-", "-p", "ask", stdin=b"piped") == (
+        "file\n\npiped\n\nask"
+    )
+    text = b"the fox found a lantern " * 20
+    assert run_cli("perplexity", model, "--file", "-", "--json", stdin=text).json["tokens"] > 20
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{% for m in messages %}{{ '<' + m.content + '>' }}{% endfor %}", "<one\ntwo>"),
+        (
+            "{% for m in messages %}{% for p in m.content %}{{ '<' + p.text + '>' }}{% endfor %}{% endfor %}",
+            "<one><two>",
+        ),
+    ],
+    ids=["knows texts", "knows parts"],
+)
+def test_parts_of_text_are_joined_for_a_template_that_knows_no_parts(
+    model: Path, tmp_path: Path, template: str, expected: str
+) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    messages = json.dumps([{"role": "user", "content": parts}]).encode()
+    assert shown(tmp_path, "--messages", "-", stdin=messages) == expected
+
+
 @pytest.mark.parametrize("text", ["the fox\n", "", "\ufeff\0\x1b[0m\r\n"])
 def test_tokenize_reads_standard_input_to_the_last_byte(model: Path, text: str) -> None:
     piped = run_cli("tokenize", model, "--json", stdin=text.encode()).json
@@ -315,6 +420,25 @@ def test_every_listing_is_json_where_asked(arguments: list[str]) -> None:
 def test_list_all_names_what_can_be_pulled() -> None:
     rows = run_cli("list", "--all", "--json").json["models"]
     assert any(row["name"] == "mistral-7b" and row["state"] == "available" for row in rows)
+
+
+def test_what_is_not_known_of_a_model_is_not_shown() -> None:
+    row = run_cli("show", "qwen3-8b", "--json").json
+    assert (row["size_bytes"], row["gated"], row["parameters"] > 7) == (None, False, True)
+    text = run_cli("show", "qwen3-8b").out.decode()
+    assert not re.search(r"^(size|partial)|0 B$", text, re.MULTILINE)
+    assert re.search(r"^gated +no$", text, re.MULTILINE)
+    assert re.search(r"^parameters +8\.\d+ billion$", text, re.MULTILINE)
+    listed = {row["name"]: row for row in run_cli("list", "--all", "--json").json["models"]}
+    assert (listed["qwen3-8b"]["size_bytes"], listed["qwen3-8b"]["parameters"]) == (None, row["parameters"])
+    assert re.search(r"^qwen3-8b +available +8\.\d+ billion ", run_cli("list", "--all").out.decode(), re.MULTILINE)
+
+
+def test_show_lists_the_sampling_defaults_of_the_checkpoint_too(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "own")
+    (model / "generation_config.json").write_text('{"temperature": 0.7, "top_p": 0.9}')
+    assert run_cli("show", model, "--json").json["sampling"] == {"temperature": 0.7, "top_p": 0.9}
+    assert re.search(r"^size +\d", run_cli("show", model).out.decode(), re.MULTILINE)
 
 
 def test_show_template_prints_the_template(model: Path) -> None:
@@ -351,9 +475,94 @@ def test_help_of_a_command_is_its_help_flag() -> None:
 def test_version_and_bare_command() -> None:
     assert run_cli("--version").out.startswith(b"localllm ")
     assert run_cli().out == run_cli("--help").out
+    assert run_cli("config").out == run_cli("config", "--help").out
+    assert run_cli("config").code == 0
+
+
+def test_the_usage_line_of_a_command_has_no_braces() -> None:
+    assert run_cli("perplexity", "--help").out.startswith(b"Usage: localllm perplexity [OPTIONS] MODEL\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "fix"),
+    [
+        (["run", "tinyy", "A fox"], b"", "localllm run tiny 'A fox'"),
+        (["run", "tinyy"], b"", "localllm run tiny, or if it is the prompt: localllm run -p tinyy"),
+        (["pull", "mistrl-7b"], b"", "localllm pull mistral-7b"),
+        (["tokenize", "hello"], b"", "localllm list --all, or if it is the text: localllm tokenize tiny hello"),
+        (["run", "MODEL", "-p", "x", "--temperature", "-1"], b"", "localllm run MODEL -p x --temperature 0"),
+        (["run", "MODEL", "-p", "x", "--threads", "0"], b"", "localllm run MODEL -p x --threads 1"),
+        (["run", "MODEL", "-p", "x", "--dry-base", "0.5", "--dry-multiplier", "1"], b"", "localllm run --help"),
+        (["tokenize", "MODEL"], b"\xe9", "iconv -f ISO-8859-1 -t UTF-8 FILE | localllm tokenize MODEL"),
+        (
+            ["perplexity", "MODEL", "--file", "LATIN"],
+            b"",
+            "iconv -f ISO-8859-1 -t UTF-8 LATIN > LATIN.utf8, then the same command with --file LATIN.utf8",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_fix_mends_the_line_that_was_typed(
+    model: Path, tmp_path: Path, arguments: list[str], stdin: bytes, fix: str
+) -> None:
+    (tmp_path / "LATIN").write_bytes(b"\xe9")
+    places = {"MODEL": str(model), "LATIN": str(tmp_path / "LATIN")}
+    err = run_cli(*(places.get(argument, argument) for argument in arguments), stdin=stdin).err
+    shown = err.replace(str(model), "MODEL").replace(str(tmp_path / "LATIN"), "LATIN")
+    assert f"fix:   {fix}\n" in shown
+
+
+@pytest.mark.parametrize(
+    ("variable", "flags", "fix"),
+    [
+        ("LOCALLLM_OFFLINE", [], "env -u LOCALLLM_OFFLINE localllm pull mistral-7b"),
+        ("HF_HUB_OFFLINE", [], "env -u HF_HUB_OFFLINE localllm pull mistral-7b"),
+        ("LOCALLLM_TOP_K", ["--offline"], "localllm pull mistral-7b"),
+    ],
+)
+def test_a_pull_that_is_kept_offline_says_by_what(
+    variable: str, flags: list[str], fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", variable == "HF_HUB_OFFLINE")
+    result = run_cli("pull", "mistral-7b", *flags)
+    assert (result.code, result.error_lines[2]) == (3, f"fix:   {fix}")
+
+
+def test_a_bad_name_in_the_settings_file_is_traced_to_its_line(tmp_path: Path) -> None:
+    (tmp_path / "home" / "config").mkdir(parents=True)
+    (tmp_path / "home" / "config" / "config.toml").write_text('model = "tinyy"\n')
+    result = run_cli("run", "-p", "x")
+    assert result.code == 3
+    assert "config.toml:1" in result.error_lines[1]
+    assert "localllm run tiny -p TEXT" in result.error_lines[2]
 
 
 def test_a_fix_that_is_a_flag_is_shown_as_the_command_to_paste(model: Path) -> None:
     result = run_cli("run", model, "--ctx", "100000", "-p", "two words")
     assert result.code == 2
     assert f"fix:   localllm run {model} -p 'two words' --ctx 512" in result.err
+
+
+def test_a_model_that_computes_nan_ends_json_with_an_error_that_names_the_block(model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "broken")
+    weights = load_file(tmp_path / "broken" / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"][:] = float("nan")
+    save_file(weights, tmp_path / "broken" / "model.safetensors")
+    result = ask(tmp_path / "broken", "--json")
+    assert (result.code, result.json["finish_reason"], result.json["text"]) == (1, "error", "")
+    assert "layers.1.mlp" in result.json["error"]["what"]
+    assert "layers.1.mlp" in result.err
+
+
+def test_a_config_that_cannot_run_is_refused_before_torch_is_loaded(model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "other")
+    (tmp_path / "other" / "config.json").write_text('{"model_type": "mamba"}')
+    code = (
+        "import sys\nfrom localllm.cli.dispatch import dispatch\nfrom localllm.cli.interrupts import Interrupts\n"
+        f"code = dispatch(['run', {str(tmp_path / 'other')!r}, '-p', 'x'], Interrupts())\n"
+        "print(code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=REPOSITORY)
+    assert done.stdout.split() == ["1", "False"]
+    assert "mamba" in done.stderr

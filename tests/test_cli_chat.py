@@ -82,6 +82,7 @@ def test_a_saved_chat_is_loaded_again_and_read_by_run(talk, model: Path, tmp_pat
     before = saved(tmp_path)
     talk("/load chat.json", "/save again.json")
     assert json.loads((tmp_path / "again.json").read_text())["messages"] == before
+    assert json.loads((tmp_path / "chat.json").read_text())["add_generation_prompt"] is True
     shown = run_cli("run", model, "--messages", tmp_path / "chat.json", "--show-prompt")
     assert shown.out.startswith(b"<|bos|><|system|>be brief<|eos|><|user|>one<|eos|><|assistant|>")
 
@@ -96,6 +97,26 @@ def test_set_changes_the_sampling_and_refuses_what_it_does_not_know(talk) -> Non
     assert talk("/set max_tokens 2", "/set", "one", "/stats").err.count("answer 2 tokens") == 1
     assert "'temperature'" in talk("/set temprature 1").err
     assert "from 0 to 100" in talk("/set temperature hot").err
+    unset = talk("/set").err.splitlines()
+    assert "top_k = -" in unset
+    assert "stop = -" in unset
+
+
+@pytest.mark.parametrize(
+    ("line", "fix"),
+    [
+        ("/load nowhere.json", "/load PATH"),
+        ("/file nowhere.txt", "/file PATH"),
+        ("/file latin.txt", "iconv -f ISO-8859-1 -t UTF-8 latin.txt > latin.txt.utf8, then /file latin.txt.utf8"),
+        ("/load number.json", "/help"),
+        ("/set temperature hot", "/set shows every setting"),
+    ],
+)
+def test_an_error_in_a_chat_is_mended_in_the_chat(talk, tmp_path: Path, line: str, fix: str) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"\xe9")
+    (tmp_path / "number.json").write_text("3")
+    result = talk(line)
+    assert (result.code, result.error_lines[2]) == (2, f"fix:   {fix}")
 
 
 def test_an_unknown_command_names_the_nearest(talk) -> None:
@@ -104,7 +125,7 @@ def test_an_unknown_command_names_the_nearest(talk) -> None:
 
 def test_an_overflow_is_an_error_with_both_counts_and_the_chat_goes_on(talk, tmp_path: Path) -> None:
     result = talk("one", "x " * 150, "/save chat.json", flags=("--ctx", "128"))
-    assert result.code == 0
+    assert result.code == 5  # of the last error: a script sees that not all was answered
     assert "128" in result.err
     assert "/clear" in result.err
     assert "--ctx" in result.err
@@ -125,3 +146,13 @@ def test_chat_without_plain_says_that_it_is_the_line_mode(model: Path, talk) -> 
     result = run_cli("chat", model, stdin=b"")
     assert result.code == 0
     assert "--plain" in result.err
+
+
+@pytest.mark.parametrize("content", ["", ', "content": null', ', "content": [{"type": "text", "text": "x"}]'])
+def test_a_system_message_that_is_no_text_cannot_be_loaded_and_the_chat_goes_on(
+    talk, tmp_path: Path, content: str
+) -> None:
+    (tmp_path / "odd.json").write_text(f'[{{"role": "system"{content}}}]')
+    result = talk("/load odd.json", "the fox", "/save chat.json")
+    assert "system message is no text" in result.err
+    assert questions(tmp_path) == ["the fox"]

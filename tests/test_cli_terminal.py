@@ -10,6 +10,7 @@ import re
 import select
 import signal
 import subprocess
+import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli_support import start_cli, write_checkpoint
+from tests.cli_support import environment, start_cli, write_checkpoint
 
 START_S = 30.0  # torch's import on a loaded machine
 REACTION_S = 2.0  # the contract
@@ -141,7 +142,7 @@ def test_a_signal_stops_the_answer_keeps_it_and_prints_statistics(
     assert process.returncode == code
     assert len(begun + rest) > 16
     assert rest.endswith(b"\n")
-    assert b"ended by cancelled" in errors
+    assert re.search(rb"seed \d+, cancelled\n", errors)
     assert b"Traceback" not in errors
 
 
@@ -170,7 +171,24 @@ def test_ctrl_c_while_the_prompt_is_read_leaves_within_two_seconds(model: Path, 
     terminal.wait_for("reading the prompt")
     terminal.process.send_signal(signal.SIGINT)
     assert terminal.end(REACTION_S) == 130
-    assert b"ended by cancelled" in terminal.text
+    assert b", cancelled" in terminal.text
+
+
+def test_ctrl_c_in_the_first_moment_is_no_traceback(tmp_path: Path) -> None:
+    program = """
+import os, signal, sys
+
+class Press:
+    def find_spec(self, name, path=None, target=None):
+        if name == "localllm.cli.dispatch":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Press())
+from localllm.cli import main
+main()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], env=environment(tmp_path), capture_output=True, timeout=30)
+    assert (ended.returncode, ended.stdout, ended.stderr.strip()) == (130, b"", b"interrupted")
 
 
 def test_a_second_ctrl_c_leaves_at_once(model: Path, start: Start) -> None:
@@ -206,13 +224,35 @@ def test_a_closed_pipe_is_silent(model: Path, start: Start, arguments: list[str]
     assert process.wait(timeout=10) == 0
 
 
-def test_a_full_disk_under_stdout_is_an_error(start: Start) -> None:
+@pytest.mark.parametrize("arguments", [["list", "--all"], ["--help"], ["run", "--help"]], ids=" ".join)
+def test_a_full_disk_under_stdout_is_an_error(start: Start, arguments: list[str]) -> None:
     with Path("/dev/full").open("wb") as full:
-        process = start("list", "--all", stdout=full)
+        process = start(*arguments, stdout=full)
         errors = process.communicate(timeout=START_S)[1]
     assert process.returncode == 1
     assert b"No space left" in errors
+    assert b"bug" not in errors
     assert b"Traceback" not in errors
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["run", "--raw", "--show-prompt", "-p", "x"]], ids=" ".join)
+def test_a_closed_stdout_is_an_error(start: Start, arguments: list[str]) -> None:
+    process = start(*arguments, stdout=None, preexec_fn=lambda: os.close(1))
+    errors = process.communicate(timeout=START_S)[1]
+    assert process.returncode == 1
+    assert b"standard output is closed" in errors
+
+
+def test_an_answer_on_a_terminal_is_broken_between_words_and_a_prompt_is_not(model: Path, open_terminal: Open) -> None:
+    words = "the fox found a lantern " * 8
+    terminal = open_terminal("run", model, "--raw", "--show-prompt", "-p", words)
+    assert terminal.end(START_S) == 0
+    assert words.encode() in terminal.text
+    line = ("run", model, "--raw", "-p", words, "--logit-bias", f"{_token_of(model, ' fox')}=1000")
+    terminal = open_terminal(*line, "--max-tokens", "60", TERM="dumb")
+    assert terminal.end(START_S) == 0
+    assert re.search(rb"\A(?: ?fox(?: fox)*\r\n)+\Z", terminal.text)
+    assert max(map(len, terminal.text.split(b"\r\n"))) <= 80
 
 
 def test_a_pipe_gets_no_escape_codes_and_utf8_whatever_the_locale(model: Path, start: Start) -> None:
@@ -228,7 +268,7 @@ def test_a_terminal_gets_the_answer_without_the_models_control_characters(
     model: Path, start: Start, open_terminal: Open
 ) -> None:
     # The byte-level alphabet's token for ESC, forced: in a pipe it is there, on a terminal it is not.
-    token_id = _token_of_escape(model)
+    token_id = _token_of(model, "\x1b")
     line = ("run", model, "-p", "x", "--logit-bias", f"{token_id}=1000", "--max-tokens", "5")
     piped = start(*line).communicate(timeout=START_S)[0]
     assert piped == b"\x1b" * 5 + b"\n"
@@ -254,10 +294,10 @@ def test_run_on_a_terminal_without_a_prompt_says_how_to_give_one(model: Path, op
     assert b'localllm run "Tell me a tale' in terminal.text
 
 
-def _token_of_escape(model: Path) -> int:
+def _token_of(model: Path, text: str) -> int:
     from localllm.engine.tokenizer import Tokenizer
 
-    ids = Tokenizer.load(model).encode("\x1b")
+    ids = Tokenizer.load(model).encode(text)
     assert len(ids) == 1
     return ids[0]
 
@@ -280,7 +320,7 @@ def test_a_chat_on_a_terminal(model: Path, tmp_path: Path, open_terminal: Open) 
     terminal.send("go on\n")
     terminal.wait_for(r"\n.{40}")
     terminal.press_ctrl_c()
-    terminal.wait_for("ended by cancelled", REACTION_S)
+    terminal.wait_for(", cancelled", REACTION_S)
     terminal.wait_for(">>> $")
     terminal.send("/save chat.json\n")
     terminal.wait_for("wrote chat.json")
@@ -290,6 +330,15 @@ def test_a_chat_on_a_terminal(model: Path, tmp_path: Path, open_terminal: Open) 
     terminal.send("n\n")
     terminal.wait_for("nothing was written")
     terminal.wait_for(">>> $")
+    terminal.press_ctrl_c()
+    terminal.wait_for(r"\n(\x1b\[[0-9;]*m)*Ctrl-C again leaves")
+    terminal.wait_for(">>> $")
+    terminal.forget()
+    terminal.send("half a question")
+    terminal.wait_for("half a question")
+    terminal.press_ctrl_c()  # clears the line, and is no second press
+    terminal.wait_for(r"\n.*>>> $")
+    assert b"leaves" not in terminal.text
     terminal.press_ctrl_c()
     terminal.wait_for("Ctrl-C again leaves")
     terminal.wait_for(">>> $")

@@ -13,6 +13,7 @@ from typing import Any
 import typer
 
 from localllm.cli.app import app
+from localllm.config import ACCEPTED
 
 PREFACE = Path(__file__).parent / "cli_preface.md"
 TARGET = Path(__file__).parent.parent / "docs" / "cli.md"
@@ -21,7 +22,8 @@ TARGET = Path(__file__).parent.parent / "docs" / "cli.md"
 def generate() -> str:
     """The whole page."""
     group = typer.main.get_command(app)
-    lines = [PREFACE.read_text(encoding="utf-8"), "## Commands", ""]
+    settings = ", ".join(f"`LOCALLLM_{name.upper()}`" for name in ACCEPTED)
+    lines = [PREFACE.read_text(encoding="utf-8").replace("SETTINGS", settings), "## Commands", ""]
     for path, command in _commands(group, "localllm"):
         lines += _describe(path, command)
     return "\n".join(lines).rstrip() + "\n"

@@ -14,6 +14,11 @@ def main() -> NoReturn:
     """Runs the command line of this process and ends it with the exit code of docs/errors.md."""
     interrupts = Interrupts()
     interrupts.install()
-    from localllm.cli.dispatch import dispatch, end_process
+    try:
+        from localllm.cli.dispatch import dispatch, end_process
 
-    end_process(dispatch(sys.argv[1:], interrupts))
+        code = dispatch(sys.argv[1:], interrupts)
+    except KeyboardInterrupt:  # before `dispatch` could see to it, or behind it
+        interrupts.farewell = interrupts.farewell or "interrupted"
+        interrupts.leave()
+    end_process(code)

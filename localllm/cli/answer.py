@@ -31,10 +31,10 @@ class Answer:
     """What has been said so far; complete once `finished` is set."""
 
     num_prompt_tokens: int
+    seed: int | None = None
     parts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    begun: bool = False  # the model has worked on it
     finished: FinishedEvent | None = None
 
     @property
@@ -43,7 +43,6 @@ class Answer:
 
     def take(self, event: Event) -> str:
         """Takes an event in and returns the text that it adds."""
-        self.begun = self.begun or not isinstance(event, FinishedEvent)
         if isinstance(event, PrefillEvent):
             return ""
         if isinstance(event, TokenEvent):
@@ -106,8 +105,10 @@ def _next(
         return FinishedEvent(-1, "cancelled", usage, Timings())
 
 
-def statistics(finished: FinishedEvent) -> str:
-    """One line: tokens, rates, waiting times, why it ended."""
+def statistics(answer: Answer) -> str:
+    """One line: tokens, rates, waiting times, the seed, why it ended."""
+    finished = answer.finished
+    assert finished is not None
     usage, timings = finished.usage, finished.timings
     cached = f" ({usage.cached_tokens} cached)" if usage.cached_tokens else ""
     parts = [
@@ -118,7 +119,10 @@ def statistics(finished: FinishedEvent) -> str:
         parts.append(f"first token after {timings.ttft_s:.2f} s")
     if timings.load_s:
         parts.append(f"load {timings.load_s:.2f} s")
-    return ", ".join([*parts, f"ended by {finished.finish_reason}"])
+    if answer.seed is not None:
+        parts.append(f"seed {answer.seed}")
+    cancelled = finished.finish_reason == "cancelled"
+    return ", ".join([*parts, "cancelled" if cancelled else f"ended by {finished.finish_reason}"])
 
 
 def _rate(tokens_per_s: float | None) -> str:

@@ -11,15 +11,16 @@ import typer
 
 from localllm.cli import dialogue, options
 from localllm.cli.answer import Answer, statistics
+from localllm.cli.config import shown_setting
 from localllm.cli.dialogue import Dialogue
 from localllm.cli.front import Front, front_of
-from localllm.cli.generate import Printing, is_cut_by_context, print_answer
+from localllm.cli.generate import Printing, can_be_longer, is_cut_by_context, print_answer
 from localllm.cli.interrupts import Interrupted
 from localllm.cli.lines import LineReader
-from localllm.cli.prompt import argument_text
+from localllm.cli.prompt import argument_text, read_text_file
 from localllm.cli.selection import Selection, select
 from localllm.config import user_directories
-from localllm.errors import ContextOverflowError, LocalLLMError
+from localllm.errors import ContextOverflowError, LocalLLMError, SettingsError, TemplateError, UsageError
 
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine
@@ -62,7 +63,6 @@ def chat_command(
     device: options.Device = None,
     dtype: options.Dtype = None,
     threads: options.Threads = None,
-    offline: options.Offline = None,
 ) -> None:
     """Talk with a model, line by line.
 
@@ -77,6 +77,7 @@ def chat_command(
     if system is not None:
         flags["system"] = argument_text(system, "--system")
     selection = select(model, flags)
+    selection.sampling(flags)  # what is wrong with it is said before the model is loaded
     reader = LineReader(front.output, user_directories().data / "history")
     with loading(front, selection) as load, contextlib.ExitStack() as stack:
         stack.callback(reader.save_history)
@@ -106,6 +107,7 @@ class Chat:
         self._flags = flags
         self._last: Answer | None = None
         self._leaving = False
+        self._exit_code = 0
         self.dialogue = Dialogue(selection.resolved, selection.settings.system)
 
     def run(self) -> None:
@@ -117,15 +119,21 @@ class Chat:
                 self._turn()
                 hinted = False
             except Interrupted:
-                if hinted or not self._reader.interactive or self._terminated:
+                cleared = self._reader.has_begun()
+                if (hinted and not cleared) or not self._reader.interactive or self._terminated:
                     raise
-                hinted = True
+                hinted = not cleared
                 self._front.interrupts.settle()
-                self._output.note("\nCtrl-C again leaves; so do /bye and Ctrl-D")
+                self._output.note("")  # ends the line that ^C stands on
+                if hinted:
+                    self._output.note("Ctrl-C again leaves; so do /bye and Ctrl-D")
             except LocalLLMError as error:
-                self._output.error(error)
+                self._output.error(_mended_here(error))
+                self._exit_code = error.exit_code
             if self._terminated:
                 raise typer.Exit(self._front.interrupts.exit_code or 0)
+        if not self._reader.interactive:  # a script wants to know; a person has read it
+            raise typer.Exit(self._exit_code)
 
     @property
     def _terminated(self) -> bool:
@@ -155,19 +163,19 @@ class Chat:
         try:
             ids = self._prompt_ids()
             selection = Selection(self._selection.files, self.dialogue.resolved)
-            stream = self._service.submit(Request(tuple(ids), selection.sampling(self._flags)))
+            request = Request(tuple(ids), selection.sampling(self._flags))
+            stream = self._service.submit(request)
             printing = Printing(statistics=bool(self._flags["stats"]))
-            answer = print_answer(self._front, self._selection.files.name, stream, len(ids), printing)
-        except LocalLLMError as error:
+            answer = print_answer(self._front, self._selection.files.name, stream, request, printing)
+        except LocalLLMError:
             if len(self.dialogue.turns) == before:
                 self.dialogue.take_back_question()
-            raise _overflow_in_chat(error) from error
+            raise
         self._last = answer
         self.dialogue.answer(answer.text)
         if answer.finished is not None and is_cut_by_context(answer.finished, self._engine.ctx):
-            self._output.warn(
-                f"the context of {self._engine.ctx} tokens is full: /undo, /clear, or start with a larger --ctx"
-            )
+            larger = ", or start with a larger --ctx" if can_be_longer(self._engine) else ""
+            self._output.warn(f"the context of {self._engine.ctx} tokens is full: /undo, /clear{larger}")
 
     def _prompt_ids(self) -> list[int]:
         return self._engine.encode(self.dialogue.messages)
@@ -213,9 +221,10 @@ class Chat:
         self._output.note(f"wrote {target}")
 
     def _do_load(self, path: str) -> None:
-        from localllm.cli.source import read_messages
+        from localllm.engine.chat_template import parse_messages_file
 
-        self.dialogue.load(list(read_messages(Path(path).expanduser()).messages))
+        text = read_text_file(Path(path).expanduser(), "/load")
+        self.dialogue.load(list(parse_messages_file(text).messages))
         self._output.note(f"{len(self.dialogue.turns)} messages")
 
     def _do_set(self, text: str) -> None:
@@ -225,7 +234,7 @@ class Chat:
             return
         for name in dialogue.SETTABLE:
             if not key or name == key:
-                self._output.note(f"{name} = {getattr(self.dialogue.resolved.settings, name)}")
+                self._output.note(f"{name} = {shown_setting(getattr(self.dialogue.resolved.settings, name))}")
 
     def _do_show(self, _: str) -> None:
         self._output.note(f"model {self._selection.files.name} in {self._selection.files.directory}")
@@ -234,8 +243,7 @@ class Chat:
         self._do_set("")
 
     def _do_stats(self, _: str) -> None:
-        finished = self._last.finished if self._last else None
-        self._output.note(statistics(finished) if finished else "there is no answer yet")
+        self._output.note(statistics(self._last) if self._last else "there is no answer yet")
 
     def _do_tokens(self, _: str) -> None:
         count = len(self._prompt_ids()) if self.dialogue.messages else 0
@@ -250,8 +258,16 @@ class Chat:
         return (self._reader.line(question) or "").strip().lower() in ("y", "yes")
 
 
-def _overflow_in_chat(error: LocalLLMError) -> LocalLLMError:
-    if not isinstance(error, ContextOverflowError):
-        return error
-    larger = f"start again with {error.fix}" if error.fix.startswith("--ctx") else error.fix
-    return ContextOverflowError(error.what, why=error.why, fix=f"/undo, /clear, or {larger}")
+def _mended_here(error: LocalLLMError) -> LocalLLMError:
+    """The error with a fix that can be typed in a chat."""
+    match error:
+        case ContextOverflowError():
+            larger = f"start again with {error.fix}" if error.fix.startswith("--ctx") else error.fix
+            error.fix = f"/undo, /clear, or {larger}"
+        case SettingsError():
+            error.fix = "/set shows every setting"
+        case TemplateError():
+            error.fix = "/undo, /clear, or /system -"
+        case UsageError() if not error.fix:
+            error.fix = "/help"
+    return error

@@ -1,16 +1,23 @@
-"""Typer's command and group, made quick to start: a flag that is not typed costs nothing."""
+"""Typer's command and group, made quick to start: a flag that is not typed costs nothing. Help is written by Output."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import typer
 from typer.core import TyperCommand, TyperGroup
+
+from localllm.cli.front import front_of
 
 
 class PlainCommand(TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:
         return _quickened(super().get_params(ctx))
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """MODEL, not typer's {MODEL}."""
+        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
 
 
 class PlainGroup(TyperGroup):
@@ -24,9 +31,17 @@ def _quickened(parameters: list[Any]) -> list[Any]:
     for parameter in parameters:
         if parameter.name in ("help", "install_completion", "show_completion"):
             parameter.default = False
+        if parameter.name == "help":
+            parameter.callback = _print_help
         if "process_value" not in vars(parameter):
             parameter.process_value = _without_coercing_nothing(parameter.process_value)
     return parameters
+
+
+def _print_help(context: typer.Context, _parameter: Any, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
+        front_of(context).output.line(context.get_help())
+        raise typer.Exit
 
 
 def _without_coercing_nothing(process: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

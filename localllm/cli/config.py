@@ -16,11 +16,16 @@ from localllm.config import load_settings, user_directories
 config_app = typer.Typer(
     name="config",
     cls=PlainGroup,
-    help="Show the settings.",
     rich_markup_mode=None,
-    no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+@config_app.callback(invoke_without_command=True)
+def config(context: typer.Context) -> None:
+    """Show the settings."""
+    if context.invoked_subcommand is None:
+        front_of(context).output.line(context.get_help())
 
 
 @config_app.command("show", cls=PlainCommand)
@@ -31,7 +36,10 @@ def show_settings(
     ] = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Print every setting and its value; an empty one is left to the model."""
+    """Print every setting and its value.
+
+    One that is `-` is left to the model.
+    """
     output = front_of(context).output
     resolved = load_settings()
     values = asdict(resolved.settings)
@@ -41,12 +49,13 @@ def show_settings(
         fields = {name: {"value": value, "origin": origins[name]} for name, value in values.items()}
         output.json({"schema_version": SCHEMA_VERSION, "file": file, "settings": fields}, indent=2)
         return
-    rows = [(name, _shown(value), *([origins[name]] if origin else [])) for name, value in values.items()]
+    rows = [(name, shown_setting(value), *([origins[name]] if origin else [])) for name, value in values.items()]
     output.table(("SETTING", "VALUE", *(["ORIGIN"] if origin else [])), rows)
     output.note(f"settings file: {file}")
 
 
-def _shown(value: object) -> str:
+def shown_setting(value: object) -> str:
+    """A setting's value for a person: `-` where the model decides."""
     if value is None or value == ():
         return "-"
     if isinstance(value, bool):

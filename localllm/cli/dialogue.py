@@ -83,7 +83,8 @@ class Dialogue:
 
     def save(self, path: Path, *, overwrite: bool) -> None:
         """Writes the messages as `run --messages` reads them. Raises FileExistsError, else UsageError."""
-        text = json.dumps({"messages": self.messages}, ensure_ascii=False, indent=1) + "\n"
+        content = {"messages": self.messages, "add_generation_prompt": True}
+        text = json.dumps(content, ensure_ascii=False, indent=1) + "\n"
         try:
             with path.open("w" if overwrite else "x", encoding="utf-8", errors="replace") as stream:
                 stream.write(text)
@@ -93,10 +94,13 @@ class Dialogue:
             raise UsageError(f"/save cannot write {str(path)!r}", why=str(error), fix="/save chat.json") from error
 
     def load(self, messages: list[Message]) -> None:
-        """Goes on from these messages."""
+        """Goes on from these messages. Raises UsageError for a system message that is no text."""
         has_system = bool(messages) and messages[0].get("role") == "system"
+        system = messages[0].get("content") if has_system else None
+        if has_system and not isinstance(system, str):
+            raise UsageError("the system message is no text", why="its content must be one string", fix="/load FILE")
         self.clear()
-        self.system = str(messages[0]["content"]) if has_system else None
+        self.system = system
         self.turns = messages[1:] if has_system else list(messages)
 
 

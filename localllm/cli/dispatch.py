@@ -14,6 +14,7 @@ import typer
 from localllm.cli.front import Front
 from localllm.cli.interrupts import Interrupts
 from localllm.cli.output import Output, ReaderGoneError
+from localllm.cli.prompt import THIS_COMMAND
 from localllm.errors import LocalLLMError, UsageError
 
 DEBUG_FLAG = "--debug"
@@ -92,17 +93,37 @@ def _as_known(error: Exception, arguments: Sequence[str]) -> LocalLLMError:
 
 
 def _with_command(error: LocalLLMError, arguments: Sequence[str]) -> LocalLLMError:
-    """A fix that is a flag becomes this command with that flag: the engine knows what helps, not who called it."""
-    if not error.fix.startswith("--"):
-        return error
-    flag = error.fix.split()[0]
+    """The error with a fix to paste: who raised it knows what helps, not which line was typed."""
+    from localllm.hub.names import UnknownModelError
+
     kept = list(arguments)
-    if flag in kept:
-        at = kept.index(flag)
-        del kept[at : at + 2]
-    command = shlex.join(["localllm", *kept])
-    error.fix = f"{command} {error.fix}" if len(command) <= LONGEST_COMMAND else f"the same command with {error.fix}"
+    if isinstance(error, UnknownModelError) and error.nearest and error.name in kept:
+        kept[kept.index(error.name)] = error.nearest
+        error.fix = error.fix.replace(f"localllm run {error.nearest}", _line(kept, error.nearest))
+    elif error.fix.startswith("--"):
+        flag = error.fix.split()[0]
+        if flag in kept:
+            at = kept.index(flag)
+            del kept[at : at + 2]
+        error.fix = f"{_line(kept, 'with')} {error.fix}"
+    elif type(error) is UsageError and not error.fix:
+        error.fix = " ".join(["localllm", *_command(kept), "--help"])
+    error.fix = error.fix.replace(THIS_COMMAND, _line(kept, "").strip())
     return error
+
+
+def _line(arguments: Sequence[str], otherwise: str) -> str:
+    """The line to paste, or where it is too long to be repeated, words that end with `otherwise`."""
+    command = shlex.join(["localllm", *arguments])
+    return command if len(command) <= LONGEST_COMMAND else f"the same command {otherwise}"
+
+
+def _command(arguments: Sequence[str]) -> list[str]:
+    """The command that a line names, as a list of one; none where it names none."""
+    from localllm.cli.app import app
+
+    names = getattr(typer.main.get_command(app), "commands", {})
+    return [argument for argument in arguments[:1] if argument in names]
 
 
 def _as_usage_error(error: typer.TyperException) -> UsageError:
@@ -110,4 +131,6 @@ def _as_usage_error(error: typer.TyperException) -> UsageError:
     path = context.command_path if context else "localllm"
     usage = context.get_usage().removeprefix("Usage: ") if context else "localllm COMMAND"
     what = error.format_message().replace("Value error, ", "")
-    return UsageError(what[:1].lower() + what[1:], why=f"usage: {' '.join(usage.split())}", fix=f"{path} --help")
+    return UsageError(
+        what[:1].lower() + what[1:], why=f"usage: {' '.join(usage.split())}", fix=f"{path} --help" if context else ""
+    )

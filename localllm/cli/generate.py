@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from localllm.cli.answer import Answer, Stream, finished_fields, follow, logprob_fields, statistics
 from localllm.cli.front import Front
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.engine.events import Event, FinishedEvent, PrefillEvent, TokenEvent
+from localllm.engine.request import Request
 from localllm.errors import LocalLLMError
+
+if TYPE_CHECKING:
+    from localllm.engine.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -24,13 +28,12 @@ class Printing:
     logprobs: bool = False
 
 
-def print_answer(front: Front, model: str, stream: Stream, num_prompt_tokens: int, printing: Printing) -> Answer:
+def print_answer(front: Front, model: str, stream: Stream, request: Request, printing: Printing) -> Answer:
     """Shows an answer to its end. Raises the error that ended it, after what there is of it has been printed."""
-    answer = Answer(num_prompt_tokens)
+    answer = Answer(len(request.prompt_ids), request.sampling.seed)
     if printing.as_events:
-        front.output.json(
-            {"type": "start", "schema_version": SCHEMA_VERSION, "model": model, "prompt_tokens": num_prompt_tokens}
-        )
+        start = {"type": "start", "schema_version": SCHEMA_VERSION, "model": model}
+        front.output.json({**start, "prompt_tokens": answer.num_prompt_tokens, "seed": answer.seed})
         for event, _ in follow(stream, answer, front.interrupts):
             front.output.json(event_fields(event))
     elif printing.as_json or not printing.streams:
@@ -40,13 +43,13 @@ def print_answer(front: Front, model: str, stream: Stream, num_prompt_tokens: in
         _stream_text(front, stream, answer)
     finished = answer.finished
     assert finished is not None
-    if printing.as_json and (answer.begun or finished.error is None):
+    if printing.as_json:
         front.output.json(answer_fields(model, answer, with_logprobs=printing.logprobs))
     elif not printing.as_json and not printing.as_events and not printing.streams:
         front.output.answer(answer.text)
     front.output.end_answer()
     if printing.statistics or finished.finish_reason == "cancelled":
-        front.output.note(statistics(finished))
+        front.output.note(statistics(answer))
     if finished.error is not None:
         raise finished.error
     return answer
@@ -101,3 +104,8 @@ def is_cut_by_context(finished: FinishedEvent, ctx: int) -> bool:
     """Whether the answer ended because the context was full, which nobody asked for."""
     used = finished.usage.prompt_tokens + finished.usage.completion_tokens
     return finished.finish_reason == "length" and used >= ctx
+
+
+def can_be_longer(engine: Engine) -> bool:
+    """Whether a larger --ctx would give this model more room."""
+    return engine.ctx < engine.model.config.longest_context

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 GRACE_S = 1.5  # between the first press and leaving by force, where the main thread does not react
 _SAME_PRESS_S = 0.25  # the handler and the watcher see one press at slightly different times
@@ -71,7 +71,7 @@ class Interrupts:
         """The signals so far are dealt with: the next is a first one again."""
         self._unsettled = False
 
-    def leave(self) -> None:
+    def leave(self) -> NoReturn:
         """Ends the process at once, with the terminal as it was found."""
         _restore(self._terminal_mode)
         if self.farewell:

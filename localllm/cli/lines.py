@@ -12,6 +12,7 @@ from localllm.cli.output import Output
 
 _HISTORY_LINES = 2000
 _FENCE = '"""'
+_CONTINUED = "... "
 
 
 class LineReader:
@@ -23,6 +24,7 @@ class LineReader:
         self.interactive = sys.stdin is not None and sys.stdin.isatty()
         # Loaded only here: on a stream that is no terminal, readline's start-up writes escape codes into it.
         self._readline = _load_readline(history) if self.interactive and output.stdout_is_terminal else None
+        self._continued = False  # the line that was asked for last belongs to a message begun before it
 
     def message(self) -> str | None:
         '''The next message, or None at the end of input: a line, lines that end in a backslash, or a block in """.'''
@@ -32,7 +34,7 @@ class LineReader:
         if line.lstrip().startswith(_FENCE):
             return self._block(line.lstrip().removeprefix(_FENCE))
         while line.endswith("\\"):
-            following = self.line("... ")
+            following = self.line(_CONTINUED)
             if following is None:
                 return line.removesuffix("\\")
             line = line.removesuffix("\\") + "\n" + following
@@ -40,6 +42,7 @@ class LineReader:
 
     def line(self, prompt: str) -> str | None:
         """One line without its newline, or None at the end of input. Raises Interrupted."""
+        self._continued = prompt == _CONTINUED
         if self._readline is not None:
             try:
                 return input(prompt)
@@ -50,6 +53,10 @@ class LineReader:
             self._output.prompt(prompt)
         text = sys.stdin.readline() if sys.stdin is not None else ""
         return text.removesuffix("\n") if text else None
+
+    def has_begun(self) -> bool:
+        """Whether a message had been begun when Interrupted came: this was meant for it."""
+        return self._continued or (self._readline is not None and bool(self._readline.get_line_buffer()))
 
     def save_history(self) -> None:
         """Writes what was typed to the history file, readable by its owner only."""
@@ -65,7 +72,7 @@ class LineReader:
     def _block(self, first: str) -> str:
         lines = [first]
         while not lines[-1].rstrip().endswith(_FENCE):
-            line = self.line("... ")
+            line = self.line(_CONTINUED)
             if line is None:
                 return "\n".join(lines).strip("\n")
             lines.append(line)

@@ -40,7 +40,7 @@ def list_command(
     if not rows:
         output.note("no model is on this disk; `localllm list --all` shows what can be pulled")
         return
-    header = ("NAME", "STATE", "SIZE", "CONTEXT", "LICENCE", "FROM")
+    header = ("NAME", "STATE", "PARAMETERS", "SIZE", "CONTEXT", "LICENCE", "FROM")
     output.table(header, [_cells(row) for row in rows])
 
 
@@ -52,13 +52,14 @@ def _of_installed(model: InstalledModel) -> dict[str, Any]:
         "repo": model.repo,
         "revision": model.revision,
         "directory": str(model.directory) if model.directory else None,
-        "size_bytes": model.size_bytes,
+        "size_bytes": model.size_bytes if model.directory else None,
         "partial_bytes": model.partial_bytes,
         "model_type": model.model_type,
         "aliases": list(entry.aliases) if entry else [],
         "licence": entry.licence if entry else None,
         "gated": entry.gated if entry else None,
         "context": entry.context if entry else None,
+        "parameters": entry.parameters if entry else None,
     }
 
 
@@ -69,13 +70,14 @@ def _of_entry(entry: ModelEntry) -> dict[str, Any]:
         "repo": entry.repo,
         "revision": entry.revision,
         "directory": None,
-        "size_bytes": 0,
+        "size_bytes": None,
         "partial_bytes": 0,
         "model_type": None,
         "aliases": list(entry.aliases),
         "licence": entry.licence,
         "gated": entry.gated,
         "context": entry.context,
+        "parameters": entry.parameters,
     }
 
 
@@ -85,4 +87,5 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         size = f"{size} + {format_bytes(row['partial_bytes'])} unfinished".removeprefix(" + ")
     licence = f"{row['licence'] or ''}{' (gated)' if row['gated'] else ''}"
     source = row["repo"] or ("built in" if row["state"] == "installed" else "")
-    return (row["name"], row["state"], size, str(row["context"] or ""), licence, source)
+    parameters = f"{row['parameters']:g} billion" if row["parameters"] else ""
+    return (row["name"], row["state"], parameters, size, str(row["context"] or ""), licence, source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -35,14 +36,17 @@ class Loading:
 def loading(front: Front, selection: Selection) -> Iterator[Loading]:
     """Begins to load; what is done inside (reading the prompt) happens meanwhile. Ends the engine's thread."""
     from localllm.engine.service import EngineService
+    from localllm.models.families import load_config
 
+    load_config(selection.files.directory)  # a model that cannot run is refused before torch's second is spent
     settings = selection.settings
     line = front.output.progress(f"loading {selection.files.name}")
 
     def load() -> Engine:
+        started = time.perf_counter()
         from localllm.engine.engine import Engine
 
-        return Engine.load(
+        engine = Engine.load(
             selection.files.directory,
             device=settings.device,
             dtype=settings.dtype,
@@ -50,6 +54,8 @@ def loading(front: Front, selection: Selection) -> Iterator[Loading]:
             threads=settings.threads,
             progress=line.update,
         )
+        engine.load_s = time.perf_counter() - started  # with the import of torch: what a person waits for
+        return engine
 
     with line:
         line.show(f"loading {selection.files.name} ...")

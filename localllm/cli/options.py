@@ -40,7 +40,10 @@ InstalledModel = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 System = Annotated[str | None, typer.Option("-s", "--system", metavar="TEXT", help="The system message.")]
-Ctx = Annotated[int | None, typer.Option("--ctx", metavar="N", help="Context size in tokens.")]
+Ctx = Annotated[
+    int | None,
+    typer.Option("--ctx", metavar="N", help="Context size in tokens. Default: the model's own, at most 8192."),
+]
 Device = Annotated[
     Literal["auto", "cpu", "cuda"] | None, typer.Option("--device", metavar="auto|cpu|cuda", help="Where to compute.")
 ]
@@ -50,39 +53,66 @@ Dtype = Annotated[
 Threads = Annotated[int | None, typer.Option("--threads", metavar="N", help="CPU threads.")]
 Offline = Annotated[bool | None, typer.Option("--offline", help="Never use the network.")]
 
-MaxTokens = Annotated[int | None, typer.Option("--max-tokens", metavar="N", help="Longest answer, in tokens.")]
+# The defaults here are those of a model that recommends none.
+MaxTokens = Annotated[
+    int | None,
+    typer.Option("--max-tokens", metavar="N", help="Longest answer, in tokens. Default: to the context's end."),
+]
 Temperature = Annotated[
-    float | None, typer.Option("--temperature", metavar="T", help="0: always the likeliest token; above 1: wild.")
+    float | None,
+    typer.Option("--temperature", metavar="T", help="0 to 100. 0: always the likeliest; above 1: wild. Default: 0.8."),
 ]
 TopK = Annotated[
-    int | None, typer.Option("--top-k", metavar="N", help="Draw from the N likeliest tokens; 0: from all.")
+    int | None, typer.Option("--top-k", metavar="N", help="Draw from the N likeliest tokens. Default: 0, from all.")
 ]
-TopP = Annotated[float | None, typer.Option("--top-p", metavar="P", help="Draw from the likeliest that sum to P.")]
+TopP = Annotated[
+    float | None,
+    typer.Option("--top-p", metavar="P", help="0 to 1: draw from the likeliest that sum to P. Default: 1."),
+]
 MinP = Annotated[
     float | None,
-    typer.Option("--min-p", metavar="P", help="Drop tokens below P times the likeliest one's probability."),
+    typer.Option("--min-p", metavar="P", help="0 to 1: drop tokens below P times the likeliest one's. Default: 0."),
 ]
-TypicalP = Annotated[float | None, typer.Option("--typical-p", metavar="P", help="Locally typical sampling.")]
+TypicalP = Annotated[
+    float | None, typer.Option("--typical-p", metavar="P", help="0 to 1: locally typical sampling. Default: 1, off.")
+]
 RepetitionPenalty = Annotated[
-    float | None, typer.Option("--repetition-penalty", metavar="X", help="Above 1: make seen tokens less likely.")
+    float | None,
+    typer.Option(
+        "--repetition-penalty", metavar="X", help="0.01 to 100. Above 1: seen tokens less likely. Default: 1."
+    ),
 ]
 FrequencyPenalty = Annotated[
-    float | None, typer.Option("--frequency-penalty", metavar="X", help="Subtracted for each time a token was used.")
+    float | None,
+    typer.Option(
+        "--frequency-penalty", metavar="X", help="-100 to 100: taken off for each use of a token. Default: 0."
+    ),
 ]
 PresencePenalty = Annotated[
-    float | None, typer.Option("--presence-penalty", metavar="X", help="Subtracted once for a token that was used.")
+    float | None,
+    typer.Option("--presence-penalty", metavar="X", help="-100 to 100: taken off once for a used token. Default: 0."),
 ]
 DryMultiplier = Annotated[
-    float | None, typer.Option("--dry-multiplier", metavar="X", help="Strength of the DRY repetition penalty; 0: off.")
+    float | None,
+    typer.Option("--dry-multiplier", metavar="X", help="0 to 100: strength of the DRY penalty. Default: 0, off."),
 ]
-DryBase = Annotated[float | None, typer.Option("--dry-base", metavar="X", help="DRY: growth with each repeated token.")]
+DryBase = Annotated[
+    float | None,
+    typer.Option("--dry-base", metavar="X", help="DRY, 1 to 100: growth with each repeated token. Default: 1.75."),
+]
 DryAllowedLength = Annotated[
-    int | None, typer.Option("--dry-allowed-length", metavar="N", help="DRY: repeated tokens that cost nothing.")
+    int | None,
+    typer.Option(
+        "--dry-allowed-length", metavar="N", help="DRY, from 1: repeated tokens that cost nothing. Default: 2."
+    ),
 ]
 LogitBias = Annotated[
     list[str] | None, typer.Option("--logit-bias", metavar="ID=X", help="Added to a token's logit; may be repeated.")
 ]
-Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="The same seed gives the same text.")]
+Seed = Annotated[
+    int | None,
+    typer.Option("--seed", metavar="N", help="The same seed gives the same text. Default: drawn; --stats tells it."),
+]
 Stop = Annotated[
     list[str] | None, typer.Option("--stop", metavar="TEXT", help="End the answer before TEXT; may be repeated.")
 ]
@@ -103,7 +133,12 @@ def setting_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def extra_sampling(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling parameters of a command line that are no settings."""
+    """The sampling parameters of a command line that are no settings. Raises UsageError for one without effect."""
+    idle = [name for name in _DRY_NAMES if flags.get(name) is not None and not flags["dry_multiplier"]]
+    if idle and idle != ["dry_multiplier"]:
+        flag = "--" + idle[-1].replace("_", "-")
+        why = "it shapes the DRY penalty, which is off"
+        raise UsageError(f"{flag} needs --dry-multiplier above 0", why=why, fix="--dry-multiplier 0.8")
     extra = {name: flags[name] for name in _DRY_NAMES if flags.get(name) is not None}
     if flags.get("logit_bias"):
         extra["logit_bias"] = parse_logit_bias(flags["logit_bias"])
@@ -135,7 +170,7 @@ def refuse_together(flags: Mapping[str, Any], first: str, *others: str) -> None:
     for other in others:
         value = flags.get(_field(other))
         if value is not None and value is not False and value != []:
-            raise UsageError(f"{first} and {other} cannot go together", why=_WHY.get((first, other), ""))
+            raise UsageError(f"{first} and {other} cannot go together", why=_WHY.get((first, other)) or _WHY[first, ""])
 
 
 def _field(flag: str) -> str:
@@ -147,9 +182,7 @@ _WHY = {
     ("--jsonl", "--no-stream"): "--jsonl is the stream of events",
     ("--raw", "--messages"): "--raw knows no template, and messages need one",
     ("--raw", "--system"): "--raw knows no template, and a system message needs one",
-    ("--messages", "--prompt"): "the messages are the prompt",
-    ("--messages", "--file"): "the messages are the prompt",
+    ("--messages", ""): "the messages are the prompt",
     ("--messages", "--system"): "write the system message into the file",
-    ("--show-prompt", "--json"): "the prompt is printed byte for byte",
-    ("--show-prompt", "--jsonl"): "the prompt is printed byte for byte",
+    ("--show-prompt", ""): "the prompt is printed byte for byte, and nothing is generated",
 }

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
+from localllm.cli.wrap import WordWrap
 from localllm.errors import LocalLLMError
 
 SCHEMA_VERSION = 1
@@ -76,13 +77,14 @@ class ReaderGoneError(Exception):
 
 
 class Output:
-    """The two streams of one process. A missing stream (closed by the caller) swallows what it is given."""
+    """The two streams of one process. A missing stderr (closed by the caller) swallows what it is given."""
 
     def __init__(self, stdout: TextIO | None, stderr: TextIO | None, environ: Mapping[str, str] = os.environ) -> None:
         self._stdout = stdout
         self._stderr = stderr
         self._lock = threading.RLock()
         self._line_open = False  # the last character on stdout was not a newline
+        self._wrap = WordWrap(lambda: _columns(1))
         self.stdout_is_terminal = _is_terminal(stdout)
         self.stderr_is_terminal = _is_terminal(stderr)
         self.coloured = self.stderr_is_terminal and _wants_colour(environ)
@@ -99,17 +101,22 @@ class Output:
     # stdout
 
     def answer(self, text: str) -> None:
-        """A model's words, as they come: stripped of control characters on a terminal, byte for byte elsewhere."""
+        """A model's words, as they come: on a terminal without control characters and wrapped, elsewhere verbatim."""
         shown = printable(text) if self.stdout_is_terminal else text
         if shown:
             self._line_open = not shown.endswith("\n")
-            self._write_stdout(shown)
+            self._write_stdout(self._wrap.feed(shown) if self.stdout_is_terminal else shown)
 
     def end_answer(self) -> None:
         """Ends the answer's last line where the model did not."""
         if self._line_open:
             self._line_open = False
-            self._write_stdout("\n")
+            self._write_stdout(self._wrap.flush() + "\n")
+        self._wrap = WordWrap(lambda: _columns(1))
+
+    def verbatim(self, text: str) -> None:
+        """A text of which every byte counts; on a terminal without control characters."""
+        self._write_stdout(printable(text) if self.stdout_is_terminal else text)
 
     def line(self, text: str = "") -> None:
         """One line of a listing."""
@@ -129,7 +136,8 @@ class Output:
 
     def _write_stdout(self, text: str) -> None:
         if self._stdout is None:
-            return
+            why = "standard output is closed"
+            raise LocalLLMError("the answer could not be written", why=why, fix="run it without >&-")
         try:
             self._stdout.write(text)
             self._stdout.flush()
@@ -261,7 +269,7 @@ class ProgressLine:
 
     def _put(self, text: str) -> None:
         self._drawn_at = time.monotonic()
-        self._output._write_stderr(_CLEAR_LINE + one_line(text)[: _columns() - 1])
+        self._output._write_stderr(_CLEAR_LINE + one_line(text)[: _columns(2) - 1])
 
     def _say(self, done: int, total: int) -> None:
         tenth = 10 * done // total if total else 10
@@ -271,9 +279,9 @@ class ProgressLine:
             self._output._write_stderr(one_line(text) + "\n")
 
 
-def _columns() -> int:
+def _columns(descriptor: int) -> int:
     try:
-        return max(20, os.get_terminal_size(2).columns or 80)  # 0: a terminal that does not know
+        return max(20, os.get_terminal_size(descriptor).columns or 80)  # 0: a terminal that does not know
     except OSError:
         return 80
 

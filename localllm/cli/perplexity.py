@@ -13,7 +13,7 @@ import typer
 from localllm.cli import options
 from localllm.cli.front import front_of
 from localllm.cli.output import SCHEMA_VERSION, ProgressLine
-from localllm.cli.prompt import read_text_file
+from localllm.cli.prompt import read_input
 from localllm.cli.selection import select
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ EXAMPLES = """Examples:
 def perplexity_command(
     context: typer.Context,
     model: options.RequiredModel,
-    file: Annotated[Path, typer.Option("-f", "--file", metavar="TEXT", help="A text file in UTF-8.")],
+    file: Annotated[Path, typer.Option("-f", "--file", metavar="FILE", help="A text file in UTF-8; -: stdin.")],
     ctx: options.Ctx = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
@@ -47,7 +47,7 @@ def perplexity_command(
     from localllm.cli.opening import loading
 
     front = front_of(context)
-    text = read_text_file(file, "--file")
+    text = read_input(file, "--file", front.output)
     selection = select(model, flags)
     with loading(front, selection) as load, front.output.progress("measuring") as line:
         result = _measure(load.wait(), text, selection.settings.ctx, line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from typing import TYPE_CHECKING
 
@@ -9,8 +10,10 @@ import typer
 
 from localllm.cli import options
 from localllm.cli.front import front_of
+from localllm.cli.names import is_model
 from localllm.cli.output import SCHEMA_VERSION, Output, ProgressLine, format_bytes
-from localllm.config import load_settings
+from localllm.config import ResolvedSettings, load_settings
+from localllm.errors import ModelNotFoundError
 
 if TYPE_CHECKING:
     from localllm.hub import PullProgress
@@ -37,10 +40,15 @@ def pull_command(
     from localllm import hub
 
     front = front_of(context)
-    settings = load_settings({"offline": offline}).settings
+    resolved = load_settings({"offline": offline})
     front.interrupts.farewell = f"interrupted; what was fetched is kept. To go on: localllm pull {shlex.quote(model)}"
     with front.output.progress(f"pulling {model}", plain_lines=True) as line:
-        files = hub.pull(model, offline=settings.offline, progress=_Teller(front.output, line).tell)
+        try:
+            files = hub.pull(model, offline=resolved.settings.offline, progress=_Teller(front.output, line).tell)
+        except ModelNotFoundError as error:
+            if is_model(model):
+                error.fix = _online_again(resolved, model) or error.fix
+            raise
     size_bytes = sum(path.stat().st_size for path in files.directory.iterdir() if path.is_file())
     if as_json:
         fields = {"model": files.name, "repo": files.repo, "revision": files.revision}
@@ -48,6 +56,24 @@ def pull_command(
         front.output.json({"schema_version": SCHEMA_VERSION, **fields, **where})
     else:
         front.output.line(f"{files.name}: {format_bytes(size_bytes)} in {files.directory}")
+
+
+def _online_again(resolved: ResolvedSettings, model: str) -> str:
+    """The command without what keeps it offline; "" where nothing does."""
+    from huggingface_hub import constants
+
+    command = f"localllm pull {shlex.quote(model)}"
+    origin = resolved.origins["offline"]
+    if resolved.settings.offline and origin.kind == "file":
+        return f"offline = false in {origin.where}, or for once: LOCALLLM_OFFLINE=0 {command}"
+    variables = [
+        name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if constants.HF_HUB_OFFLINE and os.environ.get(name)
+    ]
+    if origin.kind == "environment" and resolved.settings.offline:
+        variables.append(origin.where)
+    if variables:
+        return f"env {' '.join(f'-u {name}' for name in variables)} {command}"
+    return command if resolved.settings.offline else ""
 
 
 class _Teller:

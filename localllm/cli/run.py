@@ -12,7 +12,7 @@ import typer
 from localllm.cli import options
 from localllm.cli.answer import Answer
 from localllm.cli.front import Front, front_of
-from localllm.cli.generate import Printing, is_cut_by_context, print_answer
+from localllm.cli.generate import Printing, can_be_longer, is_cut_by_context, print_answer
 from localllm.cli.names import is_model
 from localllm.cli.options import refuse_together
 from localllm.cli.prompt import split_positionals
@@ -38,18 +38,26 @@ def run_command(
     model: options.Model = None,
     prompt_argument: Annotated[
         str | None,
-        typer.Argument(metavar="PROMPT", show_default=False, help="The prompt; what is piped in precedes it."),
+        typer.Argument(
+            metavar="PROMPT",
+            show_default=False,
+            help="The prompt: piped text, files and this, in this order. One word alone is a MODEL: use -p for it.",
+        ),
     ] = None,
-    prompt: Annotated[str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="The prompt.")] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option("-p", "--prompt", metavar="TEXT", help="The prompt, also of one word.")
+    ] = None,
     file: Annotated[
         list[Path] | None,
-        typer.Option("-f", "--file", metavar="FILE", help="Text before the prompt, in full; may be repeated."),
+        typer.Option("-f", "--file", metavar="FILE", help="Text before the prompt; may be repeated. -: stdin."),
     ] = None,
     system: options.System = None,
     messages: Annotated[
         Path | None,
         typer.Option(
-            "--messages", metavar="FILE", help="Chat messages as JSON: an array, or {messages, tools, ...}. -: stdin."
+            "--messages",
+            metavar="FILE",
+            help="Chat messages as JSON: an array, or {messages, tools, ...}. -: stdin, which is not read otherwise.",
         ),
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="The prompt as it is, without the chat template.")] = False,
@@ -83,7 +91,6 @@ def run_command(
     device: options.Device = None,
     dtype: options.Dtype = None,
     threads: options.Threads = None,
-    offline: options.Offline = None,
 ) -> None:
     """Answer one prompt, for scripts and pipes.
 
@@ -92,11 +99,20 @@ def run_command(
     flags = dict(locals())  # by name: they are passed on as one
     front = front_of(context)
     refuse_conflicts(flags)
-    word, text = split_positionals([part for part in (model, prompt_argument) if part is not None], prompt, is_model)
+    positionals = [part for part in (model, prompt_argument) if part is not None]
+    word, text = split_positionals(positionals, prompt[0] if prompt else None, is_model)
+    if messages is not None and text is not None:
+        raise UsageError(
+            "--messages and a prompt cannot go together",
+            why="the messages are the prompt",
+            fix="localllm run MODEL --messages FILE.json",
+        )
     selection = _select(word, text, flags)
     source = read_source(front.output, text, flags, selection.settings.system)
     if show_prompt:
-        front.output.answer(source.render(selection.files.directory))
+        front.output.verbatim(source.render(selection.files.directory))
+        if source.chat is not None and source.chat.add_generation_prompt is None:
+            front.output.note("shown as the file has it; to answer it, add_generation_prompt is taken as true")
         return
     sampling = selection.sampling(flags)
     answer = _answer(front, selection, source, sampling, flags)
@@ -110,13 +126,10 @@ def refuse_conflicts(flags: Mapping[str, Any]) -> None:
     refuse_together(flags, "--jsonl", "--no-stream")
     refuse_together(flags, "--raw", "--messages", "--system")
     refuse_together(flags, "--messages", "--prompt", "--file", "--system")
-    refuse_together(flags, "--show-prompt", "--json", "--jsonl")
-    if flags["messages"] is not None and flags["prompt_argument"] is not None:
-        raise UsageError(
-            "--messages and a prompt cannot go together",
-            why="the messages are the prompt",
-            fix="localllm run MODEL --messages FILE.json",
-        )
+    refuse_together(flags, "--show-prompt", "--json", "--jsonl", "--no-stream", "--stats", "--logprobs")
+    if len(flags["prompt"] or ()) > 1:
+        why = f"{len(flags['prompt'])} of them; what belongs to one prompt goes into one text, or into files"
+        raise UsageError("-p/--prompt is given more than once", why=why, fix="localllm run -f FILE -f FILE -p TEXT")
     if flags["logprobs"] is not None and not (flags["json"] or flags["jsonl"]):
         why = "text alone has no place for them"
         raise UsageError("--logprobs needs --json or --jsonl", why=why, fix="localllm run --json --logprobs 3 -p TEXT")
@@ -128,10 +141,8 @@ def _select(word: str | None, text: str | None, flags: Mapping[str, Any]) -> Sel
     except ModelNotFoundError as error:
         if word is None or text is not None or flags["messages"] is not None:
             raise
-        prompt = f"localllm run -p {shlex.quote(word)}"
-        raise ModelNotFoundError(
-            error.what, why=error.why, fix=f"{error.fix}, or if it is the prompt: {prompt}"
-        ) from error
+        error.fix += f", or if it is the prompt: localllm run -p {shlex.quote(word)}"
+        raise
 
 
 def _answer(
@@ -150,12 +161,13 @@ def _answer(
     with loading(front, selection) as load:
         ids = source.encode(selection.files.directory)
         engine = load.wait()
-        stream = load.service.submit(Request(ids, sampling))
-        answer = print_answer(front, selection.files.name, stream, len(ids), printing)
+        request = Request(ids, sampling)
+        answer = print_answer(front, selection.files.name, load.service.submit(request), request, printing)
         if (
             answer.finished is not None
             and sampling.max_tokens is None
             and is_cut_by_context(answer.finished, engine.ctx)
         ):
-            front.output.warn(f"the answer was cut: the context of {engine.ctx} tokens is full (--ctx makes it larger)")
+            larger = "--ctx makes it larger" if can_be_longer(engine) else "it is the longest that the model has"
+            front.output.warn(f"the answer was cut: the context of {engine.ctx} tokens is full ({larger})")
     return answer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from localllm.cli.options import SAMPLING_SETTING_NAMES, extra_sampling, setting_flags
 from localllm.config import ResolvedSettings, Settings, load_settings
+from localllm.errors import ModelNotFoundError
+from localllm.registry import BUILT_IN, SAMPLING_KEYS, with_model_defaults
 
 if TYPE_CHECKING:
     from localllm.engine.request import SamplingParams
     from localllm.hub import ModelFiles
+    from localllm.registry import ModelEntry
 
 
 @dataclass(frozen=True)
@@ -27,11 +31,14 @@ class Selection:
         return self.resolved.settings
 
     def sampling(self, flags: Mapping[str, Any]) -> SamplingParams:
-        """How tokens are drawn: the settings, and the flags that are no settings. Raises UsageError."""
+        """How tokens are drawn: the settings, and the flags that are no settings; a seed where none is set.
+
+        Raises UsageError.
+        """
         from localllm.engine.request import SamplingParams
 
         chosen = {name: getattr(self.settings, name) for name in SAMPLING_SETTING_NAMES}
-        chosen = {name: value for name, value in chosen.items() if value is not None}
+        chosen = {"seed": secrets.randbits(31)} | {name: value for name, value in chosen.items() if value is not None}
         return SamplingParams(**chosen, **extra_sampling(flags))
 
 
@@ -40,12 +47,9 @@ def select(word: str | None, flags: Mapping[str, Any]) -> Selection:
 
     Raises ModelNotFoundError, SettingsError, CheckpointError. Uses no network.
     """
-    from localllm.registry import with_model_defaults
-
     selection = _located(word, flags, needs_config=True)
-    path = selection.files.directory / "generation_config.json"
-    resolved = with_model_defaults(selection.resolved, selection.files.entry, _generation_config(path), str(path))
-    return Selection(selection.files, resolved)
+    files = selection.files
+    return Selection(files, _with_model_defaults(selection.resolved, files.entry, files))
 
 
 def select_text_only(word: str | None, flags: Mapping[str, Any]) -> Selection:
@@ -58,8 +62,30 @@ def _located(word: str | None, flags: Mapping[str, Any], *, needs_config: bool) 
 
     resolved = load_settings(setting_flags(flags))
     settings = resolved.settings
-    files = hub.locate(word or settings.model, offline=settings.offline, needs_config=needs_config)
+    try:
+        files = hub.locate(word or settings.model, offline=settings.offline, needs_config=needs_config)
+    except ModelNotFoundError as error:
+        origin = resolved.origins["model"]
+        if word is None and origin.kind != "default":
+            error.why = f"the setting `model` in {origin.where} names it; {error.why}"
+            if "localllm pull" not in error.fix:
+                error.fix = f"write another name there, or on the line: localllm run {BUILT_IN} -p TEXT"
+        raise
     return Selection(files, resolved)
+
+
+def sampling_defaults(entry: ModelEntry | None, files: ModelFiles | None) -> dict[str, float]:
+    """What the registry and, where it is on this disk, the checkpoint recommend. Raises CheckpointError."""
+    settings = _with_model_defaults(ResolvedSettings(), entry, files).settings
+    values = {name: getattr(settings, name) for name in SAMPLING_KEYS}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _with_model_defaults(
+    resolved: ResolvedSettings, entry: ModelEntry | None, files: ModelFiles | None
+) -> ResolvedSettings:
+    path = files.directory / "generation_config.json" if files else None
+    return with_model_defaults(resolved, entry, _generation_config(path) if path else {}, str(path))
 
 
 def _generation_config(path: Path) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ import typer
 from localllm.cli import options
 from localllm.cli.front import front_of
 from localllm.cli.output import SCHEMA_VERSION, format_bytes
-from localllm.cli.selection import select_text_only
+from localllm.cli.selection import sampling_defaults, select_text_only
 
 if TYPE_CHECKING:
     from localllm.hub import ModelDescription
@@ -36,16 +36,16 @@ def show_command(
         if as_json:
             output.json({"schema_version": SCHEMA_VERSION, "model": model, "template": source})
         else:
-            output.answer(source)
-            output.end_answer()
+            output.verbatim(source if source.endswith("\n") else f"{source}\n")
         return
     fields = _fields(hub.describe(model))
     if as_json:
         output.json({"schema_version": SCHEMA_VERSION, **fields}, indent=2)
         return
     for name, value in fields.items():
-        if value not in (None, [], {}):
-            output.line(f"{name.replace('_', ' '):<16}  {_shown(name, value)}")
+        if value not in (None, [], {}) and (name, value) != ("partial_bytes", 0):
+            label = name.removesuffix("_bytes").replace("_", " ")
+            output.line(f"{label:<16}  {_shown(name, value)}")
 
 
 def _template_source(model: str) -> str:
@@ -67,20 +67,25 @@ def _fields(model: ModelDescription) -> dict[str, Any]:
         "repo": model.repo,
         "revision": model.revision if model.repo else None,
         "directory": str(model.files.directory) if model.files else None,
-        "size_bytes": model.size_bytes,
+        "size_bytes": model.size_bytes if model.files else None,
         "partial_bytes": model.partial_bytes,
         "model_type": model.model_type,
         "dtype": model.dtype,
+        "parameters": entry.parameters if entry else None,
         **{name: value for name, value in asdict(model).items() if name in _NUMBERS},
         "licence": entry.licence if entry else None,
         "gated": entry.gated if entry else None,
         "aliases": list(entry.aliases) if entry else [],
-        "sampling": dict(entry.sampling) if entry else {},
+        "sampling": sampling_defaults(entry, model.files),
         "stop": list(entry.stop) if entry else [],
     }
 
 
 def _shown(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if name == "parameters":
+        return f"{value:g} billion"
     if name.endswith("_bytes"):
         return format_bytes(value)
     if isinstance(value, list):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localllm.cli.output import Output
-from localllm.cli.prompt import argument_text, join_parts, read_stdin, read_text_file
+from localllm.cli.prompt import argument_text, join_parts, read_input, read_stdin
 from localllm.errors import UsageError
 
 if TYPE_CHECKING:
@@ -47,37 +47,26 @@ def read_source(output: Output, text: str | None, flags: Mapping[str, Any], syst
 
     Raises UsageError where there is none.
     """
-    from localllm.engine.chat_template import ChatInput
+    from localllm.engine.chat_template import ChatInput, parse_messages_file
 
     if flags["messages"] is not None:
-        return Source(chat=read_messages(flags["messages"], output))
-    parts = [part for part in [read_stdin(output)] if part]
-    parts += [read_text_file(path, "--file") for path in flags["file"] or []]
-    if text is not None:
-        parts.append(argument_text(text, "the prompt"))
-    if not parts:
+        return Source(chat=parse_messages_file(read_input(flags["messages"], "--messages", output)))
+    paths = flags["file"] or []
+    parts = [] if Path("-") in paths else [read_stdin(output)]
+    parts += [read_input(path, "--file", output) for path in paths]
+    parts.append(None if text is None else argument_text(text, "the prompt"))
+    prompt = join_parts([part for part in parts if part])
+    if not (prompt if flags["raw"] else prompt.strip()):
         raise UsageError(
             "there is no prompt",
-            why="none on the command line, and nothing is piped in",
+            why="none on the command line, and nothing is piped in"
+            if text is None and not any(parts)
+            else "it is blank",
             fix='localllm run "Tell me a tale about a fox."',
         )
     if flags["raw"]:
-        return Source(raw=join_parts(parts))
+        return Source(raw=prompt)
     # A shell or an editor ends a text with a newline that nobody means; a prompt that was typed stays as it is.
-    question = join_parts(parts) if text is not None else join_parts(parts).rstrip("\n")
+    question = prompt if text else prompt.rstrip("\n")
     messages = [{"role": "system", "content": argument_text(system, "--system")}] if system else []
     return Source(chat=ChatInput([*messages, {"role": "user", "content": question}]))
-
-
-def read_messages(path: Path, output: Output | None = None) -> ChatInput:
-    """The messages of a JSON file; `-` with an output is standard input. Raises UsageError."""
-    from localllm.engine.chat_template import parse_messages_file
-
-    if output is None or str(path) != "-":
-        return parse_messages_file(read_text_file(path, "--messages"))
-    text = read_stdin(output)
-    if text is None:
-        raise UsageError(
-            "--messages - has nothing to read", why="standard input is a terminal", fix="--messages FILE.json"
-        )
-    return parse_messages_file(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Annotated
 
 import typer
@@ -12,7 +13,8 @@ from localllm.cli.names import is_model
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.cli.prompt import argument_text, read_stdin, split_positionals
 from localllm.cli.selection import select_text_only
-from localllm.errors import UsageError
+from localllm.errors import ModelNotFoundError, UsageError
+from localllm.registry import BUILT_IN
 
 EXAMPLES = """Examples:
 
@@ -40,9 +42,14 @@ def tokenize_command(
 
     output = front_of(context).output
     word, given = split_positionals([part for part in (model, text) if part is not None], None, is_model)
-    files = select_text_only(word, {}).files
+    try:
+        files = select_text_only(word, {}).files
+    except ModelNotFoundError as error:
+        if word is not None and given is None:
+            error.fix += f", or if it is the text: {shlex.join(['localllm', 'tokenize', BUILT_IN, word])}"
+        raise
     tokenizer = Tokenizer.load(files.directory)
-    content = argument_text(given, "TEXT") if given is not None else read_stdin(output)
+    content = argument_text(given, "TEXT") if given is not None else read_stdin(output, encoding="utf-8")
     if content is None:
         fix = "localllm tokenize MODEL TEXT, or localllm tokenize MODEL < FILE"
         raise UsageError("there is no text", why="none on the command line, and nothing is piped in", fix=fix)

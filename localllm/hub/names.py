@@ -104,7 +104,7 @@ def _directory(name: str) -> ModelReference:
 
 
 def _refuse_gguf(name: str) -> None:
-    if name.casefold().endswith(".gguf") and _exists(Path(name).expanduser(), Path.is_file):
+    if name.casefold().endswith(".gguf") and _exists(Path(name), Path.is_file):
         fix = "localllm list --all, or localllm run ORG/REPOSITORY -p TEXT with the one it was made from"
         raise ModelNotFoundError(f"{name[:200]!r} is a GGUF file", why=GGUF_IS_NOT_READ, fix=fix)
 

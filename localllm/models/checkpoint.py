@@ -229,6 +229,8 @@ def _nothing_to_read(directory: Path) -> CheckpointError:
     why = f"neither {SINGLE} nor {INDEX} is there"
     if unlisted:
         why += f"; {show(unlisted[0])} is, and nothing says what it holds"
+    elif others and all(name.endswith(".gguf") for name in others):
+        why += f"; {show(others[0])} is, but GGUF is not read: use the repository with the safetensors files"
     elif others:
         why += f"; {show(others[0])} is, but pickles and other formats are never opened: they can run code"
     return CheckpointError(

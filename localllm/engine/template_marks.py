@@ -1,0 +1,80 @@
+"""Which special tokens of a prompt its chat template has written itself.
+
+While a template renders for ids, a private character stands for each special token in the template's own literals. What
+was said is left as it is: however a template cuts, trims or joins it, it never holds such a character, and so nobody
+can forge a role. Whatever a template looks for in a message and is no special token (`</think>`) it still finds.
+
+A template that builds special tokens out of roles ('<|' + role + '|>') means that for the ordinary roles only.
+
+Knows nothing about running templates or encoding texts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from itertools import chain
+
+from localllm.errors import UsageError
+
+# The last plane first: hardly anyone writes its characters, so that one set of marks serves every chat.
+_PRIVATE = (range(0x100000, 0x10FFFE), range(0xF0000, 0xFFFFE), range(0xE000, 0xF900))
+_ROLE = re.compile(
+    r"(?<![a-z0-9_])(?:user|assistant|system|tool|developer|function|observation|ipython|model)(?![a-z0-9_])",
+    re.IGNORECASE,
+)
+
+
+class SpecialMarks:
+    """The private characters for one set of special tokens."""
+
+    def __init__(self, specials: Collection[str], taken: Collection[str] = ()) -> None:
+        """taken: characters that messages hold. Raises UsageError where too few are left."""
+        self.specials = frozenset(specials)
+        free = (char for code in chain(*_PRIVATE) if (char := chr(code)) not in taken)
+        # What a template may build from a role, as (beginning, role, end).
+        self._built = [
+            (special[: role.start()], role[0], special[role.end() :])
+            for special in sorted(self.specials)
+            for role in _ROLE.finditer(special)
+            if role.start() and role.end() < len(special)
+        ]
+        self._wholes = _assign(sorted(self.specials, key=len, reverse=True), free)
+        self._starts = _assign(sorted({start for start, _, _ in self._built}, key=len, reverse=True), free)
+        self._ends = _assign(sorted({end for _, _, end in self._built}, key=len, reverse=True), free)
+        self._texts = {char: special for special, char in self._wholes.items()}
+        self._halves = {char: half for half, char in chain(self._starts.items(), self._ends.items())}
+        self._any_whole = re.compile(f"([{''.join(self._texts)}])" if self._texts else "(?!)")
+        self._marks = frozenset(self._texts | self._halves)
+
+    def clash_with(self, characters: Collection[str]) -> bool:
+        """Whether one of them is a mark."""
+        return not self._marks.isdisjoint(characters)
+
+    def mark(self, literal: str) -> str:
+        """What a template writes, with marks for special tokens and for the halves that a role makes one of."""
+        for special, char in self._wholes.items():
+            if special in literal:
+                literal = literal.replace(special, char)
+        if start := next(filter(literal.endswith, self._starts), ""):
+            literal = literal.removesuffix(start) + self._starts[start]
+        if end := next(filter(literal.startswith, self._ends), ""):
+            literal = self._ends[end] + literal.removeprefix(end)
+        return literal
+
+    def pieces(self, rendered: str) -> list[tuple[str, bool]]:
+        """The texts of a rendered prompt, none of them empty: (special token, True) or (plain text, False)."""
+        for start, role, end in self._built:
+            marked = self._starts[start] + role + self._ends[end]
+            rendered = rendered.replace(marked, self._wholes[start + role + end])
+        for char, half in self._halves.items():
+            rendered = rendered.replace(char, half)
+        parts = self._any_whole.split(rendered)
+        return [(self._texts[part], True) if number % 2 else (part, False) for number, part in enumerate(parts) if part]
+
+
+def _assign(texts: Collection[str], free: Iterator[str]) -> dict[str, str]:
+    assigned = dict(zip(texts, free, strict=False))
+    if len(assigned) < len(texts):
+        raise UsageError("there are too few private-use characters", why=f"{len(texts)} special tokens need one each")
+    return assigned

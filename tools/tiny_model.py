@@ -1,0 +1,223 @@
+"""The Llama-shaped network that `train_tiny.py` trains.
+
+Owns the forward pass and the dropping of blocks. Knows nothing about text, files or optimizers.
+Parameter names are those of a Hugging Face Llama checkpoint, so the state dict is written as it is.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ATTENTION_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class TinyConfig:
+    """Sizes of the network. All are multiples of 64, so that 4-bit groups of 64 fit."""
+
+    vocab_size: int = 4096
+    hidden_size: int = 256
+    intermediate_size: int = 384
+    num_layers: int = 12
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    max_positions: int = 1024
+    rope_theta: float = 10000.0
+    rms_eps: float = 1e-5
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, computed in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        x32 = x.float()
+        scale = torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * (x32 * scale).to(x.dtype)
+
+
+def rope_tables(config: TinyConfig) -> tuple[Tensor, Tensor]:
+    """cos and sin, each [max_positions, head_dim], in the half-rotated layout of Hugging Face Llama."""
+    steps = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    angles = torch.outer(torch.arange(config.max_positions, dtype=torch.float32), config.rope_theta**-steps)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of x [B, heads, T, head_dim]."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of q [B, H, T, D] on k, v [B, KH, T, D].
+
+    Whole blocks of rows are computed as plain matrix products: compiled, forward and backward of [8, 4, 512, 64] in
+    bf16 take 60 ms against 187 ms for scaled_dot_product_attention (2 cores of a Zen 5 without AMX).
+    """
+    batch, heads, length, size = q.shape
+    kv_heads = k.shape[1]
+    if length % ATTENTION_BLOCK:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    grouped = q.view(batch, kv_heads, heads // kv_heads, length, size) * size**-0.5
+    mixed = []
+    for start in range(0, length, ATTENTION_BLOCK):
+        end = start + ATTENTION_BLOCK
+        rows = grouped[:, :, :, start:end].flatten(2, 3)  # [B, KH, G * block, D]
+        scores = (rows @ k[:, :, :end].transpose(-1, -2)).view(batch, kv_heads, -1, ATTENTION_BLOCK, end)
+        past = torch.arange(start, end)[:, None] >= torch.arange(end)[None]
+        weights = torch.where(past, scores.float(), -1e9).softmax(-1).to(v.dtype)
+        mixed.append((weights.flatten(2, 3) @ v[:, :, :end]).view(batch, kv_heads, -1, ATTENTION_BLOCK, size))
+    return torch.cat(mixed, dim=3).flatten(1, 2)  # [B, H, T, D]
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, config: TinyConfig) -> None:
+        super().__init__()
+        query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.config = config
+        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        c = self.config
+        q = self.q_proj(x).view(batch, length, c.num_heads, c.head_dim).transpose(1, 2)  # [B, H, T, D]
+        k = self.k_proj(x).view(batch, length, c.num_kv_heads, c.head_dim).transpose(1, 2)  # [B, KH, T, D]
+        v = self.v_proj(x).view(batch, length, c.num_kv_heads, c.head_dim).transpose(1, 2)
+        q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
+        mixed = causal_attention(q, k, v)
+        return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))  # type: ignore[no-any-return]
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: TinyConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+
+
+class Layer(nn.Module):
+    """One attention block and one MLP block, either of which may be skipped."""
+
+    def __init__(self, config: TinyConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_eps)
+        self.mlp = MLP(config)
+
+    def attention_block(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        mixed: Tensor = self.self_attn(self.input_layernorm(x), cos, sin)
+        return x + mixed
+
+    def mlp_block(self, x: Tensor) -> Tensor:
+        changed: Tensor = self.mlp(self.post_attention_layernorm(x))
+        return x + changed
+
+
+class TinyModel(nn.Module):
+    """The layers between the embedding and the final norm; `TinyLM` holds it as `model`."""
+
+    def __init__(self, config: TinyConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_eps)
+
+
+class TinyLM(nn.Module):
+    """The whole language model; the output projection is the embedding (tied)."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: TinyConfig, seed: int) -> None:
+        super().__init__()
+        self.config = config
+        self.model = TinyModel(config)
+        cos, sin = rope_tables(config)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+        self._reset(seed)
+
+    def _reset(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        shrink = (2 * self.config.num_layers) ** -0.5  # keeps the residual stream's size at any depth
+        for name, weight in self.named_parameters():
+            if weight.dim() < 2:
+                continue
+            std = 0.02 if "embed" in name else weight.shape[1] ** -0.5 * 0.6
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                std *= shrink
+            nn.init.normal_(weight, std=std, generator=generator)
+
+    def hidden(
+        self, tokens: Tensor, skipped: frozenset[int] = frozenset(), taps: dict[int, Tensor] | None = None
+    ) -> Tensor:
+        """Last hidden states [B, T, hidden] of tokens [B, T].
+
+        `skipped` holds block numbers: 2 * layer for attention, 2 * layer + 1 for the MLP. `taps`, if given, receives
+        the input of every layer.
+        """
+        length = tokens.shape[1]
+        cos, sin = self.cos[:length], self.sin[:length]
+        x = self.model.embed_tokens(tokens)
+        for number, layer in enumerate(self.model.layers):
+            assert isinstance(layer, Layer)
+            if taps is not None:
+                taps[number] = x
+            if 2 * number not in skipped:
+                x = layer.attention_block(x, cos, sin)
+            if 2 * number + 1 not in skipped:
+                x = layer.mlp_block(x)
+        return self.model.norm(x)  # type: ignore[no-any-return]
+
+    def logits(self, tokens: Tensor, skipped: frozenset[int] = frozenset()) -> Tensor:
+        """Logits [B, T, vocab] of tokens [B, T]."""
+        return F.linear(self.hidden(tokens, skipped), self.model.embed_tokens.weight)
+
+    def compile_blocks(self) -> None:
+        """Compile the two kinds of block; the whole network would be compiled anew for each set of skipped blocks."""
+        for layer in self.model.layers:
+            assert isinstance(layer, Layer)
+            layer.attention_block = torch.compile(layer.attention_block, dynamic=False)  # type: ignore[method-assign]
+            layer.mlp_block = torch.compile(layer.mlp_block, dynamic=False)  # type: ignore[method-assign]
+
+
+def dropped_blocks(num_layers: int, highest_rate: float, rng: random.Random) -> frozenset[int]:
+    """Blocks to drop in one training step: the rate grows with depth, the first and last layer stay."""
+    dropped: set[int] = set()
+    for layer in range(1, num_layers - 1):
+        rate = highest_rate * layer / (num_layers - 2)
+        dropped.update(block for block in (2 * layer, 2 * layer + 1) if rng.random() < rate)
+    return frozenset(dropped)
+
+
+def middle_blocks(num_layers: int, fraction: float) -> frozenset[int]:
+    """About `fraction` of all blocks, spread evenly over the middle layers, for measuring self-speculation."""
+    candidates: Sequence[int] = range(2, 2 * num_layers - 2)
+    count = round(fraction * 2 * num_layers)
+    return frozenset(candidates[int((i + 0.5) * len(candidates) / count)] for i in range(count))
