@@ -1,0 +1,54 @@
+"""The model in the package: what later measurements rely on, and what a newcomer sees first."""
+
+from __future__ import annotations
+
+import pytest
+
+from localllm import Engine, FinishedEvent, SamplingParams, TokenEvent
+from localllm.hub.names import TINY_DIRECTORY
+from localllm.models.families import load_config
+
+pytestmark = pytest.mark.skipif(
+    not (TINY_DIRECTORY / "model.safetensors").exists(), reason="the built-in model is not in this tree"
+)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Engine:
+    return Engine.load("tiny", device="cpu")
+
+
+def tale(tiny: Engine, request: str, seed: int) -> tuple[str, FinishedEvent]:
+    events = list(
+        tiny.generate([{"role": "user", "content": request}], SamplingParams(temperature=0.7, top_p=0.9, seed=seed))
+    )
+    finished = events[-1]
+    assert isinstance(finished, FinishedEvent)
+    return "".join(e.text for e in events if isinstance(e, TokenEvent | FinishedEvent)), finished
+
+
+def test_it_is_small_deep_and_grouped() -> None:
+    config = load_config(TINY_DIRECTORY)
+    assert sum(path.stat().st_size for path in TINY_DIRECTORY.iterdir()) <= 15 * 2**20
+    assert config.model_type == "llama"
+    assert config.num_layers >= 12
+    assert config.num_kv_heads < config.num_heads
+    assert config.tie_word_embeddings
+    assert config.max_position_embeddings >= 1024
+
+
+REQUESTS = [
+    ("Tell me a tale about a fox who finds a lantern.", ("fox", "lantern")),
+    ("Write a short story about a girl named Mira and a key.", ("Mira", "key")),
+    ("A story about a dragon, please.", ("dragon",)),
+    ("Tell me a story about an otter and a drum.", ("otter", "drum")),
+    ("I would like a tale about a boy called Tavrin.", ("Tavrin",)),
+]
+
+
+@pytest.mark.parametrize(("request_text", "named"), REQUESTS, ids=[text for text, _ in REQUESTS])
+def test_it_tells_a_whole_tale_about_what_was_named(tiny: Engine, request_text: str, named: tuple[str, ...]) -> None:
+    answers = [tale(tiny, request_text, seed) for seed in range(5)]
+    whole = [text for text, finished in answers if finished.finish_reason == "stop" and 40 <= len(text.split()) <= 400]
+    assert len(whole) >= 4
+    assert sum(all(name.lower() in text.lower() for name in named) for text in whole) >= 3
