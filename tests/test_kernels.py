@@ -11,7 +11,7 @@ from localllm.kernels import cpu_gemv, cpu_jit, reference
 from localllm.kernels.attention import attention
 from localllm.kernels.dense import dense_linear
 
-SHAPES = [(4, 32), (7, 32), (64, 64), (67, 96), (1000, 2048), (513, 5632)]
+SHAPES = [(1, 32), (4, 32), (7, 32), (64, 64), (67, 96), (1000, 2048), (513, 5632)]
 needs_kernel = pytest.mark.skipif(not cpu_gemv.supports(1, 64, 64), reason="no llvmlite or no OpenMP runtime here")
 
 
@@ -51,7 +51,7 @@ def test_gemv_does_not_depend_on_the_number_of_threads(threads: int) -> None:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("rows", "out_features", "in_features"), [(9, 64, 64), (0, 64, 64), (1, 3, 64), (1, 64, 40)])
+@pytest.mark.parametrize(("rows", "out_features", "in_features"), [(9, 64, 64), (0, 64, 64), (1, 64, 40)])
 def test_shapes_that_the_gemv_cannot_do_are_left_to_torch(rows: int, out_features: int, in_features: int) -> None:
     assert not cpu_gemv.supports(rows, out_features, in_features)
     x, weight = random(rows, in_features), random(out_features, in_features, seed=1)

@@ -32,7 +32,7 @@ class Batch:
     positions: Tensor  # [T] int64
     segments: tuple[Segment, ...]
     logit_rows: Tensor  # [R] int64: the rows whose logits are wanted
-    rotations: tuple[tuple[Tensor, Tensor], ...]  # cos, sin [T, 1, rotary_dim / 2] of each of the model's RoPEs
+    rotations: tuple[tuple[Tensor, Tensor], ...]  # cos, sin [T, 1, rotary_dim] of each of the model's RoPEs
 
     def __len__(self) -> int:
         return self.token_ids.shape[0]

@@ -19,4 +19,4 @@ class RMSNorm:
     def __call__(self, x: Tensor) -> Tensor:
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (wide * scale * self.weight).to(x.dtype)
+        return (wide * scale).mul_(self.weight).to(x.dtype)

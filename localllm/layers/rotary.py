@@ -91,10 +91,11 @@ class Rotary:
         self.inv_freq = inverse_frequencies(rope, rotary_dim, 0).to(device)
 
     def __call__(self, positions: Tensor, segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
-        """positions [T] -> cos, sin, each fp32 [T, 1, rotary_dim / 2]."""
+        """positions [T] -> cos, sin, each fp32 [T, 1, rotary_dim]; sin has the sign of the half that it turns into."""
         inv_freq = self._per_token(segments) if self.depends_on_length else self.inv_freq
         angles = positions[:, None].float() * inv_freq
-        return (angles.cos() * self.scale).unsqueeze(1), (angles.sin() * self.scale).unsqueeze(1)
+        cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
+        return torch.cat((cos, cos), dim=-1).unsqueeze(1), torch.cat((-sin, sin), dim=-1).unsqueeze(1)
 
     def _per_token(self, segments: Sequence[Segment]) -> Tensor:
         rows = [
@@ -105,8 +106,9 @@ class Rotary:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the leading features of each head: x [T, heads, D]; cos, sin fp32 [T, 1, rotary_dim / 2]."""
-    half = cos.shape[-1]
-    first, second = x[..., :half], x[..., half : 2 * half]
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
-    return rotated if x.shape[-1] == 2 * half else torch.cat((rotated, x[..., 2 * half :]), dim=-1)
+    """Rotate the leading features of each head: x [T, heads, D]; cos, sin fp32 [T, 1, rotary_dim] from a Rotary."""
+    rotary_dim = cos.shape[-1]
+    turning, half = x[..., :rotary_dim], rotary_dim // 2
+    swapped = torch.cat((turning[..., half:], turning[..., :half]), dim=-1)
+    rotated = torch.addcmul(turning * cos, swapped.float(), sin).to(x.dtype)
+    return rotated if x.shape[-1] == rotary_dim else torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
