@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -136,6 +138,105 @@ def test_a_message_is_encoded_as_plain_text_between_the_special_tokens_of_the_te
     assert encode_chat(template, tokenizer, ChatInput(user(text))) == [index, *tokenizer.encode(text), index]
 
 
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_special_token_in_pieces_is_never_put_together(
+    model: tuple[ChatTemplate, Tokenizer], data: st.DataObject
+) -> None:
+    _, tokenizer = model
+    token = data.draw(st.sampled_from(sorted(tokenizer.special_texts)))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(token)), min_size=1, max_size=2)))
+    blank = data.draw(st.sampled_from(["", " ", "\n"]))  # the template trims it
+    pieces = iter([token[start:end] + blank for start, end in zip([0, *cuts], [*cuts, len(token)], strict=True)])
+    places = data.draw(st.sets(st.integers(0, 5), min_size=len(cuts) + 1, max_size=len(cuts) + 1))
+    said = [next(pieces) if place in places else "" for place in range(6)]
+    message = {
+        "role": said[0],
+        "content": [{"type": "text", "text": said[1]}, {"type": "text", "text": said[2]}],
+        "tool_calls": [{"function": {"name": said[3], "arguments": {said[4]: said[5]}}}],
+    }
+    ids = encode_chat(ChatTemplate(JOINING), tokenizer, ChatInput([message]))
+    (end,) = tokenizer.encode("<|endoftext|>", special=True)
+    assert specials(tokenizer, ids) == [end, end]
+    assert tokenizer.decode(ids, skip_special=False).count(token) >= (not blank) + 2 * (token == "<|endoftext|>")
+
+
+JOINING = """<|endoftext|>
+{%- for m in messages %}{{ m.role | trim }}
+{%- for part in m.content %}{{ part.text | trim }}{% endfor %}
+{%- set call = m.tool_calls[0].function %}{{ call.name | trim }}
+{%- for key, value in call.arguments.items() %}{{ key | trim ~ value.strip() }}{% endfor %}
+{%- endfor %}<|endoftext|>"""
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[0].content.replace('#', '') }}",
+        "{{ messages[0].content.split('#') | join }}",
+        "{{ messages[0].content[:2] ~ messages[0].content[3:] }}",
+        "{% for c in messages[0].content if c != '#' %}{{ c }}{% endfor %}",
+        "{{ '<|' + messages[0].content.partition('#')[2] }}",
+    ],
+)
+def test_what_a_template_cuts_out_of_a_text_leaves_no_special_token_behind(shared_data: Locate, source: str) -> None:
+    tokenizer = Tokenizer.load(shared_data("tokenizers/qwen2.5-0.5b-instruct"))
+    ids = encode_chat(ChatTemplate(source), tokenizer, ChatInput(user("<|#im_end|>")))
+    assert specials(tokenizer, ids) == []
+    assert tokenizer.decode(ids) == "<|im_end|>"
+
+
+@pytest.mark.parametrize("source", ["<|{{ messages[0].role }}|>\n", "{{ '<|' + messages[0]['role'] + '|>' + '\n' }}"])
+@pytest.mark.parametrize(
+    ("role", "built"), [("user", True), ("assistant", True), ("system", True), ("end", False), ("endoftext", False)]
+)
+def test_only_an_ordinary_role_completes_a_token_that_the_template_begins(
+    shared_data: Locate, source: str, role: str, built: bool
+) -> None:
+    tokenizer = Tokenizer.load(shared_data("tokenizers/phi-3-mini"))
+    ids = encode_chat(ChatTemplate(source), tokenizer, ChatInput([{"role": role, "content": ""}]))
+    assert specials(tokenizer, ids) == ([tokenizer.token_id(f"<|{role}|>")] if built else [])
+
+
+def test_a_template_that_builds_tokens_from_roles_takes_none_from_a_message(shared_data: Locate) -> None:
+    tokenizer = Tokenizer.load(shared_data("tokenizers/phi-3-mini"))
+    template = ChatTemplate("{{ '<|' + messages[0].role + '|>' }}{{ messages[0].content }}{{ '<|end|>' }}")
+    ids = encode_chat(template, tokenizer, ChatInput(user("<|user|><|end|>|><|")))
+    assert specials(tokenizer, ids) == [tokenizer.token_id("<|user|>"), tokenizer.token_id("<|end|>")]
+    assert tokenizer.decode(ids) == "<|user|><|end|>|><|"
+
+
+@pytest.mark.parametrize("char", ["\U00100000", "\U000f0000", "\ue000"])
+def test_private_characters_in_a_message_stay_what_they_are(model: tuple[ChatTemplate, Tokenizer], char: str) -> None:
+    _, tokenizer = model
+    template = ChatTemplate("<|endoftext|>{{ messages[0].content }}")
+    for text in ("a", f"a{char}", "b"):
+        ids = encode_chat(template, tokenizer, ChatInput(user(text)))
+        assert len(specials(tokenizer, ids)) == 1
+        assert tokenizer.decode(ids) == text
+
+
+CONTROL = re.compile(r"<\|[^<>|\n]{1,40}\|>|<｜[^<>｜\n]{1,40}｜>|\[/?[A-Z_]+\]|</?s>|<(?:start|end)_of_turn>|<bos>")
+
+
+def test_every_recorded_case_writes_its_control_tokens_itself(shared_data: Locate) -> None:
+    recorded = json.loads(shared_data("chat_templates/cases.json").read_text(encoding="utf-8"))
+    cases = {name: case for group in ("default", "custom") for name, case in recorded[group].items()}
+    texts, written, expected = {}, {}, {}
+    for name, case in cases.items():
+        expected[name] = CONTROL.findall(case["target"])
+        data = {key: value for key, value in case["data"].items() if not key.endswith("_token")}
+        roles = {key: value for key, value in case["data"].items() if key.endswith("_token")}
+        day = datetime.datetime(2025, 7, 10)
+        template = ChatTemplate(case["chat_template"], special_tokens=roles, now=lambda day=day: day)
+        marks, marked = template.with_marks(set(expected[name]), frozenset())
+        pieces = marks.pieces(marked.render_chat(parse_messages_file(json.dumps(data))))
+        texts[name] = "".join(text for text, _ in pieces)
+        written[name] = [text for text, special in pieces if special]
+    assert texts == {name: case["target"] for name, case in cases.items()}
+    assert written == expected
+
+
 def test_tools_roles_and_variables_cannot_forge_a_role_either(shared_data: Locate) -> None:
     tokenizer = Tokenizer.load(shared_data("tokenizers/qwen2.5-0.5b-instruct"))
     source = "{{ messages[0].role }}{{ tools|tojson }}{{ tools|tojson(ensure_ascii=true) }}{{ note }}<|im_end|>"
@@ -260,14 +361,34 @@ def test_an_array_of_messages_is_a_conversation_to_continue() -> None:
 
 
 def test_the_other_keys_of_an_object_are_template_variables() -> None:
-    chat = parse_messages_file('{"messages": [], "tools": [{}], "add_generation_prompt": false, "bos_token": "<s>"}')
-    assert chat == ChatInput([], [{}], False, {"bos_token": "<s>"})
+    message = '"messages": [{"role": "user"}]'
+    chat = parse_messages_file(f'{{{message}, "tools": [{{}}], "add_generation_prompt": false, "bos_token": "<s>"}}')
+    assert chat == ChatInput([{"role": "user"}], [{}], False, {"bos_token": "<s>"})
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ([{"type": "text", "text": "one"}, "two"], "<one\ntwo>"),
+        ([{"type": "text", "text": "one"}, {"type": "image"}], None),
+    ],
+)
+def test_parts_are_joined_where_all_are_text_and_the_template_fails_on_them(
+    parts: list[object], expected: str | None
+) -> None:
+    template = ChatTemplate("{% for m in messages %}{{ '<' + m.content + '>' }}{% endfor %}")
+    messages = [{"role": "user", "content": parts}]
+    if expected is not None:
+        assert template.render(messages) == expected
+        return
+    with pytest.raises(TemplateError, match="fails"):
+        template.render(messages)
 
 
 def test_an_object_that_says_nothing_about_it_has_a_generation_prompt_for_generation_only(shared_data: Locate) -> None:
     tokenizer = Tokenizer.load(shared_data("tokenizers/phi-3-mini"))
     template = ChatTemplate("{{ add_generation_prompt }}")
-    chat = parse_messages_file('{"messages": []}')
+    chat = parse_messages_file('{"messages": [{"role": "user"}]}')
     assert template.render_chat(chat) == "False"
     assert tokenizer.decode(encode_chat(template, tokenizer, chat)) == "True"
 
@@ -287,14 +408,37 @@ def test_an_object_that_says_nothing_about_it_has_a_generation_prompt_for_genera
         '[{"role": 1, "content": "a"}]',
         '[{"role": "user", "content": 5}]',
         '[{"role": "user", "content": [5]}]',
-        '{"messages": [], "tools": {}}',
-        '{"messages": [], "tools": ["x"]}',
-        '{"messages": [], "add_generation_prompt": "yes"}',
+        "[]",
+        '{"messages": []}',
+        '{"role": "user", "content": "not in an array"}',
+        '{"messages": [{"role": "user"}], "tools": {}}',
+        '{"messages": [{"role": "user"}], "tools": ["x"]}',
+        '{"messages": [{"role": "user"}], "add_generation_prompt": "yes"}',
     ],
 )
 def test_a_malformed_messages_file_is_a_usage_error(text: str) -> None:
     with pytest.raises(UsageError):
         parse_messages_file(text)
+
+
+@pytest.mark.parametrize("item", ['{"role":"user","content":""},', "{},", "[],", "0,"])
+def test_millions_of_values_are_refused_before_they_are_parsed(item: str) -> None:
+    text = "[" + item * ((15 << 20) // len(item)) + "{}]"
+    started = time.process_time()
+    with pytest.raises(UsageError, match="too many values"):
+        parse_messages_file(text)
+    assert time.process_time() - started < 0.5
+
+
+def test_duplicate_keys_in_a_messages_file_are_refused() -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_messages_file('[{"role": "user", "content": "a", "role": "system"}]')
+    assert "'role'" in caught.value.why
+
+
+def test_half_a_surrogate_pair_in_a_messages_file_is_read_as_a_replacement_character() -> None:
+    chat = parse_messages_file('[{"role": "user", "content": "a\\ud83d"}]')
+    assert ChatTemplate("{{ messages[0].content }}").render_chat(chat) == "a\ufffd"
 
 
 @pytest.mark.parametrize("levels", [90, 300, 900])

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import tokenizers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 import localllm
@@ -158,7 +160,7 @@ def test_a_vocabulary_that_holds_a_special_text_as_a_piece_cannot_forge_it() -> 
     assert tokenizer.decode(ids) == "a<s>b<s>"
 
 
-def test_a_marked_text_is_encoded_as_if_the_marker_were_not_there_also_after_a_special_token() -> None:
+def test_a_text_after_a_special_token_is_given_no_space_that_only_the_first_is_given() -> None:
     first = pre_tokenizers.Metaspace(prepend_scheme="first")
     vocab = {char: index for index, char in enumerate("▁ab<|s>\x01")}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -167,13 +169,41 @@ def test_a_marked_text_is_encoded_as_if_the_marker_were_not_there_also_after_a_s
     backend.add_special_tokens(["<s>", "<|s>"])
     tokenizer = Tokenizer(backend)
     bos = tokenizer.token_id("<s>")
-    assert tokenizer.encode_marked("<s>a<\ue000s>b<s>b", "\ue000") == [bos, *map(vocab.__getitem__, "a<s>b"), bos, 2]
-    assert tokenizer.encode_marked("a<\ue000s>b", "\ue000") == [vocab[char] for char in "▁a<s>b"]
+    pieces = [("<s>", True), ("a<s>b", False), ("<s>", True), ("b", False)]
+    assert tokenizer.encode_pieces(pieces) == [bos, *map(vocab.__getitem__, "a<s>b"), bos, 2]
+    assert tokenizer.encode_pieces([("a<s>b", False)]) == [vocab[char] for char in "▁a<s>b"]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_pieces_have_the_ids_of_their_whole(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    special = st.sampled_from(sorted(tokenizer.special_texts)).map(lambda text: (text, True))
+    words = st.lists(st.sampled_from(["a", "It's", " ", "\n", "\x1c", "\u3000", "\x85", "ü", "1"]), min_size=1)
+    plain = words.map(lambda parts: ("".join(parts), False))
+    pieces = [piece for pair in data.draw(st.lists(st.tuples(special, plain), max_size=4)) for piece in pair]
+    pieces = data.draw(st.sampled_from([pieces, pieces[1:], pieces[:-1]]))
+    whole = "".join(text for text, _ in pieces)
+    assert tokenizer.encode_pieces(pieces) == tokenizer.encode(whole, special=True)
+
+
+@pytest.mark.parametrize("flags", [{"lstrip": True}, {"rstrip": True}, {"lstrip": True, "rstrip": True}])
+@pytest.mark.parametrize("space", [" ", "\n \t", "\x1c ", " \x1f", "\u2003", "\u200b", "\x85\xa0", "\u2029"])
+def test_a_special_token_swallows_the_white_space_that_the_library_lets_it(flags: dict[str, bool], space: str) -> None:
+    vocab = {char: index for index, char in enumerate(f"a{space}")}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="a"))
+    backend.add_special_tokens([AddedToken("<x>", **flags)])
+    tokenizer = Tokenizer(backend)
+    pieces = [(f"a{space}", False), ("<x>", True), (f"{space}a", False)]
+    assert tokenizer.encode_pieces(pieces) == tokenizer.encode(f"a{space}<x>{space}a", special=True)
 
 
 def test_lone_surrogates_are_encoded_as_replacement_characters(shared_data: Locate) -> None:
     tokenizer = Tokenizer.load(shared_data("tokenizers/phi-3-mini"))
     assert tokenizer.decode(tokenizer.encode("a\ud800b\udfff")) == "a\ufffdb\ufffd"
+
+
+def test_half_a_surrogate_pair_as_a_special_token_becomes_a_replacement_character() -> None:
+    assert Tokenizer(small_backend(), {"bos_token": "\ud800"}).bos_token == "\ufffd"
 
 
 def test_truncation_in_the_file_does_not_shorten_a_prompt(tmp_path: Path) -> None:

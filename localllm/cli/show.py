@@ -50,10 +50,9 @@ def show_command(
 
 def _template_source(model: str) -> str:
     from localllm.engine.chat_template import ChatTemplate
-    from localllm.engine.tokenizer import Tokenizer
 
     directory = select_text_only(model, {}).files.directory
-    sources = ChatTemplate.load(directory, Tokenizer.load(directory)).sources
+    sources = ChatTemplate.load(directory).sources
     if len(sources) == 1:
         return next(iter(sources.values()))
     return "\n".join(f"--- {name} ---\n{source}" for name, source in sources.items())

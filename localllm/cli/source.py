@@ -27,9 +27,8 @@ class Source:
         if self.chat is None:
             return self.raw or ""
         from localllm.engine.chat_template import ChatTemplate
-        from localllm.engine.tokenizer import Tokenizer
 
-        return ChatTemplate.load(directory, Tokenizer.load(directory)).render_chat(self.chat)
+        return ChatTemplate.load(directory).render_chat(self.chat)
 
     def encode(self, directory: Path) -> tuple[int, ...]:
         """The prompt's ids. In a raw prompt special tokens are meant; in a message they are text."""

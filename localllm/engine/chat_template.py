@@ -1,19 +1,16 @@
 """Chat messages to the text, or the ids, that a model was trained on.
 
 Owns the template of a model, and what in its output counts as a special token: what the template writes does; the same
-text inside messages, tools or variables stays ordinary text, so nobody can forge a role. While rendering for ids, a
-private character stands inside each such text, and is taken out again before that stretch is encoded. Only special
-tokens are marked (see tokenizer.py): templates look for `</think>` or `<tool_response>` in what was said, and must go
-on finding them; those give nobody a role.
+text inside messages, tools or variables stays ordinary text, so nobody can forge a role.
 
-Knows nothing about sampling or models. template_sandbox.py runs the template.
+Knows nothing about sampling or models. template_sandbox.py runs the template, template_marks.py tells what it wrote.
 """
 
 from __future__ import annotations
 
-import json
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -23,11 +20,14 @@ import jinja2
 from jinja2.exceptions import SecurityError
 
 from localllm.engine.template_limits import MAX_DEPTH, Budget, LimitError
+from localllm.engine.template_marks import SpecialMarks
 from localllm.engine.template_sandbox import RefusalError, TemplateEnvironment
 from localllm.engine.tokenizer import Tokenizer, valid_unicode
 from localllm.engine.tokenizer_files import SPECIAL_ROLES, TokenizerFiles, special_roles
-from localllm.errors import TemplateError, TokenizerError, UsageError
+from localllm.errors import CheckpointError, TemplateError, TokenizerError, UsageError
+from localllm.models.strict_json import JsonLimits, parse_json
 
+_MESSAGES_LIMITS = JsonLimits(containers=300_000, elements=2_000_000)  # braces and commas in the texts count as well
 MAX_SOURCE_CHARS = 64 << 10  # twice the longest in use; bounds the time that compiling takes
 
 Message = dict[str, Any]
@@ -63,16 +63,21 @@ class ChatTemplate:
         special_tokens: Mapping[str, str] | None = None,
         origin: str = "the chat template",
         now: Callable[[], datetime] = datetime.now,
+        marks: SpecialMarks | None = None,
     ) -> None:
         """source: one template, or several by name ("default", "tool_use"). special_tokens: bos_token and the like.
 
-        origin: the file to name in errors. now: the clock of `strftime_now`. Raises TemplateError for a broken one.
+        origin: the file to name in errors. now: the clock of `strftime_now`. marks: for each special token that the
+        template writes, write its mark. Raises TemplateError for a broken one.
         """
         self.sources = {"default": source} if isinstance(source, str) else dict(source)
-        self.special_tokens = dict(special_tokens or {})
+        mark = marks.mark if marks else str
+        self.special_tokens = {role: mark(text) for role, text in (special_tokens or {}).items()}
         self._origin = origin
+        self._now = now
+        self._marked: tuple[SpecialMarks, ChatTemplate] | None = None
         self._lock = threading.Lock()  # the environment has one budget
-        self._environment = TemplateEnvironment(now)
+        self._environment = TemplateEnvironment(now, mark)
         self._compiled = {name: self._compile(text) for name, text in self.sources.items()}
 
     @classmethod
@@ -113,7 +118,14 @@ class ChatTemplate:
         values |= {"tools": tools, "add_generation_prompt": add_generation_prompt}
         plain = plain_data(values)
         with self._lock:
-            return self._run(self._choose(tools), plain)
+            template = self._choose(tools)
+            try:
+                return self._run(template, plain)
+            except TemplateError as error:
+                joined = _with_joined_text(plain["messages"])
+                if joined is None or isinstance(error.__cause__, (LimitError, MemoryError, SecurityError)):
+                    raise
+            return self._run(template, {**plain, "messages": joined})
 
     def render_chat(self, chat: ChatInput) -> str:
         """`render` of everything in `chat`."""
@@ -123,6 +135,16 @@ class ChatTemplate:
             add_generation_prompt=bool(chat.add_generation_prompt),
             **chat.variables,
         )
+
+    def with_marks(self, specials: Collection[str], said: AbstractSet[str]) -> tuple[SpecialMarks, ChatTemplate]:
+        """This template, writing marks in place of `specials`. said: the characters that no mark may be."""
+        known = self._marked
+        if known is None or known[0].specials != frozenset(specials) or known[0].clash_with(said):
+            own = (*self.sources.values(), *self.special_tokens.values())
+            marks = SpecialMarks(specials, set(said).union(*own))
+            options: dict[str, Any] = {"special_tokens": self.special_tokens, "origin": self._origin, "now": self._now}
+            known = self._marked = marks, ChatTemplate(self.sources, marks=marks, **options)
+        return known
 
     def _choose(self, tools: object) -> jinja2.Template:
         name = "tool_use" if tools is not None and "tool_use" in self._compiled else "default"
@@ -147,7 +169,8 @@ class ChatTemplate:
         budget = self._environment.budget = Budget()
         try:
             budget.weigh(values)
-            return self._environment.concat(template.root_render_func(template.new_context(values)))
+            text = self._environment.concat(template.root_render_func(template.new_context(values)))
+            return valid_unicode(text)
         except RefusalError as error:
             raise self._error("refuses these messages", str(error)) from error
         except (LimitError, MemoryError, RecursionError) as error:
@@ -167,16 +190,12 @@ class ChatTemplate:
 def encode_chat(template: ChatTemplate, tokenizer: Tokenizer, chat: ChatInput) -> list[int]:
     """The prompt ids of `chat`: special tokens only where the template writes them, and one BOS where there is one."""
     messages, tools, variables = plain_data([list(chat.messages), chat.tools, chat.variables])
-    marker = _unused_character([messages, tools, variables, template.sources])
-    mark = _marking(tokenizer, marker)
-    text = template.render(
-        _rebuild(messages, mark),
-        tools=_rebuild(tools, mark),
-        add_generation_prompt=chat.add_generation_prompt is not False,
-        **{name: value if name in SPECIAL_ROLES else _rebuild(value, mark) for name, value in variables.items()},
-    )
-    text = text.replace(_json_escape(marker), marker)  # tojson(ensure_ascii=true)
-    ids = tokenizer.with_bos(tokenizer.encode_marked(text, marker))
+    said = {char for text in _strings([messages, tools, variables]) for char in set(text)}
+    marks, marked = template.with_marks(tokenizer.special_texts, said)
+    roles = {name: marks.mark(variables[name]) for name in SPECIAL_ROLES if isinstance(variables.get(name), str)}
+    generation = chat.add_generation_prompt is not False
+    text = marked.render(messages, tools=tools, add_generation_prompt=generation, **{**variables, **roles})
+    ids = tokenizer.with_bos(tokenizer.encode_pieces(marks.pieces(text)))
     bos = tokenizer.bos_token_id
     while bos is not None and ids[:2] == [bos, bos]:
         ids = ids[1:]
@@ -189,9 +208,9 @@ def parse_messages_file(text: str) -> ChatInput:
     Raises UsageError that says what is malformed.
     """
     try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UsageError("the messages file is no JSON", why=str(error)) from error
+        data = parse_json(valid_unicode(text).encode(), "the messages file", _MESSAGES_LIMITS)
+    except CheckpointError as error:
+        raise UsageError(error.what, why=error.why) from error
     if isinstance(data, list):
         return ChatInput(messages=_messages(data))
     if not isinstance(data, dict):
@@ -199,7 +218,9 @@ def parse_messages_file(text: str) -> ChatInput:
             "the messages file holds no messages", why=f"a {_kind(data)}, not an array of messages or an object"
         )
     if "messages" not in data:
-        raise UsageError("the messages file has no messages", why=f"its keys: {', '.join(map(repr, data))[:200]}")
+        why = f"its keys: {', '.join(map(repr, data))[:200]}"
+        fix = "a single message goes into an array: [{...}]" if "role" in data else ""
+        raise UsageError("the messages file has no messages", why=why, fix=fix)
     generation = data.pop("add_generation_prompt", None)
     if generation is not None and not isinstance(generation, bool):
         raise UsageError("add_generation_prompt is no boolean", why=f"it is a {_kind(generation)}")
@@ -224,28 +245,18 @@ def plain_data(value: Any, depth: int = 0) -> Any:
     raise UsageError("a template variable is no JSON value", why=f"a {type(value).__name__}")
 
 
-def _rebuild(value: Any, change: Callable[[str], str]) -> Any:
-    """`value` with every string in it changed, keys of mappings included."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {change(str(key)): _rebuild(item, change) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_rebuild(item, change) for item in value]
-    return value
-
-
-def _marking(tokenizer: Tokenizer, marker: str) -> Callable[[str], str]:
-    return lambda text: tokenizer.mark_special(text, marker)
-
-
-def _unused_character(values: Any) -> str:
-    """A private-use character that appears nowhere in `values`, neither plain nor escaped as in JSON."""
-    seen = "\n".join(_strings(values))
-    for code in range(0xE000, 0xF900):
-        if chr(code) not in seen and _json_escape(chr(code)) not in seen:
-            return chr(code)
-    raise UsageError("the messages use every private-use character", why="6400 of them, U+E000 to U+F8FF")
+def _with_joined_text(messages: list[Message]) -> list[Message] | None:
+    """The messages with lists of text parts as one text, for a template that knows no parts; None: nothing to join."""
+    joined = []
+    for message in messages:
+        parts = message.get("content")
+        if isinstance(parts, list):
+            texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in parts]
+            if not all(isinstance(text, str) for text in texts):
+                return None  # an image, say
+            message = {**message, "content": "\n".join(texts)}
+        joined.append(message)
+    return joined if joined != messages else None
 
 
 def _strings(value: Any) -> Iterable[str]:
@@ -258,10 +269,6 @@ def _strings(value: Any) -> Iterable[str]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _strings(item)
-
-
-def _json_escape(char: str) -> str:
-    return f"\\u{ord(char):04x}"
 
 
 def _line(template: jinja2.Template, error: BaseException) -> str:
@@ -277,7 +284,9 @@ def _line(template: jinja2.Template, error: BaseException) -> str:
 
 def _messages(data: Any) -> list[Message]:
     if not isinstance(data, list):
-        raise UsageError("the messages are no array", why=f"they are a {_kind(data)}")
+        raise UsageError("the messages are no array", why=f"they are a {_kind(data)}", fix="put them into [...]")
+    if not data:
+        raise UsageError("there are no messages", why="the array is empty")
     for index, message in enumerate(data):
         _check_message(f"message {index + 1} of {len(data)}", message)
     return data

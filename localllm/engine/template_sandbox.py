@@ -170,13 +170,13 @@ class _TextFormat:
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
     """Compiles and runs chat templates. `budget` is the account of the rendering under way: one at a time.
 
-    now: the clock of `strftime_now`.
+    now: the clock of `strftime_now`. literal: what to make of each text that a template itself writes.
     """
 
     code_generator_class = _Generator
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
 
-    def __init__(self, now: Callable[[], datetime] = datetime.now) -> None:
+    def __init__(self, now: Callable[[], datetime] = datetime.now, literal: Callable[[str], str] = str) -> None:
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -186,6 +186,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             cache_size=0,
         )
         self.budget = Budget()
+        self._literal = literal
         own: dict[str, Callable[..., Any]] = {"safe": _text, "string": self._string, "tojson": self._tojson}
         own |= {"indent": self._indent, "join": self._join, "replace": self._replace}
         own |= dict.fromkeys(("e", "escape", "forceescape"), _escape)
@@ -235,6 +236,11 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         tree = super()._parse(source, name, filename)
         for node in tree.find_all(_FORBIDDEN_NODES):
             raise jinja2.TemplateSyntaxError(f"a chat template may not use {type(node).__name__}", node.lineno)
+        for text in tree.find_all(nodes.TemplateData):
+            text.data = self._literal(text.data)
+        for constant in tree.find_all(nodes.Const):
+            if isinstance(constant.value, str):
+                constant.value = self._literal(constant.value)
         return tree
 
     @pass_context

@@ -10,23 +10,26 @@ Other added tokens (`<think>`, `<tool_call>`) are ordinary vocabulary.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken
 
-from localllm.engine.tokenizer_files import TokenizerFiles, byte_level_bpe, special_roles
+from localllm.engine.tokenizer_files import FETCH_AGAIN, TokenizerFiles, byte_level_bpe, library_errors, special_roles
+from localllm.engine.tokenizer_limits import MAX_VOCAB
 from localllm.errors import TokenizerError
 
-MAX_VOCAB = 1 << 20  # four times the largest vocabulary in use
-
+_LONG_TEXT = 1 << 16  # characters, some 20 ms; for these the library lets other threads run
 _CONTROL_SHAPE = re.compile(r"<\|.*\|>|<｜.*｜>|</?s>", re.DOTALL)
+# What the library's regular expressions call white space: Python's \s has four control characters more.
+_WHITE_SPACE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -37,27 +40,38 @@ class Tokenizer:
     adds_bos: this tokenizer puts a BOS in front of a text by itself. special_tokens: role -> text, as templates see it.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, config: Mapping[str, Any] | None = None) -> None:
-        """config: what tokenizer_config.json says. Raises TokenizerError for an unusable vocabulary."""
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        config: Mapping[str, Any] | None = None,
+        *,
+        origin: str = "the tokenizer",
+    ) -> None:
+        """config: what tokenizer_config.json says. origin: the file to name in errors.
+
+        Raises TokenizerError for an unusable vocabulary.
+        """
         config = config or {}
         self._backend = backend
+        self._origin = origin
         self._lock = threading.Lock()  # `encode_special_tokens` is a switch on the shared backend
         count = backend.get_vocab_size()
         highest = max(backend.get_vocab().values(), default=-1) if count <= MAX_VOCAB else count
         if not 0 <= highest < MAX_VOCAB:
             raise TokenizerError(
-                "the tokenizer's vocabulary is unusable",
+                f"the vocabulary of {origin} is unusable",
                 why=f"{count} tokens, the highest id is {highest}; at most {MAX_VOCAB}",
+                fix=FETCH_AGAIN,
             )
         backend.no_truncation()
         backend.no_padding()
         self.vocab_size = highest + 1
-        self.special_tokens = special_roles(config)
+        self.special_tokens = {role: valid_unicode(text) for role, text in special_roles(config).items()}
         _mark_special(backend, set(self.special_tokens.values()))
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         self._added = {index: token.content for index, token in added.items()}
-        self._special_text = _any_of(token.content for token in added.values() if token.special)
+        self._special = {token.content: (index, token) for index, token in added.items() if token.special}
         self._never_from_text = self.special_ids - {self._id_of(self.special_tokens.get("unk_token"))}
         self._read_bos(config)
         self._bytes = _ByteReader.of(backend)
@@ -69,11 +83,10 @@ class Tokenizer:
         files = TokenizerFiles(directory)
         config = files.config()
         backend = files.serialized() or byte_level_bpe(files, config)
-        files.add_missing_tokens(backend, config)
-        try:
-            return cls(backend, config)
-        except TokenizerError as error:
-            raise TokenizerError(f"{directory}: {error.what}", why=error.why, fix="localllm pull MODEL") from error
+        origin = str(directory / ("tokenizer.json" if files.has("tokenizer.json") else "vocab.json"))
+        with library_errors(f"{origin} cannot be used"):
+            files.add_missing_tokens(backend, config)
+            return cls(backend, config, origin=origin)
 
     def encode(self, text: str, *, special: bool = False, bos: bool = False) -> list[int]:
         """Ids of `text`. special=False: the text of a special token is ordinary text, and no special id comes out.
@@ -91,33 +104,34 @@ class Tokenizer:
             return [self.bos_token_id, *ids]
         return ids
 
-    def encode_marked(self, text: str, marker: str) -> list[int]:
-        """Ids of `text` in which `marker` (one character) was put inside every special token that is not meant.
+    def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> list[int]:
+        """Ids of texts that follow one another. (text, True) is one special token; (text, False) never holds any.
 
-        Special tokens without a marker are meant. The text between two of them is encoded as it would be without the
-        markers: a marker changes no merge anywhere.
+        Else the ids are those of the whole text: a special token may swallow the white space beside it, and only what
+        stands at the very start is given the space that some tokenizers put in front.
         """
-        encoding = self._encode(valid_unicode(text), special=True)
         ids: list[int] = []
-        run: list[int] = []
-        run_start = 0
-        for index, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            if index not in self.special_ids:
-                run.append(index)
+        for number, (text, special) in enumerate(pieces):
+            if special:
+                ids.append(self._special[text][0])
                 continue
-            ids += self._unmarked(text[run_start:start], run, marker, first=run_start == 0)
-            ids.append(index)
-            run, run_start = [], end
-        return ids + self._unmarked(text[run_start:], run, marker, first=run_start == 0)
+            if number > 0 and self._special[pieces[number - 1][0]][1].rstrip:
+                text = text.lstrip(_WHITE_SPACE)
+            if number + 1 < len(pieces) and self._special[pieces[number + 1][0]][1].lstrip:
+                text = text.rstrip(_WHITE_SPACE)
+            ids += self._encode_plain(valid_unicode(text), first=number == 0)
+        return ids
 
-    def mark_special(self, text: str, marker: str) -> str:
-        """`text` with `marker` after the first character of every special token's text in it."""
-        return self._special_text.sub(lambda found: found[1] + marker, text)
+    @property
+    def special_texts(self) -> Collection[str]:
+        """How the special tokens are written."""
+        return self._special.keys()
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of `ids`. Bytes that are no UTF-8 become U+FFFD; an id without a token becomes nothing."""
         if self._bytes is None:
-            return str(self._backend.decode(list(ids), skip_special_tokens=skip_special))
+            with library_errors(f"{self._origin} cannot decode these ids"):
+                return str(self._backend.decode(list(ids), skip_special_tokens=skip_special))
         return self.decode_bytes(ids, skip_special=skip_special).decode("utf-8", errors="replace")
 
     def decode_bytes(self, ids: Iterable[int], *, skip_special: bool = True) -> bytes:
@@ -149,29 +163,31 @@ class Tokenizer:
         return None if index is None else int(index)
 
     def _encode(self, text: str, special: bool) -> tokenizers.Encoding:
-        try:
-            with self._lock:
-                self._backend.encode_special_tokens = not special
+        with library_errors(f"{self._origin} cannot encode this text"), self._lock:
+            self._backend.encode_special_tokens = not special
+            if len(text) < _LONG_TEXT:
                 return self._backend.encode(text, add_special_tokens=False)
-        except Exception as error:  # the library raises bare Exceptions: a vocabulary without an unknown token
-            raise TokenizerError("the tokenizer cannot encode this text", why=str(error)[:300]) from error
+            return self._backend.encode_batch([text], add_special_tokens=False)[0]
 
-    def _encode_plain(self, text: str) -> list[int]:
-        ids: list[int] = self._encode(text, special=False).ids
+    def _encode_plain(self, text: str, *, first: bool = True) -> list[int]:
+        ids = self._plain_ids(text, first)
         if self._never_from_text.isdisjoint(ids):
             return ids
         # A model that knows a special token's text as an ordinary piece: cut that text, and it cannot be found.
         cuts = [0, *(found.end() for found in self._special_text.finditer(text)), len(text)]
         pieces = [text[start:end] for start, end in itertools.pairwise(cuts)]
-        ids = [index for piece in pieces for index in self._encode(piece, special=False).ids]
+        ids = [index for piece in pieces for index in self._plain_ids(piece, first)]
         return [index for index in ids if index not in self._never_from_text]
 
-    def _unmarked(self, text: str, ids: list[int], marker: str, *, first: bool) -> list[int]:
-        if marker not in text:
-            return ids
-        text = text.replace(marker, "")
+    @functools.cached_property
+    def _special_text(self) -> re.Pattern[str]:
+        """Finds the first character of every special token's text, overlapping ones too."""
+        choices = "|".join(re.escape(text) for text in sorted(self._special, key=len, reverse=True))
+        return re.compile(f"(?=(?:{choices}))." if choices else "(?!)", re.DOTALL)
+
+    def _plain_ids(self, text: str, first: bool) -> list[int]:
         if first or not self._first_differs:
-            return self._encode_plain(text)
+            return list(self._encode(text, special=False).ids)
         # "\x01" takes the place of what stood before: it never merges, and it has one id or one byte token.
         encoding = self._encode("\x01" + text, special=False)
         return [index for index, (_, end) in zip(encoding.ids, encoding.offsets, strict=True) if end > 1]
@@ -225,12 +241,6 @@ def _mark_special(backend: tokenizers.Tokenizer, named: set[str]) -> None:
         if backend.token_to_id(text) is not None
     ]
     backend.add_special_tokens(renewed)
-
-
-def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """A pattern that finds the first character of every one of `texts`, overlapping ones too."""
-    choices = "|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True))
-    return re.compile(f"(?=(?:{choices}))(.)" if choices else "(?!)", re.DOTALL)
 
 
 def valid_unicode(text: str) -> str:

@@ -1,23 +1,38 @@
 """The files of a tokenizer in a model folder: tokenizer.json, or vocab.json and merges.txt where that is all there is.
 
-Reads them with limits. Knows their formats, not what the tokens are for.
+Reads them with limits, and turns every failure of the tokenizers library into a TokenizerError. Knows the formats of
+the files, not what the tokens are for.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from localllm.errors import TokenizerError
+from localllm.engine.tokenizer_limits import (
+    MAX_ADDED_BYTES,
+    MAX_FILE_BYTES,
+    MAX_VOCAB,
+    SETTINGS,
+    VOCABULARY,
+    require_readable_keys,
+    require_small_search,
+    require_sound_charsmaps,
+    require_sound_components,
+)
+from localllm.errors import CheckpointError, LocalLLMError, TokenizerError
+from localllm.models.strict_json import JsonLimits, parse_json_object, read_bounded, require_few_values
 
-MAX_FILE_BYTES = 48 << 20  # the largest in use (a vocabulary of 262144) has 33 MB
-MAX_CONFIG_BYTES = 16 << 20
+FETCH_AGAIN = "download the model's files again: localllm pull MODEL"
 SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+_TOKEN_ID = re.compile(r"[0-9]{1,9}")
 
 # Qwen2's and Qwen3's words: digits one by one, at most one other character in front of letters.
 _QWEN2_WORDS = (
@@ -38,28 +53,17 @@ class TokenizerFiles:
 
     def text(self, name: str, limit_bytes: int = MAX_FILE_BYTES) -> str:
         """The file's text. Raises TokenizerError if it is absent, too large or no UTF-8."""
-        path = self.directory / name
         try:
-            size = path.stat().st_size
-            if size > limit_bytes:
-                raise self.error(name, "is too large", f"{size} bytes; at most {limit_bytes}")
-            return path.read_text(encoding="utf-8")
-        except OSError as error:
-            raise self.error(name, "cannot be read", error.strerror or str(error)) from error
+            return self._bytes(name, limit_bytes).decode("utf-8")
         except UnicodeDecodeError as error:
             raise self.error(name, "is no UTF-8 text", f"byte {error.start}: {error.reason}") from error
 
-    def json(self, name: str, limit_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+    def json(self, name: str, limits: JsonLimits = SETTINGS) -> dict[str, Any]:
         """The JSON object in the file; {} if there is no such file."""
         if not self.has(name):
             return {}
-        try:
-            data = json.loads(self.text(name, limit_bytes))
-        except (ValueError, RecursionError) as error:
-            raise self.error(name, "is no JSON", f"{error}; the file may be cut short") from error
-        if not isinstance(data, dict):
-            raise self.error(name, "is not a JSON object", f"it holds a {type(data).__name__}")
-        return data
+        with _as_tokenizer_error():
+            return parse_json_object(self._bytes(name, limits.size_bytes), str(self.directory / name), limits)
 
     def config(self) -> dict[str, Any]:
         """tokenizer_config.json over special_tokens_map.json."""
@@ -70,44 +74,67 @@ class TokenizerFiles:
         name = "tokenizer.json"
         if not self.has(name):
             return None
-        text = self.text(name)
-        with _Naming(self, name):
-            return tokenizers.Tokenizer.from_str(text)
+        data = self._bytes(name, VOCABULARY.size_bytes)
+        with _as_tokenizer_error():
+            require_few_values(data, str(self.directory / name), VOCABULARY)
+        with self.naming(name):
+            require_readable_keys(data)
+            require_sound_charsmaps(data)
+            require_small_search(data)
+            backend = tokenizers.Tokenizer.from_buffer(data)
+            require_sound_components(backend)
+            return backend
 
     def add_missing_tokens(self, backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
         """Give `backend` the added tokens that only tokenizer_config.json or added_tokens.json declares."""
-        declared = _declared_tokens(config) or _listed_tokens(self.json("added_tokens.json"))
+        declared = _declared_tokens(self, config) or _listed_tokens(self.json("added_tokens.json"))
         present = set(backend.get_added_tokens_decoder())
-        for index, token in sorted(declared.items(), key=lambda item: item[0]):
-            if index in present:
-                continue
-            backend.add_tokens([token])
+        missing = {index: declared[index] for index in sorted(declared.keys() - present)}
+        if (size := sum(len(token.content) for token in missing.values())) > MAX_ADDED_BYTES:
+            why = f"{size} characters together; at most {MAX_ADDED_BYTES}"
+            raise TokenizerError(
+                f"{self.directory}: tokenizer_config.json or added_tokens.json declares too many tokens",
+                why=why,
+                fix=FETCH_AGAIN,
+            )
+        backend.add_tokens(list(missing.values()))  # at once: each call builds the search for all of them anew
+        for index, token in missing.items():
             if (actual := backend.token_to_id(token.content)) != index:
                 raise TokenizerError(
-                    f"{self.directory} gives the token {token.content!r} an id that it cannot have",
+                    f"{self.directory} gives the token {token.content[:40]!r} an id that it cannot have",
                     why=f"declared as {index}, the vocabulary makes it {actual}",
-                    fix="download the model's files again",
+                    fix=FETCH_AGAIN,
                 )
 
+    def naming(self, name: str) -> AbstractContextManager[None]:
+        """Whatever fails within is this file's fault."""
+        return library_errors(f"{self.directory / name} is no tokenizer that can be read")
+
+    def _bytes(self, name: str, limit_bytes: int) -> bytes:
+        with _as_tokenizer_error():
+            return read_bounded(self.directory / name, limit_bytes)
+
     def error(self, name: str, what: str, why: str) -> TokenizerError:
-        return TokenizerError(
-            f"{self.directory / name} {what}", why=why, fix="download the model's files again: localllm pull MODEL"
-        )
+        return TokenizerError(f"{self.directory / name} {what}", why=why, fix=FETCH_AGAIN)
 
 
-class _Naming:
-    """Turns whatever the tokenizers library raises, panics included, into a TokenizerError that names the file."""
+@contextmanager
+def library_errors(what: str) -> Iterator[None]:
+    """Turns whatever the tokenizers library raises into a TokenizerError: a panic in it is a bare BaseException."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, LocalLLMError):
+        raise
+    except BaseException as error:
+        raise TokenizerError(what, why=str(error)[:300] or type(error).__name__, fix=FETCH_AGAIN) from error
 
-    def __init__(self, files: TokenizerFiles, name: str) -> None:
-        self._files = files
-        self._name = name
 
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is None or isinstance(error, (KeyboardInterrupt, SystemExit, TokenizerError)):
-            return
-        raise self._files.error(self._name, "is no tokenizer that can be read", str(error)[:300]) from error
+@contextmanager
+def _as_tokenizer_error() -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError as error:
+        raise TokenizerError(error.what, why=error.why, fix=FETCH_AGAIN) from error
 
 
 def byte_level_bpe(files: TokenizerFiles, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
@@ -117,17 +144,13 @@ def byte_level_bpe(files: TokenizerFiles, config: Mapping[str, Any]) -> tokenize
     if kind not in _QWEN2_CLASSES + _GPT2_CLASSES:
         raise TokenizerError(
             f"{files.directory} has no tokenizer.json",
-            why=f"vocab.json and merges.txt alone do not say how a {kind} splits words",
+            why=f"vocab.json and merges.txt alone do not say how a {str(kind)[:60]} splits words",
             fix="use a repository with a tokenizer.json",
         )
-    with _Naming(files, "merges.txt"):
-        merges = [
-            (left, right)
-            for line in files.text("merges.txt").split("\n")
-            if line and not line.startswith("#version")
-            for left, _, right in (line.rstrip("\r").partition(" "),)
-        ]
-        model = models.BPE(vocab=files.json("vocab.json", MAX_FILE_BYTES), merges=merges)
+    vocab = _read_vocab(files)
+    merges = _read_merges(files)
+    with files.naming("merges.txt"):
+        model = models.BPE(vocab=vocab, merges=merges)
     backend = tokenizers.Tokenizer(model)
     prefix_space = config.get("add_prefix_space") is True
     words = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space, use_regex=kind not in _QWEN2_CLASSES)
@@ -163,7 +186,27 @@ def _require_vocabulary(files: TokenizerFiles) -> None:
         )
 
 
-def _declared_tokens(config: Mapping[str, Any]) -> dict[int, AddedToken]:
+def _read_vocab(files: TokenizerFiles) -> dict[str, int]:
+    vocab = files.json("vocab.json", VOCABULARY)
+    wrong = next((item for item in vocab.items() if type(item[1]) is not int or not 0 <= item[1] < MAX_VOCAB), None)
+    if wrong is not None:
+        raise files.error("vocab.json", "is no vocabulary", f"the id of {wrong[0][:40]!r} is {str(wrong[1])[:40]}")
+    return vocab
+
+
+def _read_merges(files: TokenizerFiles) -> list[tuple[str, str]]:
+    text = files.text("merges.txt")
+    if (count := text.count("\n")) > MAX_VOCAB:
+        raise files.error("merges.txt", "has too many lines", f"{count}; at most {MAX_VOCAB}")
+    return [
+        (left, right)
+        for line in text.split("\n")
+        if line and not line.startswith("#version")
+        for left, _, right in (line.rstrip("\r").partition(" "),)
+    ]
+
+
+def _declared_tokens(files: TokenizerFiles, config: Mapping[str, Any]) -> dict[int, AddedToken]:
     """tokenizer_config.json: {"added_tokens_decoder": {"151643": {"content": ...}}}."""
     declared = config.get("added_tokens_decoder")
     if not isinstance(declared, dict):
@@ -171,10 +214,9 @@ def _declared_tokens(config: Mapping[str, Any]) -> dict[int, AddedToken]:
     tokens = {}
     for index, entry in declared.items():
         content = entry.get("content") if isinstance(entry, dict) else None
-        if not (index.isascii() and index.isdigit() and isinstance(content, str) and content):
-            raise TokenizerError(
-                "tokenizer_config.json declares a malformed added token", why=f"{index[:40]!r}: {str(entry)[:200]}"
-            )
+        if not (_TOKEN_ID.fullmatch(index) and isinstance(content, str) and content):
+            why = f"{index[:40]!r}: {str(entry)[:200]}"
+            raise files.error("tokenizer_config.json", "declares a malformed added token", why)
         flags = {key: entry.get(key) is True for key in ("single_word", "lstrip", "rstrip", "normalized", "special")}
         tokens[int(index)] = AddedToken(content, **flags)
     return tokens
@@ -185,5 +227,5 @@ def _listed_tokens(listed: Mapping[str, Any]) -> dict[int, AddedToken]:
     return {
         index: AddedToken(content, normalized=False)
         for content, index in listed.items()
-        if isinstance(index, int) and content
+        if type(index) is int and content
     }

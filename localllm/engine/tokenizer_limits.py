@@ -27,7 +27,30 @@ SETTINGS = JsonLimits(16 << 20, objects=100_000, containers=200_000, elements=2_
 _MAX_GROWTH = 16  # what all steps together may make of one character
 _MAX_CHARSMAP_RULE_BYTES = 64  # twice what NFKC makes of one character
 _MAX_PREFIX = 16
-_CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*"([^"\\]*)"')
+_MAX_PIECES_BYTES = 5 << 19  # of a Unigram model: its search takes 340 bytes of memory for each
+MAX_ADDED_BYTES = 1 << 20  # of the added tokens: their search takes a second for each million
+_TEXT = rb'"((?:[^"\\]|\\.)*+)"'
+_PIECE = re.compile(rb"\[\s*" + _TEXT + rb"\s*,\s*[-0-9]", re.DOTALL)
+_ADDED = re.compile(rb'"content"\s*:\s*' + _TEXT, re.DOTALL)
+_CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*' + _TEXT, re.DOTALL)
+_LETTER_AS_ESCAPE = re.compile(rb"(?<!\\)(?:\\\\)*+\\u00(?:5f|6[1-9a-f]|7[0-9a])", re.IGNORECASE)
+
+
+def require_readable_keys(data: bytes) -> None:
+    """Raises ValueError for a tokenizer.json that writes letters as escapes: its keys could not be searched for."""
+    if found := _LETTER_AS_ESCAPE.search(data):
+        raise ValueError(f"it writes a letter as {found[0][-6:].decode()} at byte {found.end() - 6}")
+
+
+def require_small_search(data: bytes) -> None:
+    """Raises ValueError if a tokenizer.json has more text than can be searched for in time and memory."""
+    for pattern, name, limit_bytes in (
+        (_PIECE, "pieces", _MAX_PIECES_BYTES),
+        (_ADDED, "added tokens", MAX_ADDED_BYTES),
+    ):
+        size_bytes = sum(found.end(1) - found.start(1) for found in pattern.finditer(data))
+        if size_bytes > limit_bytes:
+            raise ValueError(f"its {name} have {size_bytes} bytes together; at most {limit_bytes}")
 
 
 def require_sound_charsmaps(data: bytes) -> None:

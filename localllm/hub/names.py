@@ -21,8 +21,9 @@ TINY_DIRECTORY = Path(__file__).parent.parent / "tiny"
 
 GGUF_IS_NOT_READ = "GGUF is not read: use the repository with the safetensors files that it was made from"
 
-# A folder with one of these is a model's, or a tokenizer's alone.
-MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json")
+# A folder with one of these is a model's, or has its text part alone.
+_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json", *_TEMPLATE_FILES)
 
 
 class UnknownModelError(ModelNotFoundError):

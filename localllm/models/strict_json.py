@@ -19,9 +19,13 @@ REFETCH = "fetch the folder again: localllm pull ORG/REPO"
 
 @dataclass(frozen=True)
 class JsonLimits:
-    """What a file may hold. Elements are counted by bytes that could open or separate one, so before any is built."""
+    """What a file may hold. Elements are counted by bytes that could open or separate one, so before any is built.
+
+    objects: part of `containers`; one takes ten times the memory of a short list.
+    """
 
     size_bytes: int = 4 << 20
+    objects: int = 600_000
     containers: int = 20_000
     elements: int = 500_000
 
@@ -60,31 +64,48 @@ def open_plain_file(path: Path) -> int:
 def parse_json_object(data: bytes, source: str, limits: JsonLimits) -> dict[str, object]:
     """One JSON object out of UTF-8 `data`; `source` names it in errors.
 
-    Raises CheckpointError for duplicate keys, NaN, infinities, half surrogates, too deep or too many values, and for
-    anything but an object.
+    Raises CheckpointError for what `parse_json` refuses, for half surrogates, and for anything but an object.
     """
-    containers = data.count(b"{") + data.count(b"[")
-    elements = containers + data.count(b",")
-    if containers > limits.containers or elements > limits.elements:
-        why = f"{containers} lists and objects, {elements} values; at most {limits.containers} and {limits.elements}"
-        raise CheckpointError(f"{source} holds too many values", why=why, fix=REFETCH)
+    value = parse_json(data, source, limits)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{source} is not a JSON object", why=f"it holds a {type(value).__name__}", fix=REFETCH)
+    if b"\\u" in data:  # half a surrogate pair is no character: Python's parser lets it pass, printing it fails
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{source} is not valid JSON", why=str(error)[:200], fix=REFETCH) from None
+    return value
+
+
+def parse_json(data: bytes, source: str, limits: JsonLimits) -> object:
+    """One JSON value out of UTF-8 `data`; `source` names it in errors.
+
+    Raises CheckpointError for duplicate keys, NaN, infinities, and too deep or too many values.
+    """
+    require_few_values(data, source, limits)
     try:
-        value = json.loads(
+        return json.loads(
             data.decode("utf-8"),
             object_pairs_hook=_unique_keys,
             parse_constant=_refuse_constant,
             parse_float=_finite_float,
             parse_int=_integer,
         )
-        if b"\\u" in data:  # half a surrogate pair is no character: Python's parser lets it pass, printing it fails
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
     except RecursionError:
         raise CheckpointError(f"{source} is nested too deeply", why="hundreds of levels", fix=REFETCH) from None
     except ValueError as error:
         raise CheckpointError(f"{source} is not valid JSON", why=str(error)[:200], fix=REFETCH) from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{source} is not a JSON object", why=f"it holds a {type(value).__name__}", fix=REFETCH)
-    return value
+
+
+def require_few_values(data: bytes, source: str, limits: JsonLimits) -> None:
+    """Raises CheckpointError where `data` could hold more values than `limits` allow: counted, not parsed."""
+    objects = data.count(b"{")
+    containers = objects + data.count(b"[")
+    elements = containers + data.count(b",")
+    if objects > limits.objects or containers > limits.containers or elements > limits.elements:
+        why = f"{objects} objects, {containers - objects} lists, {elements} values; at most {limits.objects} objects,"
+        why += f" {limits.containers} lists and objects, {limits.elements} values"
+        raise CheckpointError(f"{source} holds too many values", why=why, fix=REFETCH)
 
 
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
