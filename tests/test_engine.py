@@ -422,8 +422,8 @@ def test_a_long_prompt_does_not_starve_a_running_answer(directory: Path) -> None
     answering = engine.submit(Request(ids("a"), SamplingParams(max_tokens=40, ignore_eos=True)))
     engine.step()
     engine.submit(Request(ids("x" * 80), SamplingParams(max_tokens=1)))
-    during = [event for _ in range(20) for event in engine.step()]
-    assert len(tokens([event for event in during if event.request_id == answering])) >= 9
+    during = [event for _ in range(10) for event in engine.step()]  # as many steps as the prompt has chunks
+    assert len(tokens([event for event in during if event.request_id == answering])) == 5
 
 
 def test_closing_one_iterator_delivers_what_ended_another(engine: Engine) -> None:

@@ -90,7 +90,7 @@ class HubClient:
                 given_up = attempts.failed(interruption, progressed=False)
                 if given_up:
                     raise DownloadError(
-                        f"{self.hub.endpoint} does not say what {self.repo} holds",
+                        f"the list of files of {self.repo} could not be fetched from {self.hub.endpoint}",
                         why=given_up,
                         fix=self.resume_command,
                     ) from None
