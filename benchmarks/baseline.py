@@ -24,7 +24,9 @@ from localllm.engine.request import SamplingParams
 from localllm.engine.tokenizer import Tokenizer
 from localllm.models.config import ModelConfig
 from localllm.models.families import parse_config
-from localllm.models.load import weight_bytes
+from localllm.models.layout import model_bytes
+from localllm.quant.dense import Dense
+from localllm.quant.recipe import Recipe
 
 TINYLLAMA = {
     "model_type": "llama",
@@ -118,7 +120,8 @@ def measure(rounds: int, prompt_tokens: int, gen_tokens: int) -> dict[str, objec
         },
         rounds,
     )
-    token_bytes = weight_bytes(config, torch.bfloat16) - config.vocab_size * config.hidden_size * 2
+    bf16 = Recipe("bf16", Dense(), Dense())
+    token_bytes = model_bytes(config, bf16) - config.vocab_size * config.hidden_size * 2
     floor = [gbs * 1e9 / token_bytes for gbs in values["dram_read_gbs"]]
     figures = {name: spread(samples) for name, samples in {**values, "decode_floor_tok_s": floor}.items()}
     return {

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
 from localllm.models.config import ModelConfig
 from localllm.models.decoder import Decoder
+from localllm.models.layout import BlockLayout
 from localllm.models.load import load_decoder
+from localllm.quant.dense import Dense
+from localllm.quant.recipe import Recipe
 
 
-class RandomWeights:
-    """Every tensor that is asked for, filled with small random numbers."""
+class RandomBlocks:
+    """Every tensor of a recipe, filled with small random numbers."""
 
-    def read(self, _name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype).normal_(std=0.02)
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
 
-    def read_fused(self, fused: str, parts: Mapping[str, int], features: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return self.read(fused, (sum(parts.values()), *features), dtype)
+    def tensors(self, layout: BlockLayout) -> dict[str, Tensor]:
+        specs = layout.specs(self.recipe)
+        return {name: torch.empty(spec.shape, dtype=spec.dtype).normal_(std=0.02) for name, spec in specs.items()}
 
-    def unused(self) -> tuple[str, ...]:
-        return ()
+    def finish(self) -> None:
+        """Nothing is left over."""
 
 
 def random_decoder(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> Decoder:
-    return load_decoder(RandomWeights(), config, dtype=dtype, device=torch.device("cpu"))
+    recipe = Recipe(Dense(dtype).name, Dense(dtype), Dense(dtype))
+    return load_decoder(RandomBlocks(recipe), config, recipe, dtype=dtype, device=torch.device("cpu"))

@@ -40,10 +40,14 @@ from localllm.engine.scheduler import Limits, Scheduler
 from localllm.engine.sequence import Sequence
 from localllm.engine.tokenizer import Tokenizer
 from localllm.errors import ContextOverflowError, TemplateError, UsageError
+from localllm.models.block_source import CheckpointBlocks
 from localllm.models.checkpoint import Checkpoint
 from localllm.models.decoder import Decoder
 from localllm.models.families import load_config
-from localllm.models.load import Progress, load_decoder, weight_bytes
+from localllm.models.layout import model_bytes
+from localllm.models.load import Progress, load_decoder
+from localllm.quant.dense import Dense
+from localllm.quant.recipe import Recipe
 
 
 def _load_template(directory: Path, tokenizer: Tokenizer) -> ChatTemplate | TemplateError:
@@ -116,9 +120,11 @@ class Engine:
             if config.tie_word_embeddings and checkpoint.stores_own_head():
                 config = dataclasses.replace(config, tie_word_embeddings=False)
             free_bytes = available_bytes(on)
-            ctx_tokens, kv_tokens = choose_ctx(config, weight_bytes(config, of), free_bytes, of, ctx)
+            recipe = Recipe(Dense(of).name, Dense(of), Dense(of))
+            ctx_tokens, kv_tokens = choose_ctx(config, model_bytes(config, recipe), free_bytes, of, ctx)
+            source = CheckpointBlocks(checkpoint, config, recipe)
             try:
-                decoder = load_decoder(checkpoint, config, dtype=of, device=on, progress=progress or _silent)
+                decoder = load_decoder(source, config, recipe, dtype=of, device=on, progress=progress or _silent)
             except (MemoryError, RuntimeError) as error:
                 raise out_of_memory(on, error) if is_out_of_memory(error) else error from None
         return cls(

@@ -10,11 +10,24 @@ from localllm.quant.weight_format import WeightFormat
 class Linear:
     """y = x @ W.T + b. The loader fills `tensors`; a streamer may re-point them at any time between two forwards."""
 
-    def __init__(self, weight_format: WeightFormat, tensors: dict[str, Tensor], bias: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        weight_format: WeightFormat,
+        tensors: dict[str, Tensor],
+        out_features: int,
+        in_features: int,
+        bias: Tensor | None = None,
+    ) -> None:
         self.format = weight_format
         self.tensors = tensors
+        self.out_features = out_features
+        self.in_features = in_features
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in_features] -> [T, out_features]."""
-        return self.format.linear(x, self.tensors, self.bias)
+        return self.format.linear(x, self.tensors, self.out_features, self.bias)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """Rows of W, [len(indices), in_features]."""
+        return self.format.rows(self.tensors, indices, self.in_features)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from localllm.kernels.dense import dense_linear
 from localllm.quant.weight_format import TensorSpec
@@ -15,7 +16,11 @@ from localllm.quant.weight_format import TensorSpec
 class Dense:
     """One tensor, `weight` [N, K] of `dtype`."""
 
-    dtype: torch.dtype
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def name(self) -> str:
+        return {torch.bfloat16: "bf16", torch.float32: "fp32"}[self.dtype]
 
     def specs(self, out_features: int, in_features: int) -> dict[str, TensorSpec]:
         return {"weight": TensorSpec((out_features, in_features), self.dtype)}
@@ -23,8 +28,14 @@ class Dense:
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         return {"weight": weight.to(self.dtype)}
 
-    def dequantize(self, tensors: dict[str, Tensor]) -> Tensor:
+    def dequantize(self, tensors: dict[str, Tensor], out_features: int, in_features: int) -> Tensor:
+        assert tensors["weight"].shape == (out_features, in_features)
         return tensors["weight"]
 
-    def linear(self, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> Tensor:
+    def rows(self, tensors: dict[str, Tensor], indices: Tensor, in_features: int) -> Tensor:
+        assert tensors["weight"].shape[1] == in_features
+        return functional.embedding(indices, tensors["weight"])
+
+    def linear(self, x: Tensor, tensors: dict[str, Tensor], out_features: int, bias: Tensor | None) -> Tensor:
+        assert tensors["weight"].shape[0] == out_features
         return dense_linear(x, tensors["weight"], bias)

@@ -20,12 +20,32 @@ class TensorSpec:
 
 
 class WeightFormat(Protocol):
-    """A stateless meaning for the tensors of one linear layer: [out_features, in_features], rows in dimension 0."""
+    """A stateless meaning for the tensors of one matrix [out_features, in_features], rows in dimension 0.
 
-    def specs(self, out_features: int, in_features: int) -> dict[str, TensorSpec]: ...
+    The tensors may be padded beyond the matrix; whoever holds them knows its true size and says it.
+    """
 
-    def quantize(self, weight: Tensor) -> dict[str, Tensor]: ...
+    @property
+    def name(self) -> str:
+        """As it stands in a packed model's index: two formats whose bytes differ have different names."""
+        ...
 
-    def dequantize(self, tensors: dict[str, Tensor]) -> Tensor: ...
+    def specs(self, out_features: int, in_features: int) -> dict[str, TensorSpec]:
+        """The tensors that `quantize` makes, in the order in which they lie on the disk."""
+        ...
 
-    def linear(self, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> Tensor: ...
+    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
+        """weight [N, K], any float dtype, finite. Returns tensors as `specs` says, on the weight's device."""
+        ...
+
+    def dequantize(self, tensors: dict[str, Tensor], out_features: int, in_features: int) -> Tensor:
+        """[N, K] fp32 (Dense: its own dtype): what the tensors mean."""
+        ...
+
+    def rows(self, tensors: dict[str, Tensor], indices: Tensor, in_features: int) -> Tensor:
+        """Some rows of the matrix, [len(indices), K]: what an embedding looks up. As `dequantize` gives them."""
+        ...
+
+    def linear(self, x: Tensor, tensors: dict[str, Tensor], out_features: int, bias: Tensor | None) -> Tensor:
+        """y = x @ W.T + bias. x [T, K], bias [N]. Returns [T, N] of x's dtype."""
+        ...

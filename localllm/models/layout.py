@@ -1,0 +1,132 @@
+"""Which tensors each block of a family has, under which names a checkpoint stores them, and how they fuse.
+
+The one description that loading, packing and random models share. Holds no bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from localllm.models.config import ModelConfig
+from localllm.quant.recipe import Recipe
+from localllm.quant.weight_format import TensorSpec, WeightFormat
+
+# The norms around a block's body, by the family's placement: (before, after), in Hugging Face's names.
+ATTENTION_NORMS = {
+    "pre": ("input_layernorm", None),
+    "post": (None, "post_attention_layernorm"),
+    "sandwich": ("input_layernorm", "post_attention_layernorm"),
+}
+MLP_NORMS = {
+    "pre": ("post_attention_layernorm", None),
+    "post": (None, "post_feedforward_layernorm"),
+    "sandwich": ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+}
+EMBED, HEAD = "embed", "head"  # the names of the first block and of the last
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One linear layer. Its rows are those of the checkpoint's `parts`, or of `stored` where that is stored fused."""
+
+    name: str  # inside its block: "qkv_proj"
+    stored: str  # "model.layers.0.self_attn.qkv_proj"
+    parts: Mapping[str, int]  # stored names -> rows, in order
+    in_features: int
+    has_bias: bool = False
+    is_embedding: bool = False  # the token embedding or the head
+
+    @property
+    def out_features(self) -> int:
+        return sum(self.parts.values())
+
+    def format(self, recipe: Recipe) -> WeightFormat:
+        return recipe.embedding if self.is_embedding else recipe.blocks
+
+
+@dataclass(frozen=True)
+class Norm:
+    name: str  # inside its block: "norm_in"
+    stored: str
+    features: int
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """The tensors of one block: `{matrix}.{tensor of its format}`, `{matrix}.linear_bias`, `{norm}`."""
+
+    name: str  # "embed", "layers.0.attention", "layers.0.mlp", "head"
+    matrices: tuple[Matrix, ...]
+    norms: tuple[Norm, ...] = field(default=())
+
+    def specs(self, recipe: Recipe) -> dict[str, TensorSpec]:
+        """Every tensor of the block in the order in which it is packed; norms and biases are fp32."""
+        specs: dict[str, TensorSpec] = {}
+        for matrix in self.matrices:
+            tensors = matrix.format(recipe).specs(matrix.out_features, matrix.in_features)
+            specs |= {f"{matrix.name}.{name}": spec for name, spec in tensors.items()}
+            if matrix.has_bias:
+                specs[f"{matrix.name}.linear_bias"] = TensorSpec((matrix.out_features,), torch.float32)
+        return specs | {norm.name: TensorSpec((norm.features,), torch.float32) for norm in self.norms}
+
+    def nbytes(self, recipe: Recipe) -> int:
+        return sum(spec.nbytes for spec in self.specs(recipe).values())
+
+
+def block_layouts(config: ModelConfig) -> tuple[BlockLayout, ...]:
+    """The embedding, every attention and MLP block, the head: in the order in which a forward needs them."""
+    blocks = [BlockLayout(EMBED, (_vocabulary("embed_tokens", "model.embed_tokens", config),))]
+    for layer in range(config.num_layers):
+        blocks += [_attention(config, layer), _mlp(config, layer)]
+    head = () if config.tie_word_embeddings else (_vocabulary("lm_head", "lm_head", config),)
+    return (*blocks, BlockLayout(HEAD, head, (Norm("final_norm", "model.norm", config.hidden_size),)))
+
+
+def model_bytes(config: ModelConfig, recipe: Recipe) -> int:
+    """Bytes of all tensors of the model."""
+    return sum(block.nbytes(recipe) for block in block_layouts(config))
+
+
+def _vocabulary(name: str, stored: str, config: ModelConfig) -> Matrix:
+    return Matrix(name, stored, {stored: config.vocab_size}, config.hidden_size, is_embedding=True)
+
+
+def _attention(config: ModelConfig, layer: int) -> BlockLayout:
+    D, H, KH, hidden = config.head_dim, config.num_heads, config.num_kv_heads, config.hidden_size
+    prefix = f"model.layers.{layer}"
+    attn = f"{prefix}.self_attn"
+    qkv = {f"{attn}.q_proj": H * D, f"{attn}.k_proj": KH * D, f"{attn}.v_proj": KH * D}
+    matrices = (
+        Matrix("qkv_proj", f"{attn}.qkv_proj", qkv, hidden, config.attention_bias),
+        Matrix("o_proj", f"{attn}.o_proj", {f"{attn}.o_proj": hidden}, H * D, config.output_bias),
+    )
+    norms = _norms_around(ATTENTION_NORMS, prefix, config)
+    if config.qk_norm is not None:
+        wide = config.qk_norm == "full"
+        norms += (
+            Norm("q_norm", f"{attn}.q_norm", H * D if wide else D),
+            Norm("k_norm", f"{attn}.k_norm", KH * D if wide else D),
+        )
+    return BlockLayout(f"layers.{layer}.attention", matrices, norms)
+
+
+def _mlp(config: ModelConfig, layer: int) -> BlockLayout:
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    prefix = f"model.layers.{layer}"
+    mlp = f"{prefix}.mlp"
+    gate_up = {f"{mlp}.gate_proj": intermediate, f"{mlp}.up_proj": intermediate}
+    matrices = (
+        Matrix("gate_up_proj", f"{mlp}.gate_up_proj", gate_up, hidden, config.mlp_bias),
+        Matrix("down_proj", f"{mlp}.down_proj", {f"{mlp}.down_proj": hidden}, intermediate, config.mlp_bias),
+    )
+    return BlockLayout(f"layers.{layer}.mlp", matrices, _norms_around(MLP_NORMS, prefix, config))
+
+
+def _norms_around(
+    placements: Mapping[str, tuple[str | None, str | None]], prefix: str, config: ModelConfig
+) -> tuple[Norm, ...]:
+    names = zip(("norm_in", "norm_out"), placements[config.norm_placement], strict=True)
+    return tuple(Norm(name, f"{prefix}.{stored}", config.hidden_size) for name, stored in names if stored is not None)
