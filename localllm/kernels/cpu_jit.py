@@ -1,108 +1,180 @@
-"""LLVM IR compiled for this very CPU at run time: native kernels with no compiler on the user's machine.
-
-Owns compilation and the thread team. The team is torch's own OpenMP pool, entered through `GOMP_parallel`: a second
-pool would fight it for the cores, and a Python thread pool costs 20-50 us a dispatch where this one costs 2-5.
-"""
+"""LLVM IR compiled for this very CPU at run time: native kernels with no compiler on the user's machine."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import hashlib
+import os
 import platform
 import re
-from collections.abc import Callable
+import threading
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-OPENMP_SYMBOLS = frozenset({"GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"})
-_CALL = re.compile(r"\b(?:movabsq\s+\$|callq?\s+|jmp\s+|bl\s+|b\s+)([A-Za-z_]\w*)")
+from localllm.config import user_directories
+from localllm.kernels.cpu_ir import Kernel
+from localllm.kernels.cpu_isa import LLVM_TARGETS, Isa, host_isas
+
+DIGEST_BYTES = 32
+_IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 
 
 class KernelUnavailableError(RuntimeError):
     """This machine cannot compile or run the kernel; the caller takes the torch path."""
 
 
+@dataclass(frozen=True)
+class Native:
+    """A kernel's machine code: `address` is void(ptr args, i64 thread, i64 threads)."""
+
+    address: int
+    pointers: tuple[str, ...]
+    integers: tuple[str, ...]
+    engine: Any  # the code lives as long as its engine
+
+    def arguments(self, **words: torch.Tensor | int) -> ctypes.Array[ctypes.c_int64]:
+        """The words by their names: tensors and whole numbers. The tensors live as long as the words."""
+        assert words.keys() == {*self.pointers, *self.integers}, (
+            f"{sorted(words)} are not {self.pointers, self.integers}"
+        )
+        values = [words[name] for name in (*self.pointers, *self.integers)]
+        array = (ctypes.c_int64 * len(values))(
+            *(value.data_ptr() if isinstance(value, torch.Tensor) else value for value in values)
+        )
+        array.tensors = [value for value in values if isinstance(value, torch.Tensor)]  # type: ignore[attr-defined]
+        return array
+
+
 @cache
-def _openmp() -> ctypes.CDLL:
-    """The OpenMP runtime that torch has already loaded."""
-    if platform.system() != "Linux":
-        raise KernelUnavailableError("torch's OpenMP runtime has a GOMP interface on Linux only")
-    for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*")):
-        return ctypes.CDLL(str(path))
-    maps = Path("/proc/self/maps").read_text(encoding="utf-8")
-    for line in maps.splitlines():
-        if "libgomp" in line:
-            return ctypes.CDLL(line.split(maxsplit=5)[-1])
-    raise KernelUnavailableError("torch was built without libgomp")
+def best_isa() -> Isa:
+    """Raises KernelUnavailableError where no kernel can run."""
+    if not host_isas():
+        raise KernelUnavailableError("llvmlite is missing, or this CPU has neither AVX2 and FMA nor NEON dot products")
+    openmp()
+    return host_isas()[0]
 
 
-def target_machine(cpu: str = "", features: str = "") -> Any:
-    """An LLVM target machine: for this very CPU, or for a named one. A new one for every compilation: its engine
-    takes it over and frees it.
-
-    Raises KernelUnavailableError where llvmlite is missing, or this CPU has no fused multiply-add.
-    """
-    try:
-        from llvmlite import binding as llvm
-    except ImportError as error:
-        raise KernelUnavailableError("llvmlite is not installed") from error
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    if not cpu:
-        host = llvm.get_host_cpu_features()
-        if platform.machine().lower() in ("x86_64", "amd64") and not (host.get("fma") and host.get("avx2")):
-            raise KernelUnavailableError("this CPU has no AVX2 and FMA")
-        cpu, features = llvm.get_host_cpu_name(), host.flatten()
-    return llvm.Target.from_default_triple().create_target_machine(cpu=cpu, features=features, opt=3)
+def compile_kernel(kernel: Kernel, isa: Isa) -> Native:
+    """Raises KernelUnavailableError where the IR does not compile, or would call a function that nothing resolves."""
+    address, engine = link(kernel.source(), kernel.name, isa)
+    return Native(address, tuple(kernel.pointers), tuple(kernel.integers), engine)
 
 
-def optimised(source: str, machine: Any) -> Any:
-    """An LLVM module from IR, run through LLVM's -O3. Raises RuntimeError for IR that is not well-formed."""
+def link(source: str, name: str, isa: Isa, resolved: tuple[str, ...] = ()) -> tuple[int, Any]:
+    """The address of a module's function `name`, and the engine that keeps it alive."""
     from llvmlite import binding as llvm
 
+    kept = KeptCode.of(source, isa)
+    code = kept.read()
+    if code is None:
+        try:
+            code = machine_code(source, isa)
+        except RuntimeError as error:
+            raise KernelUnavailableError(f"LLVM refused the kernel: {error}") from error
+        unknown = undefined_symbols(code, source) - set(resolved)
+        if unknown:
+            raise KernelUnavailableError(f"the kernel would call {', '.join(sorted(unknown))}")
+        kept.write(code)
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine(isa))
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    return engine.get_function_address(name), engine
+
+
+@dataclass(frozen=True)
+class KeptCode:
+    """Machine code kept in the user's cache directory: compiling all kernels of a model takes 0.7 s, reading them none.
+
+    The file's name is a digest of all that the code depends on, its first bytes one of the code: a damaged file is
+    compiled anew. A cache that cannot be written is done without.
+    """
+
+    path: Path
+
+    @classmethod
+    def of(cls, source: str, isa: Isa) -> KeptCode:
+        import llvmlite
+
+        cpu, features = host_cpu(isa)
+        parts = (llvmlite.__version__, isa.name, cpu, features, source)
+        digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+        return cls(user_directories().cache / "kernels" / f"{digest}.o")
+
+    def read(self) -> bytes | None:
+        try:
+            kept = self.path.read_bytes()
+        except OSError:
+            return None
+        digest, code = kept[:DIGEST_BYTES], kept[DIGEST_BYTES:]
+        return code if hashlib.sha256(code).digest() == digest else None
+
+    def write(self, code: bytes) -> None:
+        temporary = self.path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
+        with contextlib.suppress(OSError):
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            try:
+                temporary.write_bytes(hashlib.sha256(code).digest() + code)
+                temporary.replace(self.path)
+            finally:
+                temporary.unlink(missing_ok=True)
+
+
+def machine_code(source: str, isa: Isa) -> bytes:
+    """An ELF object, optimised at -O3 for `isa`. Raises RuntimeError for IR that is not well-formed."""
+    from llvmlite import binding as llvm
+
+    machine = target_machine(isa)
     module = llvm.parse_assembly(source)
     module.verify()
     builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
     builder.getModulePassManager().run(module, builder)
-    return module
+    return bytes(machine.emit_object(module))
 
 
-def called_symbols(module: Any, machine: Any) -> set[str]:
-    """The functions that the machine code calls. LLVM makes a call of what a CPU has no instruction for; MCJIT leaves
-    one that nothing resolves at address zero, and says nothing."""
-    return set(_CALL.findall(machine.emit_assembly(module)))
-
-
-def compile_ir(source: str, name: str, *argument_types: type) -> Callable[..., None]:
-    """The function `name` of an LLVM IR module, callable with ctypes values; the GIL is released while it runs.
-
-    Raises KernelUnavailableError where llvmlite or the OpenMP runtime is missing, or the IR does not compile.
-    """
-    machine = target_machine()
+def target_machine(isa: Isa) -> Any:
+    """A new one for every compilation: its engine takes it over and frees it."""
     from llvmlite import binding as llvm
 
-    _resolve_openmp()
-    try:
-        module = optimised(source, machine)
-        own = {function.name for function in module.functions if not function.is_declaration}
-        unknown = called_symbols(module, machine) - OPENMP_SYMBOLS - own
-        if unknown:
-            raise KernelUnavailableError(f"the kernel would call {', '.join(sorted(unknown))}")
-        engine = llvm.create_mcjit_compiler(module, machine)
-        engine.finalize_object()
-    except RuntimeError as error:
-        raise KernelUnavailableError(f"LLVM refused the kernel: {error}") from error
-    function = ctypes.CFUNCTYPE(None, *argument_types)(engine.get_function_address(name))
-    function.engine = engine  # type: ignore[attr-defined]  # the code lives as long as its engine
-    return function
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    cpu, features = host_cpu(isa)
+    target = llvm.Target.from_triple(LLVM_TARGETS[isa.machine])
+    return target.create_target_machine(cpu=cpu, features=features, opt=3, reloc="pic", codemodel="jitdefault")
+
+
+def host_cpu(isa: Isa) -> tuple[str, str]:
+    """LLVM's name of the CPU to compile for, and its features: this machine's where the ISA names none."""
+    from llvmlite import binding as llvm
+
+    if isa.cpu or isa not in host_isas():
+        return isa.cpu, isa.features
+    return llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+
+
+def undefined_symbols(code: bytes, source: str) -> set[str]:
+    """Functions that the machine code calls and does not hold. LLVM makes a call of what a CPU has no instruction for;
+    the linker leaves one that nothing resolves at address zero, and says nothing."""
+    from llvmlite import binding as llvm
+
+    sections = {section.name(): section.data() for section in llvm.ObjectFileRef.from_data(code).sections()}
+    names = {name.decode() for name in sections[b".strtab"].split(b"\0") if name}
+    own = {line.split("@")[1].split("(")[0] for line in source.splitlines() if line.startswith("define ")}
+    return {name for name in names - own if _IDENTIFIER.fullmatch(name)} - {"_GLOBAL_OFFSET_TABLE_"}
 
 
 @cache
-def _resolve_openmp() -> None:
-    from llvmlite import binding as llvm
-
-    for symbol in OPENMP_SYMBOLS:
-        address = ctypes.cast(getattr(_openmp(), symbol), ctypes.c_void_p).value
-        llvm.add_symbol(symbol, address)
+def openmp() -> ctypes.CDLL:
+    """The OpenMP runtime that torch has already loaded. Raises KernelUnavailableError."""
+    if platform.system() != "Linux":
+        raise KernelUnavailableError("torch's OpenMP runtime has a GOMP interface on Linux only")
+    for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*")):
+        return ctypes.CDLL(str(path))
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+        if "libgomp" in line:
+            return ctypes.CDLL(line.split(maxsplit=5)[-1])
+    raise KernelUnavailableError("torch was built without libgomp")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+from localllm.kernels import int8, tile16
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -38,3 +41,45 @@ def attention(
     scores = scores.masked_fill(~visible(T, S, window, q.device), float("-inf"))
     mixed = scores.softmax(-1) @ v.to(wide).unsqueeze(1)  # [KH, G, T, D]
     return mixed.permute(2, 0, 1, 3).reshape(T, H, D).to(q.dtype)
+
+
+def int8_activations(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """x as the integer kernels see it: symmetric, one scale per row and group of `group` along K, nearest codes.
+
+    x [T, K]. Returns codes int8 [T, K/group, group] and scale fp32 [T, K/group]; K is padded with zeros to the group.
+    """
+    T, K = x.shape
+    groups = functional.pad(x.float(), (0, -K % group)).view(T, -1, group)
+    peak = groups.abs().amax(dim=-1)
+    inverse = torch.where(peak < 1e-30, 0, 127 / peak)  # as the kernels do: 127 / a smaller peak would overflow
+    codes = (groups * inverse.unsqueeze(-1)).round().to(torch.int8)
+    return codes, torch.where(peak < 1e-30, 0, peak * (1 / 127))
+
+
+def int4_linear(x: Tensor, qweight: Tensor, scale: Tensor, bias: Tensor, out_features: int) -> Tensor:
+    """tile16 weights times int8 activations in the groups of the weights: exact sums of integers, the rest in fp64.
+
+    y[t, n] = sum over groups of x_scale[t] * (scale[n] * sum(q * x_codes) + bias[n] * sum(x_codes)).
+    x [T, K]; qweight, scale and bias as in tile16.py. Returns [T, out_features] of x's dtype.
+    """
+    groups = scale.shape[1]
+    codes, x_scale = int8_activations(x, qweight.shape[1] * tile16.WORD // groups)
+    q = tile16.unpack(qweight).view(-1, groups, codes.shape[-1]).double()  # [N, K/G, G]
+    dots = torch.einsum("ngk,tgk->tng", q, codes.double())
+    sums = codes.sum(-1, dtype=torch.float64).unsqueeze(1)  # [T, 1, K/G]
+    weighted = tile16.unpack_groups(scale).double() * dots + tile16.unpack_groups(bias).double() * sums
+    return torch.einsum("tng,tg->tn", weighted, x_scale.double())[:, :out_features].to(x.dtype)
+
+
+def int8_linear(x: Tensor, qweight: Tensor, scale: Tensor, out_features: int, group: int) -> Tensor:
+    """8-bit weights times int8 activations in groups of `group`: exact sums of integers, the rest in fp64.
+
+    x [T, K]; qweight and scale as in int8.py. Returns [T, out_features] of x's dtype.
+    """
+    codes, x_scale = int8_activations(x, group)
+    columns = codes.shape[1] * group
+    q = int8.unpack(qweight)
+    q = functional.pad(q, (0, columns - q.shape[1])).view(len(q), -1, group).double()
+    dots = torch.einsum("ngk,tgk->tng", q, codes.double())
+    y = torch.einsum("tng,tg->tn", dots, x_scale.double()) * scale.view(-1).double()
+    return y[:, :out_features].to(x.dtype)

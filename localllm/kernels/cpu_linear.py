@@ -1,0 +1,124 @@
+"""A matrix in INT4 or INT8 and the INT8 activations that it is multiplied with, as steps of a tape."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from localllm.kernels import cpu_matmul, cpu_quantize
+from localllm.kernels.cpu_isa import MOST_ROWS, Isa
+from localllm.kernels.cpu_jit import KernelUnavailableError, Native, best_isa
+from localllm.kernels.cpu_matmul import INT8_GROUP, Weights
+from localllm.kernels.cpu_tape import Arguments, Tape
+from localllm.kernels.tile16 import TILE
+
+Step = tuple[Native, Arguments]
+
+
+def float_bits(number: float) -> int:
+    """How a kernel's whole-number argument carries a float."""
+    return int(struct.unpack("<I", struct.pack("<f", number))[0])
+
+
+@dataclass(frozen=True)
+class PackedMatrix:
+    """Tensors of `tile16` or `int8`, padded to whole tiles and groups."""
+
+    weights: Weights
+    qweight: Tensor
+    scale: Tensor
+    bias: Tensor | None  # of int4
+
+    @property
+    def tiles(self) -> int:
+        return self.qweight.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.qweight.shape[1] * (8 if self.weights == "int4" else 4)
+
+    @property
+    def group(self) -> int:
+        return self.in_features // self.scale.shape[1] if self.weights == "int4" else INT8_GROUP
+
+
+class Activations:
+    """Room for the INT8 form of up to `rows` rows of up to `features` columns, and what says how many there are now."""
+
+    def __init__(self, rows: int, features: int, smallest_group: int) -> None:
+        padded = rows + MOST_ROWS  # the last block may not be full
+        groups = -(-features // smallest_group)
+        self.q = torch.zeros(padded * features, dtype=torch.int8)
+        self.x_scale, self.x_bias = torch.zeros(padded * groups), torch.zeros(padded * groups)
+        self.x_offset = torch.zeros(padded * groups, dtype=torch.int32)
+        self.shape = torch.zeros(3, dtype=torch.int64)  # rows, rows a block, blocks
+
+    def resize(self, rows: int, isa: Isa) -> int:
+        """Says how many rows there are. Returns how many a block has."""
+        block_rows = cpu_matmul.rows_a_block(isa, rows)
+        self.shape[:] = torch.tensor((rows, block_rows, -(-rows // block_rows)))
+        return block_rows
+
+    def quantize(self, kernel: Native, x: Tensor, group: int, features: int, **rest: Tensor | int) -> Step:
+        """See `cpu_quantize`; rest: weight, stride, eps where they matter."""
+        words = {"weight": 0, "stride": features, "eps": 0} | rest
+        return kernel, kernel.arguments(
+            x=x,
+            q=self.q,
+            x_scale=self.x_scale,
+            x_bias=self.x_bias,
+            x_offset=self.x_offset,
+            shape=self.shape,
+            groups=features // group,
+            **words,
+        )
+
+    def multiply(self, kernel: Native, matrix: PackedMatrix, y: Tensor, features: int, bias: Tensor | None) -> Step:
+        """See `cpu_matmul`. features: of a row of y."""
+        return kernel, kernel.arguments(
+            qweight=matrix.qweight,
+            scale=matrix.scale,
+            bias=0 if matrix.bias is None else matrix.bias,
+            linear_bias=0 if bias is None else bias,
+            x=self.q,
+            x_scale=self.x_scale,
+            x_bias=self.x_bias,
+            x_offset=self.x_offset,
+            y=y,
+            blocks=self.shape[2:],
+            tiles=matrix.tiles,
+            groups=matrix.in_features // matrix.group,
+            features=features,
+        )
+
+
+def is_available() -> bool:
+    try:
+        best_isa()
+    except KernelUnavailableError:
+        return False
+    return True
+
+
+def packed_linear(x: Tensor, matrix: PackedMatrix, out_features: int, isa: Isa | None = None) -> Tensor:
+    """x [T, K] -> [T, out_features] of x's dtype. Raises KernelUnavailableError where no kernel runs."""
+    isa = isa or best_isa()
+    T, K = x.shape
+    padded = functional.pad(x.float(), (0, matrix.in_features - K)).contiguous()
+    block_rows = cpu_matmul.rows_a_block(isa, max(T, 1))
+    room = Activations(T, matrix.in_features, matrix.group)
+    room.resize(max(T, 1), isa)
+    y = torch.empty((T + block_rows, matrix.tiles * TILE))
+    Tape(
+        [
+            room.quantize(cpu_quantize.quantize(isa, matrix.group, "plain"), padded, matrix.group, matrix.in_features),
+            room.multiply(
+                cpu_matmul.matmul(isa, matrix.weights, matrix.group, block_rows), matrix, y, y.shape[1], None
+            ),
+        ]
+    ).run()
+    return y[:T, :out_features].to(x.dtype)

@@ -1,0 +1,110 @@
+"""Activations to INT8, as the matrix kernels read them, on the way out of the operation that made them.
+
+Symmetric, one scale for a row and a group of columns: x = x_scale * q, q in -127..127. Beside q stand x_scale, what a
+weight's own offset multiplies (x_bias = x_scale * sum of q) and what takes back 128 added to every byte of a weight
+(x_offset = -128 * sum of q). A NaN or an infinity makes its group's scale a NaN: nothing hides it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Literal
+
+from localllm.kernels import cpu_math
+from localllm.kernels.cpu_ir import F32, F32V, I32V, I64, LANES, Kernel, Value, vector_of
+from localllm.kernels.cpu_isa import MOST_ROWS, Isa
+from localllm.kernels.cpu_jit import Native, compile_kernel
+
+Input = Literal["plain", "norm", "gated"]
+SMALLEST = 1e-30  # a group whose largest value is below this is all zeros: 127 / it would overflow
+
+
+def quantize_source(group: int, kind: Input, activation: str = "") -> Kernel:
+    """plain: x [T, features]. norm: x / rms(x) * weight. gated: activation(x[:, :features]) * x[:, features:].
+
+    x fp32, `stride` floats a row. q, x_scale, x_bias, x_offset: as `cpu_matmul` reads them in blocks of `rows` rows.
+    shape: a pointer to {T, rows}. Threads share out the groups of blocks, whose rows lie beside each other: sharing out
+    rows would have two cores write into every cache line (66 us for 8 rows of 2048, where this takes 8).
+    """
+    k = Kernel("quantize", "x weight q x_scale x_bias x_offset shape | groups stride eps")
+    a = k.arg
+    num_rows, block_rows = a.shape.load(I64, 8), a.shape.at(8).load(I64, 8)
+    begin, end = k.share((num_rows + block_rows - 1) / block_rows * a.groups)
+    inverses = k.stack(F32, MOST_ROWS)
+    with k.range(begin / a.groups, (end + a.groups - 1) / a.groups) as block:
+        first_row = block * block_rows
+        rows = k.smaller(block_rows, num_rows - first_row)
+        if kind == "norm":
+            with k.range(k.i64(0), rows) as r:
+                source = a.x.at((first_row + r) * a.stride * 4)
+                inverses.at(r * 4).store(inverse_rms(k, source, a.groups * group))
+        first = k.larger(begin, block * a.groups) - block * a.groups
+        last = k.smaller(end, (block + 1) * a.groups) - block * a.groups
+        with k.range(first, last) as g, k.range(k.i64(0), rows) as r:
+            x = a.x.at((first_row + r) * a.stride * 4)
+            values = [
+                _value(k, kind, activation, x, (g * group + LANES * i) * 4, inverses.at(r * 4), a.groups * group)
+                for i in range(group // LANES)
+            ]
+            _store(k, values, (block * a.groups + g) * block_rows, r, block_rows)
+    return k
+
+
+def _value(k: Kernel, kind: Input, activation: str, x: Value, at: Value, inverse: Value, features: Value) -> Value:
+    """16 values of what is quantized, `at` bytes into the row."""
+    value = x.at(at).load(F32V)
+    if kind == "gated":
+        return cpu_math.ACTIVATIONS[activation](k, value) * x.at(features * 4).at(at).load(F32V)
+    if kind == "norm":
+        weight: Value = k.arg.weight.at(at).load(F32V)
+        return value * inverse.load(F32).splat() * weight
+    return value
+
+
+def _store(k: Kernel, values: list[Value], group_rows: Value, row: Value, block_rows: Value) -> None:
+    """A row's group: its codes, scale, bias and offset. group_rows: rows of all groups before this one."""
+    a = k.arg
+    scale, inverse = _scales(k, values)
+    codes = [k.unary("rint", value * inverse.splat()).convert("fptosi", I32V) for value in values]
+    sums = codes[0]
+    for code in codes[1:]:
+        sums = sums + code
+    total = cpu_math.total(k, sums)
+    at = (group_rows + row) * 4
+    a.x_scale.at(at).store(scale)
+    a.x_bias.at(at).store(scale * total.convert("sitofp", F32))
+    a.x_offset.at(at).store(total * -128)
+    octets = a.q.at((group_rows * (len(values) * LANES // 8) + row) * 8)
+    for i, code in enumerate(codes):
+        pair = code.convert("trunc", vector_of("i8")).convert("bitcast", vector_of(I64, 2))
+        for half in (0, 1):
+            octets.at(block_rows * (8 * (2 * i + half))).store(k.lane(pair, half), 8)
+
+
+def inverse_rms(k: Kernel, x: Value, features: Value) -> Value:
+    """1 / sqrt(mean of squares + eps), eps being the bits of a float; features % 16 == 0."""
+    squares = k.variable(k.f32v(0))
+    with k.range(k.i64(0), features, LANES) as i:
+        value = x.at(i * 4).load(F32V)
+        squares.set(k.fma(value, value, squares.get()))
+    mean = cpu_math.total(k, squares.get()) / features.convert("uitofp", F32)
+    eps = k.arg.eps.convert("trunc", "i32").convert("bitcast", F32)
+    return k.constant(F32, 1.0) / k.unary("sqrt", mean + eps)
+
+
+def _scales(k: Kernel, values: list[Value]) -> tuple[Value, Value]:
+    """x_scale, and what x is multiplied by: 127 / largest |x|."""
+    peaks, not_finite = k.unary("fabs", values[0]), values[0] * 0.0
+    for value in values[1:]:
+        peaks = k.larger(k.unary("fabs", value), peaks)
+        not_finite = k.fma(value, k.f32v(0), not_finite)
+    peak = cpu_math.largest(k, peaks)
+    is_zero = peak.compare("olt", SMALLEST)
+    zero = k.constant(F32, 0.0)
+    scale = is_zero.choose(zero, peak * (1.0 / 127.0)) + cpu_math.total(k, not_finite)
+    return scale, is_zero.choose(zero, k.constant(F32, 127.0) / peak)
+
+
+@cache
+def quantize(isa: Isa, group: int, kind: Input, activation: str = "") -> Native:
+    return compile_kernel(quantize_source(group, kind, activation), isa)

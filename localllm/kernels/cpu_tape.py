@@ -1,0 +1,126 @@
+"""Several kernels as one native call: every thread walks the same list of kernels, with a barrier after each.
+
+A dispatch from Python costs 20-50 us and a torch operator 3-5 us; a barrier among threads that are awake costs a
+fraction of one. The team is torch's own OpenMP pool, entered through `GOMP_parallel`: a second pool would fight it for
+the cores.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import torch
+
+from localllm.kernels.cpu_isa import Isa
+from localllm.kernels.cpu_jit import Native, best_isa, link, openmp
+
+Arguments = ctypes.Array[ctypes.c_int64]
+_SPINS = 4096  # about 50 us of waiting; then the core may be wanted by another program, and is offered to it
+
+# args: {tape, number of kernels, threads, arrivals}. An arrival count that only grows needs no second barrier to reset.
+_SOURCE = """
+declare void @GOMP_parallel(ptr, ptr, i32, i32)
+declare i32 @omp_get_thread_num()
+declare i32 @sched_yield()
+{declare_pause}
+define void @run(ptr %args) {{
+  %threads_at = getelementptr i64, ptr %args, i64 2
+  %arrivals = getelementptr i64, ptr %args, i64 3
+  %threads = load i64, ptr %threads_at
+  %threads32 = trunc i64 %threads to i32
+  store i64 0, ptr %arrivals
+  call void @GOMP_parallel(ptr @team, ptr %args, i32 %threads32, i32 0)
+  ret void
+}}
+define void @team(ptr %args) {{
+entry:
+  %tape = load ptr, ptr %args
+  %count_at = getelementptr i64, ptr %args, i64 1
+  %threads_at = getelementptr i64, ptr %args, i64 2
+  %arrivals = getelementptr i64, ptr %args, i64 3
+  %count = load i64, ptr %count_at
+  %threads = load i64, ptr %threads_at
+  %thread32 = call i32 @omp_get_thread_num()
+  %thread = zext i32 %thread32 to i64
+  br label %next
+next:
+  %i = phi i64 [0, %entry], [%i1, %passed]
+  %wanted = phi i64 [%threads, %entry], [%wanted1, %passed]
+  %offset = mul i64 %i, 16
+  %entry_at = getelementptr i8, ptr %tape, i64 %offset
+  %args_at = getelementptr i8, ptr %entry_at, i64 8
+  %function = load ptr, ptr %entry_at
+  %kernel_args = load ptr, ptr %args_at
+  call void %function(ptr %kernel_args, i64 %thread, i64 %threads)
+  %before = atomicrmw add ptr %arrivals, i64 1 acq_rel
+  br label %wait
+wait:
+  %spins = phi i64 [0, %next], [%spins1, %again]
+  %arrived = load atomic i64, ptr %arrivals acquire, align 8
+  %all = icmp uge i64 %arrived, %wanted
+  br i1 %all, label %passed, label %still
+still:
+  %patient = icmp ult i64 %spins, {spins}
+  br i1 %patient, label %spin, label %yield
+spin:
+  {pause}
+  br label %again
+yield:
+  %ignored = call i32 @sched_yield()
+  br label %again
+again:
+  %spins1 = add i64 %spins, 1
+  br label %wait
+passed:
+  %i1 = add i64 %i, 1
+  %wanted1 = add i64 %wanted, %threads
+  %more = icmp ult i64 %i1, %count
+  br i1 %more, label %next, label %done
+done:
+  ret void
+}}
+"""
+_PAUSES = {
+    "x86_64": ("declare void @llvm.x86.sse2.pause()", "call void @llvm.x86.sse2.pause()"),
+    "aarch64": ("declare void @llvm.aarch64.hint(i32)", "call void @llvm.aarch64.hint(i32 1)"),
+}
+_RESOLVED = ("GOMP_parallel", "omp_get_thread_num", "sched_yield")
+
+
+class Tape:
+    """A list of (kernel, arguments), run in order by all of torch's threads. Arguments may change between two runs."""
+
+    def __init__(self, kernels: Sequence[tuple[Native, Arguments]]) -> None:
+        self._kernels = list(kernels)  # keeps code and arguments alive
+        words = [word for kernel, args in kernels for word in (kernel.address, ctypes.addressof(args))]
+        self._tape = (ctypes.c_int64 * len(words))(*words)
+        self._run = _runner(best_isa())
+
+    def __len__(self) -> int:
+        return len(self._kernels)
+
+    def run(self, begin: int = 0, end: int | None = None) -> None:
+        """Kernels [begin, end). The GIL is released; memory is written before this returns."""
+        count = len(self) if end is None else end
+        if count <= begin:
+            return
+        start = ctypes.addressof(self._tape) + 16 * begin
+        self._run((ctypes.c_int64 * 4)(start, count - begin, torch.get_num_threads(), 0))
+
+
+@cache
+def _runner(isa: Isa) -> Callable[[Arguments], None]:
+    from llvmlite import binding as llvm
+
+    process = ctypes.CDLL(None)
+    for symbol in _RESOLVED:
+        function = getattr(process if symbol == "sched_yield" else openmp(), symbol)
+        llvm.add_symbol(symbol, ctypes.cast(function, ctypes.c_void_p).value)
+    declare_pause, pause = _PAUSES[isa.machine]
+    source = _SOURCE.format(declare_pause=declare_pause, pause=pause, spins=_SPINS)
+    address, engine = link(source, "run", isa, _RESOLVED)
+    run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
+    run.engine = engine  # type: ignore[attr-defined]  # the code lives as long as its engine
+    return run

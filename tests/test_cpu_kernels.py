@@ -1,0 +1,435 @@
+"""The compiled CPU kernels against plain torch, on every instruction set that this machine runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from localllm.kernels import (
+    cpu_attention,
+    cpu_gemv,
+    cpu_isa,
+    cpu_jit,
+    cpu_linear,
+    cpu_math,
+    cpu_matmul,
+    cpu_norm,
+    cpu_quantize,
+    cpu_rope,
+    int8,
+    reference,
+    tile16,
+)
+from localllm.kernels.cpu_ir import F32V, LANES, Kernel, Value
+from localllm.kernels.cpu_isa import Isa
+from localllm.kernels.cpu_linear import Activations, PackedMatrix, float_bits
+from localllm.kernels.cpu_tape import Tape
+
+HOST_ISAS = cpu_isa.host_isas()
+pytestmark = pytest.mark.skipif(not cpu_linear.is_available(), reason="no CPU kernel runs on this machine")
+every_isa = pytest.mark.parametrize("isa", HOST_ISAS, ids=[isa.name for isa in HOST_ISAS])
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def int4_matrix(N: int, K: int, group: int, seed: int = 0) -> tuple[PackedMatrix, Tensor]:
+    """Random tensors of tile16, and what they mean, fp32 [N, K]."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 16, (N, K), generator=generator, dtype=torch.uint8)
+    scale = (torch.rand(N, K // group, generator=generator) * 0.01 + 0.001).half()
+    bias = (-8 * scale.float() + 0.001 * torch.randn(N, K // group, generator=generator)).half()
+    tensors = tile16.pack(codes), tile16.pack_groups(scale), tile16.pack_groups(bias)
+    dense = scale.float().repeat_interleave(group, 1) * codes + bias.float().repeat_interleave(group, 1)
+    return PackedMatrix("int4", *tensors), dense
+
+
+def int8_matrix(N: int, K: int, seed: int = 0) -> tuple[PackedMatrix, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(-127, 128, (N, K), generator=generator, dtype=torch.int8)
+    scale = torch.rand(N, generator=generator) * 0.01
+    return PackedMatrix("int8", int8.pack(codes), scale.view(-1, 16), None), codes * scale[:, None]
+
+
+def matrix(weights: str, N: int, K: int, group: int) -> tuple[PackedMatrix, Tensor]:
+    return int4_matrix(N, K, group) if weights == "int4" else int8_matrix(N, K)
+
+
+def as_int8(x: Tensor, group: int) -> Tensor:
+    """x as the kernels see it, fp32 [T, K]."""
+    codes, scale = reference.int8_activations(x, group)
+    return (codes * scale.unsqueeze(-1)).view(x.shape)
+
+
+FORMATS = [("int4", 32), ("int4", 64), ("int4", 128), ("int8", 64)]
+
+
+@every_isa
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 8, 12, 13, 40])
+@pytest.mark.parametrize(("weights", "group"), FORMATS)
+def test_a_packed_matrix_multiplies_int8_activations_exactly(isa: Isa, weights: str, group: int, rows: int) -> None:
+    packed, dense = matrix(weights, 208, 384, group)
+    x = random(rows, 384) * 3
+    y = cpu_linear.packed_linear(x, packed, 208, isa)
+    expected = as_int8(x, group).double() @ dense.double().T
+    torch.testing.assert_close(y.double(), expected, rtol=0, atol=2e-6 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize(("weights", "group"), FORMATS)
+def test_a_row_has_the_same_bits_beside_any_others_and_on_any_instruction_set(weights: str, group: int) -> None:
+    packed, _ = matrix(weights, 80, 256, group)
+    x = random(29, 256)
+    alone = torch.cat([cpu_linear.packed_linear(row[None], packed, 80) for row in x])
+    for isa in HOST_ISAS:
+        assert torch.equal(cpu_linear.packed_linear(x, packed, 80, isa), alone)
+        assert torch.equal(cpu_linear.packed_linear(x[:5], packed, 80, isa), alone[:5])
+
+
+def test_the_number_of_threads_changes_no_bit(threads: Callable[[int], None]) -> None:
+    packed, _ = int4_matrix(112, 256, 64)
+    x = random(3, 256)
+    results = []
+    for count in (1, 2, 3, 5):
+        threads(count)
+        results.append(cpu_linear.packed_linear(x, packed, 112))
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_tiles_read_side_by_side_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed, _ = int4_matrix(16 * 7, 256, 64)
+    x = random(1, 256)
+    one = cpu_linear.packed_linear(x, packed, 112)
+    monkeypatch.setattr(Isa, "tiles_side_by_side", lambda *_: 4)
+    cpu_matmul.matmul.cache_clear()
+    try:
+        assert torch.equal(cpu_linear.packed_linear(x, packed, 112), one)
+    finally:
+        cpu_matmul.matmul.cache_clear()
+
+
+@every_isa
+def test_a_matrix_adds_its_bias_and_what_was_there(isa: Isa) -> None:
+    packed, dense = int8_matrix(48, 128)
+    x, bias, before = random(5, 128), random(48, seed=1), random(5, 48, seed=2)
+    room = Activations(5, 128, 64)
+    block_rows = room.resize(5, isa)
+    y = functional.pad(before, (0, 0, 0, block_rows))
+    quantize = room.quantize(cpu_quantize.quantize(isa, 64, "plain"), x, 64, 128)
+    kernel = cpu_matmul.matmul(isa, "int8", 64, block_rows, adds=True, has_bias=True)
+    Tape([quantize, room.multiply(kernel, packed, y, 48, bias)]).run()
+    expected = as_int8(x, 64) @ dense.T + bias + before
+    torch.testing.assert_close(y[:5], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(("weights", "group"), FORMATS)
+def test_what_is_not_finite_in_a_row_of_activations_comes_out_of_it_and_of_no_other(
+    weights: str, group: int, value: float
+) -> None:
+    packed, _ = matrix(weights, 32, 256, group)
+    x = random(3, 256)
+    x[1, 77] = value
+    finite = cpu_linear.packed_linear(x, packed, 32).isfinite()
+    assert not finite[1].any() and finite[0].all() and finite[2].all()
+
+
+def test_a_group_of_zeros_and_one_of_tiny_numbers_multiply_to_zero() -> None:
+    packed, _ = int4_matrix(32, 128, 64)
+    x = torch.zeros(2, 128)
+    x[1] = 1e-38
+    assert cpu_linear.packed_linear(x, packed, 32).abs().max() == 0
+
+
+def apply(isa: Isa, function: Callable[[Kernel, Value], Value], x: Tensor) -> Tensor:
+    """A function of cpu_math over a vector."""
+    k = Kernel("apply", "x y | count")
+    with k.range(k.i64(0), k.arg.count, LANES) as i:
+        k.arg.y.at(i * 4).store(function(k, k.arg.x.at(i * 4).load(F32V)))
+    native = cpu_jit.compile_kernel(k, isa)
+    y = torch.empty_like(x)
+    Tape([(native, native.arguments(x=x, y=y, count=len(x)))]).run()
+    return y
+
+
+@every_isa
+@pytest.mark.parametrize(
+    ("function", "expected", "tolerance"),
+    [
+        (cpu_math.silu, functional.silu, 1e-6),
+        (cpu_math.gelu, functional.gelu, 1e-6),
+        (cpu_math.gelu_tanh, lambda x: functional.gelu(x, approximate="tanh"), 1e-6),
+        (cpu_math.tanh, torch.tanh, 1e-6),
+    ],
+)
+def test_activations_equal_torch(
+    isa: Isa, function: Callable[[Kernel, Value], Value], expected: Callable[[Tensor], Tensor], tolerance: float
+) -> None:
+    x = torch.cat([torch.linspace(-30, 30, 4080), torch.tensor([0.0, -0.0, 80, -80, 1e-20, 1000, -1000, 1e30] * 2)])
+    torch.testing.assert_close(apply(isa, function, x), expected(x), rtol=2e-6, atol=tolerance)
+
+
+@every_isa
+def test_exp_is_exact_at_zero_and_underflows_to_zero(isa: Isa) -> None:
+    x = torch.tensor([0.0, -0.0, -1e30, -88.0, 1.0, -1.0, 80.0, -80.0] * 2)
+    y = apply(isa, cpu_math.exp, x)
+    assert y[:4].tolist() == [1.0, 1.0, 0.0, 0.0]
+    torch.testing.assert_close(y[4:8], x[4:8].exp(), rtol=3e-7, atol=0)
+
+
+@every_isa
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_norm_equals_the_formula(isa: Isa, adds: bool) -> None:
+    x, y, weight = random(5, 96), random(5, 64, seed=1), random(64, seed=2)
+    expected = x[:, :64] * torch.rsqrt(x[:, :64].square().mean(-1, keepdim=True) + 1e-5) * weight + y * adds
+    kernel = cpu_norm.norm(isa, adds=adds)
+    words = {"shape": torch.tensor([5]), "features": 64, "x_stride": 96, "y_stride": 64, "eps": float_bits(1e-5)}
+    Tape([(kernel, kernel.arguments(x=x, weight=weight, y=y, **words))]).run()
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    H: int
+    KH: int
+    D: int
+    rotary_dim: int
+    has_norms: bool = False
+    softcap: float | None = None
+    window: int | None = None
+
+
+SHAPES = [
+    Heads(8, 1, 64, 64),
+    Heads(8, 2, 128, 128, has_norms=True, window=37),
+    Heads(4, 4, 96, 64, softcap=30.0),
+    Heads(14, 2, 64, 32),
+    Heads(2, 2, 256, 256, has_norms=True),
+]
+
+
+@every_isa
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("segments", [[(0, 5)], [(300, 1)], [(513, 3)], [(0, 270)], [(10, 1), (700, 1)]], ids=str)
+def test_rope_and_attention_equal_the_reference(isa: Isa, shape: Heads, segments: list[tuple[int, int]]) -> None:
+    """segments: (tokens held, new tokens) of each sequence."""
+    H, KH, D, T, layer = shape.H, shape.KH, shape.D, sum(new for _, new in segments), 1
+    caches = [_cache(KH, past, new, D, seed) for seed, (past, new) in enumerate(segments)]
+    qkv, cos, sin = random(T, H + 2 * KH, D), random(T, shape.rotary_dim, seed=1), random(T, shape.rotary_dim, seed=2)
+    q_norm, k_norm = random(D, seed=3), random(D, seed=4)
+    rotated = _rotated(qkv, cos, sin, (q_norm, k_norm) if shape.has_norms else None, shape)
+    out = _attend(isa, shape, layer, qkv.clone(), (cos, sin, q_norm, k_norm), caches, segments)
+    begin = 0
+    for (keys, values), (past, new) in zip(caches, segments, strict=True):
+        rows = slice(begin, begin + new)
+        expected_keys = rotated[rows, H:].bfloat16().transpose(0, 1)
+        torch.testing.assert_close(keys[layer, :, past : past + new], expected_keys, rtol=2**-7, atol=0)
+        assert torch.equal(values[layer, :, past : past + new], qkv[rows, H + KH :].bfloat16().transpose(0, 1))
+        held = (tensor[layer, :, : past + new].float() for tensor in (keys, values))
+        options = {"scale": D**-0.5, "window": shape.window, "softcap": shape.softcap}
+        expected = reference.attention(rotated[rows, :H], *held, **options)
+        torch.testing.assert_close(out[rows].view(new, H, D), expected, rtol=0, atol=2e-5)
+        begin += new
+
+
+def _cache(KH: int, past: int, new: int, D: int, seed: int) -> tuple[Tensor, Tensor]:
+    """What lies beyond the tokens held is NaN: nothing may read it."""
+    keys, values = (random(2, KH, past + new + 7, D, seed=10 * seed + n).bfloat16() for n in (5, 6))
+    keys[:, :, past:], values[:, :, past:] = float("nan"), float("nan")
+    return keys, values
+
+
+def _rotated(qkv: Tensor, cos: Tensor, sin: Tensor, norms: tuple[Tensor, Tensor] | None, shape: Heads) -> Tensor:
+    x = qkv[:, : shape.H + shape.KH]
+    if norms is not None:
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+        x = torch.cat((x[:, : shape.H] * norms[0], x[:, shape.H :] * norms[1]), dim=1)
+    turning, half = x[..., : shape.rotary_dim], shape.rotary_dim // 2
+    swapped = torch.cat((turning[..., half:], turning[..., :half]), dim=-1)
+    return torch.cat((turning * cos[:, None] + swapped * sin[:, None], x[..., shape.rotary_dim :]), dim=-1)
+
+
+def _attend(
+    isa: Isa,
+    shape: Heads,
+    layer: int,
+    qkv: Tensor,
+    tables: tuple[Tensor, ...],
+    caches: list[tuple[Tensor, Tensor]],
+    segments: list[tuple[int, int]],
+    rows: int | None = None,
+) -> Tensor:
+    H, KH, D, G = shape.H, shape.KH, shape.D, shape.H // shape.KH
+    rows = rows or min(8, 1 << (max(new for _, new in segments) * G - 1).bit_length())
+    tokens, tasks, begin = [], [], 0
+    for (keys, values), (past, new) in zip(caches, segments, strict=True):
+        tokens += [(keys.data_ptr(), values.data_ptr(), keys.shape[2], past + i) for i in range(new)]
+        tasks += [(begin, first, min(rows, new * G - first)) for first in range(0, new * G, rows)]
+        begin += new
+    out = torch.full((begin, H * D), float("nan"))
+    cos, sin, q_norm, k_norm = tables
+    token_table, task_table = torch.tensor(tokens), torch.tensor(tasks)
+    rope = cpu_rope.rope(isa, D, shape.rotary_dim, has_norms=shape.has_norms)
+    attention = cpu_attention.attention(isa, D, rows, has_softcap=shape.softcap is not None)
+    common = {"tokens": token_table, "kv_heads": KH, "layer": layer}
+    rope_words = rope.arguments(
+        qkv=qkv,
+        cos=cos,
+        sin=sin,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        shape=torch.tensor([begin]),
+        heads=H,
+        scale=float_bits(D**-0.5),
+        eps=float_bits(1e-6),
+        **common,
+    )
+    attention_words = attention.arguments(
+        q=qkv,
+        out=out,
+        tasks=task_table,
+        shape=torch.tensor([len(tasks)]),
+        group=G,
+        stride=(H + 2 * KH) * D,
+        window=shape.window or 1 << 40,
+        softcap=float_bits(shape.softcap or 0.0),
+        **common,
+    )
+    Tape([(rope, rope_words), (attention, attention_words)]).run()
+    return out
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_token_attends_with_the_same_bits_in_tasks_of_any_size(window: int | None) -> None:
+    shape = Heads(8, 2, 64, 64, window=window)
+    segments = [(0, 300)]
+    tables = tuple(random(*size, seed=seed) for seed, size in enumerate([(300, 64), (300, 64), (64,), (64,)]))
+    results = []
+    for rows in (1, 2, 4, 8):
+        results.append(
+            _attend(HOST_ISAS[0], shape, 0, random(300, 12, 64), tables, [_cache(2, 0, 300, 64, 0)], segments, rows)
+        )
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+X86 = [
+    ("avx2", "haswell"),
+    ("avx2", "znver3"),
+    ("avx-vnni", "alderlake"),
+    ("avx512-vnni", "znver4"),
+    ("avx512-vnni", "cascadelake"),
+    ("avx512-vnni", "sapphirerapids"),
+]
+SOURCES: dict[str, Callable[[Isa], Kernel]] = {
+    "int4": lambda isa: cpu_matmul.matmul_source(isa, "int4", 64, 4, adds=True, has_bias=True),
+    "int8": lambda isa: cpu_matmul.matmul_source(isa, "int8", 64, 4, adds=False, has_bias=False),
+    "gated": lambda isa: cpu_quantize.quantize_source(64, "gated", "gelu"),
+    "norm quantize": lambda isa: cpu_quantize.quantize_source(64, "norm"),
+    "rope": lambda isa: cpu_rope.rope_source(128, 128, has_norms=True),
+    "attention": lambda isa: cpu_attention.attention_source(128, 4, has_softcap=True),
+    "norm": lambda isa: cpu_norm.norm_source(adds=True),
+    "gemv": lambda isa: cpu_gemv.gemv_source(8),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(("isa", "cpu"), X86)
+def test_on_every_x86_cpu_a_kernel_calls_nothing(isa: str, cpu: str, source: str) -> None:
+    named = dataclasses.replace(next(known for known in cpu_isa.ISAS if known.name == isa), cpu=cpu)
+    ir = SOURCES[source](named).source()
+    assert cpu_jit.undefined_symbols(cpu_jit.machine_code(ir, named), ir) == set()
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_for_arm_a_kernel_compiles_to_dot_products_and_calls_nothing(source: str) -> None:
+    from llvmlite import binding as llvm
+
+    try:
+        llvm.initialize_all_targets()
+        llvm.initialize_all_asmprinters()
+        llvm.Target.from_triple(cpu_isa.LLVM_TARGETS["aarch64"])
+    except RuntimeError:
+        pytest.skip("this llvmlite was built without the Arm target")
+    neon = dataclasses.replace(cpu_isa.ISAS[-1], cpu="neoverse-n1", features="+dotprod")
+    ir = SOURCES[source](neon).source()
+    assert cpu_jit.undefined_symbols(cpu_jit.machine_code(ir, neon), ir) == set()
+    if source.startswith("int"):
+        machine = cpu_jit.target_machine(neon)
+        assert "sdot" in machine.emit_assembly(llvm.parse_assembly(ir))
+
+
+def test_a_kernel_that_would_call_an_unknown_function_is_refused() -> None:
+    k = Kernel("f", "x")
+    k.call("void", "nowhere", k.arg.x)
+    with pytest.raises(cpu_jit.KernelUnavailableError, match="nowhere"):
+        cpu_jit.compile_kernel(k, HOST_ISAS[0])
+
+
+def test_ir_that_is_not_well_formed_is_refused() -> None:
+    k = Kernel("f", "x")
+    k.line("not an instruction")
+    with pytest.raises(cpu_jit.KernelUnavailableError, match="LLVM refused"):
+        cpu_jit.compile_kernel(k, HOST_ISAS[0])
+
+
+def test_the_kernels_of_a_tape_run_one_after_another_on_all_threads(threads: Callable[[int], None]) -> None:
+    """Each step adds up what all threads wrote in the one before it."""
+    k = Kernel("sum", "x y | count")
+    begin, end = k.share(k.arg.count)
+    with k.range(begin, end) as i:
+        total = k.variable(k.i64(0))
+        with k.range(k.i64(0), k.arg.count) as j:
+            total.add(k.arg.x.at(j * 8).load("i64", 8))
+        k.arg.y.at(i * 8).store((total.get() + i) % 1000003, 8)
+    native = cpu_jit.compile_kernel(k, HOST_ISAS[0])
+    count, steps = 37, 200
+    threads(4)
+    a, b = torch.arange(count), torch.zeros(count, dtype=torch.int64)
+    pairs = [(a, b), (b, a)] * (steps // 2)
+    tape = Tape([(native, native.arguments(x=x, y=y, count=count)) for x, y in pairs])
+    tape.run(0, 100)
+    tape.run(100)
+    expected = list(range(count))
+    for _ in range(steps):
+        expected = [(sum(expected) + i) % 1000003 for i in range(count)]
+    assert a.tolist() == expected
+
+
+def test_machine_code_is_kept_and_a_damaged_copy_is_compiled_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path))
+    compiled = []
+    compile_code = cpu_jit.machine_code
+    monkeypatch.setattr(cpu_jit, "machine_code", lambda *args: compiled.append(1) or compile_code(*args))
+    source = cpu_norm.norm_source(adds=True).source()
+    for _ in range(2):
+        cpu_jit.link(source, "norm", HOST_ISAS[0])
+    assert len(compiled) == 1
+    (kept,) = tmp_path.rglob("*.o")
+    code = bytearray(kept.read_bytes())
+    code[len(code) // 2] ^= 1
+    kept.write_bytes(code)
+    cpu_jit.link(source, "norm", HOST_ISAS[0])
+    assert len(compiled) == 2 and bytes(code) != kept.read_bytes()
+
+
+def test_without_a_cache_directory_that_can_be_written_kernels_compile_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "file"))
+    assert cpu_jit.link(cpu_norm.norm_source(adds=True).source(), "norm", HOST_ISAS[0])[0]
