@@ -9,54 +9,28 @@ decode is the time in which the bytes of one token (all matrices but the input e
 from __future__ import annotations
 
 import argparse
-import json
-import tempfile
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from benchmarks.measure import Spread, dram_read_gbs, interleaved, machine, save, seconds, spread
-from benchmarks.random_model import random_decoder
-from localllm.engine.engine import Engine
+from benchmarks.measure import interleaved, machine, paired, save, seconds, spread
+from localllm.bench.floors import MemoryFloor
+from localllm.bench.shapes import Shape, shipped_shapes
+from localllm.bench.subject import Subject, matrix_bytes, random_subject, word_tokenizer
 from localllm.engine.events import TokenEvent
 from localllm.engine.request import SamplingParams
-from localllm.engine.tokenizer import Tokenizer
-from localllm.models.config import ModelConfig
 from localllm.models.families import parse_config
-from localllm.models.layout import model_bytes
-from localllm.quant.dense import Dense
-from localllm.quant.recipe import Recipe
+from localllm.quant.recipe import recipe
 
-TINYLLAMA = {
-    "model_type": "llama",
-    "vocab_size": 32000,
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_hidden_layers": 22,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-}
+__all__ = ["word_tokenizer"]
+
+NAME = "tinyllama-1.1b"
+SHAPE = shipped_shapes()[NAME]
 DECODE_PROMPT = 128
 
 
-def word_tokenizer(vocab_size: int) -> Tokenizer:
-    """One word an id: the engine must turn ids into text here as for any model."""
-    vocab = {f"w{token_id}": token_id for token_id in range(vocab_size)}
-    model = {"type": "WordLevel", "vocab": vocab, "unk_token": "w0"}
-    description: dict[str, Any] = {"version": "1.0", "model": model, "added_tokens": [], "normalizer": None}
-    description |= {"pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None, "decoder": None}
-    with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "tokenizer.json").write_text(json.dumps(description), encoding="utf-8")
-        return Tokenizer.load(Path(directory))
-
-
 class Ours:
-    def __init__(self, config: ModelConfig) -> None:
-        tokenizer = word_tokenizer(config.vocab_size)
-        self.engine = Engine(random_decoder(config), tokenizer, ctx=config.max_position_embeddings)
+    def __init__(self, subject: Subject) -> None:
+        self.engine = subject.engine
 
     def generate(self, prompt: list[int], num_tokens: int) -> None:
         sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
@@ -71,7 +45,7 @@ class Transformers:
     def __init__(self) -> None:
         from transformers import AutoModelForCausalLM, LlamaConfig
 
-        config = LlamaConfig(**{key: value for key, value in TINYLLAMA.items() if key != "model_type"})
+        config = LlamaConfig(**{key: value for key, value in SHAPE.items() if key != "model_type"})
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
         self.model = model.to_empty(device="cpu").eval()
@@ -98,11 +72,13 @@ class Transformers:
 
 
 def measure(rounds: int, prompt_tokens: int, gen_tokens: int) -> dict[str, object]:
-    config = parse_config(TINYLLAMA, "TinyLlama-1.1B's shape")
-    ours, peer = Ours(config), Transformers()
+    config = parse_config(SHAPE, f"the shape of {NAME}")
+    device, ctx = torch.device("cpu"), config.max_position_embeddings
+    subject = random_subject(Shape(NAME, config), recipe("bf16"), torch.bfloat16, device, ctx)
+    ours, peer = Ours(subject), Transformers()
     short = torch.randint(0, config.vocab_size, (DECODE_PROMPT,)).tolist()
     long = torch.randint(0, config.vocab_size, (prompt_tokens,)).tolist()
-    buffer = torch.empty(1 << 28).normal_()  # 1 GiB
+    memory = MemoryFloor()
 
     def decode_rate(side: Ours | Transformers) -> float:
         """The time of many tokens less that of few: what is left is decode alone, for both sides alike."""
@@ -112,7 +88,7 @@ def measure(rounds: int, prompt_tokens: int, gen_tokens: int) -> dict[str, objec
 
     values = interleaved(
         {
-            "dram_read_gbs": lambda: dram_read_gbs(buffer),
+            "dram_read_gbs": memory.dram_read_gbs,
             "decode_tok_s": lambda: decode_rate(ours),
             "transformers_decode_tok_s": lambda: decode_rate(peer),
             "prefill_tok_s": lambda: prompt_tokens / seconds(lambda: ours.prefill(long)),
@@ -120,13 +96,12 @@ def measure(rounds: int, prompt_tokens: int, gen_tokens: int) -> dict[str, objec
         },
         rounds,
     )
-    bf16 = Recipe("bf16", Dense(), Dense())
-    token_bytes = model_bytes(config, bf16) - config.vocab_size * config.hidden_size * 2
+    token_bytes = matrix_bytes(subject.engine.model)
     floor = [gbs * 1e9 / token_bytes for gbs in values["dram_read_gbs"]]
     figures = {name: spread(samples) for name, samples in {**values, "decode_floor_tok_s": floor}.items()}
     return {
         "machine": machine(),
-        "model": "tinyllama-1.1b shape, random weights, bf16",
+        "model": f"{NAME} shape, random weights, bf16",
         "prompt_tokens": prompt_tokens,
         "gen_tokens": gen_tokens,
         "rounds": rounds,
@@ -136,11 +111,6 @@ def measure(rounds: int, prompt_tokens: int, gen_tokens: int) -> dict[str, objec
         "decode_vs_floor": paired(values["decode_tok_s"], floor),
         "prefill_vs_transformers": paired(values["prefill_tok_s"], values["transformers_prefill_tok_s"]),
     }
-
-
-def paired(ours: list[float], other: list[float]) -> Spread:
-    """The ratio within each round: what disturbs the machine for a while disturbs both sides."""
-    return spread([a / b for a, b in zip(ours, other, strict=True)])
 
 
 def main() -> None:

@@ -19,8 +19,8 @@ from typing import Any, Literal
 from localllm.errors import SettingsError
 
 ENVIRONMENT_PREFIX = "LOCALLLM_"
-# Not settings: the folder of all user files, and the test suite's data.
-OTHER_VARIABLES = frozenset({"LOCALLLM_HOME", "LOCALLLM_TEST_DATA"})
+# Not settings: the folder of all user files, the folder of what can be made again, and the test suite's data.
+OTHER_VARIABLES = frozenset({"LOCALLLM_HOME", "LOCALLLM_CACHE", "LOCALLLM_TEST_DATA"})
 TOML_LIMIT_BYTES = 1 << 20
 
 
@@ -31,6 +31,7 @@ class Settings:
     model: str = "tiny"
     device: str = "auto"
     dtype: str = "auto"
+    weights: str = "auto"
     ctx: int | None = None  # tokens
     threads: int | None = None
     offline: bool = False
@@ -90,11 +91,18 @@ class Accepts:
                 return number and self.low <= value <= self.high  # type: ignore[operator]
 
 
+# "int4" stands for one of the groups; the round-to-nearest forms are there to be compared with.
+WEIGHTS = (
+    "auto", "bf16", "int8", "int4", "nf4", "int4-g32", "int4-g64", "int4-g128",
+    "int4-g32-rtn", "int4-g64-rtn", "int4-g128-rtn",
+)  # fmt: skip
+
 ACCEPTED: Mapping[str, Accepts] = MappingProxyType(
     {
         "model": Accepts("text"),
         "device": Accepts("text", choices=("auto", "cpu", "cuda")),
         "dtype": Accepts("text", choices=("auto", "bf16", "fp32")),
+        "weights": Accepts("text", choices=WEIGHTS),
         "ctx": Accepts("integer", 1, 2**31),
         "threads": Accepts("integer", 1, 1024),
         "offline": Accepts("switch"),
@@ -148,15 +156,21 @@ class UserDirectories:
 
 
 def user_directories(environ: Mapping[str, str] = os.environ) -> UserDirectories:
-    """The platform's folders (XDG on Linux), or config, data and cache below LOCALLLM_HOME."""
-    home = environ.get("LOCALLLM_HOME")
+    """The platform's folders (XDG on Linux), or config, data and cache below LOCALLLM_HOME.
+
+    LOCALLLM_CACHE names the cache alone: gigabytes, which may have to go to another disk.
+    """
+    home, own_cache = (_folder(environ, name) for name in ("LOCALLLM_HOME", "LOCALLLM_CACHE"))
     if home:
-        root = Path(home).expanduser().absolute()
-        return UserDirectories(root / "config", root / "data", root / "cache")
+        return UserDirectories(home / "config", home / "data", own_cache or home / "cache")
     from platformdirs import PlatformDirs
 
-    directories = PlatformDirs("localllm", appauthor=False)
-    return UserDirectories(directories.user_config_path, directories.user_data_path, directories.user_cache_path)
+    platform = PlatformDirs("localllm", appauthor=False)
+    return UserDirectories(platform.user_config_path, platform.user_data_path, own_cache or platform.user_cache_path)
+
+
+def _folder(environ: Mapping[str, str], name: str) -> Path | None:
+    return Path(environ[name]).expanduser().absolute() if environ.get(name) else None
 
 
 def load_settings(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,3 +23,11 @@ def shared_data() -> Callable[[str], Path]:
         return path
 
     return locate
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What the tests pack stays out of the developer's cache, and what is packed there out of the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCALLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from localllm import __version__
-from localllm.cli import chat, perplexity, pull, run, tokenize
+from localllm.cli import bench, chat, perplexity, pull, quantize, run, tokenize
+from localllm.cli.bench import bench_command
 from localllm.cli.chat import chat_command
 from localllm.cli.commands import PlainCommand, PlainGroup
 from localllm.cli.config import config_app
@@ -18,6 +19,7 @@ from localllm.cli.help import help_command
 from localllm.cli.list import list_command
 from localllm.cli.perplexity import perplexity_command
 from localllm.cli.pull import pull_command
+from localllm.cli.quantize import quantize_command
 from localllm.cli.rm import rm_command
 from localllm.cli.run import run_command
 from localllm.cli.show import show_command
@@ -65,11 +67,13 @@ def _add(name: str, function: Callable[..., Any], epilog: str | None = None) -> 
 _add("run", run_command, run.EXAMPLES)
 _add("chat", chat_command, chat.EXAMPLES)
 _add("pull", pull_command, pull.EXAMPLES)
+_add("quantize", quantize_command, quantize.EXAMPLES)
 _add("list", list_command)
 _add("show", show_command)
 _add("rm", rm_command)
 _add("tokenize", tokenize_command, tokenize.EXAMPLES)
 _add("perplexity", perplexity_command, perplexity.EXAMPLES)
+_add("bench", bench_command, bench.EXAMPLES)
 _add("doctor", doctor_command)
 app.add_typer(config_app)
 _add("help", help_command)

@@ -62,6 +62,7 @@ def chat_command(
     ctx: options.Ctx = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
+    weights: options.Weights = None,
     threads: options.Threads = None,
 ) -> None:
     """Talk with a model, line by line.

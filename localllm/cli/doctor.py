@@ -25,6 +25,7 @@ Status = Literal["ok", "warn", "fail"]
 _GIB = 1 << 30
 _RAM_WANTED_BYTES = 4 * _GIB
 _DISK_WANTED_BYTES = 20 * _GIB
+_PACKED_WANTED_BYTES = 5 * _GIB  # int4 of 7 billion parameters takes 4.1
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ def checks(output: Output) -> list[Callable[[], Finding]]:
         check_memory,
         check_cache,
         check_disk,
+        check_packed,
         check_settings,
         check_token,
         check_network,
@@ -170,6 +172,29 @@ def check_disk() -> Finding:
     if usage.free < _DISK_WANTED_BYTES:
         return Finding("disk", "warn", f"{detail}: too little for the larger models", "localllm list")
     return Finding("disk", "ok", detail)
+
+
+def check_packed() -> Finding:
+    """Whether weights can be packed, and what the packed ones take."""
+    import shutil
+    import tempfile
+
+    from localllm.hub.packed import packed_root, packed_sources
+
+    folder = packed_root()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    fix = "export LOCALLLM_CACHE=/a/folder/of/yours"
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        return Finding("packed", "fail", f"{existing} cannot be written: {error.strerror}", fix)
+    taken = sum(model.size_bytes for source in packed_sources() for model in source.models)
+    usage = shutil.disk_usage(existing)
+    detail = f"{format_bytes(taken)} of packed weights in {folder}, {format_bytes(usage.free)} free there"
+    if usage.free < _PACKED_WANTED_BYTES:
+        return Finding("packed", "warn", f"{detail}: too little for a model of 7 billion parameters", fix)
+    return Finding("packed", "ok", detail)
 
 
 def check_settings() -> Finding:

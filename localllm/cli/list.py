@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,7 +12,7 @@ from localllm.cli.front import front_of
 from localllm.cli.output import SCHEMA_VERSION, format_bytes
 
 if TYPE_CHECKING:
-    from localllm.hub import InstalledModel
+    from localllm.hub import InstalledModel, PackedWeights
     from localllm.registry import ModelEntry
 
 
@@ -24,7 +25,7 @@ def list_command(
 ) -> None:
     """List the models on this disk.
 
-    With their sizes, and what was only partly fetched.
+    With their sizes, what was only partly fetched, and what is packed of each: everything that takes space.
     """
     from localllm import hub
     from localllm.registry import load_registry
@@ -40,20 +41,23 @@ def list_command(
     if not rows:
         output.note("no model is on this disk; `localllm list --all` shows what can be pulled")
         return
-    header = ("NAME", "STATE", "PARAMETERS", "SIZE", "CONTEXT", "LICENCE", "FROM")
+    header = ("NAME", "STATE", "PARAMETERS", "SIZE", "PACKED", "CONTEXT", "LICENCE", "FROM")
     output.table(header, [_cells(row) for row in rows])
+    if any(packed["state"] == "orphan" for row in rows for packed in row["packed"]):
+        output.note("orphan: its checkpoint is gone or has changed; `localllm rm NAME --packed` frees the space")
 
 
 def _of_installed(model: InstalledModel) -> dict[str, Any]:
     entry = model.entry
     return {
         "name": model.name,
-        "state": "installed" if model.directory else "partial",
+        "state": model.state,
         "repo": model.repo,
         "revision": model.revision,
         "directory": str(model.directory) if model.directory else None,
         "size_bytes": model.size_bytes if model.directory else None,
         "partial_bytes": model.partial_bytes,
+        "packed": packed_fields(model.packed),
         "model_type": model.model_type,
         "aliases": list(entry.aliases) if entry else [],
         "licence": entry.licence if entry else None,
@@ -61,6 +65,18 @@ def _of_installed(model: InstalledModel) -> dict[str, Any]:
         "context": entry.context if entry else None,
         "parameters": entry.parameters if entry else None,
     }
+
+
+def packed_fields(models: Iterable[PackedWeights]) -> list[dict[str, Any]]:
+    """Packed models as the JSON of `list` and `show` has them."""
+    names = ("weights", "size_bytes", "state")
+    return [{**{name: getattr(model, name) for name in names}, "directory": str(model.directory)} for model in models]
+
+
+def packed_text(packed: dict[str, Any]) -> str:
+    """One packed model in a table: "int4-g64 3.9 GiB"."""
+    note = "" if packed["state"] == "whole" else f" ({packed['state']})"
+    return f"{packed['weights']} {format_bytes(packed['size_bytes'])}{note}"
 
 
 def _of_entry(entry: ModelEntry) -> dict[str, Any]:
@@ -72,6 +88,7 @@ def _of_entry(entry: ModelEntry) -> dict[str, Any]:
         "directory": None,
         "size_bytes": None,
         "partial_bytes": 0,
+        "packed": [],
         "model_type": None,
         "aliases": list(entry.aliases),
         "licence": entry.licence,
@@ -86,6 +103,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     if row["partial_bytes"]:
         size = f"{size} + {format_bytes(row['partial_bytes'])} unfinished".removeprefix(" + ")
     licence = f"{row['licence'] or ''}{' (gated)' if row['gated'] else ''}"
-    source = row["repo"] or ("built in" if row["state"] == "installed" else "")
+    source = row["repo"] or {"installed": "built in", "folder": "a folder of yours"}.get(row["state"], "")
     parameters = f"{row['parameters']:g} billion" if row["parameters"] else ""
-    return (row["name"], row["state"], parameters, size, str(row["context"] or ""), licence, source)
+    packed = ", ".join(packed_text(packed) for packed in row["packed"])
+    return (row["name"], row["state"], parameters, size, packed, str(row["context"] or ""), licence, source)

@@ -29,6 +29,13 @@ def complete_installed(incomplete: str) -> list[str]:
     return _beginning(incomplete, _installed())
 
 
+def complete_weights(incomplete: str) -> list[str]:
+    """Formats that weights can be kept in that begin so."""
+    from localllm.config import WEIGHTS
+
+    return _beginning(incomplete, list(WEIGHTS))
+
+
 def _installed() -> list[str]:
     from localllm import hub
 

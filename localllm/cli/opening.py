@@ -1,4 +1,7 @@
-"""Loads an engine while a line on stderr shows how far it is; a signal leaves at any moment."""
+"""Loads an engine while a line on stderr shows how far it is; a signal leaves at any moment.
+
+The first use of a weight format packs the model before it is loaded: minutes, and gigabytes, of which is told.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from localllm.cli.front import Front
 from localllm.cli.output import ProgressLine
+from localllm.cli.packing import Packing
 from localllm.cli.selection import Selection
 
 if TYPE_CHECKING:
@@ -40,29 +44,43 @@ def loading(front: Front, selection: Selection) -> Iterator[Loading]:
 
     load_config(selection.files.directory)  # a model that cannot run is refused before torch's second is spent
     settings = selection.settings
-    line = front.output.progress(f"loading {selection.files.name}")
+    name = selection.files.name
+    line = front.output.progress(f"loading {name}")
+    weights = "int4" if settings.weights == "auto" else settings.weights
+    packing = Packing(front, f"packing {name} to {weights}", again="the same command", is_first_use=True)
+
+    def reading(done: int, total: int) -> None:
+        packing.end()
+        line.update(done, total)
 
     def load() -> Engine:
         started = time.perf_counter()
         from localllm.engine.engine import Engine
 
-        engine = Engine.load(
-            selection.files.directory,
-            device=settings.device,
-            dtype=settings.dtype,
-            ctx=settings.ctx,
-            threads=settings.threads,
-            progress=line.update,
-        )
+        try:
+            engine = Engine.load(
+                selection.files,
+                device=settings.device,
+                dtype=settings.dtype,
+                weights=settings.weights,
+                ctx=settings.ctx,
+                threads=settings.threads,
+                progress=reading,
+                on_convert=packing.update,
+                on_wait=packing.wait,
+            )
+        finally:
+            packing.end()
         engine.load_s = time.perf_counter() - started  # with the import of torch: what a person waits for
         return engine
 
     with line:
-        line.show(f"loading {selection.files.name} ...")
+        line.show(f"loading {name} ...")
         service = EngineService(load)
         try:
             yield Loading(service, line)
         except BaseException:
+            packing.leave()
             service.close(timeout_s=0)  # its thread is a daemon: nobody waits for a step that is being computed
             raise
         service.close()

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from localllm.cli.names import complete_installed, complete_models
+from localllm.cli.names import complete_installed, complete_models, complete_weights
 from localllm.errors import UsageError
 
 Model = Annotated[
@@ -48,7 +48,19 @@ Device = Annotated[
     Literal["auto", "cpu", "cuda"] | None, typer.Option("--device", metavar="auto|cpu|cuda", help="Where to compute.")
 ]
 Dtype = Annotated[
-    Literal["auto", "bf16", "fp32"] | None, typer.Option("--dtype", metavar="auto|bf16|fp32", help="Number format.")
+    Literal["auto", "bf16", "fp32"] | None,
+    typer.Option(
+        "--dtype", metavar="auto|bf16|fp32", help="Type of activations and KV cache; the weights have --weights."
+    ),
+]
+Weights = Annotated[
+    str | None,
+    typer.Option(
+        "--weights",
+        metavar="auto|bf16|int8|int4|nf4",
+        autocompletion=complete_weights,
+        help="Format of the weights, packed at first use; int4-g32, -g64, -g128 too. auto: int4, if it is not small.",
+    ),
 ]
 Threads = Annotated[int | None, typer.Option("--threads", metavar="N", help="CPU threads.")]
 Offline = Annotated[bool | None, typer.Option("--offline", help="Never use the network.")]
@@ -119,11 +131,11 @@ Stop = Annotated[
 
 # Flags that are settings too (config.toml, LOCALLLM_*), by their name in both.
 _SETTING_NAMES = (
-    "system", "ctx", "device", "dtype", "threads", "offline", "max_tokens", "temperature", "top_k", "top_p", "min_p",
-    "typical_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed", "stop",
+    "system", "ctx", "device", "dtype", "weights", "threads", "offline", "max_tokens", "temperature", "top_k", "top_p",
+    "min_p", "typical_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed", "stop",
 )  # fmt: skip
 _DRY_NAMES = ("dry_multiplier", "dry_base", "dry_allowed_length")
-SAMPLING_SETTING_NAMES = _SETTING_NAMES[6:]
+SAMPLING_SETTING_NAMES = _SETTING_NAMES[_SETTING_NAMES.index("max_tokens") :]
 
 
 def setting_flags(flags: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import re
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
@@ -25,6 +26,8 @@ SCHEMA_VERSION = 1
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _BOLD, _DIM, _RED, _YELLOW, _RESET = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[33m", "\x1b[0m"
 _CLEAR_LINE = "\r\x1b[2K"
+_RATE_WINDOW_S = 10.0
+_NARROWEST_BAR = 5  # columns; where a terminal has no room for it, the time that is left goes first
 
 # What an error says where its raiser had no more to tell: an error always has its four lines.
 _GENERIC: Mapping[str, tuple[str, str]] = {
@@ -211,8 +214,9 @@ class ProgressLine:
         self._label = label
         self._plain_lines = plain_lines
         self._lock = threading.Lock()
-        self._started_at = time.monotonic()
-        self._base: int | None = None  # bytes that were there before: they say nothing about the speed
+        # (time, bytes done), the oldest first. What was there before, or is verified and not made, goes by faster: only
+        # the last moments tell how long the rest will take.
+        self._samples: deque[tuple[float, int]] = deque()
         self._drawn_at = 0.0
         self._tenth = -1
         self._closed = False
@@ -228,8 +232,6 @@ class ProgressLine:
         with self._lock:
             if self._closed:
                 return
-            if self._base is None:
-                self._base = done
             if self._output.animated:
                 self._draw(done, total, detail)
             elif self._plain_lines:
@@ -259,13 +261,23 @@ class ProgressLine:
         now = time.monotonic()
         if now - self._drawn_at < 0.1 and done < total:
             return
+        rate = self._rate(now, done)
         share = done / total if total else 1.0
-        bar = "#" * int(20 * share)
-        text = f"{self._label} [{bar:<20}] {share:4.0%} {format_bytes(done)}/{format_bytes(total)}"
-        rate = (done - (self._base or 0)) / max(now - self._started_at, 1e-3)
+        text = f"{share:4.0%} {format_bytes(done)}/{format_bytes(total)}"
         if rate > 0 and 0 < done < total:
             text += f" {format_bytes(int(rate))}/s {format_seconds((total - done) / rate)} left"
+        room = min(20, _columns(2) - len(f"{self._label} [] {text}") - 1)
+        bar = f" [{'#' * int(room * share):<{room}}]" if room >= _NARROWEST_BAR else ""
+        text = f"{self._label}{bar} {text}"
         self._put(f"{text}  {detail}" if detail else text)
+
+    def _rate(self, now: float, done: int) -> float:
+        """Bytes a second, lately."""
+        self._samples.append((now, done))
+        while len(self._samples) > 2 and now - self._samples[1][0] > _RATE_WINDOW_S:
+            self._samples.popleft()
+        began, base = self._samples[0]
+        return (done - base) / max(now - began, 1e-3)
 
     def _put(self, text: str) -> None:
         self._drawn_at = time.monotonic()

@@ -34,6 +34,7 @@ def perplexity_command(
     ctx: options.Ctx = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
+    weights: options.Weights = None,
     threads: options.Threads = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object: schema_version, model, perplexity, nll, tokens, ctx.")

@@ -1,59 +1,77 @@
-"""`localllm rm`: deletes a model's files from the cache."""
+"""`localllm rm`: deletes a model's files from the cache, and what was packed of it."""
 
 from __future__ import annotations
 
+import shlex
 import sys
 from typing import Annotated
 
 import typer
 
 from localllm.cli import options
-from localllm.cli.front import front_of
+from localllm.cli.front import Front, front_of
 from localllm.cli.output import SCHEMA_VERSION, format_bytes
-from localllm.errors import UsageError
+from localllm.errors import ModelNotFoundError, UsageError
 
 
 def rm_command(
     context: typer.Context,
     model: options.InstalledModel,
+    packed: Annotated[
+        bool, typer.Option("--packed", help="Only what was packed of it; also of a folder of yours, and of tiny.")
+    ] = False,
     yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object: schema_version, model, freed_bytes.")
     ] = False,
 ) -> None:
-    """Delete a model from the download cache.
+    """Delete a model from this disk.
 
-    Finished files and unfinished ones; the built-in model and folders of your own are left alone.
+    Its files in the download cache, finished and unfinished ones, and what was packed of it. The files of the built-in
+    model and those in folders of your own are left alone.
     """
     from localllm import hub
 
-    output = front_of(context).output
+    front = front_of(context)
     if not yes:
-        _ask(context, model)
-    freed_bytes = hub.remove(model)
+        _ask(front, model, packed_only=packed)
+    freed_bytes = hub.remove(model, packed_only=packed)
     if as_json:
-        output.json({"schema_version": SCHEMA_VERSION, "model": model, "freed_bytes": freed_bytes})
+        front.output.json({"schema_version": SCHEMA_VERSION, "model": model, "freed_bytes": freed_bytes})
     else:
-        output.line(f"removed {model}: {format_bytes(freed_bytes)} freed")
+        what = f"what was packed of {model}" if packed else model
+        front.output.line(f"removed {what}: {format_bytes(freed_bytes)} freed")
 
 
-def _ask(context: typer.Context, model: str) -> None:
+def _ask(front: Front, model: str, *, packed_only: bool) -> None:
     """Raises UsageError where nobody can be asked, and leaves where the answer is no."""
     from localllm import hub
     from localllm.registry import BUILT_IN
 
-    output = front_of(context).output
-    if model.casefold() == BUILT_IN:
+    packed_bytes = sum(packed.size_bytes for packed in hub.packed_of(model))
+    if not packed_bytes if packed_only else model.casefold() == BUILT_IN:
         return  # it is refused anyway
-    described = hub.describe(model)
+    what = f"what is packed of {model}" if packed_only else model
     if sys.stdin is None or not sys.stdin.isatty():
         raise UsageError(
-            f"nobody can be asked whether to delete {model}",
+            f"nobody can be asked whether to delete {what}",
             why="standard input is no terminal",
-            fix=f"localllm rm {model} --yes",
+            fix=f"localllm rm {shlex.quote(model)}{' --packed' if packed_only else ''} --yes",
         )
-    size = format_bytes(described.size_bytes + described.partial_bytes)
-    output.prompt(f"Delete {model} ({size})? [y/N] ")
+    sizes = [] if packed_only else [format_bytes(_checkpoint_bytes(model))]
+    sizes += [f"{format_bytes(packed_bytes)} packed"] if packed_bytes else []
+    front.output.prompt(f"Delete {what} ({', '.join(sizes)})? [y/N] ")
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-        output.note("nothing was deleted")
+        front.output.note("nothing was deleted")
         raise typer.Exit(1)
+
+
+def _checkpoint_bytes(model: str) -> int:
+    """Bytes of the model's own files; none where only packed weights are left."""
+    from localllm import hub
+
+    try:
+        described = hub.describe(model)
+    except ModelNotFoundError:
+        return 0
+    return described.size_bytes + described.partial_bytes

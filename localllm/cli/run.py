@@ -90,6 +90,7 @@ def run_command(
     ctx: options.Ctx = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
+    weights: options.Weights = None,
     threads: options.Threads = None,
 ) -> None:
     """Answer one prompt, for scripts and pipes.

@@ -9,6 +9,7 @@ import typer
 
 from localllm.cli import options
 from localllm.cli.front import front_of
+from localllm.cli.list import packed_fields, packed_text
 from localllm.cli.output import SCHEMA_VERSION, format_bytes
 from localllm.cli.selection import sampling_defaults, select_text_only
 
@@ -26,7 +27,8 @@ def show_command(
 ) -> None:
     """Show what is known about one model.
 
-    Where it is, its size, architecture, context, licence and sampling defaults; without the network.
+    Where it is, its size, what is packed of it, architecture, context, licence and sampling defaults; without the
+    network.
     """
     from localllm import hub
 
@@ -45,7 +47,9 @@ def show_command(
     for name, value in fields.items():
         if value not in (None, [], {}) and (name, value) != ("partial_bytes", 0):
             label = name.removesuffix("_bytes").replace("_", " ")
-            output.line(f"{label:<16}  {_shown(name, value)}")
+            shown = [_shown(name, item) for item in value] if name == "packed" else [_shown(name, value)]
+            for text in shown:
+                output.line(f"{label:<16}  {text}")
 
 
 def _template_source(model: str) -> str:
@@ -62,12 +66,13 @@ def _fields(model: ModelDescription) -> dict[str, Any]:
     entry = model.entry
     return {
         "name": model.name,
-        "state": "installed" if model.files else ("partial" if model.partial_bytes else "available"),
+        "state": _state(model),
         "repo": model.repo,
         "revision": model.revision if model.repo else None,
         "directory": str(model.files.directory) if model.files else None,
         "size_bytes": model.size_bytes if model.files else None,
         "partial_bytes": model.partial_bytes,
+        "packed": packed_fields(model.packed),
         "model_type": model.model_type,
         "dtype": model.dtype,
         "parameters": entry.parameters if entry else None,
@@ -80,9 +85,19 @@ def _fields(model: ModelDescription) -> dict[str, Any]:
     }
 
 
+def _state(model: ModelDescription) -> str:
+    if model.files:
+        return "installed"
+    if model.partial_bytes:
+        return "partial"
+    return "orphan" if model.packed and model.entry is None else "available"
+
+
 def _shown(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if name == "packed":
+        return f"{packed_text(value)} in {value['directory']}"
     if name == "parameters":
         return f"{value:g} billion"
     if name.endswith("_bytes"):

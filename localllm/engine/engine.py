@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from localllm.engine.chat_template import ChatInput, ChatTemplate, encode_chat
 from localllm.engine.detokenizer import Detokenizer
 from localllm.engine.events import Event, FinishedEvent, PrefillEvent, TokenLogprob
 from localllm.engine.memory import (
+    DTYPES,
     available_bytes,
     choose_ctx,
     choose_device,
@@ -39,15 +40,16 @@ from localllm.engine.sampler import sample
 from localllm.engine.scheduler import Limits, Scheduler
 from localllm.engine.sequence import Sequence
 from localllm.engine.tokenizer import Tokenizer
+from localllm.engine.weights import choose_recipe, open_blocks
 from localllm.errors import ContextOverflowError, TemplateError, UsageError
-from localllm.models.block_source import CheckpointBlocks
-from localllm.models.checkpoint import Checkpoint
+from localllm.hub.packed import packed_recipes
+from localllm.layers.attention import Attention
+from localllm.models.config import ModelConfig
 from localllm.models.decoder import Decoder
 from localllm.models.families import load_config
 from localllm.models.layout import model_bytes
 from localllm.models.load import Progress, load_decoder
-from localllm.quant.dense import Dense
-from localllm.quant.recipe import Recipe
+from localllm.quant.recipe import DEFAULT, RECIPES
 
 
 def _load_template(directory: Path, tokenizer: Tokenizer) -> ChatTemplate | TemplateError:
@@ -59,6 +61,10 @@ def _load_template(directory: Path, tokenizer: Tokenizer) -> ChatTemplate | Temp
 
 def _silent(_done: int, _total: int) -> None:
     """Progress that nobody watches."""
+
+
+def _unheard(_process: str) -> None:
+    """A wait that nobody is told of."""
 
 
 Prompt = str | SequenceOf[int] | SequenceOf[dict[str, Any]]
@@ -92,45 +98,53 @@ class Engine:
     @classmethod
     def load(
         cls,
-        model: str | Path = "tiny",
+        model: str | Path | hub.ModelFiles = "tiny",
         *,
         device: str = "auto",
         dtype: str = "auto",
+        weights: str = "auto",
         ctx: int | None = None,
         threads: int | None = None,
         limits: Limits | None = None,
         progress: Progress | None = None,
+        on_convert: Progress | None = None,
+        on_wait: Callable[[str], None] | None = None,
     ) -> Engine:
-        """Load a model by name, `org/repo` or directory.
+        """Load a model by name, `org/repo`, directory, or files that were located before.
 
-        device: auto, cpu, cuda. dtype: auto (bf16), bf16, fp32. ctx: tokens of context; None takes what the model was
-        trained for, at most 8192. threads: of the CPU. progress(done_bytes, total_bytes) is called while weights are
-        read. Raises ModelNotFoundError, CheckpointError, UnsupportedModelError, DoesNotFitError, UsageError.
+        device: auto, cpu, cuda. dtype: of activations and KV cache; auto (bf16), bf16, fp32. weights: the format that
+        they are used in, see `choose_recipe`; a packed one is made at first use, while on_convert(done_bytes,
+        total_bytes) is called, and on_wait(process id) as long as another process makes it. ctx: tokens of context;
+        None takes what the model was trained for, at most 8192. threads: of the CPU. progress(done_bytes, total_bytes)
+        is called while weights are read. Raises ModelNotFoundError, CheckpointError, UnsupportedModelError,
+        DoesNotFitError, UsageError; LocalLLMError where a packed model cannot be written.
         """
         started = time.perf_counter()
         if threads is not None:
             if threads < 1:
                 raise UsageError(f"{threads} threads cannot compute", why="at least one must", fix="--threads 2")
             torch.set_num_threads(threads)
-        directory = hub.locate(str(model)).directory
-        config = load_config(directory)
-        tokenizer = Tokenizer.load(directory)
-        on, of = choose_device(device), choose_dtype(dtype)
-        with Checkpoint.open(directory) as checkpoint:
-            if config.tie_word_embeddings and checkpoint.stores_own_head():
-                config = dataclasses.replace(config, tie_word_embeddings=False)
-            free_bytes = available_bytes(on)
-            recipe = Recipe(Dense(of).name, Dense(of), Dense(of))
-            ctx_tokens, kv_tokens = choose_ctx(config, model_bytes(config, recipe), free_bytes, of, ctx)
-            source = CheckpointBlocks(checkpoint, config, recipe)
-            try:
-                decoder = load_decoder(source, config, recipe, dtype=of, device=on, progress=progress or _silent)
-            except (MemoryError, RuntimeError) as error:
-                raise out_of_memory(on, error) if is_out_of_memory(error) else error from None
+        files = model if isinstance(model, hub.ModelFiles) else hub.locate(str(model))
+        config = load_config(files.directory)
+        tokenizer = Tokenizer.load(files.directory)
+        on, of = choose_device(device), choose_dtype(weights if dtype == "auto" and weights in DTYPES else dtype)
+        chosen = RECIPES[choose_recipe(weights, config, packed_recipes(files), of)]
+
+        def fit(config: ModelConfig) -> tuple[int, int]:
+            weight_bytes, int4_bytes = (model_bytes(config, either) for either in (chosen, RECIPES[DEFAULT]))
+            return choose_ctx(config, weight_bytes, available_bytes(on), of, ctx, int4_bytes)
+
+        fit(config)  # before minutes of conversion, not after
+        try:
+            with open_blocks(files, config, chosen, on_convert or _silent, on_wait or _unheard) as (source, config):
+                ctx_tokens, kv_tokens = fit(config)
+                decoder = load_decoder(source, config, chosen, dtype=of, device=on, progress=progress or _silent)
+        except (MemoryError, RuntimeError) as error:
+            raise out_of_memory(on, error) if is_out_of_memory(error) else error from None
         return cls(
             decoder,
             tokenizer,
-            _load_template(directory, tokenizer),
+            _load_template(files.directory, tokenizer),
             ctx=ctx_tokens,
             limits=dataclasses.replace(limits or Limits(), kv_tokens=kv_tokens),
             load_s=time.perf_counter() - started,
@@ -219,6 +233,13 @@ class Engine:
         """Stop a request between two blocks of the running forward; its last event says "cancelled"."""
         with self._lock:
             self._aborted.add(request_id)
+
+    @property
+    def weights(self) -> str:
+        """The format of the blocks' weights: "bf16", "int4-g64"."""
+        body = self.model.blocks[0].body
+        assert isinstance(body, Attention)
+        return body.qkv_proj.format.name
 
     @property
     def has_work(self) -> bool:

@@ -76,15 +76,21 @@ def out_of_memory(device: torch.device, error: BaseException) -> DoesNotFitError
 
 
 def choose_ctx(
-    config: ModelConfig, weight_bytes: int, free_bytes: int, dtype: torch.dtype, asked: int | None
+    config: ModelConfig,
+    weight_bytes: int,
+    free_bytes: int,
+    dtype: torch.dtype,
+    asked: int | None,
+    int4_bytes: int = NO_LIMIT,
 ) -> tuple[int, int]:
     """The context length, and how many KV tokens fit beside the weights.
 
-    Raises DoesNotFitError where the weights, or the context that was asked for, do not fit; UsageError for a context
-    that the model was not made for.
+    int4_bytes: what the weights would take as int4, to say whether that helps. Raises DoesNotFitError where the
+    weights, or the context that was asked for, do not fit; UsageError for a context that the model was not made for.
     """
     per_token = kv_bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
-    kv_tokens = (int(free_bytes * HEADROOM) - weight_bytes) // per_token
+    usable = int(free_bytes * HEADROOM)
+    kv_tokens = (usable - weight_bytes) // per_token
     longest = config.longest_context
     if asked is not None and not 1 <= asked <= longest:
         raise UsageError(
@@ -95,11 +101,16 @@ def choose_ctx(
     wanted = asked if asked is not None else min(config.max_position_embeddings, DEFAULT_CTX)
     least = wanted if asked is not None else min(wanted, MIN_CTX)
     if kv_tokens < least:
+        fix = "choose a smaller model: localllm list --all"
+        if kv_tokens >= MIN_CTX:
+            fix = f"--ctx {kv_tokens}"
+        elif (usable - int4_bytes) // per_token >= least:
+            fix = "--weights int4"
         raise DoesNotFitError(
             "the model does not fit into memory",
             why=f"weights {_gib(weight_bytes)} + KV cache {_gib(least * per_token)} for {least} tokens; "
             f"free: {_gib(free_bytes)}, of which {HEADROOM:.0%} may be used",
-            fix=f"--ctx {kv_tokens}" if kv_tokens >= MIN_CTX else "choose a smaller model: localllm list --all",
+            fix=fix,
         )
     return min(wanted, kv_tokens), kv_tokens
 

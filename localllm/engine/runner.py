@@ -11,6 +11,7 @@ from torch import Tensor
 from localllm.cache.contiguous import ContiguousKV
 from localllm.errors import NonFiniteError
 from localllm.layers.batch import Batch, Segment
+from localllm.models.cpu_step import CpuStep
 from localllm.models.decoder import Block, Decoder
 
 
@@ -30,6 +31,7 @@ class Chunk:
 class ModelRunner:
     def __init__(self, model: Decoder) -> None:
         self.model = model
+        self.cpu_step = CpuStep(model) if CpuStep.supports(model) else None
 
     @torch.inference_mode()
     def forward(
@@ -44,10 +46,16 @@ class ModelRunner:
             if cancelled():
                 raise StepCancelledError
 
-        logits = self.model.forward(self._batch(chunks, all_logits), give_up)
+        logits = self._logits(self._batch(chunks, all_logits), give_up)
         for chunk in chunks:
             chunk.kv.advance(chunk.num_tokens)
         return logits
+
+    def _logits(self, batch: Batch, on_block: Callable[[Block, Tensor], None]) -> Tensor:
+        if self.cpu_step is not None:
+            self.cpu_step.hidden_states(batch, on_block)
+            return self.cpu_step.logits(batch.logit_rows)
+        return self.model.logits(self.model.hidden_states(batch, on_block)[batch.logit_rows])
 
     def _batch(self, chunks: Sequence[Chunk], all_logits: bool) -> Batch:
         device = self.model.device
@@ -86,7 +94,7 @@ class ModelRunner:
             if not bool(self.model.embed(batch.token_ids).isfinite().all()):
                 culprit = "the embedding"
             else:
-                self.model.forward(batch, look)
+                self._logits(batch, look)
         except StepCancelledError:
             pass
         dtype = str(self.model.dtype).removeprefix("torch.")

@@ -9,7 +9,9 @@ from __future__ import annotations
 from localllm.hub import installed as _installed
 from localllm.hub.installed import InstalledModel, ModelDescription, ModelFiles
 from localllm.hub.names import understand
+from localllm.hub.packed import PackedWeights
 from localllm.hub.progress import Progress, PullProgress
+from localllm.hub.removal import remove as _remove
 from localllm.hub.repo_cache import RepoCache
 from localllm.hub.settings import HubSettings, RetryPolicy
 from localllm.registry import Registry, load_registry
@@ -19,12 +21,14 @@ __all__ = [
     "InstalledModel",
     "ModelDescription",
     "ModelFiles",
+    "PackedWeights",
     "Progress",
     "PullProgress",
     "RetryPolicy",
     "describe",
     "list_models",
     "locate",
+    "packed_of",
     "pull",
     "remove",
 ]
@@ -76,7 +80,10 @@ def pull(
 
 
 def list_models(*, registry: Registry | None = None, hub: HubSettings | None = None) -> list[InstalledModel]:
-    """The built-in model and every model in the cache that this version runs, whole or partly fetched."""
+    """The built-in model, every model in the cache that this version runs, whole or partly fetched, and what is packed.
+
+    A user's folder is listed where something is packed of it; so are packed weights whose checkpoint is gone.
+    """
     return list(_installed.installed(registry or load_registry(), hub or HubSettings.from_environment()))
 
 
@@ -85,6 +92,20 @@ def describe(name: str, *, registry: Registry | None = None, hub: HubSettings | 
     return _installed.describe(name, registry or load_registry(), hub or HubSettings.from_environment())
 
 
-def remove(name: str, *, registry: Registry | None = None, hub: HubSettings | None = None) -> int:
-    """Deletes a model from the cache and returns the bytes freed. Raises UsageError or ModelNotFoundError."""
-    return _installed.remove(name, registry or load_registry(), hub or HubSettings.from_environment())
+def packed_of(
+    name: str, *, registry: Registry | None = None, hub: HubSettings | None = None
+) -> tuple[PackedWeights, ...]:
+    """What is packed of a model, also where its checkpoint is gone. Raises ModelNotFoundError for an unknown name."""
+    return _installed.packed_of(name, registry or load_registry(), hub or HubSettings.from_environment())
+
+
+def remove(
+    name: str, *, packed_only: bool = False, registry: Registry | None = None, hub: HubSettings | None = None
+) -> int:
+    """Deletes a model from the cache, with what was packed of it, and returns the bytes freed.
+
+    packed_only: nothing but what was packed, also of a user's folder and of the built-in model. Raises UsageError,
+    ModelNotFoundError, or LocalLLMError where another process is at work on it.
+    """
+    hub = hub or HubSettings.from_environment()
+    return _remove(name, registry or load_registry(), hub, packed_only=packed_only)

@@ -1,18 +1,19 @@
-"""The models on this disk: found by name, listed, described, removed.
+"""The models on this disk, and what was packed of them: found by name, listed, described.
 
 Reads config.json as plain JSON for a few numbers to show; what they mean to the engine is not known here.
 """
 
 from __future__ import annotations
 
-import shutil
+import os
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
-from localllm.errors import CheckpointError, LocalLLMError, ModelNotFoundError, UsageError
+from localllm.errors import CheckpointError, ModelNotFoundError
 from localllm.hub.names import TINY_DIRECTORY, ModelReference, pull_command, understand, without_config
+from localllm.hub.packed import PackedSource, PackedWeights, fingerprint, own_bytes, packed_sources
 from localllm.hub.repo_cache import RepoCache, read_json
 from localllm.hub.settings import HubSettings
 from localllm.registry import BUILT_IN, REPO_ID, RUNNABLE_MODEL_TYPES, ModelEntry, Registry
@@ -31,7 +32,7 @@ class ModelFiles:
 
 @dataclass(frozen=True)
 class InstalledModel:
-    """A row of `localllm list`. `directory` is None while only a part is here."""
+    """A row of `localllm list`. `directory` is None while only a part is here, or nothing but packed weights."""
 
     name: str
     directory: Path | None
@@ -41,6 +42,14 @@ class InstalledModel:
     model_type: str | None = None
     partial_bytes: int = 0  # of files that were not finished
     entry: ModelEntry | None = None
+    packed: tuple[PackedWeights, ...] = ()
+
+    @property
+    def state(self) -> Literal["installed", "partial", "folder", "orphan"]:
+        """ "folder": one of the user's, that something is packed of. "orphan": packed weights without a checkpoint."""
+        if self.directory is None:
+            return "orphan" if self.packed else "partial"
+        return "installed" if self.repo or self.name == BUILT_IN else "folder"
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,7 @@ class ModelDescription:
     vocabulary: int | None = None
     context: int | None = None
     dtype: str | None = None
+    packed: tuple[PackedWeights, ...] = ()
 
 
 def find(name: str, registry: Registry, hub: HubSettings, *, needs_config: bool) -> ModelFiles:
@@ -109,7 +119,44 @@ def _folder(reference: ModelReference, *, needs_config: bool) -> ModelFiles:
 
 
 def installed(registry: Registry, hub: HubSettings) -> Iterator[InstalledModel]:
-    """The built-in model, then every runnable model in the cache, and what was only partly fetched."""
+    """The built-in model, every runnable model in the cache, what was only partly fetched, and what else is packed."""
+    packed = _packed_by_checkpoint(hub)
+    for row in _checkpoints(registry, hub):
+        yield replace(row, packed=packed.pop((row.repo or TINY_DIRECTORY.resolve(), row.revision), ()))
+    for (origin, commit), models in packed.items():
+        if isinstance(origin, str):
+            entry = registry.by_repo(origin)
+            yield InstalledModel(f"{origin}@{commit}", None, 0, origin, commit, entry=entry, packed=models)
+        elif (origin / "config.json").is_file():
+            model_type = _text(_config(origin), "model_type")
+            yield InstalledModel(str(origin), origin, _folder_bytes(origin), model_type=model_type, packed=models)
+        else:
+            yield InstalledModel(str(origin), None, 0, packed=models)
+
+
+def _packed_by_checkpoint(hub: HubSettings) -> dict[tuple[str | Path, str | None], tuple[PackedWeights, ...]]:
+    """By (repository, commit) or (folder, None): what was packed of a folder at any time is listed with it."""
+    found: dict[tuple[str | Path, str | None], tuple[PackedWeights, ...]] = {}
+    for source in packed_sources():
+        checkpoint = (source.origin, source.key if isinstance(source.origin, str) else None)
+        found[checkpoint] = found.get(checkpoint, ()) + _marked(source, hub)
+    return found
+
+
+def _marked(source: PackedSource, hub: HubSettings) -> tuple[PackedWeights, ...]:
+    """The source's packed models, as orphans where their checkpoint is gone or is not what it was."""
+    if isinstance(source.origin, str):
+        cache = RepoCache(hub.cache_dir, source.origin)
+        is_current = cache.snapshot(source.key).is_dir() and not cache.missing(source.key)
+    else:
+        try:
+            is_current = fingerprint(source.origin) == source.key
+        except CheckpointError:
+            is_current = False
+    return source.models if is_current else tuple(replace(model, state="orphan") for model in source.models)
+
+
+def _checkpoints(registry: Registry, hub: HubSettings) -> Iterator[InstalledModel]:
     if (TINY_DIRECTORY / "config.json").is_file():
         model_type = _text(_config(TINY_DIRECTORY), "model_type")
         entry = registry.find(BUILT_IN)
@@ -134,7 +181,7 @@ def _of_repository(cache: RepoCache, entry: ModelEntry | None) -> Iterator[Insta
             partial_bytes = 0
     if not whole and (partial_bytes or cache.manifest("").parent.is_dir()):
         name = entry.name if entry else cache.repo
-        yield InstalledModel(name, None, 0, cache.repo, None, None, _own_bytes(cache.blobs), entry)
+        yield InstalledModel(name, None, 0, cache.repo, None, None, own_bytes(cache.blobs), entry)
 
 
 def _name_of(commit: str, cache: RepoCache, refs: dict[str, str], entry: ModelEntry | None) -> str:
@@ -151,14 +198,17 @@ def describe(name: str, registry: Registry, hub: HubSettings) -> ModelDescriptio
     """What is known about `name`, on this disk or not. Raises ModelNotFoundError where the name means nothing."""
     reference = understand(name, registry)
     partial_bytes = RepoCache(hub.cache_dir, reference.repo).partial_bytes() if reference.repo else 0
+    packed = packed_of(name, registry, hub)
     try:
         files = find(name, registry, hub, needs_config=True)
     except ModelNotFoundError:
-        if reference.entry is None and not partial_bytes:
+        if reference.entry is None and not partial_bytes and not packed:
             raise
         entry, repo, revision = reference.entry, reference.repo, reference.revision
         context = entry.context if entry else None
-        return ModelDescription(reference.name, None, entry, repo, revision, 0, partial_bytes, context=context)
+        return ModelDescription(
+            reference.name, None, entry, repo, revision, 0, partial_bytes, context=context, packed=packed
+        )
     config = _config(files.directory)
     nested = config.get("text_config")
     numbers = {**config, **nested} if isinstance(nested, dict) else config
@@ -178,62 +228,28 @@ def describe(name: str, registry: Registry, hub: HubSettings) -> ModelDescriptio
         vocabulary=_whole(numbers, "vocab_size"),
         context=_whole(numbers, "max_position_embeddings"),
         dtype=_text(numbers, "dtype") or _text(numbers, "torch_dtype"),
+        packed=packed,
     )
 
 
-def remove(name: str, registry: Registry, hub: HubSettings) -> int:
-    """Deletes a model's files from the cache, unfinished ones too, and returns the bytes that became free.
+def packed_of(name: str, registry: Registry, hub: HubSettings) -> tuple[PackedWeights, ...]:
+    """What was packed of the model that `name` stands for, also where its checkpoint is gone.
 
-    `org/repo@revision` deletes that snapshot and the files that no other snapshot shares. Links are deleted, never
-    followed. Raises UsageError for the built-in model and for a user's folder, ModelNotFoundError where nothing is.
+    Of a repository without a revision: of every one. Raises ModelNotFoundError where the name means nothing.
     """
-    reference = understand(name, registry)
-    if reference.repo is None:
-        what = "the built-in model" if reference.name == BUILT_IN else f"{reference.directory}, a folder of yours,"
-        raise UsageError(f"{what} is not removed", why="only models in the download cache are", fix="localllm list")
-    cache = RepoCache(hub.cache_dir, reference.repo)
-    if cache.folder.is_symlink():
-        cache.folder.unlink()
-        return 0
-    commit = cache.commit_of(reference.revision) if "@" in name else None
-    if not cache.folder.is_dir() or ("@" in name and commit is None):
-        raise ModelNotFoundError(
-            f"{name} is not on this disk", why=f"{cache.folder} does not hold it", fix="localllm list"
-        )
-    with cache.exclusive() as alone:
-        if not alone:
-            raise LocalLLMError(
-                f"{name} is being fetched", why="another process holds it", fix="wait for it, or stop it"
-            )
-        before = _own_bytes(cache.folder)
-        _delete_snapshot(cache, commit) if commit else _delete_repository(cache)
-        return before - _own_bytes(cache.folder)
-
-
-def _delete_repository(cache: RepoCache) -> None:
-    # What makes a snapshot count as whole goes first, so that a removal cut short leaves nothing that looks like one.
-    for part in (".localllm", "refs", "snapshots", "blobs"):
-        path = cache.folder / part
-        if path.is_symlink():
-            path.unlink()
-        elif path.is_dir():
-            shutil.rmtree(path)
-    shutil.rmtree(cache.folder)
-
-
-def _delete_snapshot(cache: RepoCache, commit: str) -> None:
-    cache.manifest(commit).unlink(missing_ok=True)
-    for ref, target in cache.refs().items():
-        if target == commit:
-            (cache.folder / "refs" / ref).unlink(missing_ok=True)
-    snapshot = cache.snapshot(commit)
-    snapshot.unlink() if snapshot.is_symlink() else shutil.rmtree(snapshot)
-    shared = {link.resolve() for other in cache.commits() for link in cache.snapshot(other).rglob("*")}
-    for blob in cache.blobs.iterdir() if cache.blobs.is_dir() else []:
-        # Compared by the path of the blob itself and by where it leads: a blob may be a link into a shared store.
-        if blob.resolve() not in shared and cache.blobs.resolve() / blob.name not in shared:
-            with suppress(IsADirectoryError, PermissionError):
-                blob.unlink()
+    commit = None
+    try:
+        reference = understand(name, registry)
+    except ModelNotFoundError:
+        origin: str | Path = Path(os.path.abspath(os.path.expanduser(name)))  # noqa: PTH100, PTH111 (touches no disk)
+        if not any(source.origin == origin for source in packed_sources()):
+            raise
+    else:
+        origin = reference.repo or (reference.directory or Path()).resolve()
+        if reference.repo and "@" in name:
+            commit = RepoCache(hub.cache_dir, reference.repo).commit_of(reference.revision) or reference.revision
+    sources = (source for source in packed_sources() if source.origin == origin and commit in (None, source.key))
+    return tuple(model for source in sources for model in _marked(source, hub))
 
 
 def _config(directory: Path) -> dict[str, object]:
@@ -256,11 +272,3 @@ def _whole(config: dict[str, object], key: str) -> int | None:
 def _folder_bytes(folder: Path) -> int:
     """Bytes of the files that a folder leads to."""
     return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
-
-
-def _own_bytes(folder: Path) -> int:
-    """Bytes of the plain files in a folder that would be freed with it: links count nothing."""
-    if folder.is_symlink() or not folder.is_dir():
-        return 0
-    states = [path.lstat() for path in folder.rglob("*") if not path.is_symlink() and path.is_file()]
-    return sum(state.st_size for state in states if state.st_nlink == 1)

@@ -9,7 +9,15 @@ from torch import Tensor
 
 
 class KVStore(Protocol):
-    """Keys and values of one sequence. `write` may be repeated for the same tokens: only the owner advances it."""
+    """Keys and values of one sequence. `write` may be repeated for the same tokens: only the owner advances it.
+
+    keys, values: [layers, KH, capacity, D], of which `length` tokens are held so far.
+    """
+
+    keys: Tensor
+    values: Tensor
+    capacity: int
+    length: int
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k, v [T, KH, D] after the tokens held so far; return all keys and values, each [KH, S, D]."""

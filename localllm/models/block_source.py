@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import reduce
 from typing import Protocol
 
 import torch
@@ -11,7 +14,8 @@ from torch import Tensor
 from localllm.errors import CheckpointError
 from localllm.models.checkpoint import Checkpoint
 from localllm.models.config import ModelConfig
-from localllm.models.layout import BlockLayout, Matrix
+from localllm.models.layout import BlockLayout, Matrix, block_layouts
+from localllm.quant.finite import require_finite
 from localllm.quant.recipe import Recipe
 
 
@@ -32,23 +36,40 @@ class CheckpointBlocks:
     """A checkpoint read block by block and brought into a recipe's formats; unquantized weights are read in place."""
 
     def __init__(self, checkpoint: Checkpoint, config: ModelConfig, recipe: Recipe) -> None:
+        """The head is read where the checkpoint has one of its own, whatever `config` says; see `self.config`."""
+        own_head = config.tie_word_embeddings and checkpoint.stores_own_head()
         self.checkpoint = checkpoint
-        self.config = config
+        self.config = dataclasses.replace(config, tie_word_embeddings=False) if own_head else config
         self.recipe = recipe
 
+    def check(self) -> None:
+        """Whether the checkpoint is all that it should be, as far as its headers tell. Raises CheckpointError."""
+        for layout in block_layouts(self.config):
+            for matrix in layout.matrices:
+                features = (matrix.in_features,)
+                self.checkpoint.expect_fused(f"{matrix.stored}.weight", _named(matrix.parts, "weight"), features)
+                if matrix.has_bias:
+                    self.checkpoint.expect_fused(f"{matrix.stored}.bias", _named(matrix.parts, "bias"), ())
+            for norm in layout.norms:
+                self.checkpoint.expect(f"{norm.stored}.weight", (norm.features,))
+        self.finish()
+
     def tensors(self, layout: BlockLayout) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = {}
+        return {name: tensor for part in self.parts(layout) for name, tensor in part.items()}
+
+    def parts(self, layout: BlockLayout) -> Iterator[dict[str, Tensor]]:
+        """The block's tensors one matrix at a time, in order: no more of the checkpoint is in memory at once."""
         for matrix in layout.matrices:
-            packed = matrix.format(self.recipe).quantize(self._weight(matrix))
-            tensors |= {f"{matrix.name}.{name}": tensor for name, tensor in packed.items()}
+            tensors = {f"{matrix.name}.{name}": tensor for name, tensor in self._quantized(matrix).items()}
             if matrix.has_bias:
-                rows = _named(matrix.parts, "bias")
-                bias = self.checkpoint.read_fused(f"{matrix.stored}.bias", rows, (), torch.float32)
-                tensors[f"{matrix.name}.linear_bias"] = bias
+                stored = f"{matrix.stored}.bias"
+                bias = self.checkpoint.read_fused(stored, _named(matrix.parts, "bias"), (), torch.float32)
+                tensors[f"{matrix.name}.linear_bias"] = self._finite(stored, bias)
+            yield tensors
         for norm in layout.norms:
-            weight = self.checkpoint.read(f"{norm.stored}.weight", (norm.features,), torch.float32)
-            tensors[norm.name] = weight + self.config.norm_weight_offset
-        return tensors
+            stored = f"{norm.stored}.weight"
+            weight = self._finite(stored, self.checkpoint.read(stored, (norm.features,), torch.float32))
+            yield {norm.name: weight + self.config.norm_weight_offset}
 
     def finish(self) -> None:
         unused = self.checkpoint.unused()
@@ -59,12 +80,41 @@ class CheckpointBlocks:
                 fix="download the model anew: localllm pull MODEL",
             )
 
+    def _quantized(self, matrix: Matrix) -> dict[str, Tensor]:
+        weight = self._weight(matrix)
+        quantize = matrix.format(self.recipe).quantize
+        try:
+            return quantize(weight)
+        except CheckpointError:
+            for name, part in zip(matrix.parts, torch.split(weight, [*matrix.parts.values()]), strict=True):
+                with self._blaming(f"{name}.weight"):
+                    quantize(part)
+            raise
+
     def _weight(self, matrix: Matrix) -> Tensor:
-        """[N, K] in the format's own dtype where it has one `weight`, else fp32 for the format to quantize."""
+        """[N, K] in the format's own dtype where it has one `weight`, else as stored, for the format to quantize."""
+        fused, parts = f"{matrix.stored}.weight", _named(matrix.parts, "weight")
         specs = matrix.format(self.recipe).specs(matrix.out_features, matrix.in_features)
-        dtype = specs["weight"].dtype if "weight" in specs else torch.float32
-        rows = _named(matrix.parts, "weight")
-        return self.checkpoint.read_fused(f"{matrix.stored}.weight", rows, (matrix.in_features,), dtype)
+        if "weight" in specs:
+            dtype = specs["weight"].dtype
+        else:
+            stored = [fused] if self.checkpoint.has(fused) else parts
+            dtype = reduce(torch.promote_types, map(self.checkpoint.dtype, stored))
+        return self.checkpoint.read_fused(fused, parts, (matrix.in_features,), dtype)
+
+    def _finite(self, stored: str, tensor: Tensor) -> Tensor:
+        with self._blaming(stored):
+            require_finite(tensor.unsqueeze(0))
+        return tensor
+
+    @contextmanager
+    def _blaming(self, stored: str) -> Iterator[None]:
+        """An error about weights names the checkpoint and the tensor."""
+        try:
+            yield
+        except CheckpointError as error:
+            what = f"{self.checkpoint.directory}: {stored}: {error.what}"
+            raise CheckpointError(what, why=error.why, fix=error.fix) from None
 
 
 def _named(parts: Mapping[str, int], kind: str) -> dict[str, int]:

@@ -72,13 +72,29 @@ class Checkpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._spec(name).shape
 
+    def dtype(self, name: str) -> torch.dtype:
+        """As it is stored. Raises CheckpointError if it is missing, or of a dtype that is not read."""
+        self._spec(name)
+        return self._file(name).dtype(self._stored[name])
+
+    def expect(self, name: str, shape: tuple[int, ...]) -> None:
+        """Check a tensor without reading it. Raises as `read` does."""
+        self._check_shape(name, shape)
+        self.dtype(name)
+        self._asked.add(name)
+
+    def expect_fused(self, fused: str, parts: Mapping[str, int], features: tuple[int, ...]) -> None:
+        """Check what `read_fused` would read."""
+        stored = {fused: sum(parts.values())} if self.has(fused) else parts
+        for name, rows in stored.items():
+            self.expect(name, (rows, *features))
+
     def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         """The tensor as `dtype`, or as `out` is if given: contiguous, of `shape`, on any device; rows of a larger one.
 
         Raises CheckpointError if it is missing, of another shape, or of a dtype that is not read.
         """
-        self._check_shape(name, shape)
-        self._asked.add(name)
+        self.expect(name, shape)
         target = allocate(shape, dtype, name) if out is None else out
         return self._file(name).read_into(self._stored[name], target)
 
@@ -97,8 +113,7 @@ class Checkpoint:
         shape = (sum(parts.values()), *features)
         if self.has(fused):
             return self.read(fused, shape, dtype, out)
-        for name, rows in parts.items():
-            self._check_shape(name, (rows, *features))
+        self.expect_fused(fused, parts, features)
         target = allocate(shape, dtype, fused) if out is None else out
         row = 0
         for name, rows in parts.items():

@@ -50,12 +50,15 @@ class Decoder:
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """hidden_states [R, hidden] -> fp32 [R, V]."""
-        logits = self.head(self.final_norm(hidden_states)).float()
+        return self.capped(self.head(self.final_norm(hidden_states)).float())
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """Logits as the family bounds them."""
         cap = self.config.final_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
-    def forward(self, batch: Batch, on_block: Callable[[Block, Tensor], None] | None = None) -> Tensor:
-        """Run the batch's tokens through every block; fp32 logits [R, V] of its `logit_rows`.
+    def hidden_states(self, batch: Batch, on_block: Callable[[Block, Tensor], None] | None = None) -> Tensor:
+        """Run the batch's tokens through every block; [T, hidden].
 
         `on_block` sees each block's output, and may raise to give the forward up: no cache has advanced by then.
         """
@@ -64,4 +67,8 @@ class Decoder:
             x = block(x, batch)
             if on_block is not None:
                 on_block(block, x)
-        return self.logits(x[batch.logit_rows])
+        return x
+
+    def forward(self, batch: Batch) -> Tensor:
+        """fp32 logits [R, V] of the batch's `logit_rows`."""
+        return self.logits(self.hidden_states(batch)[batch.logit_rows])

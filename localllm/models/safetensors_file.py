@@ -18,6 +18,7 @@ from torch import Tensor
 
 from localllm.errors import CheckpointError, DoesNotFitError
 from localllm.models.fields import show
+from localllm.models.host_buffer import host_buffer
 from localllm.models.strict_json import REFETCH, JsonLimits, open_plain_file, parse_json_object
 
 _LENGTH_BYTES = 8
@@ -29,6 +30,7 @@ _MAX_DIMENSIONS = 16
 _MAX_DIMENSION = 1 << 40
 # Between two reads Ctrl-C is seen; larger reads are no faster.
 _READ_BYTES = 32 << 20
+_HUGE_PAGE_BYTES = 2 << 20  # what is smaller gains nothing from a mapping of its own
 
 _BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 _BITS |= dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8)
@@ -87,10 +89,17 @@ class SafetensorsFile:
             raise _refuse(self.path, f"it has no tensor {show(name)}")
         return self.specs[name]
 
+    def dtype(self, name: str) -> torch.dtype:
+        """Raises CheckpointError where it is one that is not read here."""
+        dtype = self.spec(name).dtype
+        if dtype not in _READABLE:
+            raise _refuse(self.path, f"{show(name)} is stored as {dtype}; {', '.join(_READABLE)} are read")
+        return _READABLE[dtype]
+
     def read(self, name: str) -> Tensor:
         """A new CPU tensor of the stored shape and dtype."""
         spec = self.spec(name)
-        return self.read_into(name, allocate(spec.shape, self._readable_dtype(name), name))
+        return self.read_into(name, allocate(spec.shape, self.dtype(name), name))
 
     def read_into(self, name: str, out: Tensor) -> Tensor:
         """Fill `out`, contiguous and of as many elements, converting to its dtype and device; returns it.
@@ -98,7 +107,7 @@ class SafetensorsFile:
         Raises CheckpointError where the dtype is not read here, or the file has changed since it was opened.
         """
         spec = self.spec(name)
-        stored = self._readable_dtype(name)
+        stored = self.dtype(name)
         if not out.is_contiguous() or out.numel() != math.prod(spec.shape):
             raise ValueError(f"{name} has shape {spec.shape}; a contiguous tensor of as many elements is needed")
         flat = out.view(-1)
@@ -122,12 +131,6 @@ class SafetensorsFile:
             self._fill_bytes(memoryview(buffer), begin)
             yield bytes(buffer)
         self._check_unchanged()
-
-    def _readable_dtype(self, name: str) -> torch.dtype:
-        dtype = self.spec(name).dtype
-        if dtype not in _READABLE:
-            raise _refuse(self.path, f"{show(name)} is stored as {dtype}; {', '.join(_READABLE)} are read")
-        return _READABLE[dtype]
 
     def _fill(self, flat: Tensor, offset: int) -> None:
         if flat.numel():
@@ -219,10 +222,13 @@ def _identity(status: os.stat_result) -> tuple[int, int, int]:
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, name: str) -> Tensor:
+    """Room for a tensor on the CPU, zero or not. Raises DoesNotFitError."""
+    needed = math.prod(shape) * dtype.itemsize
     try:
+        if needed >= _HUGE_PAGE_BYTES:
+            return host_buffer(needed).view(dtype).view(shape)
         return torch.empty(shape, dtype=dtype)
-    except RuntimeError:
-        needed = math.prod(shape) * dtype.itemsize
+    except (MemoryError, RuntimeError):
         raise DoesNotFitError(
             f"no memory for {name}", why=f"{needed} bytes are needed", fix="choose a smaller model: localllm list"
         ) from None

@@ -1,0 +1,44 @@
+"""How everything is measured: warm up, interleave A B A B, report medians with min and max. Knows no model."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Spread:
+    median: float
+    min: float
+    max: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.4g} ({self.min:.4g} to {self.max:.4g})"
+
+
+def spread(values: Sequence[float]) -> Spread:
+    return Spread(statistics.median(values), min(values), max(values))
+
+
+def paired(ours: Sequence[float], other: Sequence[float]) -> Spread:
+    """The ratio within each round: what disturbs the machine for a while disturbs both sides."""
+    return spread([a / b for a, b in zip(ours, other, strict=True)])
+
+
+def interleaved(measurements: dict[str, Callable[[], float]], rounds: int = 5) -> dict[str, list[float]]:
+    """Each measurement once to warm up, then `rounds` times in turn; what each returned."""
+    for measure in measurements.values():
+        measure()
+    values: dict[str, list[float]] = {name: [] for name in measurements}
+    for _ in range(rounds):
+        for name, measure in measurements.items():
+            values[name].append(measure())
+    return values
+
+
+def seconds(action: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started

@@ -1,0 +1,64 @@
+"""A model of a real shape with random weights, in packed form: speed does not depend on their values.
+
+A tile of rows is quantized once for each width and repeated, so that 7 billion weights take seconds. The bytes lie as
+those of a packed model do, in pages of their own: a forward reads as much, and as well, as of a real model.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from localllm.models.host_buffer import host_buffer
+from localllm.models.layout import BlockLayout, Matrix
+from localllm.models.packed_file import PackedFile
+from localllm.quant.recipe import Recipe
+from localllm.quant.weight_format import WeightFormat
+
+# A multiple of the 16 rows of a tile; so many rows fill whole blocks of 64 weights whatever their width.
+TILE_ROWS = 64
+
+
+class RandomBlocks:
+    """Matrices of N(0, 1/K), so that activations stay near 1; norms around 1, biases around 0."""
+
+    def __init__(self, recipe: Recipe, seed: int = 0) -> None:
+        self.recipe = recipe
+        self._random = torch.Generator().manual_seed(seed)
+        self._tiles: dict[tuple[str, int, int], dict[str, Tensor]] = {}
+
+    def tensors(self, layout: BlockLayout) -> dict[str, Tensor]:
+        file = PackedFile.of(layout, self.recipe, source="random")
+        tensors = file.views(host_buffer(file.file_bytes))
+        for matrix in layout.matrices:
+            self._fill(matrix, tensors)
+            if matrix.has_bias:
+                tensors[f"{matrix.name}.linear_bias"].copy_(0.02 * self._normal(matrix.out_features))
+        for norm in layout.norms:
+            tensors[norm.name].copy_(1 + 0.1 * self._normal(norm.features))
+        return tensors
+
+    def finish(self) -> None:
+        """Nothing is left over."""
+
+    def _fill(self, matrix: Matrix, tensors: dict[str, Tensor]) -> None:
+        weight_format = matrix.format(self.recipe)
+        copies, rest = divmod(matrix.out_features, TILE_ROWS)
+        begins = dict.fromkeys(weight_format.specs(matrix.out_features, matrix.in_features), 0)
+        for rows, count in ((TILE_ROWS, copies), (rest, 1 if rest else 0)):
+            if not count:
+                continue
+            for name, tile in self._tile(weight_format, rows, matrix.in_features).items():
+                begin, end = begins[name], begins[name] + count * tile.shape[0]
+                part = tensors[f"{matrix.name}.{name}"][begin:end]
+                part.view(count, *tile.shape).copy_(tile.expand(count, *tile.shape))
+                begins[name] = end
+
+    def _tile(self, weight_format: WeightFormat, rows: int, columns: int) -> dict[str, Tensor]:
+        key = (weight_format.name, rows, columns)
+        if key not in self._tiles:
+            self._tiles[key] = weight_format.quantize(self._normal(rows, columns) * columns**-0.5)
+        return self._tiles[key]
+
+    def _normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._random)

@@ -1,0 +1,45 @@
+"""The architectures of the models of models.toml, as shipped: what a model's speed depends on, without its weights.
+
+shapes.json holds, under each name, the numbers of that model's config.json; they are read as any config.json is.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from localllm import hub
+from localllm.hub.names import understand
+from localllm.models.config import ModelConfig
+from localllm.models.families import load_config, parse_config
+from localllm.registry import Registry, load_registry
+
+SHAPES = Path(__file__).parent / "shapes.json"
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    config: ModelConfig
+
+
+def shipped_shapes() -> dict[str, dict[str, Any]]:
+    """The objects of config.json by the names of models.toml. `tiny` is not among them: it is in the package itself."""
+    shapes: dict[str, dict[str, Any]] = json.loads(SHAPES.read_text(encoding="utf-8"))
+    return shapes
+
+
+def find_shape(name: str, registry: Registry | None = None) -> Shape:
+    """The architecture of a model of the registry, on this disk or not; of another model where it is on this disk.
+
+    Raises ModelNotFoundError naming what the name may have been meant for. Uses no network.
+    """
+    registry = registry or load_registry()
+    reference = understand(name, registry)
+    raw = shipped_shapes().get(reference.entry.name) if reference.entry else None
+    if raw is not None:
+        return Shape(reference.name, parse_config(raw, f"the shape of {reference.name}"))
+    files = hub.locate(name, registry=registry)
+    return Shape(files.name, load_config(files.directory))

@@ -1,0 +1,139 @@
+"""The model that is measured: an engine, with what its weights weigh and what a token of it costs at least.
+
+Random weights need no files: a shape, a recipe, and a tokenizer of one word an id.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from localllm.bench.random_blocks import RandomBlocks
+from localllm.bench.shapes import Shape
+from localllm.cache.contiguous import kv_bytes_per_token
+from localllm.engine.engine import Engine
+from localllm.engine.memory import HEADROOM, available_bytes
+from localllm.engine.tokenizer import Tokenizer
+from localllm.engine.weights import open_blocks
+from localllm.errors import DoesNotFitError
+from localllm.hub import ModelFiles
+from localllm.layers.attention import Attention
+from localllm.layers.linear import Linear
+from localllm.models.config import ModelConfig
+from localllm.models.decoder import Decoder
+from localllm.models.layout import model_bytes
+from localllm.models.load import Progress, load_decoder
+from localllm.quant.dense import Dense
+from localllm.quant.recipe import DEFAULT, RECIPES, Recipe
+
+
+@dataclass(frozen=True)
+class Subject:
+    """`name` and `weights` as a result names them. has_random_weights: its text means nothing, nor need its cache."""
+
+    name: str
+    weights: str
+    engine: Engine
+    has_random_weights: bool
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.engine.model.config
+
+    def bytes_per_token(self, context: int, gen_tokens: int) -> int:
+        """What one decode step must read: every matrix, and the keys and values, on average over the steps."""
+        model = self.engine.model
+        return matrix_bytes(model) + mean_kv_bytes(model, context, gen_tokens)
+
+    def prefill_flops_per_token(self) -> int:
+        """Multiplications and additions in the blocks' matrices; the head sees one token of a prompt."""
+        return 2 * sum(linear.out_features * linear.in_features for linear in block_linears(self.engine.model))
+
+
+def random_subject(
+    shape: Shape,
+    recipe: Recipe,
+    dtype: torch.dtype,
+    device: torch.device,
+    ctx: int,
+    progress: Progress = lambda _done, _total: None,
+) -> Subject:
+    """A model of this shape, made in memory."""
+    decoder = load_decoder(RandomBlocks(recipe), shape.config, recipe, dtype=dtype, device=device, progress=progress)
+    engine = Engine(decoder, word_tokenizer(shape.config.vocab_size), ctx=ctx)
+    return Subject(shape.name, recipe.name, engine, has_random_weights=True)
+
+
+def installed_subject(
+    files: ModelFiles, recipe: Recipe, dtype: torch.dtype, device: torch.device, ctx: int, progress: Progress
+) -> Subject:
+    """A model on this disk, loaded as any command does."""
+    engine = Engine.load(
+        files, device=device.type, dtype=Dense(dtype).name, weights=recipe.name, ctx=ctx, progress=progress
+    )
+    return Subject(files.name, recipe.name, engine, has_random_weights=False)
+
+
+def pack_ahead(
+    files: ModelFiles, config: ModelConfig, recipe: Recipe, progress: Progress, waiting: Callable[[str], None]
+) -> None:
+    """Pack the model if it is not: the memory that a conversion takes is no part of what is measured."""
+    with open_blocks(files, config, recipe, progress, waiting):
+        """Nothing is read yet."""
+
+
+def word_tokenizer(vocab_size: int) -> Tokenizer:
+    """One word an id: the engine must turn ids into text here as for any model."""
+    vocab = {f"w{token_id}": token_id for token_id in range(vocab_size)}
+    model = {"type": "WordLevel", "vocab": vocab, "unk_token": "w0"}
+    description: dict[str, Any] = {"version": "1.0", "model": model, "added_tokens": [], "normalizer": None}
+    description |= {"pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None, "decoder": None}
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "tokenizer.json").write_text(json.dumps(description), encoding="utf-8")
+        return Tokenizer.load(Path(directory))
+
+
+def block_linears(model: Decoder) -> Iterator[Linear]:
+    for block in model.blocks:
+        body = block.body
+        yield from (body.qkv_proj, body.o_proj) if isinstance(body, Attention) else (body.gate_up_proj, body.down_proj)
+
+
+def matrix_bytes(model: Decoder) -> int:
+    """What one token reads of the matrices: the blocks' and the head's, with scales; of the embedding only a row."""
+    linears = (*block_linears(model), model.head)
+    return sum(tensor.nbytes for linear in linears for tensor in linear.tensors.values())
+
+
+def mean_kv_bytes(model: Decoder, context: int, gen_tokens: int) -> int:
+    """Keys and values that a step attends to behind `context` others, its own included, as far as a window reaches."""
+    config = model.config
+    per_layer = kv_bytes_per_token(1, config.num_kv_heads, config.head_dim, model.dtype)
+    lengths = range(context + 1, context + 1 + gen_tokens)
+    keys = sum(min(window or length, length) for window in config.windows for length in lengths)
+    return per_layer * keys // gen_tokens
+
+
+def require_room(config: ModelConfig, recipe: Recipe, dtype: torch.dtype, device: torch.device, kv_tokens: int) -> None:
+    """Raises DoesNotFitError where the weights, and the cache of `kv_tokens` tokens in all, have no room."""
+    weights, as_int4 = model_bytes(config, recipe), model_bytes(config, RECIPES[DEFAULT])
+    kv = kv_tokens * kv_bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
+    free = available_bytes(device)
+    if weights + kv > HEADROOM * free:
+        helps = as_int4 + kv <= HEADROOM * free
+        raise DoesNotFitError(
+            "the model does not fit into memory",
+            why=f"weights {_gib(weights)} ({recipe.name}) + KV cache {_gib(kv)} for {kv_tokens} tokens; "
+            f"free: {_gib(free)}, of which {HEADROOM:.0%} may be used",
+            fix="--weights int4" if helps else "choose a smaller model: localllm list --all",
+        )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

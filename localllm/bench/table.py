@@ -1,0 +1,70 @@
+"""A report for a person: every figure on one line with what bounds it. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from localllm.bench.measure import Spread
+from localllm.bench.report import GIB, Floors, Report, Run
+
+HEADER = ("", "MEASURED", "BESIDE", "SHARE")
+Row = tuple[str, str, str, str]
+
+
+def headline(report: Report) -> str:
+    run, machine = report.runs[0], report.machine
+    threads = machine["threads"]
+    where = machine["gpu"] or f"{machine['cpu']}, {threads} thread{'' if threads == 1 else 's'}"
+    made = ", random weights" if run.random_weights else ""
+    return f"{run.model} in {run.weights}{made}, KV cache in {run.kv}, on {where}"
+
+
+def rows(report: Report) -> list[Row]:
+    """For HEADER. What does not depend on the depth is taken from the first run."""
+    decoding = [row for run in report.runs for row in _decode_rows(run, report.floors)]
+    return [*_prompt_rows(report), *decoding, *_matrix_rows(report), *_memory_rows(report), *_disk_rows(report.floors)]
+
+
+def _prompt_rows(report: Report) -> Iterator[Row]:
+    run = report.runs[0]
+    product = f"bf16 matrix product {report.floors.matmul_gflops:,.0f} GFLOP/s"
+    yield f"prefill of {run.prompt_tokens}", _rate(run.prefill_tok_s), product, _share(run.prefill_fraction)
+    yield "first token", f"{run.ttft_s} s", "", ""
+
+
+def _decode_rows(run: Run, floors: Floors) -> Iterator[Row]:
+    on_device = floors.device_copy_gbs is not None
+    memory = f"GPU copy {floors.device_copy_gbs:,.0f}" if on_device else f"DRAM read {floors.dram_read_gbs:.1f}"
+    beside = f"{memory} GB/s, {run.bytes_per_token / 1e9:.3f} GB a token"
+    yield f"decode at {run.context}", _rate(run.decode_tok_s), beside, _share(run.floor_fraction)
+    yield "  8 tokens at once", f"{run.verify_8_ratio} x one", "", ""
+
+
+def _matrix_rows(report: Report) -> Iterator[Row]:
+    fraction = report.runs[0].matrices_fraction
+    if fraction is not None:
+        yield "matrices alone", "", "the same read", _share(fraction)
+
+
+def _memory_rows(report: Report) -> Iterator[Row]:
+    peak = max(report.runs, key=lambda run: run.peak_rss_bytes)
+    yield "peak RAM", f"{peak.peak_rss_bytes / GIB:.2f} GiB", "", ""
+    if peak.peak_vram_bytes is not None:
+        yield "peak VRAM", f"{max(run.peak_vram_bytes or 0 for run in report.runs) / GIB:.2f} GiB", "", ""
+
+
+def _disk_rows(floors: Floors) -> Iterator[Row]:
+    for name, label, note in (
+        ("h2d_gbs", "pinned RAM to GPU", ""),
+        ("disk_read_gbs", "disk read", floors.disk_method or ""),
+    ):
+        if name in floors.spreads:
+            yield label, f"{floors.spreads[name]} GB/s", note, ""
+
+
+def _rate(rate: Spread) -> str:
+    return f"{rate} tok/s"
+
+
+def _share(fraction: float) -> str:
+    return f"{fraction:.2f}"

@@ -1,0 +1,236 @@
+"""`localllm bench`: how fast a model is on this machine, beside what the machine can do at most."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from localllm.cli import options
+from localllm.cli.front import Front, front_of
+from localllm.cli.output import Output, ProgressLine
+from localllm.cli.packing import Packing
+from localllm.cli.selection import select
+from localllm.config import Settings, load_settings
+from localllm.errors import LocalLLMError, UsageError
+
+if TYPE_CHECKING:
+    from localllm.bench.report import Report
+    from localllm.bench.subject import Subject
+    from localllm.bench.workload import Workload
+    from localllm.hub import ModelFiles
+    from localllm.models.config import ModelConfig
+
+EXAMPLES = """Examples:
+
+\b
+  localllm bench
+  localllm bench mistral-7b --random-weights --weights int4
+  localllm bench qwen3-8b --context 128 --context 4096 --output today.json
+  localllm bench --compare yesterday.json today.json
+"""
+
+
+def bench_command(
+    context: typer.Context,
+    model: options.Model = None,
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="Random weights of the model's shape: nothing need be downloaded.")
+    ] = False,
+    weights: options.Weights = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option("--prompt-tokens", metavar="N", help="Length of the prompt. Default: 512.")
+    ] = None,
+    gen_tokens: Annotated[
+        int | None, typer.Option("--gen-tokens", metavar="N", help="Tokens to decode in a round. Default: 128.")
+    ] = None,
+    depth: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--context",
+            metavar="N",
+            help="Tokens in the cache when decoding begins; may be repeated. Default: those of the prompt.",
+        ),
+    ] = None,
+    rounds: Annotated[int | None, typer.Option("--rounds", metavar="N", help="Default: 5.")] = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    threads: options.Threads = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object: schema_version, machine, floors, runs.")
+    ] = False,
+    output: Annotated[Path | None, typer.Option("--output", metavar="FILE", help="Write that object to FILE.")] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option("--compare", metavar="A B", help="Show two such files side by side, and measure nothing."),
+    ] = None,
+) -> None:
+    """Measure how fast a model is on this machine.
+
+    Each rate stands beside what bounds it, measured in the same minute: reading memory and disk, copying to and on a
+    GPU, multiplying matrices. Medians of several rounds, with the slowest and the fastest.
+    """
+    flags = dict(locals())
+    front = front_of(context)
+    if compare is not None:
+        _refuse_beside_compare(flags)
+        _compare(front.output, *compare)
+        return
+    from localllm.bench.workload import Workload
+
+    workload = Workload.asked(
+        Workload.prompt_tokens if prompt_tokens is None else prompt_tokens,
+        Workload.gen_tokens if gen_tokens is None else gen_tokens,
+        depth or (),
+        Workload.rounds if rounds is None else rounds,
+    )
+    if output is not None:
+        _require_writable(output)
+    target = _random_target(model, flags) if random_weights else _installed_target(model, flags)
+    if not random_weights:  # those were trained for no context at all: speed can be measured at any depth
+        workload.check(target.name, target.config)
+    report = _measure(front, target, workload)
+    if output is not None:
+        _save(report, output)
+    if as_json:
+        front.output.json(report.fields())
+    else:
+        _show(front.output, report)
+
+
+@dataclass(frozen=True)
+class _Target:
+    """What is to be measured. files: None where its weights are random."""
+
+    name: str
+    config: ModelConfig
+    settings: Settings
+    files: ModelFiles | None
+
+
+def _random_target(word: str | None, flags: Mapping[str, Any]) -> _Target:
+    from localllm.bench.shapes import find_shape
+
+    settings = load_settings(options.setting_flags(flags)).settings
+    shape = find_shape(word or settings.model)
+    return _Target(shape.name, shape.config, settings, None)
+
+
+def _installed_target(word: str | None, flags: Mapping[str, Any]) -> _Target:
+    from localllm.models.families import load_config
+
+    selection = select(word, flags)
+    files = selection.files
+    return _Target(files.name, load_config(files.directory), selection.settings, files)
+
+
+def _measure(front: Front, target: _Target, workload: Workload) -> Report:
+    packing = Packing(front, f"packing {target.name}", again="the same command", is_first_use=True)
+    with front.output.progress(f"{'loading' if target.files else 'making'} {target.name}") as line:
+        try:
+            return _on_a_thread(lambda: _run(front.output, target, workload, packing, line))
+        except BaseException:
+            packing.leave()
+            raise
+
+
+def _run(output: Output, target: _Target, workload: Workload, packing: Packing, line: ProgressLine) -> Report:
+    """All that needs torch, on one thread: the number of threads is set for that one alone."""
+    import torch
+
+    from localllm.bench.run import run_benchmark
+    from localllm.bench.shapes import Shape
+    from localllm.bench.subject import installed_subject, pack_ahead, random_subject, require_room
+    from localllm.engine.memory import choose_device, choose_dtype
+    from localllm.engine.weights import choose_recipe
+    from localllm.hub.packed import packed_recipes, packed_root
+    from localllm.quant.recipe import recipe
+
+    settings, files, config = target.settings, target.files, target.config
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    device, dtype = choose_device(settings.device), choose_dtype(settings.dtype)
+    chosen = recipe(choose_recipe(settings.weights, config, packed_recipes(files) if files else (), dtype))
+    require_room(config, chosen, dtype, device, workload.kv_tokens)
+    if files is not None:
+        pack_ahead(files, config, chosen, packing.update, packing.wait)
+        packing.end()
+
+    def load() -> Subject:
+        if files is not None:
+            return installed_subject(files, chosen, dtype, device, workload.ctx, line.update)
+        return random_subject(Shape(target.name, config), chosen, dtype, device, workload.ctx, line.update)
+
+    def say(text: str) -> None:
+        if output.animated:
+            line.show(f"{text} ...")
+        else:
+            output.note(text)
+
+    return run_benchmark(load, workload, device=device, disk=packed_root(), say=say)
+
+
+def _on_a_thread(work: Callable[[], Report]) -> Report:
+    """What `work` returns, or raises. This thread only waits, so that a signal reaches it in the middle of a step."""
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    future: Future[Report] = Future()
+    Thread(target=run, name="bench", daemon=True).start()
+    return future.result()
+
+
+def _refuse_beside_compare(flags: Mapping[str, Any]) -> None:
+    """Raises UsageError naming what was typed beside --compare: it measures nothing, and prints no JSON."""
+    names = {"model": "MODEL", "depth": "--context", "as_json": "--json"}
+    for name, value in flags.items():
+        if name not in ("context", "compare") and value not in (None, False, []):
+            flag = names.get(name, "--" + name.replace("_", "-"))
+            why = "two files that are there already are shown side by side"
+            raise UsageError(f"--compare and {flag} cannot go together", why=why, fix="localllm bench --compare A B")
+
+
+def _compare(output: Output, first: Path, second: Path) -> None:
+    from localllm.bench import compare
+
+    a, b = compare.read_result(first), compare.read_result(second)
+    output.table(compare.HEADER, [(f"A: {first}", "", "", ""), (f"B: {second}", "", "", ""), *compare.table(a, b)])
+    output.line()
+    for line in compare.plot(a, b):
+        output.line(line)
+
+
+def _show(output: Output, report: Report) -> None:
+    from localllm.bench import table
+
+    output.line(table.headline(report))
+    output.line(f"medians of {report.runs[0].rounds} rounds, with the slowest and the fastest")
+    output.line()
+    output.table(table.HEADER, table.rows(report))
+
+
+def _require_writable(path: Path) -> None:
+    """Raises UsageError before the minutes of a measurement are spent."""
+    if path.is_dir():
+        raise UsageError(f"--output is {path}", why="it is a folder", fix=f"--output {path / 'bench.json'}")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        why = "the folder is not there" if not path.parent.is_dir() else "the folder may not be written to"
+        raise UsageError(f"--output is {path}", why=why, fix="--output bench.json")
+
+
+def _save(report: Report, path: Path) -> None:
+    try:
+        report.save(path)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise LocalLLMError(f"{path} could not be written", why=why, fix=f"df -h {path.parent}") from None

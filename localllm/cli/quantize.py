@@ -1,0 +1,132 @@
+"""`localllm quantize`: packs a model ahead of time, so that its first use need not wait."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from localllm.cli import options
+from localllm.cli.front import Front, front_of
+from localllm.cli.names import complete_weights
+from localllm.cli.output import SCHEMA_VERSION, format_bytes
+from localllm.cli.packing import Packing
+from localllm.cli.selection import select
+from localllm.errors import UsageError
+
+if TYPE_CHECKING:
+    from localllm.hub import ModelFiles
+
+EXAMPLES = """Examples:
+
+\b
+  localllm quantize mistral-7b
+  localllm quantize qwen3-8b --weights int4 --group 32
+  localllm quantize /a/folder/of/mine --weights int8 --json
+"""
+_GROUPS = (32, 64, 128)
+_DEFAULT_GROUP = 64
+_UNPACKED = ("auto", "bf16")
+
+
+def quantize_command(
+    context: typer.Context,
+    model: options.RequiredModel,
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            "--weights",
+            metavar="int4|int8|nf4",
+            autocompletion=complete_weights,
+            help="The format. Default: the setting `weights` if it names one of these, else int4.",
+        ),
+    ] = None,
+    group: Annotated[
+        int | None,
+        typer.Option("--group", metavar="32|64|128", help="int4: weights that share a scale. Default: 64."),
+    ] = None,
+    method: Annotated[
+        Literal["hqq", "rtn"] | None,
+        typer.Option("--method", metavar="hqq|rtn", help="int4: half-quadratic, or round to nearest. Default: hqq."),
+    ] = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Pack a model's weights ahead of time.
+
+    `run` and `chat` do it at first use, too. A conversion that was interrupted goes on where it stopped.
+    """
+    from localllm import hub
+    from localllm.hub.packed import own_bytes, packed_directory
+
+    front = front_of(context)
+    selection = select(model, {"weights": weights})
+    name = recipe_name(weights, selection.settings.weights, group, method)
+    files = selection.files
+    target = packed_directory(files, name)
+    was_packed = not _convert(front, files, name)
+    sizes = {"size_bytes": own_bytes(target), "checkpoint_bytes": hub.describe(model).size_bytes}
+    if as_json:
+        fields = {"model": files.name, "weights": name, "was_packed": was_packed, "directory": str(target)}
+        front.output.json({"schema_version": SCHEMA_VERSION, **fields, **sizes})
+        return
+    packed, checkpoint = (format_bytes(count) for count in sizes.values())
+    done = "was packed already, and is whole" if was_packed else "is packed"
+    front.output.line(f"{files.name} {done}: {name}, {packed}, of a checkpoint of {checkpoint}, in {target}")
+
+
+def recipe_name(weights: str | None, setting: str, group: int | None, method: str | None) -> str:
+    """The format that these flags name: "int4", 32, "rtn" -> "int4-g32-rtn". Raises UsageError."""
+    if weights == "bf16":
+        why = "it is what checkpoints hold, and is read from there as it is: a copy would gain nothing"
+        raise UsageError("bf16 is not packed", why=why, fix="--weights int4")
+    if group is not None and group not in _GROUPS:
+        raise UsageError(f"--group is {group}", why="int4 is packed in groups of 32, 64 or 128", fix="--group 64")
+    flag = "--group" if group is not None else "--method" if method is not None else ""
+    asked = weights or ("int4" if flag else setting)
+    if asked in ("int4", *_UNPACKED):
+        return f"int4-g{group or _DEFAULT_GROUP}{'-rtn' if method == 'rtn' else ''}"
+    if flag:
+        named = asked.startswith("int4-")
+        why = f"{asked} says both already" if named else f"{asked} has neither groups to choose nor a calibration"
+        raise UsageError(f"{flag} and --weights {asked} cannot go together", why=why, fix="--weights int4")
+    return asked
+
+
+def _convert(front: Front, files: ModelFiles, name: str) -> bool:
+    """Makes the packed model, or verifies the one that is there and mends it; returns whether anything was written."""
+    from localllm.hub.packed import packed_directory, packed_recipes, source_id
+    from localllm.models.families import load_config
+
+    load_config(files.directory)  # a model that cannot run is refused before torch's second is spent
+    target = packed_directory(files, name)
+    label = f"packing {files.name} to {name}"
+    if name in packed_recipes(files):
+        front.output.note(f"{files.name} is packed to {name} already; verifying it")
+        label = f"verifying {files.name} in {name}"
+    again = f"localllm quantize {shlex.quote(files.name)} --weights {name}"
+    packing = Packing(front, label, again=again, is_first_use=False)
+    packing.begin()
+    try:
+        from localllm.models.convert import convert
+        from localllm.quant.recipe import recipe
+
+        weights, source = recipe(name), source_id(files)
+        before = _last_written(target)
+        convert(files.directory, target, weights, source, packing.update, packing.wait, model=files.name)
+    finally:
+        packing.leave()
+    front.interrupts.farewell = ""
+    return _last_written(target) != before
+
+
+def _last_written(target: Path) -> tuple[int, int] | None:
+    """Which index file is there: another one after everything that was made or mended."""
+    from localllm.hub.packed import PACKED_INDEX
+
+    try:
+        state = (target / PACKED_INDEX).stat()
+    except OSError:
+        return None
+    return state.st_ino, state.st_mtime_ns

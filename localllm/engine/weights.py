@@ -1,0 +1,75 @@
+"""Which format a model's weights are used in, and where they come from: its checkpoint, or a packed model of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from localllm.errors import UsageError
+from localllm.hub import ModelFiles
+from localllm.hub.packed import packed_directory, source_id
+from localllm.models.block_source import BlockSource, CheckpointBlocks
+from localllm.models.checkpoint import Checkpoint
+from localllm.models.config import ModelConfig
+from localllm.models.convert import convert
+from localllm.models.layout import block_layouts
+from localllm.models.load import Progress
+from localllm.models.packed import PackedModel, needs_conversion
+from localllm.quant.dense import Dense
+from localllm.quant.recipe import DEFAULT, RECIPES, Recipe, recipe
+
+# Below it a packed model saves less time than it takes to explain: such weights are read in a second, and a step of
+# them is fast.
+UNPACKED_BYTES = 512 << 20
+
+
+def choose_recipe(weights: str, config: ModelConfig, packed: Sequence[str], dtype: torch.dtype = torch.bfloat16) -> str:
+    """The name of the recipe that `weights` asks for. packed: those in which the model is packed already.
+
+    "auto": what is packed, int4-g64 before the others; else `dtype`, that of the activations, for a small model, int4
+    for one whose matrices take 512 MiB or more in bf16. Raises UsageError for a name that is none, and for unpacked
+    weights of another type than the activations.
+    """
+    if weights != "auto":
+        name = recipe(weights).name
+        if is_unpacked(RECIPES[name]) and name != Dense(dtype).name:
+            raise UsageError(
+                f"{name} weights cannot be used with {Dense(dtype).name} activations",
+                why="weights that are not quantized have the type of the activations",
+                fix=f"--weights {name} --dtype {name}",
+            )
+        return name
+    usable = [name for name in (DEFAULT, *RECIPES) if name in packed]
+    if usable:
+        return usable[0]
+    matrices = (matrix for layout in block_layouts(config) for matrix in layout.matrices)
+    bf16_bytes = sum(matrix.out_features * matrix.in_features * 2 for matrix in matrices)
+    return Dense(dtype).name if bf16_bytes < UNPACKED_BYTES else DEFAULT
+
+
+def is_unpacked(weights: Recipe) -> bool:
+    """Whether these weights are read straight from the checkpoint, which holds them as they are."""
+    return isinstance(weights.blocks, Dense)
+
+
+@contextmanager
+def open_blocks(
+    files: ModelFiles, config: ModelConfig, weights: Recipe, converting: Progress, waiting: Callable[[str], None]
+) -> Iterator[tuple[BlockSource, ModelConfig]]:
+    """The blocks of a model, and its config with a head of its own where the checkpoint has one.
+
+    A packed model that is not there yet is made first: `converting` and `waiting` are as in `convert`. Raises what
+    `convert` and `PackedModel.open` raise.
+    """
+    if is_unpacked(weights):
+        with Checkpoint.open(files.directory) as checkpoint:
+            blocks = CheckpointBlocks(checkpoint, config, weights)
+            yield blocks, blocks.config
+        return
+    directory, source = packed_directory(files, weights.name), source_id(files)
+    if needs_conversion(directory):
+        convert(files.directory, directory, weights, source, converting, waiting, model=files.name)
+    with PackedModel.open(directory, config, weights, source, model=files.name) as packed:
+        yield packed, packed.config

@@ -1,0 +1,223 @@
+"""Where packed models rest: which folder belongs to which checkpoint and weight format, and how it is freed.
+
+    packed/hub/ORG/REPO/@COMMIT/WEIGHTS/                  made from a model of the download cache
+    packed/folders/PATH/OF/THE/FOLDER/@FINGERPRINT/WEIGHTS/   made from a folder: the built-in model's, or the user's
+
+The path says all there is to know about what a packed model was made from, so that nothing needs to be written beside
+it. A fingerprint is what the folder's config and weights looked like: bytes made from what has changed are not found
+again. What a packed model's files hold is not known here, but for the one that is written last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from localllm.config import user_directories
+from localllm.errors import CheckpointError, LocalLLMError, UsageError
+from localllm.hub.exclusive import LOCK, exclusive, unread
+from localllm.hub.repo_cache import COMMIT, INDEX
+from localllm.registry import REPO_ID
+
+if TYPE_CHECKING:
+    from localllm.hub.installed import ModelFiles
+
+PACKED_INDEX = "index.json"  # written last: a folder that has it is whole
+WEIGHTS_NAME = re.compile(r"[a-z0-9]{1,16}(?:-[a-z0-9]{1,16}){0,4}")
+_COMMIT = re.compile(f"@({COMMIT.pattern})")
+_FINGERPRINT = re.compile(r"@([0-9a-f]{32})")
+
+
+@dataclass(frozen=True)
+class PackedWeights:
+    """One packed model, or the beginning of one. "orphan": the checkpoint that it was made from is gone or changed."""
+
+    weights: str  # the recipe's name: "int4-g64"
+    directory: Path
+    size_bytes: int
+    state: Literal["whole", "unfinished", "orphan"]
+
+
+@dataclass(frozen=True)
+class PackedSource:
+    """A checkpoint as it was when it was packed."""
+
+    origin: str | Path  # the hub's repository, or the folder
+    key: str  # the commit, or the fingerprint
+    models: tuple[PackedWeights, ...]
+
+
+def packed_root() -> Path:
+    """The folder of all packed models; it need not exist."""
+    return user_directories().cache / "packed"
+
+
+def packed_directory(files: ModelFiles, recipe_name: str) -> Path:
+    """Where the model's weights are, or will be, in this format. Creates nothing.
+
+    Raises UsageError for a name that is none, CheckpointError where the folder cannot be examined.
+    """
+    if not WEIGHTS_NAME.fullmatch(recipe_name):
+        raise UsageError(f"{recipe_name[:80]!r} is no weight format", why="a name is letters and digits: int4-g64")
+    return _place(files) / recipe_name
+
+
+def source_id(files: ModelFiles) -> str:
+    """The checkpoint as it is now, in one line: "ORG/REPO@COMMIT", "/a/folder@FINGERPRINT"."""
+    place = _place(files)
+    origin = files.repo if files.repo is not None else files.directory.resolve()
+    return f"{origin}{place.name}"
+
+
+def packed_recipes(files: ModelFiles) -> list[str]:
+    """The formats in which the whole model is packed."""
+    return [model.weights for model in packed_models(files) if model.state == "whole"]
+
+
+def packed_models(files: ModelFiles) -> tuple[PackedWeights, ...]:
+    """What was packed of the checkpoint as it is now, whole or not."""
+    return _models_in(_place(files))
+
+
+def packed_sources() -> Iterator[PackedSource]:
+    """Everything that rests under the root, by the checkpoint it was made from. Links are not followed."""
+    root = packed_root()
+    for place, key in _keyed_folders(root / "hub", _COMMIT):
+        repo = place.parent.relative_to(root / "hub").as_posix()
+        if REPO_ID.fullmatch(repo) and (models := _models_in(place)):
+            yield PackedSource(repo, key, models)
+    for place, key in _keyed_folders(root / "folders", _FINGERPRINT):
+        if models := _models_in(place):
+            yield PackedSource(Path(os.sep) / place.parent.relative_to(root / "folders"), key, models)
+
+
+def _keyed_folders(root: Path, key: re.Pattern[str]) -> Iterator[tuple[Path, str]]:
+    """The folders below `root` that are named by a key, and what the key says."""
+    for parent, names, _ in os.walk(root):
+        names.sort()
+        for name in [name for name in names if key.fullmatch(name)]:
+            yield Path(parent, name), name.removeprefix("@")
+            names.remove(name)
+
+
+def fingerprint(folder: Path) -> str:
+    """The folder's config, and the names, sizes and times of its weights, in 32 hexadecimal digits.
+
+    Raises CheckpointError where they cannot be examined.
+    """
+    try:
+        config = hashlib.blake2b((folder / "config.json").read_bytes()).hexdigest()
+        weights = sorted(path for path in folder.iterdir() if path.suffix == ".safetensors" or path.name == INDEX)
+        states = [(path.name, path.stat()) for path in weights]
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read", why=str(error), fix=f"ls -l {folder}") from None
+    seen = [config, *((name, state.st_size, state.st_mtime_ns) for name, state in states)]
+    return hashlib.blake2b(json.dumps(seen).encode(), digest_size=16).hexdigest()
+
+
+def remove_packed(models: Iterable[PackedWeights]) -> int:
+    """Deletes packed models and returns the bytes that became free. A link is deleted, never followed.
+
+    Raises LocalLLMError where another process makes or reads one of them, or the disk refuses. Nothing is deleted
+    unless all can be.
+    """
+    models, root = tuple(models), packed_root()
+    try:
+        with ExitStack() as held:
+            for model in models:
+                _refuse_linked(root, model.directory)
+                if not model.directory.is_symlink():
+                    _hold(model, held)
+            for model in models:
+                _empty(model.directory)
+        for model in models:
+            _remove_empty(root, model.directory)
+    except OSError as error:
+        raise LocalLLMError("packed weights could not be deleted", why=str(error), fix=f"ls -lR {root}") from None
+    return sum(model.size_bytes for model in models)
+
+
+def _place(files: ModelFiles) -> Path:
+    root = packed_root()
+    if files.repo is None:
+        folder = files.directory.resolve()
+        return root / "folders" / folder.relative_to(folder.anchor) / f"@{fingerprint(folder)}"
+    if not REPO_ID.fullmatch(files.repo) or not COMMIT.fullmatch(files.revision or ""):
+        raise UsageError(f"{files.repo[:80]!r} at {str(files.revision)[:80]!r} is no model of the hub")
+    return root / "hub" / files.repo / f"@{files.revision}"
+
+
+def _models_in(place: Path) -> tuple[PackedWeights, ...]:
+    try:
+        entries = sorted(os.scandir(place), key=lambda entry: entry.name)
+    except OSError:
+        return ()
+    folders = (entry for entry in entries if WEIGHTS_NAME.fullmatch(entry.name) and entry.is_dir())
+    return tuple(_model(Path(entry.path)) for entry in folders)
+
+
+def _model(directory: Path) -> PackedWeights:
+    whole = (directory / PACKED_INDEX).is_file()
+    return PackedWeights(directory.name, directory, own_bytes(directory), "whole" if whole else "unfinished")
+
+
+def own_bytes(folder: Path) -> int:
+    """Bytes of the plain files in a folder that would be freed with it: links count nothing."""
+    if folder.is_symlink() or not folder.is_dir():
+        return 0
+    states = []
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):  # another process is at work here
+            if not path.is_symlink() and path.is_file():
+                states.append(path.lstat())
+    return sum(state.st_size for state in states if state.st_nlink == 1)
+
+
+def _refuse_linked(root: Path, directory: Path) -> None:
+    """The root may be a link to a larger disk; nothing below it is followed."""
+    if directory.parent.resolve() != root.resolve() / directory.parent.relative_to(root):
+        why = "a link leads out of the folder of packed weights"
+        raise LocalLLMError(f"{directory} is not deleted", why=why, fix=f"ls -lR {root}")
+
+
+def _hold(model: PackedWeights, held: ExitStack) -> None:
+    """Nobody else writes or reads the packed model until `held` is closed. Raises LocalLLMError where somebody does."""
+
+    def refuse(process: str) -> None:
+        raise _busy(model, f"process {process} is packing it")
+
+    held.enter_context(exclusive(model.directory, refuse))
+    if not held.enter_context(unread(model.directory / PACKED_INDEX)):
+        raise _busy(model, "another process is reading it")
+
+
+def _busy(model: PackedWeights, why: str) -> LocalLLMError:
+    return LocalLLMError(f"{model.directory} is not deleted", why=why, fix="wait for it, or stop it")
+
+
+def _empty(directory: Path) -> None:
+    """Deletes all but the lock file, which goes when the lock does."""
+    if directory.is_symlink():
+        directory.unlink()
+        return
+    # What makes it count as whole goes first, so that a removal cut short leaves nothing that looks like a model.
+    for path in sorted(directory.iterdir(), key=lambda path: path.name != PACKED_INDEX):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != LOCK:
+            path.unlink(missing_ok=True)
+
+
+def _remove_empty(root: Path, directory: Path) -> None:
+    """Folders that hold nothing any more. One in which another process has begun to pack since then stays."""
+    for path in (directory, *(root / parent for parent in list(directory.relative_to(root).parents)[:-1])):
+        with suppress(OSError):
+            path.rmdir()

@@ -1,0 +1,100 @@
+"""Deletes models: what was fetched into the download cache, and what was packed of a model from anywhere."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+
+from localllm.errors import LocalLLMError, ModelNotFoundError, UsageError
+from localllm.hub.installed import packed_of
+from localllm.hub.names import ModelReference, understand
+from localllm.hub.packed import PackedWeights, own_bytes, remove_packed
+from localllm.hub.repo_cache import RepoCache
+from localllm.hub.settings import HubSettings
+from localllm.registry import BUILT_IN, Registry
+
+
+def remove(name: str, registry: Registry, hub: HubSettings, *, packed_only: bool) -> int:
+    """Deletes a model's files, unfinished and packed ones too, and returns the bytes that became free.
+
+    packed_only: the packed ones alone, which the built-in model and a user's folder may have as well.
+    `org/repo@revision` deletes that snapshot and the files that no other snapshot shares. Links are deleted, never
+    followed. Raises UsageError for the files of the built-in model and of a user's folder, ModelNotFoundError where
+    nothing is, LocalLLMError where another process is at work on them.
+    """
+    packed = packed_of(name, registry, hub)
+    if packed_only and not packed:
+        raise ModelNotFoundError(f"nothing of {name} is packed", why="it takes no such space", fix="localllm list")
+    if packed_only or _is_gone(name, registry):
+        return remove_packed(packed)
+    reference = understand(name, registry)
+    if reference.repo is None:
+        raise _not_in_the_cache(name, reference, packed)
+    cache = RepoCache(hub.cache_dir, reference.repo)
+    commit = cache.commit_of(reference.revision) if "@" in name else None
+    is_here = cache.folder.is_dir() and (commit is not None or "@" not in name)
+    if packed and not is_here:
+        return remove_packed(packed)
+    if not is_here and not cache.folder.is_symlink():
+        why = f"{cache.folder} does not hold it"
+        raise ModelNotFoundError(f"{name} is not on this disk", why=why, fix="localllm list")
+    with cache.exclusive() as alone:
+        if not alone:
+            why = "another process holds it"
+            raise LocalLLMError(f"{name} is being fetched", why=why, fix="wait for it, or stop it")
+        return remove_packed(packed) + _delete_checkpoint(cache, commit)
+
+
+def _is_gone(name: str, registry: Registry) -> bool:
+    """Whether the name means nothing any more: a folder's that was there when it was packed."""
+    try:
+        understand(name, registry)
+    except ModelNotFoundError:
+        return True
+    return False
+
+
+def _not_in_the_cache(name: str, reference: ModelReference, packed: Sequence[PackedWeights]) -> UsageError:
+    what = "the built-in model" if reference.name == BUILT_IN else f"{reference.directory}, a folder of yours,"
+    why, fix = "only models in the download cache are", "localllm list"
+    if packed:
+        why, fix = f"{why}, and what was packed of it", f"localllm rm {shlex.quote(name)} --packed"
+    return UsageError(f"{what} is not removed", why=why, fix=fix)
+
+
+def _delete_checkpoint(cache: RepoCache, commit: str | None) -> int:
+    """Deletes one snapshot, or without a commit the whole repository; returns the bytes freed."""
+    if cache.folder.is_symlink():
+        cache.folder.unlink()
+        return 0
+    before = own_bytes(cache.folder)
+    _delete_snapshot(cache, commit) if commit else _delete_repository(cache)
+    return before - own_bytes(cache.folder)
+
+
+def _delete_repository(cache: RepoCache) -> None:
+    # What makes a snapshot count as whole goes first, so that a removal cut short leaves nothing that looks like one.
+    for part in (".localllm", "refs", "snapshots", "blobs"):
+        path = cache.folder / part
+        if path.is_symlink():
+            path.unlink()
+        elif path.is_dir():
+            shutil.rmtree(path)
+    shutil.rmtree(cache.folder)
+
+
+def _delete_snapshot(cache: RepoCache, commit: str) -> None:
+    cache.manifest(commit).unlink(missing_ok=True)
+    for ref, target in cache.refs().items():
+        if target == commit:
+            (cache.folder / "refs" / ref).unlink(missing_ok=True)
+    snapshot = cache.snapshot(commit)
+    snapshot.unlink() if snapshot.is_symlink() else shutil.rmtree(snapshot)
+    shared = {link.resolve() for other in cache.commits() for link in cache.snapshot(other).rglob("*")}
+    for blob in cache.blobs.iterdir() if cache.blobs.is_dir() else []:
+        # Compared by the path of the blob itself and by where it leads: a blob may be a link into a shared store.
+        if blob.resolve() not in shared and cache.blobs.resolve() / blob.name not in shared:
+            with suppress(IsADirectoryError, PermissionError):
+                blob.unlink()

@@ -1,0 +1,187 @@
+"""A checkpoint becomes a packed model: block by block, resumed where an earlier run stopped, whole or not there.
+
+A block's file gets its name when it is whole and on the disk, the index when every block is. What an earlier run left
+is kept if it is exactly what this one would write, as its own header and checksum tell.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from localllm.errors import CheckpointError, DoesNotFitError, LocalLLMError
+from localllm.hub.exclusive import exclusive
+from localllm.hub.partial_file import free_bytes
+from localllm.hub.repo_cache import sync_directory
+from localllm.models.block_source import CheckpointBlocks
+from localllm.models.checkpoint import Checkpoint
+from localllm.models.families import load_config
+from localllm.models.layout import BlockLayout, block_layouts, model_bytes
+from localllm.models.load import Progress
+from localllm.models.packed import INDEX, PackedModel, PackedPlan, read_index
+from localllm.models.packed_file import TEMPORARY, NewFile, PackedFile, write_block
+from localllm.quant.recipe import Recipe
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_SLACK_BYTES = 1 << 20  # the index, and what a file system needs for itself
+
+
+def convert(
+    source_directory: Path,
+    target: Path,
+    recipe: Recipe,
+    source: str,
+    progress: Progress = lambda _done, _total: None,
+    waiting: Callable[[str], None] = lambda _process: None,
+    *,
+    model: str = "MODEL",
+) -> None:
+    """Make, finish or mend the packed model in `target`. source: identifies the checkpoint in `source_directory`.
+
+    progress(done_bytes, total_bytes), in packed bytes, hears of every matrix. waiting(process id) is called again and
+    again while another process converts into `target`. model: the name in commands. Raises CheckpointError for a
+    checkpoint that is not whole or holds a NaN, DoesNotFitError where the disk is too small, LocalLLMError where it
+    fails; blocks that were finished serve the next call.
+    """
+    with Checkpoint.open(source_directory) as checkpoint:
+        blocks = CheckpointBlocks(checkpoint, load_config(source_directory), recipe)
+        blocks.check()
+        pack(blocks, PackedPlan(blocks.config, recipe, source, model), target, progress, waiting)
+
+
+class BlockParts(Protocol):
+    def parts(self, layout: BlockLayout) -> Iterator[dict[str, Tensor]]:
+        """The block's tensors as BlockSource has them, in a few pieces and in the order of the layout."""
+        ...
+
+
+def pack(
+    blocks: BlockParts,
+    plan: PackedPlan,
+    target: Path,
+    progress: Progress = lambda _done, _total: None,
+    waiting: Callable[[str], None] = lambda _process: None,
+) -> None:
+    """As `convert`, from blocks of any origin."""
+    conversion = _Conversion(blocks, plan, target, progress)
+
+    def wait(process: str) -> None:
+        waiting(process)
+        conversion.report_present()
+
+    try:
+        with exclusive(target, wait) as waited:
+            if not (waited and conversion.is_finished()):
+                conversion.run()
+    except OSError as error:
+        raise _disk_error(error, target, conversion.missing_bytes) from error
+
+
+class _Conversion:
+    """One process's work in a folder that it holds. Raises OSError for what the disk refuses."""
+
+    def __init__(self, blocks: BlockParts, plan: PackedPlan, target: Path, progress: Progress) -> None:
+        self._blocks = blocks
+        self._plan = plan
+        self._target = target
+        self._progress = progress
+        self._layouts = block_layouts(plan.config)
+        self._done_bytes, self._total_bytes = 0, model_bytes(plan.config, plan.recipe)
+        self.missing_bytes = sum(file.file_bytes for file in plan.files.values())  # that are still to be written
+
+    def is_finished(self) -> bool:
+        """Whether another process has just made it; a load verifies every byte."""
+        try:
+            PackedModel.open(self._target, self._plan.config, self._plan.recipe, self._plan.source).close()
+        except CheckpointError:
+            return False
+        return True
+
+    def report_present(self) -> None:
+        """Progress of another process, by the blocks that have their names."""
+        present = (layout for layout in self._layouts if self._path(layout).exists())
+        self._progress(sum(layout.nbytes(self._plan.recipe) for layout in present), self._total_bytes)
+
+    def run(self) -> None:
+        self._collect_temporaries()
+        checksums = self._kept()
+        missing = [layout for layout in self._layouts if layout.name not in checksums]
+        if not missing and self._has_index(checksums):
+            return
+        (self._target / INDEX).unlink(missing_ok=True)
+        for layout in missing:
+            self._path(layout).unlink(missing_ok=True)
+        sync_directory(self._target)
+        self._require_space()
+        for layout in missing:
+            file = self._file(layout)
+            checksums[layout.name] = write_block(file, self._target, self._blocks.parts(layout), self._advance)
+            self.missing_bytes -= file.file_bytes
+        with NewFile(self._target / INDEX) as new:
+            new.write(memoryview(json.dumps(self._plan.index(checksums), indent=1).encode()))
+            new.publish()
+
+    def _collect_temporaries(self) -> None:
+        """Only who holds the folder writes any: these are of processes that died."""
+        for path in self._target.iterdir():
+            if TEMPORARY.fullmatch(path.name):
+                path.unlink()
+
+    def _kept(self) -> dict[str, str]:
+        """Blocks that are there, whole and undamaged, with their checksums."""
+        checksums = {}
+        for layout in self._layouts:
+            file = self._file(layout)
+            checksum = file.checksum_of(self._path(layout))
+            if checksum is not None:
+                checksums[layout.name] = checksum
+                self.missing_bytes -= file.file_bytes
+                self._advance(layout.nbytes(self._plan.recipe))
+        return checksums
+
+    def _has_index(self, checksums: dict[str, str]) -> bool:
+        try:
+            return read_index(self._target) == self._plan.index(checksums)
+        except CheckpointError:
+            return False
+
+    def _require_space(self) -> None:
+        needed = self.missing_bytes + _SLACK_BYTES
+        if needed > free_bytes(self._target):
+            raise _no_space(self._target, needed)
+
+    def _advance(self, num_bytes: int) -> None:
+        self._done_bytes += num_bytes
+        self._progress(self._done_bytes, self._total_bytes)
+
+    def _file(self, layout: BlockLayout) -> PackedFile:
+        return self._plan.files[layout.name]
+
+    def _path(self, layout: BlockLayout) -> Path:
+        return self._target / self._file(layout).file_name
+
+
+def _disk_error(error: OSError, target: Path, missing_bytes: int) -> LocalLLMError:
+    if error.errno in _NO_SPACE:
+        return _no_space(target, missing_bytes, f"{error.strerror}: ")
+    why = f"{error}; {_gib(missing_bytes)} are still to be written, what was finished is kept"
+    return LocalLLMError(f"{target} cannot be written", why=why, fix=f"ls -ld {shlex.quote(str(target))}")
+
+
+def _no_space(target: Path, missing_bytes: int, reason: str = "") -> DoesNotFitError:
+    sizes = f"{_gib(missing_bytes)} more are needed, {_gib(free_bytes(target))} are free"
+    return DoesNotFitError(
+        f"the packed model does not fit on the disk of {target}",
+        why=f"{reason}{sizes}; what was finished is kept",
+        fix="free space there (localllm list, localllm rm MODEL), or set LOCALLLM_CACHE=/a/larger/disk",
+    )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

@@ -1,0 +1,301 @@
+"""A decoder's blocks on the CPU as one native call: no Python and no torch operator between two matrices.
+
+At 15 ms a token, 22 layers of torch operators would take 4. The blocks are written down once as a tape of kernels;
+a forward fills in what is new (hidden states, rotations, where each token's keys go) and runs it. Every row is computed
+alike however many there are: a prompt in chunks, a batch of answers and the verification of a draft give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from localllm.kernels import cpu_attention, cpu_matmul, cpu_norm, cpu_quantize, cpu_rope
+from localllm.kernels.cpu_isa import MOST_ROWS, Isa
+from localllm.kernels.cpu_jit import best_isa
+from localllm.kernels.cpu_linear import Activations, PackedMatrix, Step, float_bits, is_available
+from localllm.kernels.cpu_tape import Tape
+from localllm.kernels.tile16 import TILE
+from localllm.layers.attention import Attention
+from localllm.layers.batch import Batch
+from localllm.layers.linear import Linear
+from localllm.layers.mlp import MLP
+from localllm.layers.norm import RMSNorm
+from localllm.models.decoder import Block, Decoder
+from localllm.quant.int4 import Int4
+from localllm.quant.int8 import Int8
+
+HALF_VECTOR = 32  # of head and rotary dimensions: pairs of bf16 fill whole registers
+NO_WINDOW = 1 << 40
+
+
+class CpuStep:
+    """Built once for a decoder; `supports` says for which. One forward at a time."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder
+        self.isa = best_isa()
+        self._room: _Room | None = None
+        self._tapes: dict[tuple[int, int], _BlockTape] = {}
+
+    @staticmethod
+    def supports(decoder: Decoder) -> bool:
+        """Whether every block is of INT4 or INT8 matrices whose sizes fill whole tiles and groups, on a CPU."""
+        config = decoder.config
+        return (
+            decoder.device.type == "cpu"
+            and decoder.dtype is torch.bfloat16
+            and config.head_dim % HALF_VECTOR == 0
+            and config.rotary_dim % HALF_VECTOR == 0
+            and is_available()
+            and all(_packed(linear) is not None for block in decoder.blocks for linear in _linears(block))
+        )
+
+    def hidden_states(self, batch: Batch, on_block: Callable[[Block, Tensor], None] | None = None) -> Tensor:
+        """Hidden states after the last block, fp32 [T, hidden]; a view that the next forward overwrites.
+
+        `on_block` sees each block's output, as in `Decoder.hidden_states`; without it the step is a single call.
+        """
+        T = len(batch)
+        room = self._reserve(T)
+        block_rows = room.activations.resize(T, self.isa)
+        room.x[:T] = self.decoder.embed(batch.token_ids)
+        attention_rows = room.place(batch, self.decoder.config.num_heads // self.decoder.config.num_kv_heads)
+        tape = self._tape(room, block_rows, attention_rows)
+        if on_block is None:
+            tape.tape.run()
+        else:
+            begin = 0
+            for block, end in zip(self.decoder.blocks, tape.ends, strict=True):
+                tape.tape.run(begin, end)
+                on_block(block, room.x[:T])
+                begin = end
+        return room.x[:T]
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """fp32 [len(rows), V] of those rows of the last hidden states, which are gone afterwards."""
+        head = self.decoder.head
+        assert self._room is not None
+        room = self._room
+        if _packed(head) is None:
+            return self.decoder.logits(room.x[rows])
+        room.x[: len(rows)] = room.x[rows]
+        block_rows = room.activations.resize(len(rows), self.isa)
+        recorder = _Recorder(self.decoder, room, block_rows, 1)
+        logits = torch.empty(len(rows) + block_rows, head.out_features)
+        quantize = recorder.quantize(head, room.x, self.decoder.final_norm)
+        Tape([quantize, recorder.multiply(head, logits, adds=False)]).run()
+        return self.decoder.capped(logits[: len(rows)])
+
+    def matrices_only(self) -> tuple[Callable[[], None], int]:
+        """All matrices of the blocks for one row, without what is between them, and their bytes: to be timed."""
+        room = self._reserve(1)
+        rows = room.activations.resize(1, self.isa)
+        recorder = _Recorder(self.decoder, room, rows, 1)
+        linears = [linear for block in self.decoder.blocks for linear in _linears(block)]
+        tape = Tape([recorder.multiply(linear, room.wide, adds=False) for linear in linears])
+        return tape.run, sum(tensor.nbytes for linear in linears for tensor in linear.tensors.values())
+
+    def _reserve(self, rows: int) -> _Room:
+        if self._room is None or rows > self._room.rows:
+            self._tapes.clear()
+            self._room = _Room(self.decoder, rows)
+        return self._room
+
+    def _tape(self, room: _Room, block_rows: int, attention_rows: int) -> _BlockTape:
+        key = block_rows, attention_rows
+        if key not in self._tapes:
+            recorder = _Recorder(self.decoder, room, block_rows, attention_rows)
+            steps: list[Step] = []
+            ends = []
+            for block in self.decoder.blocks:
+                steps += recorder.block(block)
+                ends.append(len(steps))
+            self._tapes[key] = _BlockTape(Tape(steps), tuple(ends))
+        return self._tapes[key]
+
+
+@dataclass(frozen=True)
+class _BlockTape:
+    tape: Tape
+    ends: tuple[int, ...]  # of each block, in steps
+
+
+class _Room:
+    """What a forward of up to `rows` tokens writes into: fixed places, so that a tape can point at them."""
+
+    def __init__(self, decoder: Decoder, rows: int) -> None:
+        config = decoder.config
+        self.rows = rows
+        padded = rows + MOST_ROWS
+        linears = [linear for block in decoder.blocks for linear in _linears(block)]
+        matrices = [*linears, decoder.head]
+        groups = [matrix.group for linear in matrices if (matrix := _packed(linear)) is not None]
+        self.x = torch.zeros(padded, config.hidden_size)
+        self.wide = torch.zeros(padded * max(linear.out_features for linear in linears))  # qkv, gate and up
+        self.mixed = torch.zeros(padded, config.num_heads * config.head_dim)
+        self.y = torch.zeros(padded, config.hidden_size)  # before a norm that follows a body
+        self.activations = Activations(rows, max(linear.in_features for linear in linears), min(groups))
+        self.cos = [torch.zeros(rows, config.rotary_dim) for _ in decoder.rotaries]
+        self.sin = [torch.zeros(rows, config.rotary_dim) for _ in decoder.rotaries]
+        self.tokens = torch.zeros(rows, len(cpu_rope.TOKEN_WORDS), dtype=torch.int64)
+        self.tasks = torch.zeros(rows * config.num_heads, len(cpu_attention.TASK_WORDS), dtype=torch.int64)
+        self.num_tasks = torch.zeros(1, dtype=torch.int64)
+
+    def place(self, batch: Batch, group: int) -> int:
+        """Where each token's keys go and which rows attend together. Returns how many rows a task has at most."""
+        for index, (cos, sin) in enumerate(batch.rotations):
+            self.cos[index][: len(batch)] = cos[:, 0]
+            self.sin[index][: len(batch)] = sin[:, 0]
+        longest = max(segment.end - segment.begin for segment in batch.segments) * group
+        rows = min(cpu_attention.MAX_ROWS, 1 << (longest - 1).bit_length())
+        tokens: list[tuple[int, ...]] = []
+        tasks: list[tuple[int, ...]] = []
+        for segment in batch.segments:
+            kv, T = segment.kv, segment.end - segment.begin
+            assert kv.keys.dtype is torch.bfloat16 and kv.length + T <= kv.capacity
+            places = kv.keys.data_ptr(), kv.values.data_ptr(), kv.capacity
+            tokens += [(*places, position) for position in range(kv.length, kv.length + T)]
+            last = T * group
+            tasks += [(segment.begin, first, min(rows, last - first)) for first in range(0, last, rows)]
+        self.tokens[: len(tokens)] = torch.tensor(tokens)
+        self.tasks[: len(tasks)] = torch.tensor(tasks)
+        self.num_tasks[0] = len(tasks)
+        return rows
+
+
+@dataclass(frozen=True)
+class _Recorder:
+    """Writes blocks down as steps over a room, for a number of rows a block and a task."""
+
+    decoder: Decoder
+    room: _Room
+    block_rows: int
+    attention_rows: int
+
+    def block(self, block: Block) -> Iterator[Step]:
+        """x += norm_out(body(norm_in(x)))."""
+        body = block.body
+        first, last = _linears(block)
+        yield self.quantize(first, self.room.x, block.norm_in)
+        yield self.multiply(first, self.room.wide, adds=False)
+        if isinstance(body, Attention):
+            yield from self._attention(body)
+            yield self.quantize(last, self.room.mixed, None)
+        else:
+            packed = _required(last)
+            kernel = cpu_quantize.quantize(self._isa, packed.group, "gated", self.decoder.config.activation)
+            stride = first.out_features
+            yield self.room.activations.quantize(kernel, self.room.wide, packed.group, last.in_features, stride=stride)
+        if block.norm_out is None:
+            yield self.multiply(last, self.room.x, adds=True)
+        else:
+            yield self.multiply(last, self.room.y, adds=False)
+            hidden = last.out_features
+            yield self._norm(block.norm_out, self.room.y, self.room.x, hidden, hidden, adds=True)
+
+    def quantize(self, linear: Linear, x: Tensor, norm: RMSNorm | None) -> Step:
+        group, features = _required(linear).group, linear.in_features
+        kernel = cpu_quantize.quantize(self._isa, group, "plain" if norm is None else "norm")
+        rest: dict[str, Tensor | int] = {} if norm is None else {"weight": norm.weight, "eps": float_bits(norm.eps)}
+        return self.room.activations.quantize(kernel, x, group, features, **rest)
+
+    def multiply(self, linear: Linear, y: Tensor, *, adds: bool) -> Step:
+        packed, has_bias = _required(linear), linear.bias is not None
+        kernel = cpu_matmul.matmul(
+            self._isa, packed.weights, packed.group, self.block_rows, adds=adds, has_bias=has_bias
+        )
+        bias = None if linear.bias is None else linear.bias.float()
+        return self.room.activations.multiply(kernel, packed, y, linear.out_features, bias)
+
+    def _attention(self, body: Attention) -> Iterator[Step]:
+        room, shape = self.room, body.shape
+        H, KH, D = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        stride = (H + 2 * KH) * D
+        if body.q_norm is not None and body.k_norm is not None and not shape.norm_each_head:
+            keys = room.wide[H * D :]
+            yield self._norm(body.q_norm, room.wide, room.wide, H * D, stride, adds=False)
+            yield self._norm(body.k_norm, keys, keys, KH * D, stride, adds=False)
+        norms = (body.q_norm, body.k_norm) if shape.norm_each_head else (None, None)
+        rope = cpu_rope.rope(self._isa, D, self.decoder.config.rotary_dim, has_norms=norms[0] is not None)
+        yield (
+            rope,
+            rope.arguments(
+                qkv=room.wide,
+                cos=room.cos[shape.rotation],
+                sin=room.sin[shape.rotation],
+                q_norm=0 if norms[0] is None else norms[0].weight,
+                k_norm=0 if norms[1] is None else norms[1].weight,
+                tokens=room.tokens,
+                shape=room.activations.shape,
+                heads=H,
+                kv_heads=KH,
+                layer=shape.layer,
+                scale=float_bits(shape.scale),
+                eps=float_bits(self.decoder.config.rms_norm_eps),
+            ),
+        )
+        attention = cpu_attention.attention(self._isa, D, self.attention_rows, has_softcap=shape.softcap is not None)
+        yield (
+            attention,
+            attention.arguments(
+                q=room.wide,
+                out=room.mixed,
+                tasks=room.tasks,
+                tokens=room.tokens,
+                shape=room.num_tasks,
+                kv_heads=KH,
+                group=H // KH,
+                stride=stride,
+                layer=shape.layer,
+                window=shape.window or NO_WINDOW,
+                softcap=float_bits(shape.softcap or 0.0),
+            ),
+        )
+
+    @property
+    def _isa(self) -> Isa:
+        return best_isa()
+
+    def _norm(self, norm: RMSNorm, x: Tensor, y: Tensor, features: int, stride: int, *, adds: bool) -> Step:
+        kernel = cpu_norm.norm(self._isa, adds=adds)
+        shape = self.room.activations.shape
+        return kernel, kernel.arguments(
+            x=x,
+            weight=norm.weight,
+            y=y,
+            shape=shape,
+            features=features,
+            x_stride=stride,
+            y_stride=stride,
+            eps=float_bits(norm.eps),
+        )
+
+
+def _linears(block: Block) -> tuple[Linear, Linear]:
+    body = block.body
+    if isinstance(body, MLP):
+        return body.gate_up_proj, body.down_proj
+    return body.qkv_proj, body.o_proj
+
+
+def _packed(linear: Linear) -> PackedMatrix | None:
+    """The matrix as the kernels take it; None where its format or its sizes are not theirs."""
+    tensors = linear.tensors
+    if isinstance(linear.format, Int4):
+        packed = PackedMatrix("int4", tensors["qweight"], tensors["scale"], tensors["bias"])
+    elif isinstance(linear.format, Int8):
+        packed = PackedMatrix("int8", tensors["qweight"], tensors["scale"], None)
+    else:
+        return None
+    fills = packed.in_features == linear.in_features and packed.tiles * TILE == linear.out_features
+    return packed if fills else None
+
+
+def _required(linear: Linear) -> PackedMatrix:
+    packed = _packed(linear)
+    assert packed is not None, "CpuStep.supports said so"
+    return packed

@@ -1,0 +1,258 @@
+"""A packed model: a folder with one file a block, and an index that is written last.
+
+What its files hold follows from the model's config, the recipe and the source; the index and every header are compared
+with that before a byte is used, and every block with its checksum while the next one is being read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import xxhash
+from torch import Tensor
+
+from localllm.errors import CheckpointError
+from localllm.hub.exclusive import reading
+from localllm.models.config import ModelConfig
+from localllm.models.disk_read import READERS, FileRead
+from localllm.models.fields import show
+from localllm.models.host_buffer import host_buffer
+from localllm.models.layout import BlockLayout, block_layouts
+from localllm.models.packed_file import CHECKSUM, DTYPES, LAYOUT_VERSION, PackedFile
+from localllm.models.strict_json import JsonLimits, read_json_object
+from localllm.quant.recipe import Recipe
+
+INDEX = "index.json"
+_LIMITS = JsonLimits(size_bytes=16 << 20)
+# Of the config, what the packed bytes depend on.
+_MODEL_FIELDS = (
+    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"),
+    *("head_dim", "attention_bias", "output_bias", "mlp_bias", "qk_norm", "norm_placement", "norm_weight_offset"),
+    "tie_word_embeddings",
+)
+
+
+@dataclass(frozen=True)
+class PackedPlan:
+    """What a packed model of this checkpoint in this recipe consists of, before any byte of it is known."""
+
+    config: ModelConfig
+    recipe: Recipe
+    source: str  # identifies the checkpoint
+    model: str = "MODEL"  # its name in commands
+
+    @cached_property
+    def files(self) -> dict[str, PackedFile]:
+        """By the block's name, in the order in which a forward needs them."""
+        source = self.source.encode("utf-8", "backslashreplace").decode()  # a path may hold bytes that are no text
+        return {layout.name: PackedFile.of(layout, self.recipe, source) for layout in block_layouts(self.config)}
+
+    @property
+    def command(self) -> str:
+        """What makes it, and makes its damaged blocks anew."""
+        return f"localllm quantize {shlex.quote(self.model)} --weights {self.recipe.name}"
+
+    def index(self, checksums: Mapping[str, str]) -> dict[str, object]:
+        """The content of index.json. checksums: by the block's name."""
+        recipe, files = self.recipe, self.files
+        return {
+            "layout_version": LAYOUT_VERSION,
+            "recipe": {"name": recipe.name, "blocks": recipe.blocks.name, "embedding": recipe.embedding.name},
+            "source": next(iter(files.values())).metadata["source"],
+            "model": {name: getattr(self.config, name) for name in _MODEL_FIELDS},
+            "blocks": [_block_entry(file, checksums[name]) for name, file in files.items()],
+        }
+
+
+def _block_entry(file: PackedFile, checksum: str) -> dict[str, object]:
+    tensors = {
+        name: {
+            "dtype": DTYPES[placed.spec.dtype],
+            "shape": list(placed.spec.shape),
+            "offset": file.data_begin + placed.begin,
+        }
+        for name, placed in file.tensors.items()
+    }
+    return {
+        "name": file.name,
+        "file": file.file_name,
+        "bytes": file.file_bytes,
+        "checksum": checksum,
+        "tensors": tensors,
+    }
+
+
+def needs_conversion(directory: Path) -> bool:
+    """Whether there is no finished packed model, or one whose layout is older than what is read here."""
+    if not (directory / INDEX).exists():
+        return True
+    try:
+        version = read_index(directory).get("layout_version")
+    except CheckpointError:
+        return False  # damage is for `PackedModel.open` to tell
+    return type(version) is int and version < LAYOUT_VERSION
+
+
+def read_index(directory: Path) -> dict[str, object]:
+    """Whatever index.json holds. Raises CheckpointError where that is no JSON object, or nothing."""
+    return read_json_object(directory / INDEX, _LIMITS)
+
+
+class PackedModel:
+    """An open packed model; a BlockSource. The tensors of a block are views of one buffer, read once and in one piece.
+
+    At most one block is read ahead of the one that was asked for. Until it is closed nobody deletes it.
+    """
+
+    def __init__(self, directory: Path, plan: PackedPlan, checksums: Mapping[str, str], held: ExitStack) -> None:
+        """held: what keeps the folder from being deleted; closed with this."""
+        self.directory = directory
+        self._held = held
+        self.config = plan.config
+        self._plan = plan
+        self._files = plan.files
+        self._checksums = checksums
+        self._next = dict(zip(self._files, list(self._files)[1:], strict=False))  # block -> the one after it
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="packed-read")
+        self._ahead: tuple[str, Tensor, FileRead] | None = None
+
+    @classmethod
+    def open(
+        cls, directory: Path, config: ModelConfig, recipe: Recipe, source: str, *, model: str = "MODEL"
+    ) -> PackedModel:
+        """The packed model in `directory`, if it is just this one. Its `config` says whether the head is tied.
+
+        model: its name, for the commands in errors. Raises CheckpointError where it is unfinished, made from another
+        source or in another recipe, damaged, cut, or of another layout version.
+        """
+        plan = PackedPlan(config, recipe, source, model)
+        with ExitStack() as held:
+            with suppress(OSError):  # no index: said below
+                held.enter_context(reading(directory / INDEX))
+            try:
+                found = read_index(directory)
+            except CheckpointError as error:
+                raise CheckpointError(error.what, why=error.why, fix=plan.command) from None
+            plan, checksums = _agreed(found, plan, directory / INDEX)
+            for file in plan.files.values():
+                _check_size(directory / file.file_name, file.file_bytes, plan)
+            return cls(directory, plan, checksums, held.pop_all())
+
+    def __enter__(self) -> PackedModel:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """The tensors that were given out stay."""
+        if self._ahead is not None:
+            self._ahead[2].close()
+            self._ahead = None
+        self._readers.shutdown()
+        self._held.close()
+
+    def tensors(self, layout: BlockLayout) -> dict[str, Tensor]:
+        """As BlockSource says. Raises MemoryError, and CheckpointError with the file and the command that helps."""
+        file = self._files[layout.name]
+        buffer, read = self._begun(file)
+        try:
+            following = self._next.get(layout.name)
+            if following is not None:
+                self._ahead = (following, *self._begin(self._files[following]))
+            self._verify(file, read)
+        except (OSError, EOFError) as error:
+            raise self._refusal(file, "cannot be read", str(error)) from None
+        finally:
+            read.close()
+        return file.views(buffer)
+
+    def finish(self) -> None:
+        """Nothing is left over: the index names every file."""
+
+    def _begun(self, file: PackedFile) -> tuple[Tensor, FileRead]:
+        """What was begun ahead, if it is this file."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] == file.name:
+            return ahead[1:]
+        if ahead is not None:
+            ahead[2].close()
+        return self._begin(file)
+
+    def _begin(self, file: PackedFile) -> tuple[Tensor, FileRead]:
+        buffer = host_buffer(file.file_bytes)
+        try:
+            return buffer, FileRead(self.directory / file.file_name, buffer.numpy().data, self._readers)
+        except OSError as error:
+            raise self._refusal(file, "cannot be read", str(error)) from None
+
+    def _verify(self, file: PackedFile, read: FileRead) -> None:
+        header = file.header(self._checksums[file.name])
+        digest = xxhash.xxh3_128()
+        position = 0
+        for chunk in read.chunks():
+            own = header[position : position + len(chunk)]
+            if chunk[: len(own)] != own:
+                why = f"its header is not that of {file.name}, {self._plan.recipe.name}, {self._plan.source}"
+                raise self._refusal(file, "is damaged", why)
+            digest.update(chunk[len(own) :])
+            position += len(chunk)
+        if digest.hexdigest() != self._checksums[file.name]:
+            why = f"the checksum of its bytes is {digest.hexdigest()}, {INDEX} has {self._checksums[file.name]}"
+            raise self._refusal(file, "is damaged", why)
+
+    def _refusal(self, file: PackedFile, what: str, why: str) -> CheckpointError:
+        return CheckpointError(f"{self.directory / file.file_name} {what}", why=why, fix=self._plan.command)
+
+
+def _agreed(found: Mapping[str, object], plan: PackedPlan, path: Path) -> tuple[PackedPlan, dict[str, str]]:
+    """The plan, with a head of its own where the index has one, and the checksums. Raises CheckpointError."""
+    version = found.get("layout_version")
+    if version != LAYOUT_VERSION:
+        newer = type(version) is int and version > LAYOUT_VERSION
+        raise CheckpointError(
+            f"{path} is of {'a newer' if newer else 'another'} layout version",
+            why=f"it is {show(version)}; this localllm reads {LAYOUT_VERSION}",
+            fix=f"update localllm, or pack the model anew: {plan.command}" if newer else plan.command,
+        )
+    model = found.get("model")
+    if plan.config.tie_word_embeddings and isinstance(model, dict) and model.get("tie_word_embeddings") is False:
+        plan = dataclasses.replace(plan, config=dataclasses.replace(plan.config, tie_word_embeddings=False))
+    checksums = _checksums(found.get("blocks"), plan)
+    expected = plan.index(checksums)
+    for key in (*expected, *found):
+        if found.get(key) != expected.get(key):
+            told, meant = (json.dumps(index.get(key))[:120] for index in (found, expected))
+            what = f"{path} is not of this model in {plan.recipe.name}"
+            raise CheckpointError(what, why=f"{show(key)} is {told}, not {meant}", fix=plan.command)
+    return plan, checksums
+
+
+def _checksums(blocks: object, plan: PackedPlan) -> dict[str, str]:
+    """By the block's name, as far as the index has them in place; "" for the others."""
+    entries = blocks if isinstance(blocks, list) else []
+    found = [entry.get("checksum") if isinstance(entry, dict) else None for entry in entries]
+    names = list(plan.files)
+    checksums = dict.fromkeys(names, "")
+    for name, checksum in zip(names, found, strict=False):
+        if isinstance(checksum, str) and CHECKSUM.fullmatch(checksum):
+            checksums[name] = checksum
+    return checksums
+
+
+def _check_size(path: Path, file_bytes: int, plan: PackedPlan) -> None:
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read", why=error.strerror or "unknown", fix=plan.command) from None
+    if size != file_bytes:
+        what = f"{path} is cut short" if size < file_bytes else f"{path} is too long"
+        raise CheckpointError(what, why=f"{file_bytes} bytes are needed, it has {size}", fix=plan.command)

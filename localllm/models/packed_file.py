@@ -1,0 +1,225 @@
+"""The file of one packed block: what stands at which byte, how it is written, and whether it is whole.
+
+It is a safetensors file whose every byte but those of the tensors follows from the block's layout, the recipe and the
+source: reading one compares the header instead of believing it.
+
+    8 bytes    length of the header
+    header     JSON, padded with spaces so that data begins at a multiple of 4096; the checksum of the data is in it
+    data       tensors at multiples of 64, padding between them and up to a multiple of 4096 as tensors of their own
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+import xxhash
+from torch import Tensor
+
+from localllm.hub.repo_cache import sync_directory
+from localllm.models.host_buffer import PAGE_BYTES
+from localllm.models.layout import BlockLayout
+from localllm.quant.recipe import Recipe
+from localllm.quant.weight_format import TensorSpec
+
+LAYOUT_VERSION = 1  # of these files and of the index: grows when older bytes can no longer be read
+CHECKSUM = re.compile(r"[0-9a-f]{32}")  # XXH3-128 of all data: 20 GB/s, where blake2b has 0.9 and would slow a load
+TEMPORARY = re.compile(r"\..+\.tmp")
+DTYPES: Mapping[torch.dtype, str] = MappingProxyType(
+    {
+        torch.bfloat16: "BF16",
+        torch.float16: "F16",
+        torch.float32: "F32",
+        torch.int32: "I32",
+        torch.int8: "I8",
+        torch.uint8: "U8",
+    }
+)
+_LENGTH_BYTES = 8
+_ALIGNMENT_BYTES = 64  # a cache line, and an AVX-512 vector
+_NO_CHECKSUM = "0" * 32
+_READ_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class PackedTensor:
+    """`begin` in bytes from the start of the data."""
+
+    spec: TensorSpec
+    begin: int
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.spec.nbytes
+
+
+@dataclass(frozen=True)
+class PackedFile:
+    """Where everything of a block stands."""
+
+    name: str  # the block's
+    metadata: Mapping[str, str]
+    tensors: Mapping[str, PackedTensor]  # in the order of their bytes
+    padding: Mapping[str, PackedTensor]
+    data_begin: int  # in bytes from the start of the file
+    file_bytes: int
+
+    @classmethod
+    def of(cls, layout: BlockLayout, recipe: Recipe, source: str) -> PackedFile:
+        """source: what identifies the checkpoint."""
+        metadata = {
+            "format": "localllm-packed",
+            "layout_version": str(LAYOUT_VERSION),
+            "block": layout.name,
+            "recipe": recipe.name,
+            "blocks": recipe.blocks.name,
+            "embedding": recipe.embedding.name,
+            "source": source,
+        }
+        tensors, padding, end = _placed(layout.specs(recipe))
+        data_begin = _rounded_up(_LENGTH_BYTES + len(_json(metadata, _NO_CHECKSUM, tensors, padding)), PAGE_BYTES)
+        return cls(layout.name, metadata, tensors, padding, data_begin, data_begin + end)
+
+    @property
+    def file_name(self) -> str:
+        return f"{self.name}.safetensors"
+
+    def header(self, checksum: str) -> bytes:
+        """The first `data_begin` bytes of the file."""
+        text = _json(self.metadata, checksum, self.tensors, self.padding)
+        length = self.data_begin - _LENGTH_BYTES
+        return length.to_bytes(_LENGTH_BYTES, "little") + text.ljust(length)
+
+    def views(self, buffer: Tensor) -> dict[str, Tensor]:
+        """The tensors in the bytes of a whole file, uint8 [file_bytes]: nothing is copied."""
+        data = buffer[self.data_begin :]
+        return {
+            name: data[placed.begin : placed.end].view(placed.spec.dtype).view(placed.spec.shape)
+            for name, placed in self.tensors.items()
+        }
+
+    def checksum_of(self, path: Path) -> str | None:
+        """The checksum of the file at `path`; None where it is not exactly this block, whole and undamaged."""
+        digest = xxhash.xxh3_128()
+        try:
+            with path.open("rb", buffering=0) as file:
+                header = file.read(self.data_begin)
+                while chunk := file.read(_READ_BYTES):
+                    digest.update(chunk)
+        except OSError:
+            return None
+        checksum = digest.hexdigest()
+        return checksum if header == self.header(checksum) else None
+
+
+def write_block(
+    file: PackedFile, directory: Path, parts: Iterable[Mapping[str, Tensor]], written: Callable[[int], None]
+) -> str:
+    """Write the block from `parts`, its tensors in order, and give it its name when it is whole; returns its checksum.
+
+    `written` hears of each part's bytes. Raises OSError; then, and when `parts` raises, nothing is left behind.
+    """
+    digest = xxhash.xxh3_128()
+    position = 0
+    with NewFile(directory / file.file_name) as new:
+        new.seek(file.data_begin)
+
+        def append(data: memoryview) -> None:
+            nonlocal position
+            new.write(data)
+            digest.update(data)
+            position += len(data)
+
+        placed = iter(file.tensors.items())
+        for part in parts:
+            for name, tensor in part.items():
+                expected, place = next(placed)
+                assert (name, TensorSpec(tuple(tensor.shape), tensor.dtype)) == (expected, place.spec)
+                append(memoryview(bytes(place.begin - position)))
+                append(_bytes_of(tensor))
+            written(sum(tensor.nbytes for tensor in part.values()))
+        assert next(placed, None) is None
+        append(memoryview(bytes(file.file_bytes - file.data_begin - position)))
+        checksum = digest.hexdigest()
+        new.seek(0)
+        new.write(memoryview(file.header(checksum)))
+        new.publish()
+    return checksum
+
+
+class NewFile:
+    """A file that gets its name when it is whole and on the disk; until then, and if it fails, no other file changes.
+
+    Writing raises OSError.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+    def __enter__(self) -> NewFile:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._descriptor = os.open(self._temporary, flags, 0o644)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        os.close(self._descriptor)
+        self._temporary.unlink(missing_ok=True)
+
+    def seek(self, position: int) -> None:
+        os.lseek(self._descriptor, position, os.SEEK_SET)
+
+    def write(self, data: memoryview) -> None:
+        while data:
+            data = data[os.write(self._descriptor, data[:_READ_BYTES]) :]
+
+    def publish(self) -> None:
+        os.fsync(self._descriptor)
+        self._temporary.replace(self._path)
+        sync_directory(self._path.parent)
+
+
+def _placed(specs: Mapping[str, TensorSpec]) -> tuple[dict[str, PackedTensor], dict[str, PackedTensor], int]:
+    """Tensors, padding, and where the data ends. The format allows no bytes that belong to no tensor."""
+    tensors: dict[str, PackedTensor] = {}
+    padding: dict[str, PackedTensor] = {}
+    position = 0
+
+    def pad_to(multiple: int) -> int:
+        end = _rounded_up(position, multiple)
+        if end > position:
+            padding[f"padding.{len(padding)}"] = PackedTensor(TensorSpec((end - position,), torch.uint8), position)
+        return end
+
+    for name, spec in specs.items():
+        tensors[name] = PackedTensor(spec, pad_to(_ALIGNMENT_BYTES))
+        position = tensors[name].end
+    return tensors, padding, pad_to(PAGE_BYTES)
+
+
+def _json(
+    metadata: Mapping[str, str],
+    checksum: str,
+    tensors: Mapping[str, PackedTensor],
+    padding: Mapping[str, PackedTensor],
+) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {**metadata, "checksum": checksum}}
+    for name, placed in sorted({**tensors, **padding}.items(), key=lambda item: item[1].begin):
+        offsets = [placed.begin, placed.end]
+        entries[name] = {"dtype": DTYPES[placed.spec.dtype], "shape": placed.spec.shape, "data_offsets": offsets}
+    return json.dumps(entries, separators=(",", ":")).encode("ascii")
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    flat: memoryview = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+    return flat
+
+
+def _rounded_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,343 @@
+"""`localllm bench`: shapes without a network, random weights in every format, floors, and figures that add up."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import itertools
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from localllm.bench import floors, subject
+from localllm.bench.decoding import Depth, random_ids, read_prompt
+from localllm.bench.floors import disk_file
+from localllm.bench.machine import PeakMemory
+from localllm.bench.random_blocks import RandomBlocks
+from localllm.bench.run import Decoding, Peaks, Round, summary
+from localllm.bench.shapes import Shape, find_shape, shipped_shapes
+from localllm.bench.subject import Subject, random_subject
+from localllm.bench.workload import Workload
+from localllm.engine.engine import Engine
+from localllm.engine.events import Timings
+from localllm.engine.runner import Chunk
+from localllm.errors import ModelNotFoundError
+from localllm.models.families import parse_config
+from localllm.models.layout import block_layouts, model_bytes
+from localllm.quant.recipe import recipe
+from localllm.registry import BUILT_IN, load_registry
+from tests.cli_support import write_checkpoint
+
+ENTRIES = [entry for entry in load_registry().entries if entry.name != BUILT_IN]
+CPU = torch.device("cpu")
+ODD: dict[str, Any] = {  # no size is a multiple of a tile's 16 rows, nor of a group
+    "model_type": "llama",
+    "vocab_size": 263,
+    "hidden_size": 36,
+    "intermediate_size": 54,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 10,
+    "max_position_embeddings": 256,
+    "attention_bias": True,
+}
+RECIPES = ["bf16", "int8", "nf4", "int4-g32", "int4-g64", "int4-g128"]
+
+# The published file of each shape, where the data has one. The context stands for the instructed model.
+PUBLISHED = {
+    "llama-3.1-8b": "llama3_1_8b",
+    "llama-3.2-1b": "llama3_2_1b",
+    "llama-3.3-70b": "llama-3.3-70b-instruct",
+    "llama-2-7b": "llama2_7b",
+    "codellama-7b": "codellama_7b",
+    "tinyllama-1.1b": "tinyllama_1b_chat_v1.0",
+    "smollm2-135m": "smollm2_135m",
+    "mistral-7b": "mistral_7b_v03",
+    "qwen2.5-0.5b": "qwen2_0_5b",
+    "qwen2.5-7b": "qwen2.5-7b",
+    "qwen3-0.6b": "qwen3_0.6b",
+    "qwen3-1.7b": "qwen3_1.7b",
+    "qwen3-8b": "qwen3-8b",
+    "phi-3.5-mini": "phi-3_5",
+    "phi-4-mini": "phi-4",
+    "gemma-2-9b": "gemma2_9b",
+    "gemma-3-1b": "gemma3_1b_it",
+    "olmo-2-7b": "olmo2_7b",
+}
+NO_ARCHITECTURE = {"max_position_embeddings", "bos_token_id", "eos_token_ids", "dtype", "ropes"}
+
+
+def shape_of(name: str) -> Shape:
+    return Shape(name, parse_config(shipped_shapes()[name], name))
+
+
+def odd_shape(**differences: Any) -> Shape:
+    return Shape("odd", parse_config({**ODD, **differences}, "odd"))
+
+
+def made(shape: Shape, weights: str = "bf16", ctx: int = 64) -> Subject:
+    return random_subject(shape, recipe(weights), torch.bfloat16, CPU, ctx)
+
+
+@pytest.fixture(autouse=True)
+def small_floors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(floors, "MEMORY_BYTES", 1 << 20)
+    monkeypatch.setattr(floors, "DISK_BYTES", 16 << 20)
+    monkeypatch.setattr(floors, "MATMUL_SHAPE", (16, 64, 64))
+
+
+# Shapes
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_every_model_of_the_registry_has_a_shape_of_its_size(entry: Any) -> None:
+    config = shape_of(entry.name).config
+    layouts = block_layouts(config)
+    count = sum(matrix.out_features * matrix.in_features for layout in layouts for matrix in layout.matrices)
+    # What is not text is not loaded: of Gemma 3's 4.3 billion, 0.42 are its eyes.
+    expected = entry.parameters - (0.42 if entry.name == "gemma-3-4b" else 0)
+    assert count / 1e9 == pytest.approx(expected, rel=0.01)
+    assert config.longest_context >= entry.context
+
+
+@pytest.mark.parametrize(("name", "file"), PUBLISHED.items(), ids=list(PUBLISHED))
+def test_a_shape_is_the_published_architecture(name: str, file: str, shared_data: Callable[[str], Path]) -> None:
+    published = parse_config(json.loads(shared_data(f"configs/{file}.json").read_text()), file)
+    ours = shape_of(name).config
+    for field in dataclasses.fields(ours):
+        if field.name not in NO_ARCHITECTURE:
+            assert getattr(ours, field.name) == getattr(published, field.name), field.name
+    for rope, published_rope in zip(ours.ropes, published.ropes, strict=True):
+        assert rope.kind == published_rope.kind
+        assert rope.theta == published_rope.theta
+        assert rope.long_factor == pytest.approx(published_rope.long_factor, rel=1e-5)
+
+
+def test_a_shape_is_found_by_name_alias_and_letter_case() -> None:
+    assert find_shape("mistral").name == find_shape("Mistral-7B").name == "mistral-7b"
+
+
+def test_the_built_in_models_shape_is_its_own_config() -> None:
+    assert find_shape("tiny").config.num_layers == 12
+
+
+def test_a_folder_has_the_shape_of_its_config(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "mine", hidden=32, layers=3)
+    assert find_shape(str(folder)).config.num_layers == 3
+
+
+def test_an_unknown_shape_names_the_nearest() -> None:
+    with pytest.raises(ModelNotFoundError) as caught:
+        find_shape("tinylama-1.1b")
+    assert "tinyllama-1.1b" in caught.value.why
+
+
+# Random weights
+
+
+@pytest.mark.parametrize("weights", RECIPES)
+@pytest.mark.parametrize("shape", [odd_shape(), odd_shape(hidden_size=64, tie_word_embeddings=True)])
+def test_random_blocks_are_what_the_layout_says(weights: str, shape: Shape) -> None:
+    chosen = recipe(weights)
+    source = RandomBlocks(chosen)
+    seen: list[torch.Tensor] = []
+    for layout in block_layouts(shape.config):
+        tensors = source.tensors(layout)
+        specs = layout.specs(chosen)
+        assert list(tensors) == list(specs)
+        for name, spec in specs.items():
+            assert (tensors[name].shape, tensors[name].dtype) == (spec.shape, spec.dtype)
+        seen += tensors.values()
+    spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in seen)
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
+    assert sum(tensor.nbytes for tensor in seen) == model_bytes(shape.config, chosen)
+
+
+@pytest.mark.parametrize("weights", RECIPES)
+def test_random_matrices_are_whole_rows_of_unit_scale(weights: str) -> None:
+    chosen = recipe(weights)
+    layout = block_layouts(odd_shape().config)[2]
+    tensors = RandomBlocks(chosen).tensors(layout)
+    for matrix in layout.matrices:
+        parts = {name.split(".")[1]: tensor for name, tensor in tensors.items() if name.startswith(f"{matrix.name}.")}
+        weight = matrix.format(chosen).dequantize(parts, matrix.out_features, matrix.in_features).float()
+        norms = weight.square().sum(dim=1)  # 1 on average: N(0, 1/K)
+        assert weight.shape == (matrix.out_features, matrix.in_features)
+        assert 0.2 < norms.min() and norms.max() < 4
+
+
+@pytest.mark.parametrize("weights", RECIPES)
+def test_a_model_of_random_weights_computes_finite_logits_that_depend_on_the_prompt(weights: str) -> None:
+    ours = made(odd_shape(), weights)
+    kv = Depth(ours, 0, Workload(8, 4, (0,), 1))._kv
+    logits = []
+    for first in (3, 70):
+        kv.trim(0)
+        logits.append(ours.engine.runner.forward([Chunk([first, 5, 9], kv, 3)]))
+    assert all(row.isfinite().all() for row in logits)
+    assert not torch.equal(*logits)
+
+
+# What a token costs
+
+
+def test_the_bytes_of_a_token_are_all_matrices_but_the_rows_of_the_embedding() -> None:
+    untied, tied = made(odd_shape()), made(odd_shape(tie_word_embeddings=True))
+    hidden, heads, kv, inner, vocab = 36, 40, 10, 54, 263
+    blocks = 2 * ((heads + 2 * kv) * hidden + hidden * heads + 3 * hidden * inner)
+    expected = 2 * (blocks + vocab * hidden)
+    assert subject.matrix_bytes(untied.engine.model) == expected
+    assert subject.matrix_bytes(tied.engine.model) == expected
+
+
+def test_the_bytes_of_a_token_count_scales_and_padding() -> None:
+    ours = made(odd_shape(), "int4-g32")
+    chosen = recipe("int4-g32")
+    matrices = [matrix for layout in block_layouts(ours.config)[1:] for matrix in layout.matrices]
+    specs = [matrix.format(chosen).specs(matrix.out_features, matrix.in_features) for matrix in matrices]
+    assert subject.matrix_bytes(ours.engine.model) == sum(s.nbytes for spec in specs for s in spec.values())
+
+
+def test_the_cache_is_read_as_far_as_each_layers_window_reaches() -> None:
+    raw = {**ODD, "model_type": "mistral", "sliding_window": 12}
+    windowed = made(Shape("windowed", parse_config(raw, "windowed")))
+    row = 2 * 1 * 10 * 2  # keys and values, heads, features, bytes
+    lengths = [11, 12, 12, 12]  # 10 tokens in the cache, and the new one itself
+    assert subject.mean_kv_bytes(windowed.engine.model, 10, 4) == 2 * row * sum(lengths) // 4
+    assert subject.mean_kv_bytes(made(odd_shape()).engine.model, 10, 4) == 2 * row * (11 + 12 + 13 + 14) // 4
+
+
+# Decoding at a depth
+
+
+class Spy:
+    """Sees every forward of an engine: how much is in the cache, and how many tokens come."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[int, int]] = []
+        forward = engine.runner.forward
+
+        def seen(chunks: list[Chunk], **options: Any) -> torch.Tensor:
+            self.calls += [(chunk.kv.length, chunk.num_tokens) for chunk in chunks]
+            return forward(chunks, **options)
+
+        monkeypatch.setattr(engine.runner, "forward", seen)
+
+
+@pytest.mark.parametrize("is_random", [True, False])
+@pytest.mark.parametrize("context", [0, 1, 7, 40])
+def test_every_round_decodes_one_by_one_behind_the_whole_context(
+    context: int, is_random: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workload = Workload(8, 5, (context,), 1)
+    ours = dataclasses.replace(made(odd_shape(), ctx=workload.ctx), has_random_weights=is_random)
+    depth = Depth(ours, context, workload)
+    spy = Spy(ours.engine, monkeypatch)
+    for _ in range(2):
+        tok_s, _ = depth.decode()
+        depth.verify_ratio()
+        assert tok_s > 0
+        assert spy.calls[:5] == [(context + step, 1) for step in range(5)]
+        assert set(spy.calls[5:]) == {(context, 1), (context, 8)}
+        spy.calls.clear()
+    assert not ours.engine.has_work
+
+
+def test_a_real_models_cache_is_filled_by_reading_a_prompt() -> None:
+    workload = Workload(8, 5, (20,), 1)
+    ours = dataclasses.replace(made(odd_shape(), ctx=workload.ctx), has_random_weights=False)
+    depth = Depth(ours, 20, workload)
+    expected = ours.engine._new_kv(20)
+    ours.engine.runner.forward([Chunk(random_ids(ours, 28, seed=20), expected, 20)])
+    assert torch.equal(depth._kv.keys[:, :, :20], expected.keys)
+    assert torch.equal(depth._kv.values[:, :, :20], expected.values)
+
+
+def test_the_floor_is_sampled_before_and_after_decoding() -> None:
+    workload = Workload(8, 5, (4,), 1)
+    samples = iter([10.0, 30.0])
+    _, floor = Depth(made(odd_shape(), ctx=workload.ctx), 4, workload).decode(lambda: next(samples))
+    assert floor == pytest.approx(15.0)  # as many bytes each time: the times add up, not the rates
+    assert next(samples, None) is None
+
+
+def test_a_prompt_is_read_anew_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = made(odd_shape())
+    spy = Spy(ours.engine, monkeypatch)
+    timings = [read_prompt(ours.engine, random_ids(ours, 30)) for _ in range(2)]
+    assert spy.calls == [(0, 30), (0, 30)]
+    assert all(timing.ttft_s and timing.prefill_tok_s for timing in timings)
+
+
+# Figures
+
+
+def test_ratios_are_formed_within_a_round() -> None:
+    workload = Workload(8, 4, (4,), 3)
+    ours = made(odd_shape(), ctx=workload.ctx)
+    cost = ours.bytes_per_token(4, 4) / 1e9
+    flops = ours.prefill_flops_per_token() / 1e9
+    rounds = [  # a machine that is at times ten times slower
+        Round(
+            Timings(ttft_s=1.0, prefill_tok_s=0.5 * speed / flops),
+            speed,
+            (Decoding(0.8 * speed / cost, speed, 1.2),),
+            0.9,
+            {},
+        )
+        for speed in (10.0, 100.0, 1000.0)
+    ]
+    run = summary(ours, workload, rounds, 0, Peaks(1, None))
+    assert run.floor_fraction == pytest.approx(0.8)
+    assert run.floor_fraction_spread.min == pytest.approx(0.8)
+    assert run.prefill_fraction == pytest.approx(0.5)
+    assert run.decode_tok_s.median == pytest.approx(80 / cost)
+    assert run.decode_tok_s.max == pytest.approx(800 / cost)
+
+
+def test_the_peak_of_memory_is_of_what_came_after() -> None:
+    big = torch.ones(64 << 20, dtype=torch.uint8)
+    del big
+    peak = PeakMemory(CPU)
+    before = peak.rss_bytes()
+    held = torch.ones(32 << 20, dtype=torch.uint8)
+    del held
+    assert (24 << 20) < peak.rss_bytes() - before < (60 << 20)
+    assert peak.vram_bytes() is None
+
+
+def test_the_disk_is_read_past_the_page_cache_and_nothing_stays(tmp_path: Path) -> None:
+    with disk_file(tmp_path / "not" / "there") as file:
+        assert file is not None
+        assert file.num_bytes == 16 << 20
+        assert file.read_gbs() > 0
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_file_system_without_direct_reads_is_read_with_its_cache_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = os.open
+
+    def refuse(path: Any, flags: int, *rest: Any, **options: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return opened(path, flags, *rest, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with disk_file(tmp_path) as file:
+        assert file is not None
+        assert (file.method, file.read_gbs() > 0) == ("page cache dropped", True)
+
+
+def test_a_disk_without_room_is_not_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = type("Usage", (), {"free": 20 << 20})
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: usage)
+    with disk_file(tmp_path) as file:
+        assert file is None

@@ -1,0 +1,272 @@
+"""`localllm bench` as a command: its JSON, its table, what it refuses, and two results side by side."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localllm.bench import compare, floors, subject
+from localllm.bench.shapes import find_shape
+from localllm.bench.workload import Workload
+from localllm.errors import ContextOverflowError, UsageError
+from tests.cli_support import Result, run_cli, start_cli, write_checkpoint
+from tests.test_imports import HEAVY, loaded_by
+
+QUICK = ("--prompt-tokens", "12", "--gen-tokens", "4", "--rounds", "2", "--device", "cpu")
+
+
+@pytest.fixture(autouse=True)
+def small_floors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(floors, "MEMORY_BYTES", 1 << 20)
+    monkeypatch.setattr(floors, "DISK_BYTES", 16 << 20)
+    monkeypatch.setattr(floors, "MATMUL_SHAPE", (16, 64, 64))
+
+
+def no_network(*_arguments: Any) -> None:
+    raise AssertionError("bench went to the network")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in list(os.environ):
+        if name.startswith(("LOCALLLM_", "HF_")) and name != "LOCALLLM_TEST_DATA":
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("LOCALLLM_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setattr(socket.socket, "connect", no_network)
+    return tmp_path
+
+
+@pytest.fixture
+def shape_folder(home: Path) -> Path:
+    return write_checkpoint(home / "shape", hidden=64, layers=1)
+
+
+@pytest.fixture
+def result(home: Path, shape_folder: Path) -> Path:
+    """A result's file."""
+    path = home / "a.json"
+    assert run_cli("bench", shape_folder, "--random-weights", *QUICK, "--output", path).code == 0
+    return path
+
+
+def bench(*arguments: str | Path) -> Result:
+    return run_cli("bench", *arguments)
+
+
+def test_json_is_one_object_with_these_keys_first(shape_folder: Path) -> None:
+    contexts = ("--context", "3", "--context", "20")
+    outcome = bench(shape_folder, "--random-weights", "--weights", "int4", *QUICK, *contexts, "--json")
+    assert outcome.code == 0, outcome.err
+    assert list(outcome.json) == ["schema_version", "machine", "floors", "runs"]
+    floors_keys = ["dram_read_gbs", "disk_read_gbs", "device_copy_gbs", "h2d_gbs"]
+    assert list(outcome.json["floors"])[:4] == floors_keys
+    assert [outcome.json["floors"][key] is None for key in floors_keys] == [False, False, True, True]
+    first, second = outcome.json["runs"]
+    assert list(first)[:13] == [
+        "model", "weights", "kv", "prompt_tokens", "gen_tokens", "context", "prefill_tok_s", "decode_tok_s", "ttft_s",
+        "bytes_per_token", "floor_fraction", "peak_rss_bytes", "peak_vram_bytes",
+    ]  # fmt: skip
+    for rate in ("prefill_tok_s", "decode_tok_s", "ttft_s"):
+        assert 0 < first[rate]["min"] <= first[rate]["median"] <= first[rate]["max"]
+    assert (first["weights"], first["kv"], first["peak_vram_bytes"]) == ("int4-g64", "bf16", None)
+    assert (first["context"], second["context"]) == (3, 20)
+    assert first["bytes_per_token"] < second["bytes_per_token"]
+    assert outcome.json["schema_version"] == 1
+
+
+def test_random_weights_are_measured_at_any_depth(shape_folder: Path) -> None:
+    outcome = bench(shape_folder, "--random-weights", *QUICK, "--context", "3000", "--json")
+    assert outcome.code == 0, outcome.err
+    assert outcome.json["runs"][0]["context"] == 3000
+
+
+def test_progress_goes_to_stderr(shape_folder: Path) -> None:
+    outcome = bench(shape_folder, "--random-weights", *QUICK, "--json")
+    assert "round 2 of 2" in outcome.err
+    assert b"round" not in outcome.out.split(b"{")[0]
+
+
+def test_the_table_has_each_figure_beside_its_floor(shape_folder: Path) -> None:
+    outcome = bench(shape_folder, "--random-weights", *QUICK)
+    text = outcome.out.decode()
+    assert outcome.code == 0, outcome.err
+    for words in ("prefill of 12", "bf16 matrix product", "decode at 12", "DRAM read", "peak RAM", "disk read"):
+        assert words in text
+
+
+def test_an_installed_model_is_measured_as_it_runs(shape_folder: Path) -> None:
+    outcome = bench(shape_folder, "--weights", "bf16", *QUICK, "--json")
+    assert outcome.code == 0, outcome.err
+    (run,) = outcome.json["runs"]
+    assert (run["weights"], run["random_weights"]) == ("bf16", False)
+
+
+def test_the_file_holds_what_is_printed(home: Path, shape_folder: Path) -> None:
+    outcome = bench(shape_folder, "--random-weights", *QUICK, "--json", "--output", home / "a.json")
+    assert json.loads((home / "a.json").read_text()) == outcome.json
+    assert [path.name for path in home.iterdir() if "unfinished" in path.name] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "words"),
+    [
+        ("mistrl-7b --random-weights", 3, "mistral-7b"),
+        ("--gen-tokens 0", 2, "--gen-tokens is 0"),
+        ("--prompt-tokens 0", 2, "--prompt-tokens is 0"),
+        ("--rounds 0", 2, "--rounds is 0"),
+        ("--context -1", 2, "--context is -1"),
+        ("--threads 0", 2, "threads is 0"),
+        ("--weights int5", 2, "weights is 'int5'"),
+        ("--device tpu", 2, "tpu"),
+        ("--output /not/there/a.json", 2, "the folder is not there"),
+        ("--output /tmp", 2, "it is a folder"),
+        ("tiny --prompt-tokens 5000", 5, "its context is 1024 tokens"),
+        ("tiny --context 1000", 5, "1000"),
+        ("mistral-7b", 3, "localllm pull mistral-7b"),
+        ("--compare a.json", 2, "--compare"),
+        ("--compare a.json b.json --json", 2, "--compare and --json"),
+        ("--compare a.json b.json --context 3", 2, "--compare and --context"),
+        ("tiny --compare a.json b.json", 2, "--compare and MODEL"),
+        ("--compare a.json b.json", 2, "a.json cannot be read"),
+    ],
+)
+def test_bad_input_is_refused_at_the_door(home: Path, line: str, code: int, words: str) -> None:
+    outcome = bench(*line.split())
+    assert (outcome.code, outcome.out) == (code, b"")
+    assert words in " ".join(outcome.error_lines)
+    assert len(outcome.error_lines) == 4
+    assert "reading the disk" not in outcome.err
+
+
+@pytest.mark.parametrize(("prompt_tokens", "gen_tokens"), [(1023, 1), (5000, 100), (100, 5000), (100, 1023)])
+def test_what_a_refusal_proposes_is_accepted(prompt_tokens: int, gen_tokens: int) -> None:
+    config = find_shape("tiny").config
+    with pytest.raises(ContextOverflowError) as caught:
+        Workload.asked(prompt_tokens, gen_tokens, (), 5).check("tiny", config)
+    flag, value = caught.value.fix.split()
+    given = {"--prompt-tokens": prompt_tokens, "--gen-tokens": gen_tokens, flag: int(value)}
+    contexts = [given["--context"]] if "--context" in given else []
+    Workload.asked(given["--prompt-tokens"], given["--gen-tokens"], contexts, 5).check("tiny", config)
+
+
+@pytest.mark.parametrize(("free_gib", "fix"), [(6, "--weights int4"), (1, "localllm list --all")])
+def test_a_model_that_does_not_fit_is_refused_before_anything_is_made(
+    home: Path, monkeypatch: pytest.MonkeyPatch, free_gib: int, fix: str
+) -> None:
+    monkeypatch.setattr(subject, "available_bytes", lambda _device: free_gib << 30)
+    outcome = bench("mistral-7b", "--random-weights", "--weights", "int8", *QUICK)
+    assert outcome.code == 4
+    assert "weights 6.76 GiB (int8)" in outcome.err
+    assert fix in outcome.error_lines[2]
+    assert "reading the disk" not in outcome.err
+
+
+def test_an_interrupt_leaves_cleanly(tmp_path: Path) -> None:
+    child = start_cli(tmp_path, "bench", "--random-weights", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert child.stderr is not None
+    watchdog = threading.Timer(60, child.kill)
+    watchdog.start()
+    words = b""
+    while b"reading the disk" not in words:
+        words += child.stderr.read(1)
+    child.send_signal(signal.SIGINT)
+    out, _ = child.communicate()
+    watchdog.cancel()
+    assert (child.returncode, out) == (130, b"")
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("line", [["bench", "--help"], ["bench", "--compare", "{path}", "{path}"]], ids=" ".join)
+def test_what_measures_nothing_loads_nothing_heavy(line: list[str], result: Path) -> None:
+    arguments = [word.format(path=result) for word in line]
+    loaded = loaded_by(f"sys.argv = ['localllm', *{arguments}]; from localllm.cli import main; main()", result.parent)
+    assert "localllm" in loaded
+    assert not loaded & (HEAVY - {"pydantic"})  # which typer reads typed values with
+
+
+# Comparison
+
+
+@pytest.fixture
+def fields(result: Path) -> Any:
+    return json.loads(result.read_text())
+
+
+def written(path: Path, fields: Any) -> Path:
+    path.write_text(fields if isinstance(fields, str) else json.dumps(fields))
+    return path
+
+
+def test_two_results_stand_side_by_side(result: Path, fields: dict[str, Any]) -> None:
+    run = fields["runs"][0]
+    run["decode_tok_s"] = {"median": 20.0, "min": 10.0, "max": 40.0}
+    first = written(result.parent / "first.json", fields)
+    run["decode_tok_s"] = {"median": 30.0, "min": 30.0, "max": 30.0}
+    outcome = bench("--compare", first, written(result.parent / "second.json", fields))
+    lines = outcome.out.decode().splitlines()
+    assert outcome.code == 0, outcome.err
+    assert next(line for line in lines if "decode, tok/s  " in line).split()[-3:] == ["20", "30", "1.50"]
+    at = next(index for index, line in enumerate(lines) if line.startswith("decode, tok/s:"))
+    assert lines[at + 1] == "A " + "#" * 15 + "=" * 45 + " 20"
+    assert lines[at + 2] == "B " + "#" * 45 + " " * 15 + " 30"
+    legend = next(index for index, line in enumerate(lines) if line.startswith("bars:"))
+    assert all(len(line) <= 80 for line in lines[legend:])
+
+
+def test_runs_are_matched_by_what_they_are_not_by_their_place(result: Path, fields: dict[str, Any]) -> None:
+    run = fields["runs"][0]
+    deep, other = {**run, "context": 99}, {**run, "weights": "int8"}
+    a = written(result.parent / "first.json", {**fields, "runs": [run, deep]})
+    b = written(result.parent / "second.json", {**fields, "runs": [other, deep]})
+    pairs = compare.matched(compare.read_result(a), compare.read_result(b))
+    assert pairs[0] == (deep, deep)
+    assert pairs[1] == (run, other)
+    longer = written(result.parent / "third.json", {**fields, "runs": [deep, run, other]})
+    assert compare.matched(compare.read_result(a), compare.read_result(longer))[2] == (None, other)
+    assert bench("--compare", a, longer).code == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"schema_version": 2}, "its schema_version is 2"),
+        ({"schema_version": True}, "its schema_version is True"),
+        ({"schema_version": None}, "its schema_version is None"),
+        ({"floors": None}, "no floors"),
+        ({"floors": {"dram_read_gbs": 1}}, "floors.disk_read_gbs"),
+        ({"floors": dict.fromkeys(compare._FLOORS, math.nan)}, "floors.dram_read_gbs"),
+        ({"runs": []}, "no runs"),
+        ({"runs": ["a"]}, "runs[0] is not an object"),
+        ({"run": {"model": 3}}, "runs[0].model"),
+        ({"run": {"context": -1}}, "runs[0].context"),
+        ({"run": {"peak_rss_bytes": 10**400}}, "runs[0].peak_rss_bytes"),
+        ({"run": {"decode_tok_s": 3}}, "runs[0].decode_tok_s"),
+        ({"run": {"decode_tok_s": {"median": 1, "min": 9e17, "max": 1}}}, "runs[0].decode_tok_s"),
+    ],
+    ids=str,
+)
+def test_a_file_of_another_form_is_refused_by_name(
+    result: Path, fields: dict[str, Any], change: dict[str, Any], words: str
+) -> None:
+    fields["runs"][0] |= change.pop("run", {})
+    other = written(result.parent / "other.json", fields | change)
+    outcome = bench("--compare", result, other)
+    assert (outcome.code, outcome.out) == (2, b"")
+    assert str(other) in outcome.error_lines[0]
+    assert words in outcome.error_lines[1]
+
+
+@pytest.mark.parametrize("text", ["", "[", "[]", "1", "[" * 100_000, '{"schema_version": 1}', "\xff"])
+def test_what_is_no_result_is_refused(result: Path, text: str) -> None:
+    with pytest.raises(UsageError, match="is not a result"):
+        compare.read_result(written(result.parent / "other.json", text))

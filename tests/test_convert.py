@@ -1,0 +1,508 @@
+"""Conversion: the same bytes however often it was interrupted, and nothing half made under a final name."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import resource
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from localllm.errors import CheckpointError, DoesNotFitError, LocalLLMError
+from localllm.hub import exclusive as exclusive_module
+from localllm.hub.exclusive import LOCK, exclusive
+from localllm.models import convert as convert_module
+from localllm.models.families import load_config
+from localllm.models.layout import model_bytes
+from localllm.models.packed import INDEX
+from localllm.quant.recipe import recipe
+from tests.packed_support import (
+    FORMATS,
+    WEIGHTS,
+    assert_no_half_file,
+    contents,
+    dying_at,
+    in_child,
+    inodes,
+    killed_after,
+    killed_and_taken_up,
+    open_packed,
+    pack,
+    plan,
+    read_all,
+    small_checkpoint,
+)
+
+NUM_BLOCKS = 10
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_checkpoint(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def made(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pack(checkpoint, tmp_path_factory.mktemp("packed") / WEIGHTS)
+
+
+@pytest.fixture(scope="module")
+def whole(made: Path) -> dict[str, bytes]:
+    """What every conversion must come to."""
+    return contents(made)
+
+
+@pytest.fixture
+def target(made: Path, tmp_path: Path) -> Path:
+    """A copy to be spoilt."""
+    return shutil.copytree(made, tmp_path / "packed")
+
+
+# What comes of it
+
+
+def test_nothing_but_the_blocks_and_the_index_is_left(whole, checkpoint):
+    names = {file.file_name for file in plan(checkpoint).files.values()}
+    assert whole.keys() == names | {INDEX}
+    assert len(names) == NUM_BLOCKS
+
+
+@pytest.mark.parametrize("weights", FORMATS)
+def test_the_number_of_threads_does_not_change_a_byte(weights, tmp_path):
+    checkpoint = wide_checkpoint(tmp_path / "m")
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            pack(checkpoint, tmp_path / str(threads), weights)
+    finally:
+        torch.set_num_threads(before)
+    assert contents(tmp_path / "1") == contents(tmp_path / "2") == contents(tmp_path / "3")
+
+
+def wide_checkpoint(folder: Path) -> Path:
+    """Matrices that are large enough for torch to share them out among threads; in bf16, as most are."""
+    small_checkpoint(folder)
+    config = (folder / "config.json").read_text()
+    for old, new in (("hidden_size", 512), ("intermediate_size", 1040), ("num_hidden_layers", 1)):
+        config = _with_number(config, old, new)
+    (folder / "config.json").write_text(_with_number(config, "head_dim", 128))
+    generator = torch.Generator().manual_seed(1)
+    layer = "model.layers.0"
+    shapes = {
+        "model.embed_tokens.weight": (272, 512),
+        f"{layer}.self_attn.q_proj.weight": (512, 512),
+        f"{layer}.self_attn.k_proj.weight": (256, 512),
+        f"{layer}.self_attn.v_proj.weight": (256, 512),
+        f"{layer}.self_attn.o_proj.weight": (512, 512),
+        f"{layer}.mlp.gate_proj.weight": (1040, 512),
+        f"{layer}.mlp.up_proj.weight": (1040, 512),
+        f"{layer}.mlp.down_proj.weight": (512, 1040),
+        f"{layer}.input_layernorm.weight": (512,),
+        f"{layer}.post_attention_layernorm.weight": (512,),
+        "model.norm.weight": (512,),
+        "lm_head.weight": (272, 512),
+    }
+    tensors = {name: (0.02 * torch.randn(shape, generator=generator)).bfloat16() for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def _with_number(config: str, key: str, value: int) -> str:
+    import json
+
+    return json.dumps({**json.loads(config), key: value})
+
+
+def test_progress_counts_every_matrix_up_to_all_packed_bytes(checkpoint, tmp_path):
+    heard: list[tuple[int, int]] = []
+    pack(checkpoint, tmp_path, progress=lambda done, total: heard.append((done, total)))
+    assert {total for _, total in heard} == {model_bytes(load_config(checkpoint), recipe(WEIGHTS))}
+    done = [done for done, _ in heard]
+    assert done == sorted(done)
+    assert done[-1] == heard[0][1]
+    assert len(heard) >= 4 * 4 + 2
+
+
+def test_a_checkpoint_with_a_head_of_its_own_is_packed_with_it_although_it_says_tied(tmp_path):
+    checkpoint = small_checkpoint(tmp_path / "m", "llama-biases-tied")
+    tensors = load_file(checkpoint / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+    save_file(tensors, checkpoint / "model.safetensors")
+    pack(checkpoint, tmp_path / "p")
+    assert load_config(checkpoint).tie_word_embeddings
+    packed = open_packed(checkpoint, tmp_path / "p")
+    assert not packed.config.tie_word_embeddings
+    assert "head/lm_head.qweight" in read_all(packed)
+
+
+# Taken up again
+
+
+def test_blocks_that_are_there_are_kept_and_the_rest_is_made(checkpoint, target, whole):
+    kept = inodes(target)
+    for name in (INDEX, "head.safetensors", "layers.2.mlp.safetensors"):
+        (target / name).unlink()
+    pack(checkpoint, target)
+    assert contents(target) == whole
+    changed = {name for name, inode in inodes(target).items() if kept[name] != inode}
+    assert changed <= {INDEX, "head.safetensors", "layers.2.mlp.safetensors"}
+
+
+def test_a_finished_model_is_checked_and_left_alone(checkpoint, target, whole):
+    before = {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in target.iterdir()}
+    heard: list[int] = []
+    pack(checkpoint, target, progress=lambda done, total: heard.append(total - done))
+    assert {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in target.iterdir()} == before
+    assert heard[-1] == 0
+
+
+@pytest.mark.parametrize("place", [3, 100, 4095, 4096, 5000, -1])
+def test_a_damaged_block_of_a_finished_model_is_made_anew(checkpoint, target, whole, place):
+    path = target / "layers.1.attention.safetensors"
+    data = bytearray(path.read_bytes())
+    data[place] ^= 4
+    path.write_bytes(data)
+    pack(checkpoint, target)
+    assert contents(target) == whole
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b"[" * 100_000, b'{"layout_version": 9}'])
+def test_a_broken_or_newer_index_is_written_anew_when_asked(checkpoint, target, whole, content):
+    (target / INDEX).write_bytes(content)
+    pack(checkpoint, target)
+    assert contents(target) == whole
+
+
+@pytest.mark.parametrize("other", [{"source": "maker/model@4567"}, {"weights": "int4-g64-rtn"}, {"weights": "int8"}])
+def test_bytes_of_another_revision_or_format_are_never_kept(checkpoint, target, tmp_path, other):
+    pack(checkpoint, target, **other)
+    pack(checkpoint, tmp_path / "fresh", **other)
+    assert contents(target) == contents(tmp_path / "fresh")
+
+
+def test_a_conversion_that_fails_on_a_finished_model_leaves_it_unfinished(checkpoint, target, monkeypatch):
+    os.truncate(target / "head.safetensors", 5)
+    monkeypatch.setattr(convert_module, "free_bytes", lambda _: 0)
+    with pytest.raises(DoesNotFitError):
+        pack(checkpoint, target)
+    assert_no_half_file(checkpoint, target)
+
+
+def test_files_that_are_not_ours_are_left_alone(checkpoint, target):
+    (target / "model.safetensors").write_bytes(b"precious")
+    (target / "embed.safetensors").write_bytes(b"not whole")
+    pack(checkpoint, target)
+    assert (target / "model.safetensors").read_bytes() == b"precious"
+
+
+# Killed
+
+
+@pytest.mark.parametrize("call", [1, 2, 5, 9, 14, 22, 37, 61, 99, 140, 180, 210])
+def test_death_at_any_call_to_the_disk_leaves_what_the_next_start_takes_up(call, checkpoint, tmp_path, whole):
+    assert killed_and_taken_up(
+        dying_at(call, lambda: pack(checkpoint, tmp_path / "p")), checkpoint, tmp_path / "p", whole
+    )
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_death_at_a_random_moment_leaves_what_the_next_start_takes_up(seed, checkpoint, tmp_path, whole):
+    started = time.perf_counter()
+    pack(checkpoint, tmp_path / "timed")
+    seconds = random.Random(seed).uniform(0, time.perf_counter() - started)
+    killed_and_taken_up(
+        killed_after(seconds, lambda: pack(checkpoint, tmp_path / "p")), checkpoint, tmp_path / "p", whole
+    )
+
+
+def test_what_a_dead_process_left_behind_is_collected(checkpoint, tmp_path, whole):
+    (tmp_path / ".embed.safetensors.4711.tmp").write_bytes(b"half")
+    (tmp_path / ".index.json.4711.tmp").write_bytes(b"half")
+    (tmp_path / LOCK).write_bytes(b"4711")
+    pack(checkpoint, tmp_path)
+    assert contents(tmp_path) == whole
+
+
+def test_a_name_is_given_only_to_what_is_on_the_disk_already(checkpoint, tmp_path, monkeypatch):
+    """What a power cut may leave: whatever was written but not synchronised may be lost, in any order."""
+    unsynced: set[str] = set()
+    named: list[str] = []
+    write, fsync, replace = os.write, os.fsync, os.replace
+
+    def path_of(descriptor: int) -> str:
+        return str(Path(f"/proc/self/fd/{descriptor}").readlink())
+
+    def logged_write(descriptor: int, data: memoryview) -> int:
+        unsynced.add(path_of(descriptor))
+        return write(descriptor, data)
+
+    def logged_fsync(descriptor: int) -> None:
+        unsynced.discard(path_of(descriptor))
+        fsync(descriptor)
+
+    def logged_replace(source: Path, destination: Path) -> None:
+        assert str(source) not in unsynced, "half a file under its final name"
+        assert str(tmp_path) not in unsynced, f"{destination.name} without what came before it"
+        unsynced.add(str(tmp_path))
+        named.append(destination.name)
+        replace(source, destination)
+
+    for name, function in (("write", logged_write), ("fsync", logged_fsync), ("replace", logged_replace)):
+        monkeypatch.setattr(os, name, function)
+    pack(checkpoint, tmp_path)
+    assert not unsynced
+    assert named[-1] == INDEX
+    assert len(named) == NUM_BLOCKS + 1
+
+
+# A disk that is full, or fails
+
+
+class FullDisk:
+    """Takes `room` bytes; the write that would pass it is cut, the next one fails."""
+
+    def __init__(self, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.room = room
+        self._write = os.write
+        monkeypatch.setattr(os, "write", self.write)
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        count = self._write(descriptor, data[: self.room])
+        self.room -= count
+        return count
+
+
+@pytest.mark.parametrize("share", [i / 20 for i in range(20)])
+def test_a_disk_that_fills_up_is_an_error_with_numbers_and_what_was_finished_is_kept(
+    share, checkpoint, tmp_path, whole, monkeypatch
+):
+    target = tmp_path / "p"
+    room = int(share * sum(map(len, whole.values())))
+    with monkeypatch.context() as patch, pytest.raises(DoesNotFitError) as caught:
+        FullDisk(room, patch)
+        pack(checkpoint, target)
+    assert str(target) in caught.value.what
+    assert "No space left" in caught.value.why
+    assert "needed" in caught.value.why
+    assert "free" in caught.value.why
+    assert_no_half_file(checkpoint, target)
+    left = contents(target)
+    assert left.items() <= whole.items()
+    assert sum(map(len, left.values())) >= room - max(map(len, whole.values()))
+    kept = inodes(target)
+    pack(checkpoint, target)
+    assert contents(target) == whole
+    assert kept.items() <= inodes(target).items()
+
+
+def test_a_limit_on_the_size_of_files_is_an_error_of_the_same_kind(checkpoint, tmp_path):
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (14_000, 14_000))
+        with pytest.raises(DoesNotFitError, match="does not fit"):
+            pack(checkpoint, tmp_path / "p")
+        assert contents(tmp_path / "p") == {}
+
+    assert in_child(limited) == 0
+
+
+@pytest.mark.parametrize("name", ["write", "fsync", "replace", "open"])
+@pytest.mark.parametrize("call", [1, 2, 7, 11])
+def test_a_disk_that_fails_is_an_error_and_what_was_finished_is_kept(
+    name, call, checkpoint, tmp_path, whole, monkeypatch
+):
+    target = tmp_path / "p"
+    real, count = getattr(os, name), 0
+
+    def failing(*arguments: object, **named: object) -> object:
+        nonlocal count
+        ours = name != "open" or ".tmp" in str(arguments[0])
+        count += ours
+        if ours and count == call:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(*arguments, **named)
+
+    with monkeypatch.context() as patch, pytest.raises(LocalLLMError) as caught:
+        patch.setattr(os, name, failing)
+        pack(checkpoint, target)
+    assert str(target) in caught.value.what
+    assert "Input/output error" in caught.value.why
+    assert_no_half_file(checkpoint, target)
+    assert not [entry for entry in contents(target) if entry.endswith(".tmp")]
+    pack(checkpoint, target)
+    assert contents(target) == whole
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(convert_module, "free_bytes", lambda _: 1 << 20)
+    with pytest.raises(DoesNotFitError) as caught:
+        pack(checkpoint, tmp_path / "p")
+    assert "1.2 MiB more are needed" in caught.value.why
+    assert "1.0 MiB are free" in caught.value.why
+    assert contents(tmp_path / "p") == {}
+
+
+def test_only_the_room_for_what_is_missing_is_asked_for(checkpoint, target, whole, monkeypatch):
+    (target / "head.safetensors").unlink()
+    monkeypatch.setattr(convert_module, "free_bytes", lambda _: (1 << 20) + len(whole["head.safetensors"]))
+    pack(checkpoint, target)
+    assert contents(target) == whole
+
+
+def test_a_folder_that_may_not_be_made_is_an_error_that_names_it(checkpoint, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(LocalLLMError) as caught:
+        pack(checkpoint, tmp_path / "file" / "p")
+    assert str(tmp_path / "file" / "p") in caught.value.what
+
+
+def test_an_interrupt_leaves_finished_blocks_and_nothing_else(checkpoint, tmp_path, whole):
+    def interrupt(done: int, total: int) -> None:
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pack(checkpoint, tmp_path, progress=interrupt)
+    left = contents(tmp_path)
+    assert 2 < len(left) < NUM_BLOCKS
+    assert left.items() <= whole.items()
+
+
+# A checkpoint that cannot be packed
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.1.self_attn.k_proj.weight",
+        "model.layers.1.self_attn.k_proj.bias",
+        "model.layers.1.mlp.up_proj.weight",
+        "model.layers.1.input_layernorm.weight",
+        "model.embed_tokens.weight",
+    ],
+)
+@pytest.mark.parametrize("weights", ["int4-g64", "int8", "nf4"])
+def test_a_number_that_is_none_is_refused_by_the_tensors_name(name, value, weights, tmp_path):
+    checkpoint = small_checkpoint(tmp_path / "m", "llama-biases-tied")
+    tensors = load_file(checkpoint / "model.safetensors")
+    tensors[name].view(-1)[5] = value
+    save_file(tensors, checkpoint / "model.safetensors")
+    with pytest.raises(CheckpointError) as caught:
+        pack(checkpoint, tmp_path / "p", weights)
+    assert name.removesuffix("k_proj.bias") in caught.value.what
+    assert str(checkpoint) in caught.value.what
+    block = "embed" if "embed" in name else "layers.1.mlp" if "mlp" in name else "layers.1.attention"
+    assert f"{block}.safetensors" not in contents(tmp_path / "p")
+    assert INDEX not in contents(tmp_path / "p")
+
+
+@pytest.mark.parametrize("change", ["missing", "misshapen", "unused", "unreadable"])
+def test_a_checkpoint_that_is_not_whole_is_refused_before_anything_is_written(change, tmp_path):
+    checkpoint = small_checkpoint(tmp_path / "m")
+    tensors = load_file(checkpoint / "model.safetensors")
+    name = "model.layers.3.mlp.down_proj.weight"
+    match change:
+        case "missing":
+            del tensors[name]
+        case "misshapen":
+            tensors[name] = tensors[name][:, :-1].contiguous()
+        case "unused":
+            name = "model.layers.4.mlp.down_proj.weight"
+            tensors[name] = torch.zeros(2)
+        case "unreadable":
+            tensors[name] = tensors[name].to(torch.int8)
+    save_file(tensors, checkpoint / "model.safetensors")
+    with pytest.raises(CheckpointError) as caught:
+        pack(checkpoint, tmp_path / "p")
+    assert name in caught.value.what + caught.value.why
+    assert not (tmp_path / "p").exists()
+
+
+# Two at once
+
+
+def test_of_two_processes_one_converts_and_the_other_waits(checkpoint, tmp_path, whole, monkeypatch):
+    target, log = tmp_path / "p", tmp_path / "log"
+    real = convert_module.write_block
+
+    def logged(file: object, *arguments: object) -> str:
+        with log.open("a") as stream:
+            stream.write(f"{os.getpid()}\n")
+        time.sleep(0.05)
+        return real(file, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(convert_module, "write_block", logged)
+    children = []
+    for _ in range(3):
+        child = os.fork()
+        if child == 0:
+            torch.set_num_threads(1)
+            try:
+                pack(checkpoint, target)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
+    assert contents(target) == whole
+    assert len(log.read_text().split()) == NUM_BLOCKS
+
+
+def test_who_waits_hears_of_whom_and_how_far_that_one_is(checkpoint, target, whole):
+    (target / INDEX).unlink()
+    (target / "head.safetensors").unlink()
+    heard: list[object] = []
+    done = threading.Event()
+
+    def wait(process: str) -> None:
+        heard.append(process)
+        done.set()
+
+    work = lambda: pack(checkpoint, target, waiting=wait, progress=lambda *far: heard.append(far))  # noqa: E731
+    thread = threading.Thread(target=work)
+    with exclusive(target, lambda _: None):
+        thread.start()
+        assert done.wait(10)
+    thread.join()
+    assert heard[0] == str(os.getpid())
+    assert 0 < heard[1][0] < heard[1][1]  # type: ignore[index]
+    assert contents(target) == whole
+
+
+def test_a_folder_that_is_deleted_meanwhile_is_an_error_and_no_traceback(checkpoint, tmp_path):
+    with pytest.raises(LocalLLMError, match="cannot be written"):
+        pack(checkpoint, tmp_path / "p", progress=lambda *_: shutil.rmtree(tmp_path / "p", ignore_errors=True))
+
+
+def test_the_lock_of_a_deleted_folder_is_no_lock(tmp_path):
+    folder = tmp_path / "p"
+    with exclusive(folder, lambda _: None):
+        shutil.rmtree(folder)
+        with exclusive(folder, lambda _: pytest.fail("the old holder holds nothing that is there")):
+            pass
+
+
+def test_a_lock_that_lost_its_name_before_it_was_taken_is_not_held(tmp_path, monkeypatch):
+    real = exclusive_module._lock
+    tries: list[bool] = []
+
+    def lock(descriptor: int, *, alone: bool) -> bool:
+        if not tries:
+            (tmp_path / LOCK).unlink()  # whoever held it left between our opening and our locking it
+        tries.append(alone)
+        return real(descriptor, alone=alone)
+
+    monkeypatch.setattr(exclusive_module, "_lock", lock)
+    with exclusive(tmp_path, lambda _: None):
+        assert (tmp_path / LOCK).exists()
+    assert len(tries) == 2

@@ -1,0 +1,176 @@
+"""The whole step on the CPU as one native call, against the same decoder computed operator by operator."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from localllm.bench.random_blocks import RandomBlocks
+from localllm.cache.contiguous import ContiguousKV
+from localllm.engine.runner import Chunk, ModelRunner
+from localllm.errors import NonFiniteError
+from localllm.kernels import cpu_linear
+from localllm.models.cpu_step import CpuStep
+from localllm.models.decoder import Decoder
+from localllm.models.families import parse_config
+from localllm.models.load import load_decoder
+from localllm.quant.recipe import recipe
+
+pytestmark = pytest.mark.skipif(not cpu_linear.is_available(), reason="no CPU kernel runs on this machine")
+
+BASE: dict[str, Any] = {
+    "vocab_size": 160,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 1024,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "llama with biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "mistral, window": {"model_type": "mistral", "sliding_window": 20},
+    "qwen2": {"model_type": "qwen2", "num_attention_heads": 6, "hidden_size": 192, "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3"},
+    "phi3, partial rotary": {"model_type": "phi3", "partial_rotary_factor": 0.5, "head_dim": 64, "hidden_size": 256},
+    "gemma2": {
+        "model_type": "gemma2",
+        "query_pre_attn_scalar": 32,
+        "sliding_window": 16,
+        "attn_logit_softcapping": 20.0,
+        "final_logit_softcapping": 10.0,
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
+    "olmo2": {"model_type": "olmo2"},
+    "one key head": {"model_type": "llama", "num_key_value_heads": 1},
+    "a key head each": {"model_type": "llama", "num_key_value_heads": 4},
+}
+
+
+def decoder(description: dict[str, Any], weights: str, dtype: torch.dtype = torch.bfloat16) -> Decoder:
+    config, chosen = parse_config(BASE | description, "a test's config"), recipe(weights)
+    return load_decoder(RandomBlocks(chosen), config, chosen, dtype=dtype, device=torch.device("cpu"))
+
+
+def new_kv(model: Decoder, capacity: int = 128) -> ContiguousKV:
+    config = model.config
+    return ContiguousKV(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        capacity=capacity,
+        dtype=model.dtype,
+        device=model.device,
+    )
+
+
+def run(runner: ModelRunner, ids: Sequence[int], ends: Sequence[int]) -> Tensor:
+    """All logits of a sequence, computed in chunks that end where `ends` says."""
+    kv, parts = new_kv(runner.model), []
+    for end in ends:
+        parts.append(runner.forward([Chunk(ids[:end], kv, end - kv.length)], all_logits=True))
+    return torch.cat(parts)
+
+
+def ids(count: int, seed: int = 0) -> list[int]:
+    drawn: list[int] = torch.randint(0, 160, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return drawn
+
+
+@pytest.mark.parametrize("weights", ["int4", "int4-g32", "int8"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_native_step_computes_what_the_operators_compute(family: str, weights: str) -> None:
+    """The operators run in fp32 on INT8 activations too; the native step rounds keys and values to bf16, which turns
+    some of the activations' roundings. A wrong sign, scale or offset anywhere makes an error as large as the logits."""
+    native, plain = decoder(FAMILIES[family], weights), decoder(FAMILIES[family], weights, torch.float32)
+    assert CpuStep.supports(native) and not CpuStep.supports(plain)
+    tokens = ids(40)
+    ours, expected = run(ModelRunner(native), tokens, [40]), run(ModelRunner(plain), tokens, [40])
+    spread = float(expected.std())
+    assert float((ours - expected).square().mean().sqrt()) < 0.04 * spread
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunks_of_any_size_give_the_same_bits(family: str) -> None:
+    runner = ModelRunner(decoder(FAMILIES[family], "int4"))
+    tokens = ids(60)
+    whole = run(runner, tokens, [60])
+    for ends in ([1, 2, 3, 11, 24, 60], list(range(1, 61)), [8, 20, 60]):
+        assert torch.equal(run(runner, tokens, ends), whole)
+
+
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+def test_a_batch_gives_each_sequence_the_bits_that_it_has_alone(weights: str) -> None:
+    runner = ModelRunner(decoder(FAMILIES["llama"], weights))
+    prompts = [ids(length, seed) for seed, length in enumerate((3, 40, 17, 1, 9, 28, 5, 2, 11, 64, 30, 6, 7))]
+    alone = [run(runner, prompt, [len(prompt) - 1, len(prompt)] if len(prompt) > 1 else [1])[-1] for prompt in prompts]
+    stores = [new_kv(runner.model) for _ in prompts]
+    for prompt, kv in zip(prompts, stores, strict=True):
+        if len(prompt) > 1:
+            runner.forward([Chunk(prompt, kv, len(prompt) - 1)])
+    together = runner.forward([Chunk(prompt, kv, 1) for prompt, kv in zip(prompts, stores, strict=True)])
+    assert all(torch.equal(row, expected) for row, expected in zip(together, alone, strict=True))
+
+
+def test_a_forward_that_grows_leaves_earlier_logits_alone() -> None:
+    runner = ModelRunner(decoder(FAMILIES["qwen2"], "int4"))
+    first = run(runner, ids(5), [5])
+    kept = first.clone()
+    run(runner, ids(90, 1), [90])
+    assert torch.equal(first, kept) and torch.equal(run(runner, ids(5), [5]), kept)
+
+
+def test_a_nan_is_named_by_its_block_and_leaves_the_next_request_alone() -> None:
+    model = decoder(FAMILIES["llama"], "int4")
+    runner = ModelRunner(model)
+    expected = run(runner, ids(6), [6])
+    scale = model.blocks[1].body.down_proj.tensors["scale"]  # type: ignore[union-attr]
+    before = scale[0, 0, 3].clone()
+    scale[0, 0, 3] = float("nan")
+    kv = new_kv(model)
+    chunk = Chunk(ids(6), kv, 6)
+    assert not runner.forward([chunk]).isfinite().all()
+    error = runner.locate_non_finite(chunk)
+    assert isinstance(error, NonFiniteError) and model.blocks[1].name in error.what
+    scale[0, 0, 3] = before
+    assert torch.equal(run(runner, ids(6), [6]), expected)
+
+
+@pytest.mark.parametrize(
+    "description",
+    [
+        {"model_type": "llama", "head_dim": 48},
+        {"model_type": "llama", "hidden_size": 100},
+        {"model_type": "llama", "intermediate_size": 200},
+        {"model_type": "phi3", "partial_rotary_factor": 0.5},
+    ],
+    ids=str,
+)
+def test_sizes_that_fill_no_whole_tiles_take_the_operators(description: dict[str, Any]) -> None:
+    model = decoder(description, "int4")
+    assert not CpuStep.supports(model)
+    runner = ModelRunner(model)
+    assert runner.cpu_step is None
+    logits = run(runner, ids(20), [20])
+    plain = run(ModelRunner(decoder(description, "int4", torch.float32)), ids(20), [20])
+    assert float((logits - plain).square().mean().sqrt()) < 0.05 * float(plain.std())
+
+
+def test_other_formats_and_devices_take_the_operators() -> None:
+    assert not CpuStep.supports(decoder(FAMILIES["llama"], "bf16"))
+    assert not CpuStep.supports(dataclasses.replace(decoder(FAMILIES["llama"], "int8"), device=torch.device("meta")))
+
+
+def test_the_matrices_alone_read_every_byte_of_the_blocks() -> None:
+    model = decoder(FAMILIES["llama"], "int4")
+    matrices, num_bytes = CpuStep(model).matrices_only()
+    matrices()
+    linears = [linear for block in model.blocks for linear in vars(block.body).values() if hasattr(linear, "tensors")]
+    assert num_bytes == sum(tensor.nbytes for linear in linears for tensor in linear.tensors.values())

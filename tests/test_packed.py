@@ -1,0 +1,415 @@
+"""A packed model: files that any safetensors reader opens, tensors where kernels want them, and never a wrong byte."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import safetensors
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from localllm.errors import CheckpointError
+from localllm.models import disk_read, packed, packed_file
+from localllm.models.block_source import CheckpointBlocks
+from localllm.models.checkpoint import Checkpoint
+from localllm.models.families import load_config
+from localllm.models.host_buffer import PAGE_BYTES, host_buffer
+from localllm.models.layout import block_layouts
+from localllm.models.load import load_decoder
+from localllm.models.packed import INDEX, needs_conversion
+from localllm.models.safetensors_file import SafetensorsFile
+from localllm.quant.recipe import recipe
+from tests.checkpoints import FAMILIES
+from tests.packed_support import (
+    FORMATS,
+    SOURCE,
+    WEIGHTS,
+    everything_of,
+    open_packed,
+    pack,
+    read_all,
+    small_checkpoint,
+)
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_checkpoint(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def made(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pack(checkpoint, tmp_path_factory.mktemp("packed") / WEIGHTS)
+
+
+@pytest.fixture
+def target(made: Path, tmp_path: Path) -> Path:
+    """A copy to be spoilt."""
+    return shutil.copytree(made, tmp_path / "packed")
+
+
+# What is in it
+
+
+# int4 and int8 for every family, and every format for the one whose sizes fill no tile.
+PAIRS = [(name, weights) for name in FAMILIES for weights in ("int4-g64", "int8")]
+PAIRS += [("llama-one-kv-head-odd-sizes", weights) for weights in FORMATS if weights not in ("int4-g64", "int8")]
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return cache(lambda name: small_checkpoint(tmp_path_factory.mktemp(name), name))
+
+
+@pytest.mark.parametrize(("name", "weights"), PAIRS)
+def test_a_decoder_from_a_packed_model_is_the_one_from_the_checkpoint(families, name, weights, tmp_path):
+    family = families(name)
+    pack(family, tmp_path / "p", weights)
+    config, chosen = load_config(family), recipe(weights)
+    with Checkpoint.open(family) as checkpoint, open_packed(family, tmp_path / "p", weights) as packed:
+        blocks = CheckpointBlocks(checkpoint, config, chosen)
+        direct = load_decoder(blocks, blocks.config, chosen, dtype=torch.bfloat16, device=CPU)
+        assert packed.config == blocks.config
+        loaded = load_decoder(packed, packed.config, chosen, dtype=torch.bfloat16, device=CPU)
+    expected, found = everything_of(direct), everything_of(loaded)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+@pytest.mark.parametrize("weights", FORMATS)
+def test_a_block_is_a_safetensors_file_with_aligned_data_and_tensors(checkpoint, weights, tmp_path):
+    pack(checkpoint, tmp_path, weights)
+    for layout in block_layouts(load_config(checkpoint)):
+        path = tmp_path / f"{layout.name}.safetensors"
+        specs = layout.specs(recipe(weights))
+        with safetensors.safe_open(path, "pt") as file:
+            assert specs.keys() <= set(file.keys())
+            assert all(name.startswith("padding.") for name in set(file.keys()) - specs.keys())
+            assert file.metadata()["source"] == SOURCE
+        with SafetensorsFile.open(path) as ours:
+            assert min(ours.spec(name).begin for name in ours.names) % PAGE_BYTES == 0
+            assert all(ours.spec(name).begin % 64 == 0 for name in specs)
+        assert path.stat().st_size % PAGE_BYTES == 0
+
+
+def test_the_index_tells_where_every_tensor_is(checkpoint, made):
+    index = json.loads((made / INDEX).read_text())
+    for block in index["blocks"]:
+        assert (made / block["file"]).stat().st_size == block["bytes"]
+        with SafetensorsFile.open(made / block["file"]) as file:
+            for name, told in block["tensors"].items():
+                spec = file.spec(name)
+                assert (spec.dtype, list(spec.shape), spec.begin) == (told["dtype"], told["shape"], told["offset"])
+
+
+def test_a_source_that_is_no_text_is_kept_apart_all_the_same(checkpoint, tmp_path):
+    source = os.fsdecode(b"/models/\xff\xfe@1")
+    pack(checkpoint, tmp_path, source=source)
+    read_all(open_packed(checkpoint, tmp_path, source=source))
+    with pytest.raises(CheckpointError):
+        open_packed(checkpoint, tmp_path, source=os.fsdecode(b"/models/\xff\xfd@1"))
+
+
+# How it is read
+
+
+def test_the_tensors_of_a_block_are_views_of_one_aligned_buffer(checkpoint, made):
+    with open_packed(checkpoint, made) as packed:
+        for layout in block_layouts(packed.config):
+            tensors = packed.tensors(layout).values()
+            storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+            assert len(storages) == 1
+            assert storages.pop() % PAGE_BYTES == 0
+            assert all(tensor.data_ptr() % 64 == 0 for tensor in tensors)
+
+
+def test_blocks_may_be_asked_for_in_any_order(checkpoint, made):
+    expected = read_all(open_packed(checkpoint, made))
+    with open_packed(checkpoint, made) as packed:
+        for layout in [*reversed(block_layouts(packed.config)), block_layouts(packed.config)[3]]:
+            for name, tensor in packed.tensors(layout).items():
+                assert torch.equal(tensor, expected[f"{layout.name}/{name}"])
+
+
+def test_no_more_than_one_block_is_read_ahead(checkpoint, made, monkeypatch):
+    opened: list[str] = []
+    real = disk_read._open
+    monkeypatch.setattr(disk_read, "_open", lambda path, flags=0: (opened.append(path.name), real(path, flags))[1])
+    with open_packed(checkpoint, made) as packed:
+        layouts = block_layouts(packed.config)
+        for number, layout in enumerate(layouts, 1):
+            packed.tensors(layout)
+            assert list(dict.fromkeys(opened)) == [f"{x.name}.safetensors" for x in layouts[: number + 1]]
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_load_that_is_given_up_leaves_no_descriptor_open(checkpoint, made):
+    before = open_descriptors()
+    with open_packed(checkpoint, made) as packed:
+        packed.tensors(block_layouts(packed.config)[0])
+    assert open_descriptors() == before
+
+
+@pytest.mark.parametrize("way", ["no O_DIRECT", "refused when opened", "refused when read", "cached", "short reads"])
+def test_every_way_to_read_gives_the_same_bytes(checkpoint, made, monkeypatch, way):
+    expected = read_all(open_packed(checkpoint, made))
+    monkeypatch.setattr(disk_read, "_is_cached", lambda *_: way == "cached")
+    real_open, real_read = os.open, os.preadv
+    direct: set[int] = set()
+
+    def open_file(path: object, flags: int, *mode: int, **named: object) -> int:
+        if way == "refused when opened" and flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        descriptor = real_open(path, flags & ~os.O_DIRECT, *mode, **named)  # type: ignore[arg-type]
+        direct.discard(descriptor)
+        if flags & os.O_DIRECT:
+            direct.add(descriptor)
+        return descriptor
+
+    def read(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        if way == "refused when read" and descriptor in direct:
+            raise OSError(22, "Invalid argument")
+        if way == "short reads":
+            if descriptor in direct and offset % 512:
+                raise OSError(22, "Invalid argument")
+            buffers = [buffers[0][:5000]]
+        return real_read(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "open", open_file)
+    monkeypatch.setattr(os, "preadv", read)
+    if way == "no O_DIRECT":
+        monkeypatch.delattr(os, "O_DIRECT")
+        monkeypatch.setattr(os, "open", real_open)
+    found = read_all(open_packed(checkpoint, made))
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_the_page_cache_is_noticed(tmp_path):
+    path = tmp_path / "file"
+    path.touch()
+    os.truncate(path, 1 << 20)  # nothing but a hole: no page of it is anywhere
+    with path.open("r+b", buffering=0) as file:
+        assert not disk_read._is_cached(file.fileno(), 1 << 20)
+        file.write(bytes(1 << 20))
+        assert disk_read._is_cached(file.fileno(), 1 << 20)
+
+
+def test_memory_that_is_not_there_is_an_error():
+    with pytest.raises(MemoryError, match=str(1 << 55)):
+        host_buffer(1 << 55)
+    assert host_buffer(0).shape == (0,)
+
+
+# What is refused
+
+
+def refusal(checkpoint: Path, target: Path, **other: str) -> CheckpointError:
+    with pytest.raises(CheckpointError) as caught:
+        read_all(open_packed(checkpoint, target, **other))
+    assert "localllm quantize 'my model' --weights" in caught.value.fix
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("other", "key"),
+    [
+        ({"source": "maker/model@4567"}, "source"),
+        ({"weights": "int4-g64-rtn"}, "recipe"),
+        ({"weights": "int8"}, "recipe"),
+    ],
+)
+def test_what_was_made_from_another_revision_or_in_another_format_is_refused(checkpoint, target, other, key):
+    error = refusal(checkpoint, target, **other)
+    assert f"'{key}' is" in error.why
+
+
+def test_a_model_of_another_shape_is_refused(checkpoint, target, tmp_path):
+    biased = small_checkpoint(tmp_path / "biased", "llama-biases-tied")
+    assert "'model' is" in refusal(biased, target).why
+
+
+def edited(target: Path, change: Callable[[dict], object]) -> None:
+    index = json.loads((target / INDEX).read_text())
+    change(index)
+    (target / INDEX).write_text(json.dumps(index))
+
+
+def test_a_newer_layout_is_refused_with_both_versions(checkpoint, target):
+    edited(target, lambda index: index.update(layout_version=7))
+    error = refusal(checkpoint, target)
+    assert error.what == f"{target / INDEX} is of a newer layout version"
+    assert error.why == f"it is 7; this localllm reads {packed_file.LAYOUT_VERSION}"
+    assert not needs_conversion(target)
+
+
+def test_an_older_layout_is_made_anew(target, monkeypatch):
+    assert not needs_conversion(target)
+    monkeypatch.setattr(packed, "LAYOUT_VERSION", 2)
+    assert needs_conversion(target)
+
+
+def test_a_folder_without_an_index_is_not_finished(checkpoint, target):
+    (target / INDEX).unlink()
+    assert needs_conversion(target)
+    assert needs_conversion(target / "absent")
+    assert INDEX in refusal(checkpoint, target).what
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"null", b'{"layout_version": NaN}', b'{"layout_version": 1}', b"\xff"]
+)
+def test_an_index_that_is_broken_is_refused(checkpoint, target, content):
+    (target / INDEX).write_bytes(content)
+    assert not needs_conversion(target)
+    assert INDEX in refusal(checkpoint, target).what
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda index: index.update(extra=1),
+        lambda index: index.pop("model"),
+        lambda index: index["blocks"].pop(),
+        lambda index: index["blocks"].reverse(),
+        lambda index: index["blocks"][1].update(file="../other.safetensors"),
+        lambda index: index["blocks"][1].update(checksum=7),
+        lambda index: index["blocks"][1].update(checksum="z" * 32),
+        lambda index: index["blocks"].insert(0, None),
+        lambda index: index.update(blocks={}),
+        lambda index: index["model"].update(norm_weight_offset=1.0),
+        lambda index: index["model"].update(tie_word_embeddings=True),
+    ],
+)
+def test_an_index_that_says_anything_else_is_refused(checkpoint, target, change):
+    edited(target, change)
+    assert INDEX in refusal(checkpoint, target).what
+
+
+def test_a_checksum_of_the_index_that_is_wrong_is_found(checkpoint, target):
+    edited(target, lambda index: index["blocks"][1].update(checksum="0" * 32))
+    assert "layers.0.attention.safetensors is damaged" in refusal(checkpoint, target).what
+
+
+@pytest.mark.parametrize("size", [0, 7, 8, 4095, 4096, 4097, 12287])
+def test_a_block_that_is_cut_is_refused_with_both_sizes(checkpoint, target, size):
+    path = target / "layers.1.attention.safetensors"
+    whole = path.stat().st_size
+    os.truncate(path, size)
+    error = refusal(checkpoint, target)
+    assert str(path) in error.what
+    assert "cut short" in error.what
+    assert str(whole) in error.why
+    assert str(size) in error.why
+
+
+@pytest.mark.parametrize(
+    "spoil", [Path.unlink, lambda path: os.truncate(path, 1 << 20), lambda path: (path.unlink(), path.mkdir())]
+)
+def test_a_block_that_is_absent_or_something_else_is_refused(checkpoint, target, spoil):
+    path = target / "layers.1.mlp.safetensors"
+    spoil(path)
+    assert str(path) in refusal(checkpoint, target).what
+
+
+def test_a_pipe_in_the_place_of_a_block_does_not_block(checkpoint, target, monkeypatch):
+    path = target / "layers.1.mlp.safetensors"
+    monkeypatch.setattr(packed, "_check_size", lambda *_: None)
+    path.unlink()
+    os.mkfifo(path)
+    assert str(path) in refusal(checkpoint, target).what
+
+
+def test_blocks_that_changed_places_are_refused(checkpoint, target):
+    one, other = target / "layers.1.mlp.safetensors", target / "layers.2.mlp.safetensors"
+    assert one.stat().st_size == other.stat().st_size
+    swapped = one.read_bytes(), other.read_bytes()
+    other.write_bytes(swapped[0])
+    one.write_bytes(swapped[1])
+    assert f"{one} is damaged" in refusal(checkpoint, target).what
+
+
+def test_the_blocks_of_another_checkpoint_are_refused(checkpoint, target, tmp_path):
+    other = pack(small_checkpoint(tmp_path / "other", seed=1), tmp_path / "q")
+    shutil.copy(other / "layers.1.mlp.safetensors", target)
+    assert "layers.1.mlp.safetensors is damaged" in refusal(checkpoint, target).what
+
+
+@pytest.mark.parametrize("change", ["cut", "overwritten"])
+def test_a_block_that_changes_while_it_is_read_is_refused(checkpoint, target, monkeypatch, change):
+    path = target / "layers.1.mlp.safetensors"
+    real = os.preadv
+    done: list[bool] = []
+
+    def read(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        if not done and Path(f"/proc/self/fd/{descriptor}").readlink() == path:
+            done.append(True)
+            if change == "cut":
+                os.truncate(path, 4096)
+            else:
+                with path.open("r+b") as file:
+                    file.seek(5000)
+                    file.write(b"\x55\xaa")
+        return real(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", read)
+    assert str(path) in refusal(checkpoint, target).what
+
+
+def test_a_disk_that_fails_is_an_error_that_names_the_file(checkpoint, made, monkeypatch):
+    def fail(*_: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    error = refusal(checkpoint, made)
+    assert "embed.safetensors cannot be read" in error.what
+    assert "Input/output error" in error.why
+
+
+@pytest.fixture(scope="module")
+def spoilt(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield shutil.copytree(made, tmp_path_factory.mktemp("spoilt") / "p")
+
+
+BLOCKS = [f"layers.{i}.{kind}" for i in range(4) for kind in ("attention", "mlp")]
+EACH = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@EACH
+@given(
+    block=st.sampled_from(["embed", *BLOCKS, "head"]), place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7)
+)
+def test_a_flipped_bit_anywhere_in_a_block_is_found(checkpoint, made, spoilt, block, place, bit):
+    path = spoilt / f"{block}.safetensors"
+    data = bytearray((made / path.name).read_bytes())
+    data[int(place * len(data))] ^= 1 << bit
+    path.write_bytes(data)
+    assert f"{path} is damaged" in refusal(checkpoint, spoilt).what
+    shutil.copy(made / path.name, path)
+
+
+@EACH
+@given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+def test_a_flipped_bit_in_the_index_is_found_or_changes_nothing(checkpoint, made, spoilt, place, bit):
+    data = bytearray((made / INDEX).read_bytes())
+    data[int(place * len(data))] ^= 1 << bit
+    (spoilt / INDEX).write_bytes(data)
+    expected = read_all(open_packed(checkpoint, made))
+    try:
+        found = read_all(open_packed(checkpoint, spoilt))
+    except CheckpointError as error:
+        assert str(spoilt) in error.what
+    else:
+        assert all(torch.equal(expected[name], found[name]) for name in expected)
+    shutil.copy(made / INDEX, spoilt)
