@@ -1,0 +1,261 @@
+"""localllm beside llama.cpp and transformers, on models of the same shape with random weights.
+
+    python -m benchmarks.peers [--model tinyllama-1.1b] [--rounds 5] [--llama-python PYTHON]
+
+Each side is a process that lives through all rounds; in each round every side does each task in turn, after a read of
+the memory that is its floor, and only one computes at a time. A side that cannot run is left out, and told with what
+would mend it. Results go to benchmarks/results/peers.json and to the tables of docs/peers.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.peers_protocol import UnavailableError, Worker
+from benchmarks.peers_results import Figure, Task, print_report, save, summary
+from localllm.bench.machine import machine
+from localllm.bench.shapes import shipped_shapes
+
+MODELS = ("tinyllama-1.1b", "mistral-7b", "llama-3.1-8b")  # shapes that all sides know
+OURS, LLAMA, TRANSFORMERS = "localllm", "llama.cpp", "transformers"
+DEPTHS = (128, 2048)
+GIB = 1 << 30
+BYTES_A_WEIGHT = {"fp32": 4.0, "bf16": 2.0, "int8": 1.1}  # of localllm's formats; the others have some 4.5 bits
+GEN_TOKENS, FEW_TOKENS = 64, 16  # few: of the side that takes an eighth of a second for each
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One side: how its process starts, and in which variants it does each task; the best of them counts."""
+
+    name: str
+    title: str
+    command: list[str]
+    options: Mapping[str, Any]  # of its `load`
+    needed_bytes: int  # of memory, beside those of the other sides
+    gen_tokens: int = GEN_TOKENS
+    variants: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"": {}})
+
+
+def contenders(arguments: argparse.Namespace, shape: dict[str, Any], directory: Path) -> list[Contender]:
+    weights, threads = num_weights(shape), arguments.threads
+    common = {"shape": shape, "threads": threads}
+    torch_side = [sys.executable, "-m", "benchmarks.peers_torch"]
+    return [
+        Contender(
+            OURS,
+            f"localllm {arguments.weights}",
+            [*torch_side, "localllm"],
+            {**common, "weights": arguments.weights, "context": shape["max_position_embeddings"]},
+            needed_bytes=int(BYTES_A_WEIGHT.get(arguments.weights, 0.65) * weights) + GIB,
+        ),
+        Contender(
+            LLAMA,
+            "llama.cpp Q4_0",
+            [arguments.llama_python, "-m", "benchmarks.peers_llama"],
+            {**common, "directory": str(directory), "head": arguments.llama_head},
+            needed_bytes=int(1.2 * weights) + GIB,  # the file, and its copy in the order that the kernels read
+            variants={"flash attention off": {"flash": False}, "flash attention on": {"flash": True}},
+        ),
+        Contender(
+            TRANSFORMERS,
+            "transformers bf16",
+            [*torch_side, "transformers"],
+            common,
+            needed_bytes=2 * weights + 2 * GIB,
+            gen_tokens=FEW_TOKENS,
+        ),
+    ]
+
+
+def num_weights(shape: Mapping[str, Any]) -> int:
+    hidden, kv = shape["hidden_size"], shape["num_key_value_heads"] / shape["num_attention_heads"]
+    layer = (2 + 2 * kv) * hidden * hidden + 3 * hidden * shape["intermediate_size"]
+    return int(shape["num_hidden_layers"] * layer + 2 * shape["vocab_size"] * hidden)
+
+
+class Match:
+    """The workers that run, why the others do not, and how idle a worker is while another computes."""
+
+    def __init__(self) -> None:
+        # What a side takes shows only when it touches it, so promises are counted, not what is free at each start.
+        self.budget_bytes = int(psutil.virtual_memory().available)
+        self.running: dict[str, tuple[Contender, Worker]] = {}
+        self.facts: dict[str, dict[str, Any]] = {}
+        self.skipped: dict[str, UnavailableError] = {}
+        self._waiting_s = self._wall_s = 0.0
+
+    def start(self, contender: Contender) -> None:
+        """Start and load a side, or note why it does not run."""
+        if contender.needed_bytes > self.budget_bytes:
+            needed, rest = contender.needed_bytes / 1e9, self.budget_bytes / 1e9
+            reason = f"it needs {needed:.1f} GB of memory beside the other sides, which leave {rest:.1f} GB"
+            self.skipped[contender.name] = UnavailableError(reason)
+            return
+        self.budget_bytes -= contender.needed_bytes
+        worker = Worker(contender.command)
+        self.running[contender.name] = contender, worker
+        try:
+            self.facts[contender.name] = worker.call("load", **contender.options)
+        except UnavailableError as error:
+            self.drop(contender.name, error)
+
+    def drop(self, name: str, error: UnavailableError) -> None:
+        self.skipped[name] = error
+        self.running.pop(name)[1].close()
+
+    def call(self, name: str, command: str, **options: Any) -> float:
+        worker = self.running[name][1]
+        others = [psutil.Process(other.pid) for _, other in self.running.values() if other is not worker]
+        busy, started = _cpu_s(others), time.perf_counter()
+        answer = worker.call(command, **options)
+        self._wall_s += time.perf_counter() - started
+        self._waiting_s += _cpu_s(others) - busy
+        return float(answer)
+
+    @property
+    def waiting_cpu_share(self) -> float:
+        """Of one core, what the waiting sides took together: threads that spin would show as 1 or more."""
+        return self._waiting_s / max(self._wall_s, 1e-9)
+
+    def close(self) -> None:
+        for _, worker in self.running.values():
+            worker.close()
+
+
+def _cpu_s(processes: list[psutil.Process]) -> float:
+    return float(sum(sum(process.cpu_times()[:2]) for process in processes))  # user and system
+
+
+def play(match: Match, tasks: list[Task], rounds: int) -> tuple[dict[Figure, list[float]], dict[Task, list[float]]]:
+    """Each task by each side in turn, once to warm up and then `rounds` times.
+
+    Returns the tokens per second of each figure, and the GB/s of the memory just before each task. A side that fails
+    is dropped with all its figures; localllm's own failure is raised.
+    """
+    speeds: dict[Figure, list[float]] = {}
+    floors: dict[Task, list[float]] = {task: [] for task in tasks}
+    for number in range(rounds + 1):
+        for task in tasks:
+            floors[task].append(match.call(OURS, "dram_read"))
+            for figure, speed in _turns(match, task):
+                speeds.setdefault(figure, []).append(speed)
+                which, variant = f"round {number}" if number else "warm-up", figure.variant and f" ({figure.variant})"
+                tell(f"{which}: {figure.side}{variant}, {task}: {speed:.3g} tok/s")
+    kept = {figure: values[1:] for figure, values in speeds.items() if figure.side in match.running}
+    return kept, {task: values[1:] for task, values in floors.items()}
+
+
+def _turns(match: Match, task: Task) -> Iterator[tuple[Figure, float]]:
+    for name, (contender, _) in list(match.running.items()):
+        tokens, where = (task.tokens, {}) if task.what == "prefill" else (contender.gen_tokens, {"depth": task.depth})
+        for variant, options in contender.variants.items():
+            try:
+                seconds = match.call(name, task.what, tokens=tokens, **where, **options)
+            except UnavailableError as error:
+                if name == OURS:
+                    raise
+                match.drop(name, error)
+                break
+            yield Figure(name, variant, task, tokens), tokens / seconds
+
+
+def compare(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
+    """Measure all sides on one shape; the object that the results keep of it. Raises UnavailableError: localllm's."""
+    shape = dict(shipped_shapes()[model])
+    tasks = [
+        Task("prefill", tokens=arguments.prompt_tokens),
+        *(Task("decode", depth=depth) for depth in arguments.depth),
+    ]
+    # Room for the deepest decode: the positions that a shape was trained for are no matter of speed.
+    shape["max_position_embeddings"] = max(arguments.prompt_tokens, *arguments.depth) + 2 * GEN_TOKENS
+    match = Match()
+    with _directory(arguments.keep) as directory, contextlib.closing(match):
+        sides = contenders(arguments, shape, directory)
+        for side in sides:
+            if side.name in arguments.skip:
+                match.skipped[side.name] = UnavailableError("left out with --skip")
+            else:
+                tell(f"loading {side.title}")
+                match.start(side)
+        if OURS not in match.running:
+            raise match.skipped[OURS]
+        speeds, floors = play(match, tasks, arguments.rounds)
+    return {
+        "machine": {**machine(), "threads": arguments.threads},
+        "rounds": arguments.rounds,
+        "waiting_cpu_share": round(match.waiting_cpu_share, 4),
+        "sides": {
+            side.name: {"title": side.title, "gen_tokens": side.gen_tokens, **match.facts[side.name]}
+            for side in sides
+            if side.name in match.running
+        },
+        "skipped": {name: {"reason": error.reason, "fix": error.fix} for name, error in match.skipped.items()},
+        **summary(OURS, speeds, floors, match.facts, kv_bytes(shape)),
+    }
+
+
+def kv_bytes(shape: Mapping[str, Any]) -> int:
+    """Of one position in all layers, keys and values of 16 bits: so do all sides keep them."""
+    head_dim = shape["hidden_size"] // shape["num_attention_heads"]
+    return int(2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * head_dim * 2)
+
+
+def tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _directory(keep: Path | None) -> Iterator[Path]:
+    """Where llama.cpp's random model lies: kept where a person says, else gone in the end."""
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        yield keep
+    else:
+        with tempfile.TemporaryDirectory(prefix="localllm-peers-") as directory:
+            yield Path(directory)
+
+
+def parse_arguments(line: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", action="append", choices=MODELS, help="may be repeated; default: tinyllama-1.1b")
+    parser.add_argument("--weights", default="int4", help="of localllm: any format it knows")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--depth", type=int, nargs="+", default=list(DEPTHS), help="of decode, in tokens")
+    parser.add_argument("--threads", type=int, default=psutil.cpu_count(logical=False) or 1, help="of every side")
+    parser.add_argument("--skip", action="append", default=[], choices=(LLAMA, TRANSFORMERS))
+    parser.add_argument("--llama-python", default=sys.executable, help="the interpreter that has llama_cpp and gguf")
+    parser.add_argument("--llama-head", default="Q6_K", choices=("Q6_K", "Q4_0"), help="Q6_K: as llama-quantize does")
+    parser.add_argument("--keep", type=Path, metavar="DIRECTORY", help="write llama.cpp's model there and leave it")
+    parser.add_argument("--no-save", action="store_true", help="print the table only")
+    return parser.parse_args(line)
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    # Ended from outside it still takes its workers and its gigabytes of files with it.
+    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(128 + signal.SIGTERM))
+    for model in arguments.model or [MODELS[0]]:
+        try:
+            result = compare(arguments, model)
+        except UnavailableError as error:
+            sys.exit(f"localllm itself did not run: {error.reason}")
+        print_report(model, result)
+        if not arguments.no_save:
+            save(model, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""The sides that compute with torch: localllm through its Engine, and transformers. Workers: `... peers_torch SIDE`."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from typing import Any
+
+import torch
+
+from benchmarks.peers_protocol import UnavailableError, serve
+from localllm.bench.floors import MemoryFloor
+from localllm.bench.shapes import Shape
+from localllm.bench.subject import matrix_bytes, random_subject
+from localllm.engine.events import FinishedEvent, TokenEvent
+from localllm.engine.request import SamplingParams
+from localllm.models.families import parse_config
+from localllm.quant.recipe import recipe
+
+READS = 8  # of the floor's buffer: a quarter of a second in all, so that one moment's disturbance is not the figure
+
+
+class Localllm:
+    """Requests through the Engine, as a front end makes them: sampling and detokenizing are in the time."""
+
+    def load(self, *, shape: dict[str, Any], threads: int, weights: str, context: int) -> dict[str, Any]:
+        torch.set_num_threads(threads)
+        shape_of = Shape("the benchmark's shape", parse_config(shape, "the benchmark's shape"))
+        subject = random_subject(shape_of, recipe(weights), torch.bfloat16, torch.device("cpu"), ctx=context)
+        self.engine = subject.engine
+        self.floor: MemoryFloor | None = None
+        return {
+            "title": f"localllm {subject.weights}",
+            "weight_bytes_per_token": matrix_bytes(self.engine.model),
+            "version": f"torch {torch.__version__}",
+            "cpu_features": torch.backends.cpu.get_cpu_capability(),
+        }
+
+    def prefill(self, *, tokens: int) -> float:
+        started = time.perf_counter()
+        (drawn,) = self._generate(tokens, 1)
+        return drawn - started
+
+    def decode(self, *, tokens: int, depth: int) -> float:
+        """The first token comes of the prompt, so one more is drawn than is timed."""
+        drawn = self._generate(depth, tokens + 1)
+        return drawn[-1] - drawn[0]
+
+    def dram_read(self) -> float:
+        """GB/s of reading a buffer far larger than the caches, as `localllm bench` measures it."""
+        self.floor = self.floor or MemoryFloor()
+        return statistics.median(self.floor.dram_read_gbs() for _ in range(READS))
+
+    def _generate(self, prompt_tokens: int, num_tokens: int) -> list[float]:
+        """When each token was drawn."""
+        prompt = torch.randint(0, self.engine.model.config.vocab_size, (prompt_tokens,)).tolist()
+        sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+        drawn = []
+        for event in self.engine.generate(prompt, sampling):
+            if isinstance(event, TokenEvent):
+                drawn.append(time.perf_counter())
+            elif isinstance(event, FinishedEvent) and event.error is not None:
+                raise event.error
+        assert len(drawn) == num_tokens
+        return drawn
+
+
+class Transformers:
+    """AutoModelForCausalLM with its defaults on a CPU: bf16, scaled dot product attention, a cache that grows."""
+
+    def load(self, *, shape: dict[str, Any], threads: int) -> dict[str, Any]:
+        try:
+            import transformers
+        except ImportError as error:
+            raise UnavailableError(
+                f"transformers cannot be imported ({error})", 'pip install "transformers>=5.20,<6"'
+            ) from error
+        torch.set_num_threads(threads)
+        transformers.logging.set_verbosity_error()
+        config = transformers.AutoConfig.for_model(**shape)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        self.model = model.to_empty(device="cpu").eval()
+        for parameter in self.model.parameters():
+            parameter.data.normal_(std=0.02)
+        # `to_empty` leaves the rotary buffers without values; they are not parameters, and are made anew.
+        self.model.model.rotary_emb = type(self.model.model.rotary_emb)(config)
+        sizes = {name: parameter.nbytes for name, parameter in self.model.named_parameters()}
+        return {
+            "version": f"transformers {transformers.__version__}, torch {torch.__version__}",
+            "weight_bytes_per_token": sum(sizes.values()) - sizes["model.embed_tokens.weight"],
+        }
+
+    @torch.inference_mode()
+    def prefill(self, *, tokens: int) -> float:
+        prompt = self._prompt(tokens)
+        started = time.perf_counter()
+        self.model(prompt, logits_to_keep=1, use_cache=True)
+        return time.perf_counter() - started
+
+    @torch.inference_mode()
+    def decode(self, *, tokens: int, depth: int) -> float:
+        clock = _Clock()
+        self.model.generate(
+            self._prompt(depth),
+            max_new_tokens=tokens + 1,
+            min_new_tokens=tokens + 1,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            streamer=clock,
+        )
+        _prompt, first, *rest = clock.drawn
+        assert len(rest) == tokens
+        return rest[-1] - first
+
+    def _prompt(self, tokens: int) -> torch.Tensor:
+        return torch.randint(0, self.model.config.vocab_size, (1, tokens))
+
+
+class _Clock:
+    """A streamer of transformers: it is given the prompt, then each token."""
+
+    def __init__(self) -> None:
+        self.drawn: list[float] = []
+
+    def put(self, _tokens: torch.Tensor) -> None:
+        self.drawn.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing is held back."""
+
+
+if __name__ == "__main__":
+    serve({"localllm": Localllm, "transformers": Transformers}[sys.argv[1]]())

@@ -1,0 +1,282 @@
+"""What the weight formats cost: the tiny model's perplexity on a book that it has not seen, in every format.
+
+    python tools/train_tiny.py --tales DIR --write-heldout heldout.txt
+    python -m benchmarks.quality heldout.txt [--windows 20]     # benchmarks/results/quality.json, docs/quality.md
+    python -m benchmarks.quality                                # only the conversion's table anew
+
+All formats read the same windows side by side, computed in fp32, so that the weights are all that differs. Then the
+same with the activations of every matrix in INT8, as the integer kernels see them; then the program as it is, in bf16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from benchmarks import quality_page
+from benchmarks.measure import machine, seconds, spread
+from localllm.cache.contiguous import ContiguousKV
+from localllm.engine.runner import Chunk, ModelRunner
+from localllm.engine.tokenizer import Tokenizer
+from localllm.hub.names import TINY_DIRECTORY
+from localllm.kernels import reference, tile16
+from localllm.kernels.cpu_matmul import INT8_GROUP
+from localllm.models.block_source import CheckpointBlocks
+from localllm.models.checkpoint import Checkpoint
+from localllm.models.config import ModelConfig
+from localllm.models.families import load_config
+from localllm.models.layout import block_layouts, model_bytes
+from localllm.models.load import load_decoder
+from localllm.quant import hqq
+from localllm.quant.dense import Dense
+from localllm.quant.int4 import Int4
+from localllm.quant.int8 import Int8
+from localllm.quant.nf4 import NF4
+from localllm.quant.recipe import RECIPES, Recipe
+from localllm.quant.weight_format import WeightFormat
+
+TEXT = "The Violet Fairy Book"
+SHIPPED = ("bf16", "int8", "int4-g32", "int4-g64", "int4-g128")
+
+
+@dataclass(frozen=True)
+class PublishedHqq(Int4):
+    """HQQ with the published algorithm and its defaults, in tile16: what ours has to beat. Whole tiles and groups."""
+
+    @property
+    def name(self) -> str:
+        return f"int4-g{self.group}-published"
+
+    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
+        columns = weight.float().reshape(-1, self.group).T.contiguous()
+        scale, bias = _published_fit(columns)
+        codes = hqq.encode(columns, scale, bias).T.reshape(weight.shape).to(torch.uint8)
+        groups = [tile16.pack_groups(values.view(len(weight), -1)) for values in (scale, bias)]
+        return {"qweight": tile16.pack(codes), "scale": groups[0], "bias": groups[1]}
+
+
+def _published_fit(columns: Tensor) -> hqq.Affine:
+    """l_p norm 0.7, beta 10, kappa 1.01, 20 iterations, ended by the first that does not help the mean."""
+    low, high = columns.amin(dim=0), columns.amax(dim=0)
+    inverse = hqq.LEVELS / (high - low).clamp(min=1e-10)
+    zero = best = -low * inverse
+    least = math.inf
+    for iteration in range(20):
+        codes = (columns * inverse + zero).round_().clamp_(0, hqq.LEVELS)
+        error = columns - (codes - zero) / inverse
+        size = error.abs()
+        if size.mean().item() >= least:
+            break
+        least, best = size.mean().item(), zero
+        beta = 10 * 1.01**iteration
+        shrunk = error.sign() * (size - size.clamp(min=1e-10).pow(-0.3) / beta).clamp(min=0)
+        zero = (codes - (columns - shrunk) * inverse).mean(dim=0)
+    return (1 / inverse).half(), (-best / inverse).half()
+
+
+FORMATS: tuple[WeightFormat, ...] = (
+    Int8(),
+    NF4(),
+    *(make for group in (32, 64, 128) for make in (Int4(group), Int4(group, "rtn"), PublishedHqq(group))),
+)
+
+
+@dataclass(frozen=True)
+class Exactly(Dense):
+    """What `weights` mean, kept in fp32, times activations in fp32, or in INT8 by groups of `activation_group`."""
+
+    dtype: torch.dtype = torch.float32
+    weights: WeightFormat = field(default_factory=Dense)
+    activation_group: int | None = None
+
+    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
+        return super().quantize(self.weights.dequantize(self.weights.quantize(weight), *weight.shape))
+
+    def linear(self, x: Tensor, tensors: dict[str, Tensor], out_features: int, bias: Tensor | None) -> Tensor:
+        if self.activation_group is not None:
+            codes, scale = reference.int8_activations(x, self.activation_group)
+            x = (codes * scale.unsqueeze(-1)).flatten(1)[:, : x.shape[1]]
+        return super().linear(x, tensors, out_features, bias)
+
+
+@dataclass
+class Subject:
+    """A model in some formats, and how far it has been from the base."""
+
+    blocks: str
+    embedding: str
+    activations: str  # "exact", "int8", "product"
+    nbytes: int
+    runner: ModelRunner
+    kv: ContiguousKV
+    surprises: list[Tensor] = field(default_factory=list)  # -log p of each token, a tensor a window
+    kl: float = 0.0
+    same_top1: int = 0
+
+    def log_probabilities(self, window: list[int]) -> Tensor:
+        self.kv.trim(0)
+        logits = self.runner.forward([Chunk(window, self.kv, len(window))], all_logits=True)
+        return logits[:-1].log_softmax(-1)
+
+    def read(self, window: list[int], base: Tensor) -> None:
+        """base: the log-probabilities of the same window in the base."""
+        own = self.log_probabilities(window)
+        self.surprises.append(token_surprises(own, window))
+        self.kl += functional.kl_div(own, base, reduction="sum", log_target=True).item()
+        self.same_top1 += int((own.argmax(-1) == base.argmax(-1)).sum().item())
+
+    def result(self, base: Tensor) -> dict[str, object]:
+        """base: -log p of each token in the base."""
+        surprise = torch.cat(self.surprises).double()
+        difference = surprise - base
+        increase = math.expm1(difference.mean().item())
+        error = difference.std().item() / len(difference) ** 0.5
+        return {
+            "blocks": self.blocks,
+            "embedding": self.embedding,
+            "activations": self.activations,
+            "bytes": self.nbytes,
+            "perplexity": math.exp(surprise.mean().item()),
+            "increase_percent": 100 * increase,
+            "standard_error_percent": 100 * error,
+            "kl_nats": self.kl / len(surprise),
+            "top1_percent": 100 * self.same_top1 / len(surprise),
+        }
+
+
+def token_surprises(log_probabilities: Tensor, window: list[int]) -> Tensor:
+    return -log_probabilities.gather(1, torch.tensor(window[1:]).unsqueeze(1)).squeeze(1)
+
+
+class Subjects:
+    """Makes them from the tiny model's checkpoint."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+
+    def of(self, recipe: Recipe, activations: str) -> Subject:
+        loaded, dtype = recipe, torch.bfloat16
+        if activations != "product":
+            wrapped = [
+                Exactly(weights=weights, activation_group=_activation_group(weights) if activations == "int8" else None)
+                for weights in (recipe.blocks, recipe.embedding)
+            ]
+            loaded, dtype = Recipe(recipe.name, *wrapped), torch.float32
+        cpu, config = torch.device("cpu"), self.config
+        with Checkpoint.open(TINY_DIRECTORY) as checkpoint:
+            source = CheckpointBlocks(checkpoint, config, loaded)
+            decoder = load_decoder(source, config, loaded, dtype=dtype, device=cpu)
+        kv = ContiguousKV(
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            capacity=config.max_position_embeddings,
+            dtype=dtype,
+            device=cpu,
+        )
+        names = recipe.blocks.name, recipe.embedding.name
+        return Subject(*names, activations, model_bytes(config, recipe), ModelRunner(decoder), kv)
+
+    def all(self) -> Iterator[Subject]:
+        for weights in FORMATS:
+            yield self.of(Recipe(weights.name, weights, Dense()), "exact")
+        whole = [weights for weights in FORMATS if "-rtn" not in weights.name and not isinstance(weights, PublishedHqq)]
+        embeddings: tuple[WeightFormat, ...] = (Int8(), Int4())
+        for weights, embedding in product((Dense(), *whole), embeddings):
+            yield self.of(Recipe(weights.name, weights, embedding), "exact")
+        for name, activations in product(SHIPPED, ("int8", "product")):
+            if (name, activations) != ("bf16", "int8"):
+                yield self.of(RECIPES[name], activations)
+
+
+def _activation_group(weights: WeightFormat) -> int:
+    return weights.group if isinstance(weights, Int4) else INT8_GROUP
+
+
+def cut_windows(token_ids: list[int], ctx: int, count: int | None) -> list[list[int]]:
+    """Whole windows side by side; `count` of them spread evenly over the text, or all."""
+    whole = len(token_ids) // ctx
+    count = min(count or whole, whole)
+    return [token_ids[begin : begin + ctx] for begin in (i * whole // count * ctx for i in range(count))]
+
+
+def measure(text: str, num_windows: int | None) -> dict[str, Any]:
+    config = load_config(TINY_DIRECTORY)
+    token_ids = Tokenizer.load(TINY_DIRECTORY).encode(text, bos=True)
+    windows = cut_windows(token_ids, config.max_position_embeddings, num_windows)
+    make = Subjects(config)
+    base = make.of(RECIPES["bf16"], "exact")
+    subjects = list(make.all())
+    for number, window in enumerate(windows, 1):
+        log_probabilities = base.log_probabilities(window)
+        base.surprises.append(token_surprises(log_probabilities, window))
+        for subject in subjects:
+            subject.read(window, log_probabilities)
+        print(f"\rwindow {number} of {len(windows)}", end="", file=sys.stderr, flush=True)
+    surprise = torch.cat(base.surprises).double()
+    return {
+        "schema_version": 1,
+        "model": "tiny",
+        "text": TEXT,
+        "ctx": config.max_position_embeddings,
+        "predicted_tokens": len(surprise),
+        "base": {"perplexity": math.exp(surprise.mean().item()), "bytes": base.nbytes},
+        "runs": [subject.result(surprise) for subject in subjects],
+    }
+
+
+def conversion(rounds: int = 5) -> Iterator[dict[str, object]]:
+    """Squared error relative to the weights' own squares, and the time of a 4096 x 4096 matrix."""
+    normal = torch.randn((4096, 4096), generator=torch.Generator().manual_seed(0))
+    config = load_config(TINY_DIRECTORY)
+    with Checkpoint.open(TINY_DIRECTORY) as checkpoint:
+        source = CheckpointBlocks(checkpoint, config, RECIPES["fp32"])
+        tensors = [tensor for layout in block_layouts(config)[1:-1] for tensor in source.tensors(layout).values()]
+        tiny = [tensor.clone() for tensor in tensors if tensor.ndim == 2]
+    for weights in FORMATS:
+        timed = not isinstance(weights, PublishedHqq)
+        times = [seconds(partial(weights.quantize, normal)) for _ in range(rounds + 1)][1:] if timed else []
+        yield {
+            "format": weights.name,
+            "error_normal": _relative_error(weights, [normal[:512]]),
+            "error_tiny": _relative_error(weights, tiny),
+            "ns_a_weight": asdict(spread([1e9 * time / normal.numel() for time in times])) if timed else None,
+        }
+
+
+def _relative_error(weights: WeightFormat, matrices: list[Tensor]) -> float:
+    met = [weights.dequantize(weights.quantize(matrix), *matrix.shape) for matrix in matrices]
+    errors = sum((a - b).square().sum().item() for a, b in zip(met, matrices, strict=True))
+    return float(errors / sum(matrix.square().sum().item() for matrix in matrices))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "text", type=Path, nargs="?", help="the held-out book; without it, perplexities of the last run"
+    )
+    parser.add_argument("--windows", type=int, help="so many, spread over the book (default: all)")
+    arguments = parser.parse_args()
+    if arguments.text is None:
+        result = json.loads(quality_page.RESULTS.read_text(encoding="utf-8"))
+    else:
+        result = measure(arguments.text.read_text(encoding="utf-8"), arguments.windows)
+    result |= {"machine": machine(), "conversion": list(conversion())}
+    quality_page.save(result)
+    print(quality_page.tables(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Small packed models for the tests, and what may be said of any folder of one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from localllm.models.convert import convert
+from localllm.models.decoder import Decoder
+from localllm.models.families import load_config
+from localllm.models.packed import INDEX, PackedModel, PackedPlan
+from localllm.quant.recipe import recipe
+from tests.checkpoints import write_checkpoint
+
+WEIGHTS = "int4-g64"
+SOURCE = "maker/model@0123abcd"
+# int4 with groups that the fixtures' widths do not fill, int8, a format with odd sizes, and one that is not quantized.
+FORMATS = ["int4-g64", "int4-g32-rtn", "int8", "nf4", "bf16"]
+
+
+def small_checkpoint(folder: Path, family: str = "llama", seed: int = 0) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_checkpoint(folder, family, seed=seed)
+    return folder
+
+
+def pack(checkpoint: Path, target: Path, weights: str = WEIGHTS, source: str = SOURCE, **options: object) -> Path:
+    convert(checkpoint, target, recipe(weights), source, **options)  # type: ignore[arg-type]
+    return target
+
+
+def plan(checkpoint: Path, weights: str = WEIGHTS, source: str = SOURCE) -> PackedPlan:
+    return PackedPlan(load_config(checkpoint), recipe(weights), source)
+
+
+def open_packed(checkpoint: Path, target: Path, weights: str = WEIGHTS, source: str = SOURCE) -> PackedModel:
+    return PackedModel.open(target, load_config(checkpoint), recipe(weights), source, model="my model")
+
+
+def read_all(packed: PackedModel) -> dict[str, Tensor]:
+    """Every tensor, by block and name."""
+    from localllm.models.layout import block_layouts
+
+    with packed:
+        layouts = block_layouts(packed.config)
+        return {f"{x.name}/{name}": tensor for x in layouts for name, tensor in packed.tensors(x).items()}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()} if folder.is_dir() else {}
+
+
+def assert_no_half_file(checkpoint: Path, target: Path, weights: str = WEIGHTS) -> int:
+    """Whatever has a final name is whole, and the index is there only if all is; returns the number of blocks."""
+    files = plan(checkpoint, weights).files
+    there = [file for file in files.values() if (target / file.file_name).exists()]
+    for file in there:
+        assert file.checksum_of(target / file.file_name) is not None, file.name
+    if (target / INDEX).exists():
+        assert len(there) == len(files)
+        read_all(open_packed(checkpoint, target, weights))
+    return len(there)
+
+
+def in_child(work: Callable[[], object]) -> int:
+    """Run `work` in a copy of this process; its wait status. 0: it returned, 256: it raised."""
+    child = os.fork()
+    if child:
+        return os.waitpid(child, 0)[1]
+    try:
+        torch.set_num_threads(1)  # the pool of this process's threads is not there in its copy
+        work()
+    except BaseException:
+        os._exit(1)
+    os._exit(0)
+
+
+DISK_CALLS = ("open", "write", "fsync", "replace", "unlink", "mkdir", "lseek", "close")
+
+
+def dying_at(call: int, work: Callable[[], object]) -> Callable[[], object]:
+    """`work`, killed at its `call`-th call that has to do with the disk. To be run in a child."""
+
+    def run() -> object:
+        count = 0
+
+        def counted(function: Callable[..., object]) -> Callable[..., object]:
+            def maybe_die(*arguments: object, **named: object) -> object:
+                nonlocal count
+                count += 1
+                if count == call:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return function(*arguments, **named)
+
+            return maybe_die
+
+        for name in DISK_CALLS:
+            setattr(os, name, counted(getattr(os, name)))
+        return work()
+
+    return run
+
+
+def inodes(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_ino for path in folder.iterdir()}
+
+
+def killed_after(seconds: float, work: Callable[[], object]) -> Callable[[], object]:
+    """`work`, dead after so long. To be run in a child."""
+
+    def run() -> object:
+        # Nobody handles SIGALRM: it ends the process as SIGKILL does, without another line of Python.
+        signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6))
+        return work()
+
+    return run
+
+
+def killed_and_taken_up(work: Callable[[], object], checkpoint: Path, target: Path, whole: dict[str, bytes]) -> bool:
+    """Run `work`, a conversion, in a child; finish what it left. Whether it was killed before its end."""
+    status = in_child(work)
+    assert os.WIFSIGNALED(status) or status == 0
+    assert_no_half_file(checkpoint, target)
+    kept = inodes(target) if target.is_dir() else {}
+    pack(checkpoint, target)
+    assert contents(target) == whole
+    again = {name for name, inode in inodes(target).items() if kept.get(name, inode) != inode}
+    assert again <= {INDEX}
+    return os.WIFSIGNALED(status)
+
+
+def everything_of(decoder: Decoder) -> dict[str, Tensor]:
+    """Every tensor that a decoder computes with."""
+    found: dict[str, Tensor] = {}
+
+    def visit(path: str, value: object) -> None:
+        if isinstance(value, Tensor):
+            found[path] = value
+        elif isinstance(value, dict | list | tuple):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, item in items:
+                visit(f"{path}.{key}", item)
+        elif type(value).__module__.startswith("localllm."):
+            for key, item in vars(value).items():
+                visit(f"{path}.{key}", item)
+
+    visit("", decoder)
+    return found
