@@ -17,6 +17,7 @@ LANES = 16
 F32, I32, I64, PTR, I1 = "float", "i32", "i64", "ptr", "i1"
 F32V, I32V = f"<{LANES} x float>", f"<{LANES} x i32>"
 Number = int | float
+REST, REST_STEP = 16, 2  # see Kernel.balanced
 
 
 def vector_of(element: str, lanes: int = LANES) -> str:
@@ -129,7 +130,8 @@ class Variable:
 
 
 class Kernel:
-    """One function `name(args, thread, threads)`; args is an array of 64-bit words, one for each of `words`.
+    """One function `name(args, thread, threads, counter)`; args is an array of 64-bit words, one for each of `words`.
+    All threads see one counter, which is 0 when they begin.
 
     `words` names pointers first and then, behind a bar, whole numbers: "x y | rows features".
     """
@@ -157,7 +159,7 @@ class Kernel:
     def source(self) -> str:
         """The module's LLVM IR."""
         declared = [f"declare {signature}" for signature in self._declared.values()]
-        head = f"define void @{self.name}(ptr noalias readonly %args, i64 %thread, i64 %threads) {{"
+        head = f"define void @{self.name}(ptr noalias readonly %args, i64 %thread, i64 %threads, ptr %counter) {{"
         return "\n".join([*declared, head, "entry:", *self._stack, *self._body, "  ret void", "}"])
 
     def line(self, text: str) -> None:
@@ -262,6 +264,28 @@ class Kernel:
     def share(self, count: Value) -> tuple[Value, Value]:
         """This thread's part [begin, end) of `count` items."""
         return count * self.thread / self.threads, count * (self.thread + 1) / self.threads
+
+    @contextlib.contextmanager
+    def balanced(self, count: Value) -> Iterator[Value]:
+        """for i in this thread's part of range(count): most of it known beforehand, the rest for whoever is first.
+
+        A thread that is held up leaves more of the rest to the others; a part of its own, read in one go, is what
+        memory likes best. A sixteenth to be had in twos makes reads of weights 5 to 10 % faster than equal parts alone;
+        with all of it to be had they are 10 % slower.
+        """
+        own = count - count / REST
+        begin, end = self.share(own)
+        first, last = Variable(self, begin), Variable(self, end)
+        name = self._fresh()
+        self.line(f"br label %work{name}")
+        self._label(f"work{name}")
+        with self.range(first.get(), last.get()) as i:
+            yield i
+        taken = own + self.emit(I64, f"atomicrmw add ptr %counter, i64 {REST_STEP} monotonic")
+        first.set(taken)
+        last.set(self.smaller(taken + REST_STEP, count))
+        self.line(f"br i1 {taken.compare('ult', count).text}, label %work{name}, label %rested{name}")
+        self._label(f"rested{name}")
 
 
 def _float_text(number: float) -> str:

@@ -30,7 +30,7 @@ class KernelUnavailableError(RuntimeError):
 
 @dataclass(frozen=True)
 class Native:
-    """A kernel's machine code: `address` is void(ptr args, i64 thread, i64 threads)."""
+    """A kernel's machine code: `address` is void(ptr args, i64 thread, i64 threads, ptr counter)."""
 
     address: int
     pointers: tuple[str, ...]

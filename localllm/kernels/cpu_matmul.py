@@ -35,10 +35,10 @@ def matmul_source(isa: Isa, weights: Weights, group: int, rows: int, *, adds: bo
     a = k.arg
     blocks = a.blocks.load("i64", 8)
     side_by_side = isa.tiles_side_by_side(rows)
-    begin, end = k.share((a.tiles + (side_by_side - 1)) / side_by_side)
     inner = _int4_group if weights == "int4" else _int8_group
     sums = [[k.stack(F32V) for _ in range(rows)] for _ in range(side_by_side)]
-    with k.range(begin, end) as unit, k.range(k.i64(0), blocks) as block:
+    units = (a.tiles + (side_by_side - 1)) / side_by_side
+    with k.balanced(units) as unit, k.range(k.i64(0), blocks) as block:
         # The last unit may overlap the one before it: it computes the same sums again, and adds them once.
         first = unit * side_by_side
         tiles = [k.smaller(first + t, a.tiles - 1) for t in range(side_by_side)]

@@ -18,8 +18,10 @@ from localllm.kernels.cpu_jit import Native, best_isa, link, openmp
 
 Arguments = ctypes.Array[ctypes.c_int64]
 _SPINS = 4096  # about 50 us of waiting; then the core may be wanted by another program, and is offered to it
+_COUNTER_BYTES = 64  # a cache line each
 
-# args: {tape, number of kernels, threads, arrivals}. An arrival count that only grows needs no second barrier to reset.
+# args: {tape, number of kernels, threads, arrivals, counters}. A count of arrivals that only grows needs no second
+# barrier to reset it.
 _SOURCE = """
 declare void @GOMP_parallel(ptr, ptr, i32, i32)
 declare i32 @omp_get_thread_num()
@@ -40,6 +42,8 @@ entry:
   %count_at = getelementptr i64, ptr %args, i64 1
   %threads_at = getelementptr i64, ptr %args, i64 2
   %arrivals = getelementptr i64, ptr %args, i64 3
+  %counters_at = getelementptr i64, ptr %args, i64 4
+  %counters = load ptr, ptr %counters_at
   %count = load i64, ptr %count_at
   %threads = load i64, ptr %threads_at
   %thread32 = call i32 @omp_get_thread_num()
@@ -53,7 +57,9 @@ next:
   %args_at = getelementptr i8, ptr %entry_at, i64 8
   %function = load ptr, ptr %entry_at
   %kernel_args = load ptr, ptr %args_at
-  call void %function(ptr %kernel_args, i64 %thread, i64 %threads)
+  %counter_offset = mul i64 %i, {counter_bytes}
+  %counter = getelementptr i8, ptr %counters, i64 %counter_offset
+  call void %function(ptr %kernel_args, i64 %thread, i64 %threads, ptr %counter)
   %before = atomicrmw add ptr %arrivals, i64 1 acq_rel
   br label %wait
 wait:
@@ -96,6 +102,7 @@ class Tape:
         self._kernels = list(kernels)  # keeps code and arguments alive
         words = [word for kernel, args in kernels for word in (kernel.address, ctypes.addressof(args))]
         self._tape = (ctypes.c_int64 * len(words))(*words)
+        self._counters = ctypes.create_string_buffer(_COUNTER_BYTES * len(kernels))
         self._run = _runner(best_isa())
 
     def __len__(self) -> int:
@@ -107,7 +114,9 @@ class Tape:
         if count <= begin:
             return
         start = ctypes.addressof(self._tape) + 16 * begin
-        self._run((ctypes.c_int64 * 4)(start, count - begin, torch.get_num_threads(), 0))
+        counters = ctypes.addressof(self._counters)
+        ctypes.memset(counters, 0, _COUNTER_BYTES * (count - begin))
+        self._run((ctypes.c_int64 * 5)(start, count - begin, torch.get_num_threads(), 0, counters))
 
 
 @cache
@@ -119,7 +128,7 @@ def _runner(isa: Isa) -> Callable[[Arguments], None]:
         function = getattr(process if symbol == "sched_yield" else openmp(), symbol)
         llvm.add_symbol(symbol, ctypes.cast(function, ctypes.c_void_p).value)
     declare_pause, pause = _PAUSES[isa.machine]
-    source = _SOURCE.format(declare_pause=declare_pause, pause=pause, spins=_SPINS)
+    source = _SOURCE.format(declare_pause=declare_pause, pause=pause, spins=_SPINS, counter_bytes=_COUNTER_BYTES)
     address, engine = link(source, "run", isa, _RESOLVED)
     run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
     run.engine = engine  # type: ignore[attr-defined]  # the code lives as long as its engine
