@@ -413,3 +413,12 @@ def test_the_reference_products_are_exact_for_activations_that_int8_holds(group:
     exact = x.double() @ Int8().dequantize(tensors, 37, 250).double().T
     y = reference.int8_linear(x, **tensors, out_features=37, group=group)
     torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize(("N", "K"), [(300, 50), (129, 64), (1, 7)])
+def test_nf4_has_the_same_bytes_in_slabs_of_any_size(N: int, K: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = normal(N, K)
+    whole = NF4().quantize(weight)
+    monkeypatch.setattr("localllm.quant.nf4.SLAB_WEIGHTS", 64 * 64)
+    slabs = NF4().quantize(weight)
+    assert all(torch.equal(slabs[name], tensor) for name, tensor in whole.items())

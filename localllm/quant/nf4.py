@@ -45,8 +45,19 @@ class NF4:
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         """Raises CheckpointError where the weight is not finite, MissingBitsandbytesError."""
         require_finite(weight)
-        packed, state = _bitsandbytes().quantize_4bit(weight.float().contiguous(), blocksize=BLOCK, quant_type="nf4")
-        return {"qweight": packed.view(-1), "absmax": state.absmax}
+        N, K = weight.shape
+        tensors = {
+            name: torch.empty(spec.shape, dtype=spec.dtype, device=weight.device)
+            for name, spec in self.specs(N, K).items()
+        }
+        step = _whole_blocks(K)
+        for first in range(0, N, step):
+            slab = weight[first : first + step].float().contiguous()
+            packed, state = _bitsandbytes().quantize_4bit(slab, blocksize=BLOCK, quant_type="nf4")
+            begin = first * K
+            tensors["qweight"][begin // 2 :][: packed.numel()] = packed.view(-1)
+            tensors["absmax"][begin // BLOCK :][: state.absmax.numel()] = state.absmax
+        return tensors
 
     def dequantize(self, tensors: dict[str, Tensor], out_features: int, in_features: int) -> Tensor:
         return _dequantize(tensors, 0, out_features * in_features, torch.float32).view(out_features, in_features)
@@ -62,12 +73,17 @@ class NF4:
     def linear(self, x: Tensor, tensors: dict[str, Tensor], out_features: int, bias: Tensor | None) -> Tensor:
         T, K = x.shape
         y = torch.empty((T, out_features), dtype=x.dtype, device=x.device)
-        step = max(1, SLAB_WEIGHTS // (BLOCK * max(1, K))) * BLOCK  # BLOCK rows begin where a block does
+        step = _whole_blocks(K)
         for first in range(0, out_features, step):
             N = min(step, out_features - first)
             weight = _dequantize(tensors, first * K, N * K, x.dtype).view(N, K)
             y[:, first : first + N] = dense_linear(x, weight)
         return y if bias is None else y + bias
+
+
+def _whole_blocks(in_features: int) -> int:
+    """Rows of a slab: so many BLOCKs of them, as they begin where a block does whatever their width."""
+    return max(1, SLAB_WEIGHTS // (BLOCK * max(1, in_features))) * BLOCK
 
 
 def _dequantize(tensors: dict[str, Tensor], begin: int, count: int, dtype: torch.dtype) -> Tensor:
