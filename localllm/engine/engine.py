@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import secrets
 import threading
 import time
@@ -262,7 +263,7 @@ class Engine:
             logits = self.runner.forward(
                 [chunk for _, chunk in scheduled], cancelled=lambda: not ids.isdisjoint(self._aborted)
             )
-            finite = logits.sum(dim=-1).isfinite().tolist()  # either stays what it is in a sum
+            totals = logits.sum(dim=-1).tolist()  # a NaN or an infinity stays what it is in a sum
         except StepCancelledError:
             return events + self._drop_aborted()
         except (MemoryError, RuntimeError) as error:
@@ -270,7 +271,7 @@ class Engine:
             return events + [self._fail(sequence, named) for sequence, _ in scheduled]
         for row, (sequence, chunk) in enumerate(scheduled):
             try:
-                if not finite[row]:
+                if not math.isfinite(totals[row]):
                     raise self.runner.locate_non_finite(chunk)
                 events += self._take(sequence, chunk, logits[row])
             except Exception as error:  # one request's failure ends that request, not the others and not the engine

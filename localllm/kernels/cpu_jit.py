@@ -49,6 +49,10 @@ class Native:
         array.tensors = [value for value in values if isinstance(value, torch.Tensor)]  # type: ignore[attr-defined]
         return array
 
+    def point(self, words: ctypes.Array[ctypes.c_int64], name: str, tensor: torch.Tensor) -> None:
+        """Another tensor for one of the words. The caller keeps it alive until the kernel has run."""
+        words[self.pointers.index(name)] = tensor.data_ptr()
+
 
 @cache
 def best_isa() -> Isa:

@@ -87,21 +87,22 @@ class Rotary:
         self.rope = rope
         self.rotary_dim = rotary_dim
         self.scale = attention_factor(rope)
+        self.signed_scale = torch.tensor([-self.scale, self.scale], device=device).repeat_interleave(rotary_dim // 2)
         self.depends_on_length = rope.kind in ("dynamic", "longrope")
-        self.inv_freq = inverse_frequencies(rope, rotary_dim, 0).to(device)
+        self.inv_freq = self._both_halves(0).to(device)
 
     def __call__(self, positions: Tensor, segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
         """positions [T] -> cos, sin, each fp32 [T, 1, rotary_dim]; sin has the sign of the half that it turns into."""
         inv_freq = self._per_token(segments) if self.depends_on_length else self.inv_freq
-        angles = positions[:, None].float() * inv_freq
-        cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
-        return torch.cat((cos, cos), dim=-1).unsqueeze(1), torch.cat((-sin, sin), dim=-1).unsqueeze(1)
+        angles = (positions[:, None].float() * inv_freq).unsqueeze(1)
+        return angles.cos() * self.scale, angles.sin() * self.signed_scale
+
+    def _both_halves(self, length: int) -> Tensor:
+        """fp32 [rotary_dim]: the same frequencies for either half of the rotating features."""
+        return inverse_frequencies(self.rope, self.rotary_dim, length).repeat(2)
 
     def _per_token(self, segments: Sequence[Segment]) -> Tensor:
-        rows = [
-            inverse_frequencies(self.rope, self.rotary_dim, segment.rope_length).expand(segment.end - segment.begin, -1)
-            for segment in segments
-        ]
+        rows = [self._both_halves(segment.rope_length).expand(segment.end - segment.begin, -1) for segment in segments]
         return torch.cat(rows).to(self.inv_freq.device)
 
 
