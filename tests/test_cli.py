@@ -544,6 +544,12 @@ def test_a_fix_that_is_a_flag_is_shown_as_the_command_to_paste(model: Path) -> N
     assert f"fix:   localllm run {model} -p 'two words' --ctx 512" in result.err
 
 
+def test_a_fix_of_several_flags_takes_the_place_of_those_that_were_typed(model: Path) -> None:
+    result = run_cli("run", model, "--dtype", "fp32", "--weights", "bf16", "-p", "x")
+    assert result.code == 2
+    assert f"fix:   localllm run {model} -p x --weights bf16 --dtype bf16" in result.err
+
+
 def test_a_model_that_computes_nan_ends_json_with_an_error_that_names_the_block(model: Path, tmp_path: Path) -> None:
     shutil.copytree(model, tmp_path / "broken")
     weights = load_file(tmp_path / "broken" / "model.safetensors")

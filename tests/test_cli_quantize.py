@@ -154,6 +154,7 @@ def test_the_flags_name_a_format(
         (["--weights", "nf4", "--method", "hqq"], "--method and --weights nf4"),
         (["--weights", "int4-g32", "--group", "64"], "--group and --weights int4-g32"),
         (["--group", "48"], "--group is 48"),
+        (["--weights", "bf16", "--group", "48"], "--group is 48"),
         (["--group", "64.5"], "--group"),
         (["--method", "gptq"], "'--method'"),
     ],

@@ -14,7 +14,8 @@ from localllm.bench.random_blocks import RandomBlocks
 from localllm.cache.contiguous import ContiguousKV
 from localllm.engine.runner import Chunk, ModelRunner
 from localllm.errors import NonFiniteError
-from localllm.kernels import cpu_linear
+from localllm.kernels import cpu_isa, cpu_linear
+from localllm.kernels.cpu_isa import Isa
 from localllm.models.cpu_step import CpuStep
 from localllm.models.decoder import Decoder
 from localllm.models.families import parse_config
@@ -49,6 +50,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "hidden_activation": "gelu_pytorch_tanh",
     },
     "olmo2": {"model_type": "olmo2"},
+    "a vocabulary that fills no tile": {"model_type": "llama", "vocab_size": 163},
     "one key head": {"model_type": "llama", "num_key_value_heads": 1},
     "a key head each": {"model_type": "llama", "num_key_value_heads": 4},
 }
@@ -104,6 +106,15 @@ def test_chunks_of_any_size_give_the_same_bits(family: str) -> None:
     whole = run(runner, tokens, [60])
     for ends in ([1, 2, 3, 11, 24, 60], list(range(1, 61)), [8, 20, 60]):
         assert torch.equal(run(runner, tokens, ends), whole)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3, partial rotary"])
+@pytest.mark.parametrize("isa", cpu_isa.host_isas()[1:], ids=lambda isa: isa.name)
+def test_every_instruction_set_gives_the_same_bits(family: str, isa: Isa) -> None:
+    best, forced = (ModelRunner(decoder(FAMILIES[family], "int4")) for _ in range(2))
+    forced.cpu_step = CpuStep(forced.model, isa)
+    tokens = ids(60)
+    assert torch.equal(run(forced, tokens, [1, 5, 60]), run(best, tokens, [1, 5, 60]))
 
 
 @pytest.mark.parametrize("weights", ["int4", "int8"])

@@ -101,8 +101,7 @@ def _with_command(error: LocalLLMError, arguments: Sequence[str]) -> LocalLLMErr
         kept[kept.index(error.name)] = error.nearest
         error.fix = error.fix.replace(f"localllm run {error.nearest}", _line(kept, error.nearest))
     elif error.fix.startswith("--"):
-        flag = error.fix.split()[0]
-        if flag in kept:
+        for flag in (word for word in error.fix.split() if word.startswith("--") and word in kept):
             at = kept.index(flag)
             del kept[at : at + 2]
         error.fix = f"{_line(kept, 'with')} {error.fix}"

@@ -78,11 +78,11 @@ def quantize_command(
 
 def recipe_name(weights: str | None, setting: str, group: int | None, method: str | None) -> str:
     """The format that these flags name: "int4", 32, "rtn" -> "int4-g32-rtn". Raises UsageError."""
+    if group is not None and group not in _GROUPS:
+        raise UsageError(f"--group is {group}", why="int4 is packed in groups of 32, 64 or 128", fix="--group 64")
     if weights == "bf16":
         why = "it is what checkpoints hold, and is read from there as it is: a copy would gain nothing"
         raise UsageError("bf16 is not packed", why=why, fix="--weights int4")
-    if group is not None and group not in _GROUPS:
-        raise UsageError(f"--group is {group}", why="int4 is packed in groups of 32, 64 or 128", fix="--group 64")
     flag = "--group" if group is not None else "--method" if method is not None else ""
     asked = weights or ("int4" if flag else setting)
     if asked in ("int4", *_UNPACKED):

@@ -38,9 +38,10 @@ SINGLE_CALL_ROWS = 16
 class CpuStep:
     """Built once for a decoder; `supports` says for which. One forward at a time."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, isa: Isa | None = None) -> None:
+        """isa: None takes the best that this machine has."""
         self.decoder = decoder
-        self.isa = best_isa()
+        self.isa = isa or best_isa()
         self._room: _Room | None = None
         self._tapes: dict[tuple[int, int], _WholeTape] = {}
 
@@ -91,14 +92,14 @@ class CpuStep:
         room.x[: len(rows)] = room.x[rows]
         block_rows = room.activations.resize(len(rows), self.isa)
         logits = torch.empty(len(rows) + block_rows, head.out_features)
-        Tape(list(_Recorder(self.decoder, room, block_rows, 1).head(logits))).run()
+        Tape(list(_Recorder(self.decoder, self.isa, room, block_rows, 1).head(logits))).run()
         return self.decoder.capped(logits[: len(rows)])
 
     def matrices_only(self) -> tuple[Callable[[], None], int]:
         """All matrices of the blocks for one row, without what is between them, and their bytes: to be timed."""
         room = self._reserve(1)
         rows = room.activations.resize(1, self.isa)
-        recorder = _Recorder(self.decoder, room, rows, 1)
+        recorder = _Recorder(self.decoder, self.isa, room, rows, 1)
         linears = [linear for block in self.decoder.blocks for linear in _linears(block)]
         tape = Tape([recorder.multiply(linear, room.wide, adds=False) for linear in linears])
         return tape.run, sum(tensor.nbytes for linear in linears for tensor in linear.tensors.values())
@@ -112,7 +113,7 @@ class CpuStep:
     def _tape(self, room: _Room, block_rows: int, attention_rows: int) -> _WholeTape:
         key = block_rows, attention_rows
         if key not in self._tapes:
-            recorder = _Recorder(self.decoder, room, block_rows, attention_rows)
+            recorder = _Recorder(self.decoder, self.isa, room, block_rows, attention_rows)
             steps: list[Step] = [*recorder.embed()]
             embeds, ends = bool(steps), []
             for block in self.decoder.blocks:
@@ -181,6 +182,7 @@ class _Recorder:
     """Writes blocks down as steps over a room, for a number of rows a block and a task."""
 
     decoder: Decoder
+    isa: Isa
     room: _Room
     block_rows: int
     attention_rows: int
@@ -191,7 +193,7 @@ class _Recorder:
         packed = _packed(embedding.matrix)
         if packed is None or packed.weights != "int8":
             return
-        kernel = cpu_embed.embed(self._isa)
+        kernel = cpu_embed.embed(self.isa)
         yield (
             kernel,
             kernel.arguments(
@@ -216,7 +218,7 @@ class _Recorder:
             yield self.quantize(last, self.room.mixed, None)
         else:
             packed = _required(last)
-            kernel = cpu_quantize.quantize(self._isa, packed.group, "gated", self.decoder.config.activation)
+            kernel = cpu_quantize.quantize(self.isa, packed.group, "gated", self.decoder.config.activation)
             stride = first.out_features
             yield self.room.activations.quantize(kernel, self.room.wide, packed.group, last.in_features, stride=stride)
         if block.norm_out is None:
@@ -232,14 +234,14 @@ class _Recorder:
 
     def quantize(self, linear: Linear, x: Tensor, norm: RMSNorm | None) -> Step:
         group, features = _required(linear).group, linear.in_features
-        kernel = cpu_quantize.quantize(self._isa, group, "plain" if norm is None else "norm")
+        kernel = cpu_quantize.quantize(self.isa, group, "plain" if norm is None else "norm")
         rest: dict[str, Tensor | int] = {} if norm is None else {"weight": norm.weight, "eps": float_bits(norm.eps)}
         return self.room.activations.quantize(kernel, x, group, features, **rest)
 
     def multiply(self, linear: Linear, y: Tensor, *, adds: bool) -> Step:
         packed, has_bias = _required(linear), linear.bias is not None
         kernel = cpu_matmul.matmul(
-            self._isa, packed.weights, packed.group, self.block_rows, adds=adds, has_bias=has_bias
+            self.isa, packed.weights, packed.group, self.block_rows, adds=adds, has_bias=has_bias
         )
         bias = None if linear.bias is None else linear.bias.float()
         return self.room.activations.multiply(kernel, packed, y, linear.out_features, bias)
@@ -253,7 +255,7 @@ class _Recorder:
             yield self._norm(body.q_norm, room.wide, room.wide, H * D, stride, adds=False)
             yield self._norm(body.k_norm, keys, keys, KH * D, stride, adds=False)
         norms = (body.q_norm, body.k_norm) if shape.norm_each_head else (None, None)
-        rope = cpu_rope.rope(self._isa, D, self.decoder.config.rotary_dim, has_norms=norms[0] is not None)
+        rope = cpu_rope.rope(self.isa, D, self.decoder.config.rotary_dim, has_norms=norms[0] is not None)
         yield (
             rope,
             rope.arguments(
@@ -271,7 +273,7 @@ class _Recorder:
                 eps=float_bits(self.decoder.config.rms_norm_eps),
             ),
         )
-        attention = cpu_attention.attention(self._isa, D, self.attention_rows, has_softcap=shape.softcap is not None)
+        attention = cpu_attention.attention(self.isa, D, self.attention_rows, has_softcap=shape.softcap is not None)
         yield (
             attention,
             attention.arguments(
@@ -289,12 +291,8 @@ class _Recorder:
             ),
         )
 
-    @property
-    def _isa(self) -> Isa:
-        return best_isa()
-
     def _norm(self, norm: RMSNorm, x: Tensor, y: Tensor, features: int, stride: int, *, adds: bool) -> Step:
-        kernel = cpu_norm.norm(self._isa, adds=adds)
+        kernel = cpu_norm.norm(self.isa, adds=adds)
         shape = self.room.activations.shape
         return kernel, kernel.arguments(
             x=x,
