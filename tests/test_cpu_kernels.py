@@ -195,13 +195,14 @@ def test_exp_is_exact_at_zero_and_underflows_to_zero(isa: Isa) -> None:
 @pytest.mark.parametrize("factor", [1.0, 11.3125])
 def test_an_embedding_gives_the_rows_of_its_matrix_rounded_to_bf16(isa: Isa, factor: float) -> None:
     packed, dense = int8_matrix(48, 192)
-    token_ids = torch.tensor([0, 47, 15, 16, 17, 47, 31])
-    x = torch.full((8, 192), -5.0)
+    token_ids = torch.tensor([0, 47, 15, 16, 17, 47, 31, 48, -1, 1 << 60])
+    x = torch.full((11, 192), -5.0)
     kernel = cpu_embed.embed(isa)
-    words = {"shape": torch.tensor([7]), "features": 192, "factor": float_bits(factor)}
+    words = {"shape": torch.tensor([10]), "vocab": 48, "features": 192, "factor": float_bits(factor)}
     arguments = kernel.arguments(qweight=packed.qweight, scale=packed.scale, token_ids=token_ids, x=x, **words)
     Tape([(kernel, arguments)]).run()
-    assert torch.equal(x[:7], (dense[token_ids].bfloat16() * factor).float()) and bool((x[7] == -5).all())
+    assert torch.equal(x[:7], (dense[token_ids[:7]].bfloat16() * factor).float())
+    assert bool(x[7:10].isnan().all()) and bool((x[10] == -5).all())
 
 
 @every_isa

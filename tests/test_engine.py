@@ -376,6 +376,12 @@ def test_perplexity_of_fewer_than_two_tokens_is_refused(engine: Engine) -> None:
         engine.perplexity([1])
 
 
+@pytest.mark.parametrize("token_ids", [[1, 272, 2], [1, 2, 1 << 40], [-1, 1, 2]], ids=str)
+def test_perplexity_of_a_token_that_the_model_does_not_have_is_refused(engine: Engine, token_ids: list[int]) -> None:
+    with pytest.raises(UsageError, match="does not exist"):
+        engine.perplexity(token_ids)
+
+
 def test_chat_messages_go_through_the_models_template(engine: Engine) -> None:
     prompt = engine.encode([{"role": "user", "content": "hello"}])
     assert engine.tokenizer.decode(prompt) == "[user] hello\n[assistant] "

@@ -216,12 +216,9 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raises ContextOverflowError or UsageError for a request that cannot run."""
         num_tokens = len(request.prompt_ids)
-        vocab_size = self.model.config.vocab_size
         if num_tokens == 0:
             raise UsageError("the prompt is empty", why="a model continues a text, and there is none")
-        outside = [i for i in (*request.prompt_ids, *request.sampling.logit_bias) if not 0 <= i < vocab_size]
-        if outside:
-            raise UsageError(f"token id {outside[0]} does not exist", why=f"the model has ids 0 to {vocab_size - 1}")
+        self._check_ids((*request.prompt_ids, *request.sampling.logit_bias))
         if num_tokens >= self.ctx:
             longest = self.model.config.longest_context
             raise ContextOverflowError(
@@ -229,6 +226,13 @@ class Engine:
                 why="at least one token must remain for the answer; nothing was cut",
                 fix=f"--ctx {min(longest, num_tokens + 512)}" if num_tokens < longest else "shorten the prompt",
             )
+
+    def _check_ids(self, token_ids: SequenceOf[int]) -> None:
+        """Raises UsageError for one that the model does not have: the kernels read the row of any number."""
+        vocab_size = self.model.config.vocab_size
+        outside = next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
+        if outside is not None:
+            raise UsageError(f"token id {outside} does not exist", why=f"the model has ids 0 to {vocab_size - 1}")
 
     def abort(self, request_id: int) -> None:
         """Stop a request between two blocks of the running forward; its last event says "cancelled"."""
@@ -334,6 +338,7 @@ class Engine:
             raise UsageError(
                 f"a window of {ctx} tokens is longer than the context of {self.ctx}", fix=f"--ctx {self.ctx}"
             )
+        self._check_ids(token_ids)
         return perplexity(
             self.runner,
             token_ids,

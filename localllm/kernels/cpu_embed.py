@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 from localllm.kernels import cpu_math
@@ -14,10 +15,11 @@ from localllm.kernels.tile16 import TILE
 def embed_source() -> Kernel:
     """x [T, features] fp32 = the rows `token_ids` of q * scale, rounded to bf16, times `factor`, rounded again.
 
-    qweight, scale: see `int8`; features % 16 == 0, none of them padding. token_ids: int64 [T]. shape: a pointer to {T}.
-    factor: the bits of a float. Threads share out 16 columns of a token at a time.
+    qweight, scale: see `int8`; features % 16 == 0, none of them padding. token_ids: int64 [T]; one outside the `vocab`
+    gives NaNs, not what lies beyond the matrix. shape: a pointer to {T}. factor: the bits of a float. Threads share out
+    16 columns of a token at a time.
     """
-    k = Kernel("embed", "qweight scale token_ids x shape | features factor")
+    k = Kernel("embed", "qweight scale token_ids x shape | vocab features factor")
     a = k.arg
     parts = a.features / LANES
     factor = a.factor.convert("trunc", "i32").convert("bitcast", F32).splat()
@@ -25,8 +27,10 @@ def embed_source() -> Kernel:
     with k.range(begin, end) as item:
         token, part = item / parts, item % parts
         token_id = a.token_ids.at(token * 8).load(I64, 8)
-        tile, lane = token_id / TILE, token_id % TILE
-        scale = a.scale.at(token_id * 4).load(F32).splat()
+        exists = token_id.compare("ult", a.vocab)
+        row = exists.choose(token_id, k.i64(0))
+        tile, lane = row / TILE, row % TILE
+        scale = exists.choose(a.scale.at(row * 4).load(F32), k.constant(F32, math.nan)).splat()
         words = a.qweight.at((tile * a.features + part * LANES) * TILE + lane * 4)
         quarter = k.constant(vector_of(I32, 4), 0)
         for i in range(4):

@@ -39,7 +39,7 @@ class Batch:
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     segments: tuple[Segment, ...]
-    logit_rows: Tensor  # [R] int64: the rows whose logits are wanted
+    logit_rows: Tensor  # [R] int64, ascending, none twice: the rows whose logits are wanted
     rotations: tuple[tuple[Tensor, Tensor], ...]  # cos, sin [T, 1, rotary_dim] of each of the model's RoPEs
 
     def __len__(self) -> int:

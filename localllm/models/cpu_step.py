@@ -30,9 +30,6 @@ from localllm.quant.int8 import Int8
 
 HALF_VECTOR = 32  # of head and rotary dimensions: pairs of bf16 fill whole registers
 NO_WINDOW = 1 << 40
-# Up to so many rows a step takes hardly longer than one of one row, so that nothing need be asked between its blocks:
-# stopping 44 times costs 0.4 ms of 13, and a call of its own for the head 0.4 ms more.
-SINGLE_CALL_ROWS = 16
 
 
 class CpuStep:
@@ -55,13 +52,14 @@ class CpuStep:
             and config.head_dim % HALF_VECTOR == 0
             and config.rotary_dim % HALF_VECTOR == 0
             and is_available()
-            and all(_packed(linear) is not None for block in decoder.blocks for linear in _linears(block))
+            and all(_fills_tiles(linear) for block in decoder.blocks for linear in _linears(block))
         )
 
     def logits(self, batch: Batch, on_block: Callable[[Block, Tensor], None] | None = None) -> Tensor:
         """fp32 [R, V] of the batch's `logit_rows`.
 
-        `on_block` sees each block's output (which the next one overwrites), as in `Decoder.hidden_states`.
+        `on_block` sees each block's output (which the next one overwrites), as in `Decoder.hidden_states`. Without it,
+        and with the logits of every row, the step is a single call.
         """
         T, R = len(batch), len(batch.logit_rows)
         room = self._reserve(T)
@@ -70,30 +68,37 @@ class CpuStep:
         tape = self._tape(room, block_rows, attention_rows)
         if not tape.embeds:
             room.x[:T] = self.decoder.embed(batch.token_ids)
-        if on_block is None and T == R <= SINGLE_CALL_ROWS and tape.head is not None:
-            logits = torch.empty(T + block_rows, self.decoder.head.out_features)
+        if on_block is None and R == T and tape.head is not None:
             kernel, words = tape.head
+            logits = self._new_logits(T, block_rows)
             kernel.point(words, "y", logits)
             tape.tape.run()
-            return self.decoder.capped(logits[:T])
+            return self._trimmed(logits, T)
         if on_block is None:
             tape.tape.run(0, tape.ends[-1])
         else:
-            for block, begin, end in zip(self.decoder.blocks, (0, *tape.ends), tape.ends, strict=False):
+            for block, begin, end in zip(self.decoder.blocks, (0, *tape.ends[:-1]), tape.ends, strict=True):
                 tape.tape.run(begin, end)
                 on_block(block, room.x[:T])
         return self._head(room, batch.logit_rows)
 
     def _head(self, room: _Room, rows: Tensor) -> Tensor:
         """fp32 [len(rows), V] of those rows of the last hidden states."""
-        head = self.decoder.head
-        if _packed(head) is None:
+        if _packed(self.decoder.head) is None:
             return self.decoder.logits(room.x[rows])
-        room.x[: len(rows)] = room.x[rows]
-        block_rows = room.activations.resize(len(rows), self.isa)
-        logits = torch.empty(len(rows) + block_rows, head.out_features)
+        R = len(rows)
+        room.x[:R] = room.x[rows]
+        block_rows = room.activations.resize(R, self.isa)
+        logits = self._new_logits(R, block_rows)
         Tape(list(_Recorder(self.decoder, self.isa, room, block_rows, 1).head(logits))).run()
-        return self.decoder.capped(logits[: len(rows)])
+        return self._trimmed(logits, R)
+
+    def _new_logits(self, rows: int, block_rows: int) -> Tensor:
+        """Room for whole blocks of rows and whole tiles of the vocabulary."""
+        return torch.empty(rows + block_rows, -(-self.decoder.head.out_features // TILE) * TILE)
+
+    def _trimmed(self, logits: Tensor, rows: int) -> Tensor:
+        return self.decoder.capped(logits[:rows, : self.decoder.head.out_features])
 
     def matrices_only(self) -> tuple[Callable[[], None], int]:
         """All matrices of the blocks for one row, without what is between them, and their bytes: to be timed."""
@@ -202,6 +207,7 @@ class _Recorder:
                 token_ids=self.room.token_ids,
                 x=self.room.x,
                 shape=self.room.activations.shape,
+                vocab=embedding.matrix.out_features,
                 features=embedding.matrix.in_features,
                 factor=float_bits(float(torch.tensor(embedding.scale, dtype=embedding.dtype))),
             ),
@@ -229,8 +235,11 @@ class _Recorder:
             yield self._norm(block.norm_out, self.room.y, self.room.x, hidden, hidden, adds=True)
 
     def head(self, logits: Tensor) -> Iterator[Step]:
+        """logits: rows of whole tiles."""
         yield self.quantize(self.decoder.head, self.room.x, self.decoder.final_norm)
-        yield self.multiply(self.decoder.head, logits, adds=False)
+        head = _required(self.decoder.head)
+        kernel = cpu_matmul.matmul(self.isa, head.weights, head.group, self.block_rows)
+        yield self.room.activations.multiply(kernel, head, logits, head.tiles * TILE, None)
 
     def quantize(self, linear: Linear, x: Tensor, norm: RMSNorm | None) -> Step:
         group, features = _required(linear).group, linear.in_features
@@ -314,7 +323,7 @@ def _linears(block: Block) -> tuple[Linear, Linear]:
 
 
 def _packed(linear: Linear) -> PackedMatrix | None:
-    """The matrix as the kernels take it; None where its format or its sizes are not theirs."""
+    """The matrix as the kernels take it; None where its format or its columns are not theirs."""
     tensors = linear.tensors
     if isinstance(linear.format, Int4):
         packed = PackedMatrix("int4", tensors["qweight"], tensors["scale"], tensors["bias"])
@@ -322,8 +331,13 @@ def _packed(linear: Linear) -> PackedMatrix | None:
         packed = PackedMatrix("int8", tensors["qweight"], tensors["scale"], None)
     else:
         return None
-    fills = packed.in_features == linear.in_features and packed.tiles * TILE == linear.out_features
-    return packed if fills else None
+    return packed if packed.in_features == linear.in_features else None
+
+
+def _fills_tiles(linear: Linear) -> bool:
+    """Whether the matrix is packed and its last tile is full: what is computed of it has no columns too many."""
+    packed = _packed(linear)
+    return packed is not None and packed.tiles * TILE == linear.out_features
 
 
 def _required(linear: Linear) -> PackedMatrix:
