@@ -239,12 +239,22 @@ class Tty(io.StringIO):
         return True
 
 
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        (100, "to int4-g128-rtn [###############    ]  80% 3.2 GiB/4.0 GiB 10.0 MiB/s 1:21 left"),
+        (80, "to int4-g128-rtn  80% 3.2 GiB/4.0 GiB 10.0 MiB/s 1:21 left"),
+        (70, "to int4-g128-rtn  80% 3.2 GiB/4.0 GiB 1:21 left"),
+        (60, "to int4-g128-rtn [####  ]  80% 1:21 left"),
+        (52, "to int4-g128-rtn  80% 1:21 left"),
+    ],
+)
 def test_the_time_left_is_that_of_the_last_moments_and_has_its_place_on_a_narrow_terminal(
-    monkeypatch: pytest.MonkeyPatch,
+    columns: int, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, stream = 1000.0, Tty()
     monkeypatch.setattr("localllm.cli.output.time.monotonic", lambda: now)
-    monkeypatch.setattr("localllm.cli.output._columns", lambda _: 80)
+    monkeypatch.setattr("localllm.cli.output._columns", lambda _: columns)
     line = Output(None, stream, {"TERM": "xterm"}).progress("packing mistral-7b to int4-g128-rtn")
     mib, total = 1 << 20, 4096 << 20
     for done in (1000 * mib, 3000 * mib):  # what was there before is verified in no time
@@ -254,8 +264,8 @@ def test_the_time_left_is_that_of_the_last_moments_and_has_its_place_on_a_narrow
         line.update((3000 + 10 * second) * mib, total)
         now += 1
     shown = stream.getvalue().rpartition("\x1b[2K")[2]
-    assert len(shown) < 80
-    assert "3.2 GiB/4.0 GiB 10.0 MiB/s 1:21 left" in shown
+    assert len(shown) < columns
+    assert shown.endswith(expected)
 
 
 # --weights

@@ -263,10 +263,13 @@ class ProgressLine:
             return
         rate = self._rate(now, done)
         share = done / total if total else 1.0
-        text = f"{share:4.0%} {format_bytes(done)}/{format_bytes(total)}"
+        sizes, speed, left = f" {format_bytes(done)}/{format_bytes(total)}", "", ""
         if rate > 0 and 0 < done < total:
-            text += f" {format_bytes(int(rate))}/s {format_seconds((total - done) / rate)} left"
-        room = min(20, _columns(2) - len(f"{self._label} [] {text}") - 1)
+            speed, left = f" {format_bytes(int(rate))}/s", f" {format_seconds((total - done) / rate)} left"
+        width = _columns(2) - len(f"{self._label} ") - 1
+        choices = [f"{share:4.0%}{kept}{left}" for kept in (sizes + speed, sizes, "")]
+        text = next((choice for choice in choices if len(choice) <= width), choices[-1])
+        room = min(20, width - len(f"[] {text}"))
         bar = f" [{'#' * int(room * share):<{room}}]" if room >= _NARROWEST_BAR else ""
         text = f"{self._label}{bar} {text}"
         self._put(f"{text}  {detail}" if detail else text)
