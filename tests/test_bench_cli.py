@@ -100,8 +100,17 @@ def test_the_table_has_each_figure_beside_its_floor(shape_folder: Path) -> None:
     outcome = bench(shape_folder, "--random-weights", *QUICK)
     text = outcome.out.decode()
     assert outcome.code == 0, outcome.err
-    for words in ("prefill of 12", "bf16 matrix product", "decode at 12", "DRAM read", "peak RAM", "disk read"):
+    for words in (
+        "prefill of 12",
+        "bf16 product",
+        "decode at 12",
+        "bytes of a token",
+        "DRAM read",
+        "peak RAM",
+        "disk read",
+    ):
         assert words in text
+    assert max(len(line) for line in text.splitlines()[1:]) <= 80
 
 
 def test_an_installed_model_is_measured_as_it_runs(shape_folder: Path) -> None:

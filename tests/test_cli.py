@@ -431,7 +431,7 @@ def test_what_is_not_known_of_a_model_is_not_shown() -> None:
     assert re.search(r"^parameters +8\.\d+ billion$", text, re.MULTILINE)
     listed = {row["name"]: row for row in run_cli("list", "--all", "--json").json["models"]}
     assert (listed["qwen3-8b"]["size_bytes"], listed["qwen3-8b"]["parameters"]) == (None, row["parameters"])
-    assert re.search(r"^qwen3-8b +available +8\.\d+ billion ", run_cli("list", "--all").out.decode(), re.MULTILINE)
+    assert re.search(r"^qwen3-8b +available +8\.\d+B ", run_cli("list", "--all").out.decode(), re.MULTILINE)
 
 
 def test_show_lists_the_sampling_defaults_of_the_checkpoint_too(tmp_path: Path) -> None:

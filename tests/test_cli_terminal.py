@@ -356,3 +356,13 @@ def test_ctrl_d_leaves_a_chat(model: Path, open_terminal: Open) -> None:
     terminal.send("\x04")
     assert terminal.end(REACTION_S) == 0
     assert terminal.is_restored()
+
+
+def test_a_listing_leaves_out_what_a_narrow_terminal_has_no_room_for_and_says_so(open_terminal: Open) -> None:
+    terminal = open_terminal("list", "--all")
+    assert terminal.end(START_S) == 0
+    lines = ESCAPE.sub(b"", terminal.text).decode().splitlines()
+    assert lines[0].split()[:2] == ["NAME", "STATE"]
+    assert not {"FROM", "LICENCE"} & set(lines[0].split())
+    assert max(len(line) for line in lines[:-1]) <= 80
+    assert "LICENCE, FROM too, as has --json" in lines[-1]

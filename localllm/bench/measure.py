@@ -15,7 +15,14 @@ class Spread:
     max: float
 
     def __str__(self) -> str:
-        return f"{self.median:.4g} ({self.min:.4g} to {self.max:.4g})"
+        return f"{_short(self.median)} ({_short(self.min)} to {_short(self.max)})"
+
+
+def _short(value: float) -> str:
+    """Three digits: what is measured here varies in the second."""
+    if value < 1000:
+        return f"{value:.3g}"
+    return f"{value:.0f}" if value < 10_000 else f"{value / 1000:.3g}k"
 
 
 def spread(values: Sequence[float]) -> Spread:

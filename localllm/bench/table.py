@@ -1,4 +1,4 @@
-"""A report for a person: every figure on one line with what bounds it. Imports no torch."""
+"""A report for a person: every figure on one line of 80 columns with what bounds it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def rows(report: Report) -> list[Row]:
 
 def _prompt_rows(report: Report) -> Iterator[Row]:
     run = report.runs[0]
-    product = f"bf16 matrix product {report.floors.matmul_gflops:,.0f} GFLOP/s"
+    product = f"bf16 product {report.floors.matmul_gflops:,.0f} GFLOP/s"
     yield f"prefill of {run.prompt_tokens}", _rate(run.prefill_tok_s), product, _share(run.prefill_fraction)
-    yield "first token", f"{run.ttft_s} s", "", ""
+    yield "first token", _duration(run.ttft_s), "", ""
 
 
 def _decode_rows(run: Run, floors: Floors) -> Iterator[Row]:
     on_device = floors.device_copy_gbs is not None
     memory = f"GPU copy {floors.device_copy_gbs:,.0f}" if on_device else f"DRAM read {floors.dram_read_gbs:.1f}"
-    beside = f"{memory} GB/s, {run.bytes_per_token / 1e9:.3f} GB a token"
-    yield f"decode at {run.context}", _rate(run.decode_tok_s), beside, _share(run.floor_fraction)
+    yield f"decode at {run.context}", _rate(run.decode_tok_s), f"{memory} GB/s", _share(run.floor_fraction)
+    yield "  bytes of a token", f"{run.bytes_per_token / 1e9:.3f} GB", "", ""
     yield "  8 tokens at once", f"{run.verify_8_ratio} x one", "", ""
 
 
@@ -64,6 +64,12 @@ def _disk_rows(floors: Floors) -> Iterator[Row]:
 
 def _rate(rate: Spread) -> str:
     return f"{rate} tok/s"
+
+
+def _duration(seconds: Spread) -> str:
+    if seconds.median >= 1:
+        return f"{seconds} s"
+    return f"{Spread(1000 * seconds.median, 1000 * seconds.min, 1000 * seconds.max)} ms"
 
 
 def _share(fraction: float) -> str:

@@ -42,7 +42,7 @@ def list_command(
         output.note("no model is on this disk; `localllm list --all` shows what can be pulled")
         return
     header = ("NAME", "STATE", "PARAMETERS", "SIZE", "PACKED", "CONTEXT", "LICENCE", "FROM")
-    output.table(header, [_cells(row) for row in rows])
+    output.table(header, [_cells(row) for row in rows], optional=("FROM", "LICENCE", "CONTEXT", "PARAMETERS"))
     if any(packed["state"] == "orphan" for row in rows for packed in row["packed"]):
         output.note("orphan: its checkpoint is gone or has changed; `localllm rm NAME --packed` frees the space")
 
@@ -104,6 +104,6 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         size = f"{size} + {format_bytes(row['partial_bytes'])} unfinished".removeprefix(" + ")
     licence = f"{row['licence'] or ''}{' (gated)' if row['gated'] else ''}"
     source = row["repo"] or {"installed": "built in", "folder": "a folder of yours"}.get(row["state"], "")
-    parameters = f"{row['parameters']:g} billion" if row["parameters"] else ""
+    parameters = f"{row['parameters']:g}B" if row["parameters"] else ""
     packed = ", ".join(packed_text(packed) for packed in row["packed"])
     return (row["name"], row["state"], parameters, size, packed, str(row["context"] or ""), licence, source)

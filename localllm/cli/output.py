@@ -130,12 +130,25 @@ class Output:
         text = json.dumps(value, ensure_ascii=False, indent=indent, allow_nan=False)
         self._write_stdout(_UNSAFE.sub(lambda match: f"\\u{ord(match.group()):04x}", text) + "\n")
 
-    def table(self, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        """Left-aligned columns, two spaces apart."""
+    def table(self, header: Sequence[str], rows: Iterable[Sequence[str]], *, optional: Sequence[str] = ()) -> None:
+        """Left-aligned columns, two spaces apart.
+
+        optional: columns that a terminal does without, and says so, as far as it is too narrow; the first goes first.
+        """
         lines = [[one_line(cell) for cell in row] for row in (header, *rows)]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+        left_out: list[str] = []
+        while self.stdout_is_terminal and len(left_out) < len(optional):
+            widths = _column_widths(lines)
+            if sum(widths) + 2 * (len(widths) - 1) <= _columns(1):
+                break
+            left_out.append(optional[len(left_out)])
+            column = lines[0].index(left_out[-1])
+            lines = [line[:column] + line[column + 1 :] for line in lines]
+        widths = _column_widths(lines)
         for line in lines:
             self.line("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        if left_out:
+            self.note(f"a wider terminal has {', '.join(reversed(left_out))} too, as has --json")
 
     def _write_stdout(self, text: str) -> None:
         if self._stdout is None:
@@ -292,6 +305,10 @@ class ProgressLine:
             self._tenth = tenth
             text = f"{self._label}: {10 * tenth}% of {format_bytes(total)}"
             self._output._write_stderr(one_line(text) + "\n")
+
+
+def _column_widths(lines: Sequence[Sequence[str]]) -> list[int]:
+    return [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
 
 
 def _columns(descriptor: int) -> int:
