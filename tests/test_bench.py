@@ -18,6 +18,7 @@ from localllm.bench import floors, subject
 from localllm.bench.decoding import Depth, random_ids, read_prompt
 from localllm.bench.floors import disk_file
 from localllm.bench.machine import PeakMemory
+from localllm.bench.measure import Spread
 from localllm.bench.random_blocks import RandomBlocks
 from localllm.bench.run import Decoding, Peaks, Round, summary
 from localllm.bench.shapes import Shape, find_shape, shipped_shapes
@@ -341,3 +342,8 @@ def test_a_disk_without_room_is_not_filled(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("shutil.disk_usage", lambda _path: usage)
     with disk_file(tmp_path) as file:
         assert file is None
+
+
+def test_a_spread_is_told_in_three_digits_and_never_in_powers_of_ten() -> None:
+    assert str(Spread(12345, 999.6, 99999)) == "12.3k (1000 to 100.0k)"
+    assert str(Spread(0.00123, 5.0, 999.4)) == "0.00123 (5 to 999)"

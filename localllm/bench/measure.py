@@ -19,10 +19,10 @@ class Spread:
 
 
 def _short(value: float) -> str:
-    """Three digits: what is measured here varies in the second."""
-    if value < 1000:
+    """Three digits, or four before the point: what is measured here varies in the second."""
+    if value < 999.5:  # what `g` would round to 1e+03
         return f"{value:.3g}"
-    return f"{value:.0f}" if value < 10_000 else f"{value / 1000:.3g}k"
+    return f"{value:.0f}" if value < 9_999.5 else f"{value / 1000:.1f}k"
 
 
 def spread(values: Sequence[float]) -> Spread:
