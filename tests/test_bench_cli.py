@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -134,6 +135,9 @@ def test_the_file_holds_what_is_printed(home: Path, shape_folder: Path) -> None:
         ("--prompt-tokens 0", 2, "--prompt-tokens is 0"),
         ("--rounds 0", 2, "--rounds is 0"),
         ("--context -1", 2, "--context is -1"),
+        (f"--context 1{'0' * 400} --random-weights", 2, "--context is 1000"),
+        (f"--prompt-tokens 1{'0' * 400} --random-weights", 2, "--prompt-tokens is 1000"),
+        (f"--gen-tokens 1{'0' * 400} --random-weights", 2, "--gen-tokens is 1000"),
         ("--threads 0", 2, "threads is 0"),
         ("--weights int5", 2, "weights is 'int5'"),
         ("--device tpu", 2, "tpu"),
@@ -155,6 +159,14 @@ def test_bad_input_is_refused_at_the_door(home: Path, line: str, code: int, word
     assert words in " ".join(outcome.error_lines)
     assert len(outcome.error_lines) == 4
     assert "reading the disk" not in outcome.err
+
+
+def test_output_takes_the_place_of_plain_files_alone(home: Path) -> None:
+    os.mkfifo(home / "pipe")
+    outcome = bench("--output", home / "pipe")
+    assert outcome.code == 2
+    assert "it is not a file" in outcome.error_lines[1]
+    assert (home / "pipe").is_fifo()
 
 
 @pytest.mark.parametrize(("prompt_tokens", "gen_tokens"), [(1023, 1), (5000, 100), (100, 5000), (100, 1023)])
@@ -243,6 +255,20 @@ def test_runs_are_matched_by_what_they_are_not_by_their_place(result: Path, fiel
     longer = written(result.parent / "third.json", {**fields, "runs": [deep, run, other]})
     assert compare.matched(compare.read_result(a), compare.read_result(longer))[2] == (None, other)
     assert bench("--compare", a, longer).code == 0
+
+
+def test_thousands_of_runs_are_matched_in_one_pass(result: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = compare.read_result(result)
+    a, b = (
+        dataclasses.replace(read, runs=tuple({**read.runs[0], "context": first + i} for i in range(3000)))
+        for first in (0, 1500)
+    )
+    identify, seen = compare._identity, []
+    monkeypatch.setattr(compare, "_identity", lambda run: seen.append(run) or identify(run))
+    contexts = [tuple(run and run["context"] for run in pair) for pair in compare.matched(a, b)]
+    assert contexts[:1500] == [(context, context) for context in range(1500, 3000)]
+    assert contexts[1500:] == [(context, context + 3000) for context in range(1500)]
+    assert len(seen) == 6000
 
 
 @pytest.mark.parametrize(

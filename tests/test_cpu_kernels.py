@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -192,6 +195,13 @@ def test_exp_is_exact_at_zero_and_underflows_to_zero(isa: Isa) -> None:
 
 
 @every_isa
+def test_what_is_not_a_number_stays_so(isa: Isa) -> None:
+    nan = torch.full((16,), float("nan"))
+    functions = (cpu_math.exp, cpu_math.tanh, *cpu_math.ACTIVATIONS.values())
+    assert all(bool(apply(isa, function, nan).isnan().all()) for function in functions)
+
+
+@every_isa
 @pytest.mark.parametrize("factor", [1.0, 11.3125])
 def test_an_embedding_gives_the_rows_of_its_matrix_rounded_to_bf16(isa: Isa, factor: float) -> None:
     packed, dense = int8_matrix(48, 192)
@@ -340,6 +350,21 @@ def test_a_token_attends_with_the_same_bits_in_tasks_of_any_size(window: int | N
     assert all(torch.equal(result, results[0]) for result in results)
 
 
+@every_isa
+@pytest.mark.parametrize("value", [float("nan"), 3e38])
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_a_query_whose_scores_are_not_finite_gives_no_number_and_the_other_heads_theirs(
+    isa: Isa, value: float, softcap: float | None
+) -> None:
+    shape = Heads(2, 1, 64, 64, softcap=softcap)
+    tables = tuple(random(*size, seed=seed) for seed, size in enumerate([(1, 64), (1, 64), (64,), (64,)]))
+    qkv = random(1, 4, 64)
+    usual = _attend(isa, shape, 0, qkv.clone(), tables, [_cache(1, 20, 1, 64, 0)], [(20, 1)]).view(2, 64)
+    qkv[0, 0] = value
+    out = _attend(isa, shape, 0, qkv, tables, [_cache(1, 20, 1, 64, 0)], [(20, 1)]).view(2, 64)
+    assert bool(out[0].isnan().all()) and torch.equal(out[1], usual[1])
+
+
 X86 = [
     ("avx2", "haswell"),
     ("avx2", "znver3"),
@@ -423,6 +448,17 @@ def test_the_kernels_of_a_tape_run_one_after_another_on_all_threads(threads: Cal
     assert a.tolist() == expected
 
 
+@pytest.mark.parametrize("limit", [{"OMP_THREAD_LIMIT": "1"}, {"OMP_DYNAMIC": "true"}], ids=str)
+def test_a_team_that_is_smaller_than_was_asked_for_waits_for_nobody(limit: dict[str, str]) -> None:
+    program = (
+        "import torch; from localllm.quant.int8 import Int8; torch.set_num_threads(3); "
+        "print(Int8().linear(torch.ones(1, 64), Int8().quantize(torch.ones(48, 64)), 48, None).sum().item())"
+    )
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, env={**os.environ, **limit}, capture_output=True, text=True, timeout=60)
+    assert (result.stdout, result.stderr) == ("3072.0\n", "")
+
+
 def test_machine_code_is_kept_and_a_damaged_copy_is_compiled_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -440,6 +476,18 @@ def test_machine_code_is_kept_and_a_damaged_copy_is_compiled_anew(
     kept.write_bytes(code)
     cpu_jit.link(source, "norm", HOST_ISAS[0])
     assert len(compiled) == 2 and bytes(code) != kept.read_bytes()
+
+
+def test_machine_code_under_the_name_of_another_kernel_is_compiled_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path))
+    sources = [cpu_norm.norm_source(adds=adds).source() for adds in (True, False)]
+    kept = [cpu_jit.KeptCode.of(source, HOST_ISAS[0]) for source in sources]
+    for source in sources:
+        cpu_jit.link(source, "norm", HOST_ISAS[0])
+    kept[0].path.replace(kept[1].path)
+    assert kept[1].read() is None
 
 
 def test_without_a_cache_directory_that_can_be_written_kernels_compile_all_the_same(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
+from typing import Any
+
 import pytest
 import torch
 
-from localllm.kernels import cpu_gemv, cpu_jit, reference
+from localllm.kernels import cpu_gemv, cpu_isa, cpu_jit, reference
 from localllm.kernels.attention import attention
 from localllm.kernels.dense import dense_linear
 
@@ -83,6 +86,21 @@ def test_where_no_kernel_compiles_the_gemv_declines(monkeypatch: pytest.MonkeyPa
         assert dense_linear(random(1, 64), random(64, 64)).shape == (1, 64)
     finally:
         cpu_gemv.supports.cache_clear()
+
+
+@pytest.mark.parametrize("error", [ImportError, OSError])
+def test_an_llvmlite_that_cannot_be_loaded_leaves_no_instruction_set(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    plain_import = builtins.__import__
+
+    def without(name: str, *arguments: Any, **keywords: Any) -> Any:
+        if name.startswith("llvmlite"):
+            raise error("its library cannot be loaded")
+        return plain_import(name, *arguments, **keywords)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    assert cpu_isa.host_isas.__wrapped__() == ()
 
 
 @needs_kernel

@@ -113,6 +113,12 @@ def test_a_linear_is_the_product_with_the_dequantized_matrix(
 
 
 @each_quantized
+def test_an_empty_batch_has_an_empty_product(weights: WeightFormat) -> None:
+    x = torch.empty((0, 70), dtype=torch.bfloat16)
+    assert weights.linear(x, weights.quantize(normal(20, 70).bfloat16()), 20, None).shape == (0, 20)
+
+
+@each_quantized
 def test_a_weight_of_bf16_is_read_like_the_same_in_fp32(weights: WeightFormat) -> None:
     weight = normal(33, 100).bfloat16()
     assert same_bytes(weights.quantize(weight), weights.quantize(weight.float()))

@@ -6,8 +6,10 @@ A result may come from another machine: nothing in it is believed before its for
 from __future__ import annotations
 
 import json
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -123,20 +125,19 @@ def _refuse(path: Path, why: str) -> NoReturn:
 
 def matched(a: Result, b: Result) -> list[tuple[Fields | None, Fields | None]]:
     """The runs in pairs: of the same model, weights and workload; what is left over in its order; the rest alone."""
-    left, pairs = list(b.runs), []
-    alone = []
+    waiting: dict[tuple[Any, ...], deque[int]] = defaultdict(deque)
+    for index, run in enumerate(b.runs):
+        waiting[_identity(run)].append(index)
+    pairs, alone, taken = [], [], set()
     for run in a.runs:
-        twin = next((other for other in left if _identity(other) == _identity(run)), None)
-        if twin is None:
-            alone.append(run)
+        twins = waiting.get(_identity(run))
+        if twins:
+            taken.add(twins[0])
+            pairs.append((run, b.runs[twins.popleft()]))
         else:
-            left.remove(twin)
-            pairs.append((run, twin))
-    unequal = [
-        (alone[index] if index < len(alone) else None, left[index] if index < len(left) else None)
-        for index in range(max(len(alone), len(left)))
-    ]
-    return [*pairs, *unequal]
+            alone.append(run)
+    left = [run for index, run in enumerate(b.runs) if index not in taken]
+    return [*pairs, *zip_longest(alone, left)]
 
 
 def table(a: Result, b: Result) -> list[Row]:

@@ -9,6 +9,7 @@ from localllm.errors import ContextOverflowError, UsageError
 from localllm.models.config import ModelConfig
 
 VERIFY_TOKENS = 8  # as many rows as the check of a draft has
+MOST_TOKENS = 1 << 30  # no cache holds as many; beyond, sizes leave the range of a float
 MOST_ROUNDS = 1000
 
 
@@ -28,7 +29,7 @@ class Workload:
         _require("--gen-tokens", gen_tokens, 1, cls.gen_tokens)
         for context in contexts:
             _require("--context", context, 0, cls.prompt_tokens)
-        _require("--rounds", rounds, 1, cls.rounds, most=MOST_ROUNDS)
+        _require("--rounds", rounds, 1, cls.rounds, MOST_ROUNDS)
         return cls(prompt_tokens, gen_tokens, tuple(dict.fromkeys(contexts)) or (prompt_tokens,), rounds)
 
     def reach(self, context: int) -> int:
@@ -65,7 +66,6 @@ class Workload:
         )
 
 
-def _require(flag: str, value: int, least: int, usual: int, most: int | None = None) -> None:
-    if value < least or (most is not None and value > most):
-        bound = f"at least {least}" if most is None else f"from {least} to {most}"
-        raise UsageError(f"{flag} is {value}", why=f"it must be {bound}", fix=f"{flag} {usual}")
+def _require(flag: str, value: int, least: int, usual: int, most: int = MOST_TOKENS) -> None:
+    if not least <= value <= most:
+        raise UsageError(f"{flag} is {value}", why=f"it must be from {least} to {most}", fix=f"{flag} {usual}")

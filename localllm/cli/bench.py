@@ -223,6 +223,8 @@ def _require_writable(path: Path) -> None:
     """Raises UsageError before the minutes of a measurement are spent."""
     if path.is_dir():
         raise UsageError(f"--output is {path}", why="it is a folder", fix=f"--output {path / 'bench.json'}")
+    if path.exists() and not path.is_file():
+        raise UsageError(f"--output is {path}", why="it is not a file", fix="--json prints the same")
     if not os.access(path.parent, os.W_OK | os.X_OK):
         why = "the folder is not there" if not path.parent.is_dir() else "the folder may not be written to"
         raise UsageError(f"--output is {path}", why=why, fix="--output bench.json")

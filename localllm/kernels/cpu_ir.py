@@ -92,6 +92,10 @@ class Value:
         """sitofp, fptosi, fpext, trunc, zext, sext, bitcast."""
         return self.kernel.emit(kind, f"{instruction} {self.kind} {self.text} to {kind}")
 
+    def freeze(self) -> Value:
+        """Some value, the same wherever it is used, where LLVM knows none: of NaN as a whole number, say."""
+        return self.kernel.emit(self.kind, f"freeze {self.kind} {self.text}")
+
     def at(self, offset: Value | int) -> Value:
         """A pointer, `offset` bytes on."""
         text = f"{I64} {offset if isinstance(offset, int) else offset.text}"
@@ -207,9 +211,11 @@ class Kernel:
         return self.call(x.kind, f"llvm.{name}.{suffix}", x)
 
     def larger(self, a: Value, b: Value) -> Value:
+        """b where either is NaN."""
         return a.compare("ogt" if a.is_float else "ugt", b).choose(a, b)
 
     def smaller(self, a: Value, b: Value) -> Value:
+        """b where either is NaN."""
         return a.compare("olt" if a.is_float else "ult", b).choose(a, b)
 
     def shuffle(self, a: Value, b: Value, indices: list[int]) -> Value:

@@ -93,10 +93,10 @@ def _is_amd() -> bool:
 
 @cache
 def host_isas() -> tuple[Isa, ...]:
-    """Those that this CPU runs, the fastest first; empty where llvmlite is missing."""
+    """Those that this CPU runs, the fastest first; empty where llvmlite is missing or does not load."""
     try:
         from llvmlite import binding as llvm
-    except ImportError:
+    except (ImportError, OSError):
         return ()
     machine = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower(), platform.machine().lower())
     features = llvm.get_host_cpu_features()

@@ -94,8 +94,8 @@ def link(source: str, name: str, isa: Isa, resolved: tuple[str, ...] = ()) -> tu
 class KeptCode:
     """Machine code kept in the user's cache directory: compiling all kernels of a model takes 0.7 s, reading them none.
 
-    The file's name is a digest of all that the code depends on, its first bytes one of the code: a damaged file is
-    compiled anew. A cache that cannot be written is done without.
+    The file's name is a digest of all that the code depends on, its first bytes one of that name and the code: a file
+    that is damaged, or another's, is compiled anew. A cache that cannot be written is done without.
     """
 
     path: Path
@@ -115,17 +115,20 @@ class KeptCode:
         except OSError:
             return None
         digest, code = kept[:DIGEST_BYTES], kept[DIGEST_BYTES:]
-        return code if hashlib.sha256(code).digest() == digest else None
+        return code if self._digest(code) == digest else None
 
     def write(self, code: bytes) -> None:
         temporary = self.path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             try:
-                temporary.write_bytes(hashlib.sha256(code).digest() + code)
+                temporary.write_bytes(self._digest(code) + code)
                 temporary.replace(self.path)
             finally:
                 temporary.unlink(missing_ok=True)
+
+    def _digest(self, code: bytes) -> bytes:
+        return hashlib.sha256(self.path.name.encode() + code).digest()
 
 
 def machine_code(source: str, isa: Isa) -> bytes:

@@ -108,10 +108,12 @@ def packed_linear(x: Tensor, matrix: PackedMatrix, out_features: int, isa: Isa |
     """x [T, K] -> [T, out_features] of x's dtype. Raises KernelUnavailableError where no kernel runs."""
     isa = isa or best_isa()
     T, K = x.shape
+    if T == 0:
+        return x.new_empty((0, out_features))
     padded = functional.pad(x.float(), (0, matrix.in_features - K)).contiguous()
-    block_rows = cpu_matmul.rows_a_block(isa, max(T, 1))
+    block_rows = cpu_matmul.rows_a_block(isa, T)
     room = Activations(T, matrix.in_features, matrix.group)
-    room.resize(max(T, 1), isa)
+    room.resize(T, isa)
     y = torch.empty((T + block_rows, matrix.tiles * TILE))
     Tape(
         [

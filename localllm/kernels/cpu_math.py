@@ -41,11 +41,11 @@ def totals(k: Kernel, vectors: list[Value]) -> Value:
 
 
 def exp(k: Kernel, x: Value) -> Value:
-    """e ** x within 2e-7 relative; 0 below -87, the largest powers of two above 88. exp(0) is exactly 1.
+    """e ** x within 2e-7 relative; 0 below -87, e ** 88 above 88, NaN of NaN. exp(0) is exactly 1.
 
     Cephes' expf: x = n ln 2 + r with |r| <= ln 2 / 2, a polynomial in r, the exponent's bits for 2 ** n.
     """
-    clipped = k.smaller(k.larger(x, k.f32v(-104.0)), k.f32v(88.0))
+    clipped = k.smaller(k.f32v(88.0), k.larger(k.f32v(-104.0), x))  # in this order NaN stays
     n = k.unary("rint", clipped * 1.44269504088896341)
     r = k.fma(n, k.f32v(-0.693359375), clipped)
     r = k.fma(n, k.f32v(2.12194440e-4), r)
@@ -53,7 +53,7 @@ def exp(k: Kernel, x: Value) -> Value:
     for coefficient in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
         polynomial = k.fma(polynomial, r, k.f32v(coefficient))
     value = k.fma(polynomial, r * r, r) + 1.0
-    exponent = (n.convert("fptosi", I32V) + 127) << 23
+    exponent = (n.convert("fptosi", I32V).freeze() + 127) << 23
     scaled = value * exponent.convert("bitcast", F32V)
     return x.compare("olt", -87.0).choose(k.f32v(0.0), scaled)
 

@@ -20,11 +20,13 @@ Arguments = ctypes.Array[ctypes.c_int64]
 _SPINS = 4096  # about 50 us of waiting; then the core may be wanted by another program, and is offered to it
 _COUNTER_BYTES = 64  # a cache line each
 
-# args: {tape, number of kernels, threads, arrivals, counters}. A count of arrivals that only grows needs no second
+# args: {tape, number of kernels, threads wanted, arrivals, counters}. OpenMP may give fewer threads than are wanted
+# (OMP_THREAD_LIMIT, OMP_DYNAMIC): the team counts itself. A count of arrivals that only grows needs no second
 # barrier to reset it.
 _SOURCE = """
 declare void @GOMP_parallel(ptr, ptr, i32, i32)
 declare i32 @omp_get_thread_num()
+declare i32 @omp_get_num_threads()
 declare i32 @sched_yield()
 {declare_pause}
 define void @run(ptr %args) {{
@@ -40,12 +42,12 @@ define void @team(ptr %args) {{
 entry:
   %tape = load ptr, ptr %args
   %count_at = getelementptr i64, ptr %args, i64 1
-  %threads_at = getelementptr i64, ptr %args, i64 2
   %arrivals = getelementptr i64, ptr %args, i64 3
   %counters_at = getelementptr i64, ptr %args, i64 4
   %counters = load ptr, ptr %counters_at
   %count = load i64, ptr %count_at
-  %threads = load i64, ptr %threads_at
+  %threads32 = call i32 @omp_get_num_threads()
+  %threads = zext i32 %threads32 to i64
   %thread32 = call i32 @omp_get_thread_num()
   %thread = zext i32 %thread32 to i64
   br label %next
@@ -92,7 +94,7 @@ _PAUSES = {
     "x86_64": ("declare void @llvm.x86.sse2.pause()", "call void @llvm.x86.sse2.pause()"),
     "aarch64": ("declare void @llvm.aarch64.hint(i32)", "call void @llvm.aarch64.hint(i32 1)"),
 }
-_RESOLVED = ("GOMP_parallel", "omp_get_thread_num", "sched_yield")
+_RESOLVED = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "sched_yield")
 
 
 class Tape:
