@@ -15,13 +15,11 @@ import torch
 from benchmarks.measure import interleaved, machine, paired, save, seconds, spread
 from localllm.bench.floors import MemoryFloor
 from localllm.bench.shapes import Shape, shipped_shapes
-from localllm.bench.subject import Subject, matrix_bytes, random_subject, word_tokenizer
+from localllm.bench.subject import Subject, matrix_bytes, random_subject
 from localllm.engine.events import TokenEvent
 from localllm.engine.request import SamplingParams
 from localllm.models.families import parse_config
 from localllm.quant.recipe import recipe
-
-__all__ = ["word_tokenizer"]
 
 NAME = "tinyllama-1.1b"
 SHAPE = shipped_shapes()[NAME]

@@ -9,12 +9,13 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from localllm.bench import floors, subject
+from localllm.bench import decoding, floors, subject
 from localllm.bench.decoding import Depth, random_ids, read_prompt
 from localllm.bench.floors import disk_file
 from localllm.bench.machine import PeakMemory
@@ -197,6 +198,12 @@ def test_the_bytes_of_a_token_are_all_matrices_but_the_rows_of_the_embedding() -
     assert subject.matrix_bytes(tied.engine.model) == expected
 
 
+def test_a_token_of_a_prompt_costs_two_operations_for_each_weight_of_the_blocks() -> None:
+    hidden, heads, kv, inner = 36, 40, 10, 54
+    blocks = 2 * ((heads + 2 * kv) * hidden + hidden * heads + 3 * hidden * inner)
+    assert made(odd_shape(), "int4-g32").prefill_flops_per_token() == 2 * blocks
+
+
 def test_the_bytes_of_a_token_count_scales_and_padding() -> None:
     ours = made(odd_shape(), "int4-g32")
     chosen = recipe("int4-g32")
@@ -248,6 +255,19 @@ def test_every_round_decodes_one_by_one_behind_the_whole_context(
         assert set(spy.calls[5:]) == {(context, 1), (context, 8)}
         spy.calls.clear()
     assert not ours.engine.has_work
+
+
+def test_checking_eight_tokens_is_told_in_steps_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = Workload(8, 5, (4,), 1)
+    ours = made(odd_shape(), ctx=workload.ctx)
+    depth, spy = Depth(ours, 4, workload), Spy(ours.engine, monkeypatch)
+
+    def seconds_of(forward: Callable[[], object]) -> float:
+        forward()
+        return {1: 2.0, 8: 3.0}[spy.calls[-1][1]]
+
+    monkeypatch.setattr(decoding, "seconds", seconds_of)
+    assert depth.verify_ratio() == 1.5
 
 
 def test_a_real_models_cache_is_filled_by_reading_a_prompt() -> None:
@@ -302,6 +322,14 @@ def test_ratios_are_formed_within_a_round() -> None:
     assert run.decode_tok_s.max == pytest.approx(800 / cost)
 
 
+def test_the_read_of_the_matrices_is_the_median_of_half_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.1, 0.3, 0.2, 9.0])
+    monkeypatch.setattr(decoding, "seconds", lambda _action: next(times))
+    step = SimpleNamespace(matrices_only=lambda: (lambda: None, 10**9))
+    engine: Any = SimpleNamespace(runner=SimpleNamespace(cpu_step=step))
+    assert decoding.matrices_gbs(engine) == pytest.approx(5.0)
+
+
 def test_the_peak_of_memory_is_of_what_came_after() -> None:
     big = torch.ones(64 << 20, dtype=torch.uint8)
     del big
@@ -313,12 +341,26 @@ def test_the_peak_of_memory_is_of_what_came_after() -> None:
     assert peak.vram_bytes() is None
 
 
+def test_floors_are_bytes_read_and_operations_done_over_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(floors, "seconds", lambda action: (action(), 0.5)[1])
+    assert floors.MemoryFloor().dram_read_gbs() == pytest.approx((1 << 20) / 0.5e9)
+    assert floors.MatmulFloor(CPU).gflops() == pytest.approx(floors.MATMUL_COPIES * 2 * 16 * 64 * 64 / 0.5e9)
+
+
 def test_the_disk_is_read_past_the_page_cache_and_nothing_stays(tmp_path: Path) -> None:
     with disk_file(tmp_path / "not" / "there") as file:
         assert file is not None
         assert file.num_bytes == 16 << 20
         assert file.read_gbs() > 0
         assert not list(tmp_path.iterdir())
+
+
+def test_the_disks_rate_is_what_was_read_over_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = itertools.count()
+    monkeypatch.setattr(floors, "time", SimpleNamespace(perf_counter=lambda: next(ticks) / 1000))
+    with disk_file(tmp_path) as file:
+        assert file is not None
+        assert file.read_gbs() == pytest.approx((16 << 20) / 0.003e9)  # asked at both ends, and after either chunk
 
 
 def test_a_file_system_without_direct_reads_is_read_with_its_cache_dropped(

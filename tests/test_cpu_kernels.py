@@ -126,17 +126,18 @@ def test_tiles_read_side_by_side_give_the_same_bits(monkeypatch: pytest.MonkeyPa
 
 
 @every_isa
-def test_a_matrix_adds_its_bias_and_what_was_there(isa: Isa) -> None:
-    packed, dense = int8_matrix(48, 128)
-    x, bias, before = random(5, 128), random(48, seed=1), random(5, 48, seed=2)
-    room = Activations(5, 128, 64)
-    block_rows = room.resize(5, isa)
+@pytest.mark.parametrize(("rows", "tiles"), [(5, 1), (1, 4)])
+def test_a_matrix_adds_its_bias_once(isa: Isa, monkeypatch: pytest.MonkeyPatch, rows: int, tiles: int) -> None:
+    monkeypatch.setattr(Isa, "tiles_side_by_side", lambda *_: tiles)
+    packed, dense = int8_matrix(96, 128)
+    x, bias, before = random(rows, 128), random(96, seed=1), random(rows, 96, seed=2)
+    room = Activations(rows, 128, 64)
+    block_rows = room.resize(rows, isa)
     y = functional.pad(before, (0, 0, 0, block_rows))
     quantize = room.quantize(cpu_quantize.quantize(isa, 64, "plain"), x, 64, 128)
-    kernel = cpu_matmul.matmul(isa, "int8", 64, block_rows, adds=True, has_bias=True)
-    Tape([quantize, room.multiply(kernel, packed, y, 48, bias)]).run()
-    expected = as_int8(x, 64) @ dense.T + bias + before
-    torch.testing.assert_close(y[:5], expected, rtol=1e-5, atol=1e-5)
+    source = cpu_matmul.matmul_source(isa, "int8", 64, block_rows, adds=True, has_bias=True)
+    Tape([quantize, room.multiply(cpu_jit.compile_kernel(source, isa), packed, y, 96, bias)]).run()
+    torch.testing.assert_close(y[:rows], as_int8(x, 64) @ dense.T + bias + before, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

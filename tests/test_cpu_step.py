@@ -130,6 +130,13 @@ def test_a_batch_gives_each_sequence_the_bits_that_it_has_alone(weights: str) ->
     assert all(torch.equal(row, expected) for row, expected in zip(together, alone, strict=True))
 
 
+def test_a_prompt_is_computed_alike_after_a_batch_of_as_many_rows() -> None:
+    runner = ModelRunner(decoder(FAMILIES["llama"], "int4"))
+    expected = run(ModelRunner(runner.model), ids(7), [7])
+    runner.forward([Chunk(ids(1, seed), new_kv(runner.model), 1) for seed in range(7)], all_logits=True)
+    assert torch.equal(run(runner, ids(7), [7]), expected)
+
+
 def test_a_forward_that_grows_leaves_earlier_logits_alone() -> None:
     runner = ModelRunner(decoder(FAMILIES["qwen2"], "int4"))
     first = run(runner, ids(5), [5])
@@ -184,4 +191,5 @@ def test_the_matrices_alone_read_every_byte_of_the_blocks() -> None:
     matrices, num_bytes = CpuStep(model).matrices_only()
     matrices()
     linears = [linear for block in model.blocks for linear in vars(block.body).values() if hasattr(linear, "tensors")]
+    assert len(matrices.__self__) == len(linears)  # type: ignore[attr-defined]  # of a tape, its steps
     assert num_bytes == sum(tensor.nbytes for linear in linears for tensor in linear.tensors.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -96,9 +97,11 @@ class Activations:
         )
 
 
+@cache
 def is_available() -> bool:
+    """Whether this machine compiles and runs the kernels; one of them is compiled by asking (15-150 ms, once)."""
     try:
-        best_isa()
+        cpu_matmul.matmul(best_isa(), "int4", 64, 1)
     except KernelUnavailableError:
         return False
     return True

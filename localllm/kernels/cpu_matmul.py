@@ -39,7 +39,7 @@ def matmul_source(isa: Isa, weights: Weights, group: int, rows: int, *, adds: bo
     sums = [[k.stack(F32V) for _ in range(rows)] for _ in range(side_by_side)]
     units = (a.tiles + (side_by_side - 1)) / side_by_side
     with k.balanced(units) as unit, k.range(k.i64(0), blocks) as block:
-        # The last unit may overlap the one before it: it computes the same sums again, and adds them once.
+        # Where the last unit lacks tiles the last one takes their places: its sums are computed again, and stored once.
         first = unit * side_by_side
         tiles = [k.smaller(first + t, a.tiles - 1) for t in range(side_by_side)]
         for slot in (slot for row in sums for slot in row):
