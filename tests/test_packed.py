@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import mmap
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -158,7 +160,8 @@ def open_descriptors() -> int:
 def test_a_load_that_is_given_up_leaves_no_descriptor_open(checkpoint, made):
     before = open_descriptors()
     with open_packed(checkpoint, made) as packed:
-        packed.tensors(block_layouts(packed.config)[0])
+        for number in (0, 5):  # the second of which is not the one that is read ahead
+            packed.tensors(block_layouts(packed.config)[number])
     assert open_descriptors() == before
 
 
@@ -192,6 +195,20 @@ def test_every_way_to_read_gives_the_same_bytes(checkpoint, made, monkeypatch, w
     if way == "no O_DIRECT":
         monkeypatch.delattr(os, "O_DIRECT")
         monkeypatch.setattr(os, "open", real_open)
+    found = read_all(open_packed(checkpoint, made))
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_a_file_that_cannot_be_mapped_is_read_all_the_same(checkpoint, made, monkeypatch):
+    expected = read_all(open_packed(checkpoint, made))
+    real = mmap.mmap
+
+    def refuse_files(descriptor: int, *arguments: int, **named: int) -> mmap.mmap:
+        if descriptor != -1:
+            raise OSError(errno.ENODEV, "No such device")
+        return real(descriptor, *arguments, **named)
+
+    monkeypatch.setattr(mmap, "mmap", refuse_files)
     found = read_all(open_packed(checkpoint, made))
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
@@ -246,11 +263,13 @@ def edited(target: Path, change: Callable[[dict], object]) -> None:
     (target / INDEX).write_text(json.dumps(index))
 
 
-def test_a_newer_layout_is_refused_with_both_versions(checkpoint, target):
-    edited(target, lambda index: index.update(layout_version=7))
+@pytest.mark.parametrize(("version", "kind"), [(7, "a newer"), ("7", "another"), (7.0, "another"), (None, "another")])
+def test_another_layout_is_refused_with_both_versions(checkpoint, target, version, kind):
+    edited(target, lambda index: index.update(layout_version=version))
     error = refusal(checkpoint, target)
-    assert error.what == f"{target / INDEX} is of a newer layout version"
-    assert error.why == f"it is 7; this localllm reads {packed_file.LAYOUT_VERSION}"
+    assert error.what == f"{target / INDEX} is of {kind} layout version"
+    assert error.why == f"it is {version!r}; this localllm reads {packed_file.LAYOUT_VERSION}"
+    assert error.fix.startswith("update localllm, or") == (kind == "a newer")
     assert not needs_conversion(target)
 
 

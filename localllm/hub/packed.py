@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
@@ -82,6 +83,13 @@ def packed_recipes(files: ModelFiles) -> list[str]:
     return [model.weights for model in packed_models(files) if model.state == "whole"]
 
 
+def is_whole(directory: Path) -> bool:
+    """Whether the packed model in a folder was finished; False too where nobody may look."""
+    with suppress(OSError):
+        return (directory / PACKED_INDEX).is_file()
+    return False
+
+
 def packed_models(files: ModelFiles) -> tuple[PackedWeights, ...]:
     """What was packed of the checkpoint as it is now, whole or not."""
     return _models_in(_place(files))
@@ -118,8 +126,10 @@ def fingerprint(folder: Path) -> str:
         weights = sorted(path for path in folder.iterdir() if path.suffix == ".safetensors" or path.name == INDEX)
         states = [(path.name, path.stat()) for path in weights]
     except OSError as error:
-        raise CheckpointError(f"{folder} cannot be read", why=str(error), fix=f"ls -l {folder}") from None
-    seen = [config, *((name, state.st_size, state.st_mtime_ns) for name, state in states)]
+        fix = f"ls -l {shlex.quote(str(folder))}"
+        raise CheckpointError(f"{folder} cannot be read", why=str(error), fix=fix) from None
+    # The time of the last change of any kind too: archives and copies set the other one to what they like.
+    seen = [config, *((name, state.st_size, state.st_mtime_ns, state.st_ctime_ns) for name, state in states)]
     return hashlib.blake2b(json.dumps(seen).encode(), digest_size=16).hexdigest()
 
 
@@ -141,7 +151,8 @@ def remove_packed(models: Iterable[PackedWeights]) -> int:
         for model in models:
             _remove_empty(root, model.directory)
     except OSError as error:
-        raise LocalLLMError("packed weights could not be deleted", why=str(error), fix=f"ls -lR {root}") from None
+        fix = f"ls -lR {shlex.quote(str(root))}"
+        raise LocalLLMError("packed weights could not be deleted", why=str(error), fix=fix) from None
     return sum(model.size_bytes for model in models)
 
 
@@ -160,13 +171,17 @@ def _models_in(place: Path) -> tuple[PackedWeights, ...]:
         entries = sorted(os.scandir(place), key=lambda entry: entry.name)
     except OSError:
         return ()
-    folders = (entry for entry in entries if WEIGHTS_NAME.fullmatch(entry.name) and entry.is_dir())
-    return tuple(_model(Path(entry.path)) for entry in folders)
+    models = []
+    for entry in entries:
+        with suppress(OSError):  # a link that leads to itself
+            if WEIGHTS_NAME.fullmatch(entry.name) and entry.is_dir():
+                models.append(_model(Path(entry.path)))
+    return tuple(models)
 
 
 def _model(directory: Path) -> PackedWeights:
-    whole = (directory / PACKED_INDEX).is_file()
-    return PackedWeights(directory.name, directory, own_bytes(directory), "whole" if whole else "unfinished")
+    state: Literal["whole", "unfinished"] = "whole" if is_whole(directory) else "unfinished"
+    return PackedWeights(directory.name, directory, own_bytes(directory), state)
 
 
 def own_bytes(folder: Path) -> int:
@@ -175,7 +190,7 @@ def own_bytes(folder: Path) -> int:
         return 0
     states = []
     for path in folder.rglob("*"):
-        with suppress(FileNotFoundError):  # another process is at work here
+        with suppress(OSError):  # another process is at work here, or nobody may look
             if not path.is_symlink() and path.is_file():
                 states.append(path.lstat())
     return sum(state.st_size for state in states if state.st_nlink == 1)
@@ -185,7 +200,7 @@ def _refuse_linked(root: Path, directory: Path) -> None:
     """The root may be a link to a larger disk; nothing below it is followed."""
     if directory.parent.resolve() != root.resolve() / directory.parent.relative_to(root):
         why = "a link leads out of the folder of packed weights"
-        raise LocalLLMError(f"{directory} is not deleted", why=why, fix=f"ls -lR {root}")
+        raise LocalLLMError(f"{directory} is not deleted", why=why, fix=f"ls -lR {shlex.quote(str(root))}")
 
 
 def _hold(model: PackedWeights, held: ExitStack) -> None:

@@ -64,7 +64,9 @@ class CheckpointBlocks:
             if matrix.has_bias:
                 stored = f"{matrix.stored}.bias"
                 bias = self.checkpoint.read_fused(stored, _named(matrix.parts, "bias"), (), torch.float32)
-                tensors[f"{matrix.name}.linear_bias"] = self._finite(stored, bias)
+                for name, part in self._as_stored(matrix, "bias", bias):
+                    self._finite(name, part)
+                tensors[f"{matrix.name}.linear_bias"] = bias
             yield tensors
         for norm in layout.norms:
             stored = f"{norm.stored}.weight"
@@ -77,7 +79,7 @@ class CheckpointBlocks:
             raise CheckpointError(
                 f"the checkpoint holds tensors that a {self.config.model_type} model has no use for",
                 why=f"{len(unused)} of them, the first: {unused[0]}; config.json and weights do not belong together",
-                fix="download the model anew: localllm pull MODEL",
+                fix="download the model anew: localllm rm MODEL && localllm pull MODEL",
             )
 
     def _quantized(self, matrix: Matrix) -> dict[str, Tensor]:
@@ -86,10 +88,16 @@ class CheckpointBlocks:
         try:
             return quantize(weight)
         except CheckpointError:
-            for name, part in zip(matrix.parts, torch.split(weight, [*matrix.parts.values()]), strict=True):
-                with self._blaming(f"{name}.weight"):
+            for name, part in self._as_stored(matrix, "weight", weight):
+                with self._blaming(name):
                     quantize(part)
             raise
+
+    def _as_stored(self, matrix: Matrix, kind: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The rows of a matrix's weight or bias by the names that the checkpoint has for them."""
+        fused = f"{matrix.stored}.{kind}"
+        rows = {fused: len(tensor)} if self.checkpoint.has(fused) else _named(matrix.parts, kind)
+        return zip(rows, torch.split(tensor, [*rows.values()]), strict=True)
 
     def _weight(self, matrix: Matrix) -> Tensor:
         """[N, K] in the format's own dtype where it has one `weight`, else as stored, for the format to quantize."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -46,8 +46,8 @@ def convert(
 
     progress(done_bytes, total_bytes), in packed bytes, hears of every matrix. waiting(process id) is called again and
     again while another process converts into `target`. model: the name in commands. Raises CheckpointError for a
-    checkpoint that is not whole or holds a NaN, DoesNotFitError where the disk is too small, LocalLLMError where it
-    fails; blocks that were finished serve the next call.
+    checkpoint that is not whole or holds a NaN, of which nothing is kept; DoesNotFitError where the disk is too small,
+    LocalLLMError where it fails: then the blocks that were finished serve the next call.
     """
     with Checkpoint.open(source_directory) as checkpoint:
         blocks = CheckpointBlocks(checkpoint, load_config(source_directory), recipe)
@@ -93,7 +93,8 @@ class _Conversion:
         self._progress = progress
         self._layouts = block_layouts(plan.config)
         self._done_bytes, self._total_bytes = 0, model_bytes(plan.config, plan.recipe)
-        self.missing_bytes = sum(file.file_bytes for file in plan.files.values())  # that are still to be written
+        # That are still to be written, the index among them.
+        self.missing_bytes = sum(file.file_bytes for file in plan.files.values()) + _SLACK_BYTES
 
     def is_finished(self) -> bool:
         """Whether another process has just made it; a load verifies every byte."""
@@ -114,15 +115,14 @@ class _Conversion:
         missing = [layout for layout in self._layouts if layout.name not in checksums]
         if not missing and self._has_index(checksums):
             return
-        (self._target / INDEX).unlink(missing_ok=True)
-        for layout in missing:
-            self._path(layout).unlink(missing_ok=True)
-        sync_directory(self._target)
+        self._discard(missing)
         self._require_space()
-        for layout in missing:
-            file = self._file(layout)
-            checksums[layout.name] = write_block(file, self._target, self._blocks.parts(layout), self._advance)
-            self.missing_bytes -= file.file_bytes
+        try:
+            checksums |= self._written(missing)
+        except CheckpointError:
+            # What was made of it before may be wrong as well, and files that are fetched anew are of the same revision.
+            self._discard(self._layouts)
+            raise
         with NewFile(self._target / INDEX) as new:
             new.write(memoryview(json.dumps(self._plan.index(checksums), indent=1).encode()))
             new.publish()
@@ -145,6 +145,21 @@ class _Conversion:
                 self._advance(layout.nbytes(self._plan.recipe))
         return checksums
 
+    def _discard(self, layouts: Iterable[BlockLayout]) -> None:
+        (self._target / INDEX).unlink(missing_ok=True)
+        for layout in layouts:
+            self._path(layout).unlink(missing_ok=True)
+        sync_directory(self._target)
+
+    def _written(self, layouts: Iterable[BlockLayout]) -> dict[str, str]:
+        """Blocks that are made now, with their checksums."""
+        checksums = {}
+        for layout in layouts:
+            file = self._file(layout)
+            checksums[layout.name] = write_block(file, self._target, self._blocks.parts(layout), self._advance)
+            self.missing_bytes -= file.file_bytes
+        return checksums
+
     def _has_index(self, checksums: dict[str, str]) -> bool:
         try:
             return read_index(self._target) == self._plan.index(checksums)
@@ -152,9 +167,8 @@ class _Conversion:
             return False
 
     def _require_space(self) -> None:
-        needed = self.missing_bytes + _SLACK_BYTES
-        if needed > free_bytes(self._target):
-            raise _no_space(self._target, needed)
+        if self.missing_bytes > free_bytes(self._target):
+            raise _no_space(self._target, self.missing_bytes)
 
     def _advance(self, num_bytes: int) -> None:
         self._done_bytes += num_bytes

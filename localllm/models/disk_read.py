@@ -86,14 +86,17 @@ def _open_direct(path: Path) -> int | None:
 
 
 def _is_cached(descriptor: int, num_bytes: int) -> bool:
-    """Whether a file's first bytes lie in the page cache. The mapping is only asked about, never read."""
+    """Whether a file's first bytes lie in the page cache, as far as is known. The mapping is never read."""
     num_bytes = min(num_bytes, os.fstat(descriptor).st_size)
     if not num_bytes:
         return True
     resident = numpy.zeros(-(-num_bytes // mmap.PAGESIZE), numpy.uint8)
     mincore = ctypes.CDLL(None).mincore
     mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
-    with mmap.mmap(descriptor, num_bytes, prot=mmap.PROT_READ) as mapping:
-        address = numpy.frombuffer(mapping, numpy.uint8).ctypes.data
-        failed = mincore(address, num_bytes, resident.ctypes.data)
+    try:
+        with mmap.mmap(descriptor, num_bytes, prot=mmap.PROT_READ) as mapping:
+            address = numpy.frombuffer(mapping, numpy.uint8).ctypes.data
+            failed = mincore(address, num_bytes, resident.ctypes.data)
+    except (OSError, ValueError):  # a file system that maps nothing, or a file that has been cut since
+        return False
     return not failed and float((resident & 1).mean()) >= _CACHED_SHARE

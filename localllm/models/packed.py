@@ -21,6 +21,7 @@ from torch import Tensor
 
 from localllm.errors import CheckpointError
 from localllm.hub.exclusive import reading
+from localllm.hub.packed import PACKED_INDEX, is_whole
 from localllm.models.config import ModelConfig
 from localllm.models.disk_read import READERS, FileRead
 from localllm.models.fields import show
@@ -30,7 +31,7 @@ from localllm.models.packed_file import CHECKSUM, DTYPES, LAYOUT_VERSION, Packed
 from localllm.models.strict_json import JsonLimits, read_json_object
 from localllm.quant.recipe import Recipe
 
-INDEX = "index.json"
+INDEX = PACKED_INDEX
 _LIMITS = JsonLimits(size_bytes=16 << 20)
 # Of the config, what the packed bytes depend on.
 _MODEL_FIELDS = (
@@ -92,7 +93,7 @@ def _block_entry(file: PackedFile, checksum: str) -> dict[str, object]:
 
 def needs_conversion(directory: Path) -> bool:
     """Whether there is no finished packed model, or one whose layout is older than what is read here."""
-    if not (directory / INDEX).exists():
+    if not is_whole(directory):
         return True
     try:
         version = read_index(directory).get("layout_version")

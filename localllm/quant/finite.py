@@ -30,5 +30,5 @@ def require_finite(weight: Tensor, largest: float = float("inf")) -> None:
     raise CheckpointError(
         "a weight is not a finite number",
         why=f"{(~finite).sum().item()} of {weight.numel()} values, the first at row {row}, column {column}",
-        fix="download the model anew: localllm pull MODEL",
+        fix="download the model anew: localllm rm MODEL && localllm pull MODEL",
     )

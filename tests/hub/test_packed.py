@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Event, Thread
@@ -75,7 +76,7 @@ def test_where_a_model_would_be_packed_creates_nothing(folder, cache):
     assert not cache.exists()
 
 
-@pytest.mark.parametrize("change", ["config", "weights", "time", "second file", "renamed", "index"])
+@pytest.mark.parametrize("change", ["config", "weights", "bytes alone", "time", "second file", "renamed", "index"])
 def test_a_folder_that_has_changed_does_not_find_what_was_packed_of_it(folder, change):
     pack(files_of(folder))
     before = source_id(files_of(folder))
@@ -87,6 +88,10 @@ def test_a_folder_that_has_changed_does_not_find_what_was_packed_of_it(folder, c
             (folder / "config.json").write_text(CONFIG + " ")
         case "weights":
             weights.write_text("WEIGHTS!")
+            os.utime(weights, ns=(state.st_atime_ns, state.st_mtime_ns))
+        case "bytes alone":
+            time.sleep(0.05)  # a file's times move in steps of up to 10 ms
+            weights.write_text("WEIGHTS")
             os.utime(weights, ns=(state.st_atime_ns, state.st_mtime_ns))
         case "time":
             os.utime(weights, ns=(state.st_atime_ns, state.st_mtime_ns + 1))
@@ -149,8 +154,10 @@ def test_a_repository_or_commit_that_would_climb_out_is_refused(repo, commit):
 
 
 def test_a_folder_without_a_config_is_an_error_that_names_it(tmp_path):
-    with pytest.raises(CheckpointError, match=str(tmp_path)):
-        packed_directory(files_of(tmp_path), "int8")
+    folder = make_folder(tmp_path / "my model")
+    with pytest.raises(CheckpointError, match="my model") as caught:
+        packed_directory(files_of(folder), "int8")
+    assert caught.value.fix == f"ls -l '{folder}'"
 
 
 def test_only_a_model_with_its_index_is_whole(folder):
@@ -196,6 +203,7 @@ def test_a_listed_size_counts_the_files_and_no_links(registry, hub, folder, tmp_
     (tmp_path / "large").write_bytes(bytes(10_000))
     directory = pack(files_of(folder), size_bytes=300)
     (directory / "link").symlink_to(tmp_path / "large")
+    (directory / "other name").hardlink_to(tmp_path / "large")  # what would not be freed
     (packed,) = packed_of(str(folder), registry=registry, hub=hub)
     assert (packed.directory, packed.size_bytes) == (directory, 302)
 
@@ -206,6 +214,25 @@ def test_a_description_has_what_is_packed_of_every_revision(registry, hub):
     pack(of_the_hub(SHARDED, "f" * 40))
     states = [packed.state for packed in describe(SHARDED, registry=registry, hub=hub).packed]
     assert states == ["whole", "orphan"]
+
+
+def test_packed_weights_that_may_not_be_looked_into_are_listed_as_unfinished(registry, hub, folder, monkeypatch):
+    directory = pack(files_of(folder))
+    real = Path.stat
+
+    def stat(path: Path, **named: bool) -> os.stat_result:
+        if directory in path.parents:
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, **named)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    assert rows(registry, hub)[str(folder)] == ("folder", [("int4-g64", "unfinished")])
+
+
+def test_a_link_that_leads_to_itself_is_no_model(registry, hub, folder):
+    link = pack(files_of(folder)).with_name("int8")
+    link.symlink_to(link)
+    assert rows(registry, hub)[str(folder)] == ("folder", [("int4-g64", "whole")])
 
 
 def test_strangers_in_the_cache_are_no_models(registry, hub, cache):
@@ -290,14 +317,34 @@ def test_a_link_in_the_place_of_packed_weights_is_deleted_and_not_followed(regis
     assert not inside.exists()
 
 
-def test_nothing_is_deleted_through_a_linked_folder(registry, hub, cache, tmp_path):
+@pytest.mark.parametrize(
+    ("linked", "refusal"),
+    [("hub", "is not deleted"), ("hub/maker", "nothing of"), (f"hub/{REPO}/@{COMMIT}", "is not deleted")],
+)
+def test_nothing_is_deleted_through_a_linked_folder(registry, hub, cache, tmp_path, linked, refusal):
     directory = pack(of_the_hub())
-    outside = tmp_path / "outside"
-    (cache / "packed" / "hub" / "maker").rename(outside)
-    (cache / "packed" / "hub" / "maker").symlink_to(outside)
-    with pytest.raises(LocalLLMError):
+    outside, link = tmp_path / "outside", cache / "packed" / linked
+    link.rename(outside)
+    link.symlink_to(outside)
+    with pytest.raises(LocalLLMError, match=refusal):
         remove(REPO, packed_only=True, registry=registry, hub=hub)
     assert (directory / "index.json").exists()
+
+
+def test_a_removal_that_is_cut_short_leaves_nothing_that_looks_whole(registry, hub, monkeypatch):
+    directory = pack(of_the_hub())
+    real = Path.unlink
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        if path.suffix == ".safetensors":
+            assert (directory / ".lock").exists(), "another process might begin to pack here"
+            raise OSError(5, "Input/output error")
+        real(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    with pytest.raises(LocalLLMError, match="could not be deleted"):
+        remove(REPO, packed_only=True, registry=registry, hub=hub)
+    assert names_in(directory) == {"embed.safetensors"}
 
 
 def test_a_cache_that_is_itself_a_link_is_used_and_freed(registry, hub, cache, tmp_path):

@@ -1,0 +1,45 @@
+"""Locks of folders: what they hold, and what they do not."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import ExitStack
+
+import pytest
+
+from localllm.hub import exclusive as exclusive_module
+from localllm.hub.exclusive import LOCK, exclusive
+
+
+def test_the_lock_of_a_deleted_folder_is_no_lock(tmp_path):
+    folder = tmp_path / "p"
+    with exclusive(folder, lambda _: None):
+        shutil.rmtree(folder)
+        with exclusive(folder, lambda _: pytest.fail("the old holder holds nothing that is there")):
+            pass
+
+
+def test_who_leaves_a_deleted_folder_leaves_the_lock_of_the_next_holder_there(tmp_path):
+    folder = tmp_path / "p"
+    with ExitStack() as first:
+        first.enter_context(exclusive(folder, lambda _: None))
+        shutil.rmtree(folder)
+        with exclusive(folder, lambda _: None):
+            first.close()
+            assert (folder / LOCK).exists()
+
+
+def test_a_lock_that_lost_its_name_before_it_was_taken_is_not_held(tmp_path, monkeypatch):
+    real = exclusive_module._lock
+    tries: list[bool] = []
+
+    def lock(descriptor: int, *, alone: bool) -> bool:
+        if not tries:
+            (tmp_path / LOCK).unlink()  # whoever held it left between our opening and our locking it
+        tries.append(alone)
+        return real(descriptor, alone=alone)
+
+    monkeypatch.setattr(exclusive_module, "_lock", lock)
+    with exclusive(tmp_path, lambda _: None):
+        assert (tmp_path / LOCK).exists()
+    assert len(tries) == 2

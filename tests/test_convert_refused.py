@@ -1,0 +1,81 @@
+"""A checkpoint that cannot be packed is refused by the name of what is wrong, and nothing is kept of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from localllm.errors import CheckpointError
+from tests.packed_support import contents, pack, small_checkpoint
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.1.self_attn.k_proj.weight",
+        "model.layers.1.self_attn.k_proj.bias",
+        "model.layers.1.mlp.up_proj.weight",
+        "model.layers.1.input_layernorm.weight",
+        "model.embed_tokens.weight",
+    ],
+)
+@pytest.mark.parametrize("weights", ["int4-g64", "int8", "nf4"])
+def test_a_number_that_is_none_is_refused_by_the_tensors_name(name, value, weights, tmp_path):
+    checkpoint = small_checkpoint(tmp_path / "m", "llama-biases-tied")
+    tensors = load_file(checkpoint / "model.safetensors")
+    tensors[name].view(-1)[5] = value
+    save_file(tensors, checkpoint / "model.safetensors")
+    with pytest.raises(CheckpointError) as caught:
+        pack(checkpoint, tmp_path / "p", weights)
+    assert caught.value.what.startswith(f"{checkpoint}: {name}: ")
+
+
+def test_a_number_that_is_none_in_a_fused_matrix_is_refused_by_the_name_that_is_stored(tmp_path):
+    checkpoint = small_checkpoint(tmp_path / "m", "phi3")
+    name = "model.layers.1.self_attn.qkv_proj.weight"
+    tensors = load_file(checkpoint / "model.safetensors")
+    tensors[name][-1, 5] = float("nan")
+    save_file(tensors, checkpoint / "model.safetensors")
+    with pytest.raises(CheckpointError) as caught:
+        pack(checkpoint, tmp_path / "p")
+    assert caught.value.what.startswith(f"{checkpoint}: {name}: ")
+    assert f"row {len(tensors[name]) - 1}, column 5" in caught.value.why
+
+
+def test_nothing_is_kept_of_a_checkpoint_that_proves_to_be_damaged(tmp_path):
+    """What was made of it before may be wrong as well, and where the files are mended its source is the same."""
+    checkpoint = small_checkpoint(tmp_path / "m")
+    intact = load_file(checkpoint / "model.safetensors")
+    damaged = {name: tensor.clone() for name, tensor in intact.items()}
+    damaged["model.layers.0.mlp.up_proj.weight"][0] = 1.0  # which nobody can see
+    damaged["model.layers.3.mlp.up_proj.weight"][0] = float("nan")
+    save_file(damaged, checkpoint / "model.safetensors")
+    with pytest.raises(CheckpointError, match="not a finite number"):
+        pack(checkpoint, tmp_path / "p")
+    assert contents(tmp_path / "p") == {}
+    save_file(intact, checkpoint / "model.safetensors")
+    assert contents(pack(checkpoint, tmp_path / "p")) == contents(pack(checkpoint, tmp_path / "fresh"))
+
+
+@pytest.mark.parametrize("change", ["missing", "misshapen", "unused", "unreadable"])
+def test_a_checkpoint_that_is_not_whole_is_refused_before_anything_is_written(change, tmp_path):
+    checkpoint = small_checkpoint(tmp_path / "m")
+    tensors = load_file(checkpoint / "model.safetensors")
+    name = "model.layers.3.mlp.down_proj.weight"
+    match change:
+        case "missing":
+            del tensors[name]
+        case "misshapen":
+            tensors[name] = tensors[name][:, :-1].contiguous()
+        case "unused":
+            name = "model.layers.4.mlp.down_proj.weight"
+            tensors[name] = torch.zeros(2)
+        case "unreadable":
+            tensors[name] = tensors[name].to(torch.int8)
+    save_file(tensors, checkpoint / "model.safetensors")
+    with pytest.raises(CheckpointError) as caught:
+        pack(checkpoint, tmp_path / "p")
+    assert name in caught.value.what + caught.value.why
+    assert not (tmp_path / "p").exists()
