@@ -71,6 +71,8 @@ class Accepts:
 
     def mending(self, flag: str, value: object) -> str:
         """The flag with the nearest value that is accepted; advice where none is near."""
+        if self.choices:
+            return f"{flag} {difflib.get_close_matches(str(value), self.choices, n=1, cutoff=0.0)[0]}"
         if not isinstance(value, int | float):
             return f"leave {flag} out, or give it {self.describe()}"
         nearest = min(max(self.low, value), self.high)

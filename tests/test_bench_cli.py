@@ -114,6 +114,11 @@ def test_the_table_has_each_figure_beside_its_floor(shape_folder: Path) -> None:
     assert max(len(line) for line in text.splitlines()[1:]) <= 80
 
 
+def test_one_round_is_told_as_one(shape_folder: Path) -> None:
+    outcome = bench(shape_folder, "--random-weights", *QUICK, "--rounds", "1")
+    assert outcome.out.decode().splitlines()[1] == "one round"
+
+
 def test_an_installed_model_is_measured_as_it_runs(shape_folder: Path) -> None:
     outcome = bench(shape_folder, "--weights", "bf16", *QUICK, "--json")
     assert outcome.code == 0, outcome.err
@@ -159,6 +164,18 @@ def test_bad_input_is_refused_at_the_door(home: Path, line: str, code: int, word
     assert words in " ".join(outcome.error_lines)
     assert len(outcome.error_lines) == 4
     assert "reading the disk" not in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "fix"), [((), "ls -l 'a b.json'"), (("--json",), "bench --compare 'a b.json' c.json")]
+)
+def test_what_a_refused_comparison_proposes_names_its_files(home: Path, flags: tuple[str, ...], fix: str) -> None:
+    assert bench("--compare", "a b.json", "c.json", *flags).error_lines[2].endswith(fix)
+
+
+def test_a_device_that_is_not_there_is_refused_with_the_line_that_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert bench("--device", "cuda", "--rounds", "1").error_lines[2] == "fix:   localllm bench --rounds 1 --device cpu"
 
 
 def test_output_takes_the_place_of_plain_files_alone(home: Path) -> None:
@@ -240,8 +257,16 @@ def test_two_results_stand_side_by_side(result: Path, fields: dict[str, Any]) ->
     at = next(index for index, line in enumerate(lines) if line.startswith("decode, tok/s:"))
     assert lines[at + 1] == "A " + "#" * 15 + "=" * 45 + " 20"
     assert lines[at + 2] == "B " + "#" * 45 + " " * 15 + " 30"
-    legend = next(index for index, line in enumerate(lines) if line.startswith("bars:"))
-    assert all(len(line) <= 80 for line in lines[legend:])
+    assert [line[:3] for line in lines[:2]] == ["A: ", "B: "]
+    assert all(len(line) <= 80 for line in lines[2:])
+
+
+def test_a_rate_of_many_thousands_is_compared_without_powers_of_ten(result: Path, fields: dict[str, Any]) -> None:
+    fields["runs"][0]["prefill_tok_s"] = {"median": 12345.6, "min": 9999.6, "max": 2e6}
+    outcome = bench("--compare", result, written(result.parent / "fast.json", fields))
+    lines = outcome.out.decode().splitlines()
+    assert next(line for line in lines if "prefill, tok/s  " in line).split()[-2] == "12.3k"
+    assert "e+" not in outcome.out.decode()
 
 
 def test_runs_are_matched_by_what_they_are_not_by_their_place(result: Path, fields: dict[str, Any]) -> None:

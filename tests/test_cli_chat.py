@@ -156,3 +156,9 @@ def test_a_system_message_that_is_no_text_cannot_be_loaded_and_the_chat_goes_on(
     result = talk("/load odd.json", "the fox", "/save chat.json")
     assert "system message is no text" in result.err
     assert questions(tmp_path) == ["the fox"]
+
+
+def test_a_prompt_in_the_place_of_the_model_is_shown_its_command() -> None:
+    result = run_cli("chat", "hello there", "--plain")
+    assert result.code == 3
+    assert result.error_lines[2].endswith("localllm run -p 'hello there'")

@@ -116,7 +116,7 @@ def test_quantize_mends_a_block_that_was_damaged(model: Path) -> None:
     assert refused.code == 1
     command = next(line for line in refused.error_lines if line.startswith("fix:")).split(maxsplit=2)[2]
     mended = run_cli(*command.split())
-    assert (mended.code, b"already" in mended.out) == (0, False)
+    assert (mended.code, b"and is mended: int4-g64" in mended.out) == (0, True)
     kept = {name for name, state in files_in(directory).items() if before[name] == state}
     assert set(before) - kept == {block.name, "index.json"}
     assert ask(model, "--weights", "int4").out == text
@@ -331,6 +331,7 @@ def test_an_unknown_format_is_refused_with_the_known_ones(model: Path, cache: Pa
     result = ask(model, "--weights", weights)
     assert (result.code, result.out) == (2, b"")
     assert "one of auto, bf16, int8, int4, nf4, int4-g32" in " ".join(result.error_lines)
+    assert re.fullmatch(r"fix:   localllm run .* --weights \S+", result.error_lines[2])
     assert not cache.exists()
 
 
@@ -400,6 +401,12 @@ def test_rm_packed_asks_and_without_a_terminal_says_how_not_to_be_asked(model: P
     assert place(model, "int4-g64").is_dir()
 
 
+def test_rm_does_not_ask_about_a_folder_that_it_leaves_alone(model: Path) -> None:
+    assert f"{model}, a folder of yours, is not removed" in run_cli("rm", model).err
+    run_cli("quantize", model)
+    assert f"fix:   localllm rm {model} --packed" in run_cli("rm", model).err
+
+
 def test_rm_of_a_fetched_model_frees_its_packed_weights_and_counts_them(tmp_path: Path, checkpoint: Path) -> None:
     folder = tmp_path / "hub" / "models--maker--model"
     snapshot = shutil.copytree(checkpoint, folder / "snapshots" / COMMIT)
@@ -410,6 +417,8 @@ def test_rm_of_a_fetched_model_frees_its_packed_weights_and_counts_them(tmp_path
     assert packed["was_packed"] is True
     assert packed["directory"].endswith(f"/packed/hub/maker/model/@{COMMIT}/int8")
     assert row_of("maker/model")["packed"][0]["size_bytes"] == packed["size_bytes"]
+    unasked = run_cli("rm", "maker/model")
+    assert (unasked.code, unasked.error_lines[2]) == (2, "fix:   localllm rm maker/model --yes")
     own = sum(path.stat().st_size for path in snapshot.iterdir()) + len(COMMIT)
     assert run_cli("rm", "maker/model", "--yes", "--json").json["freed_bytes"] == own + packed["size_bytes"]
     assert "maker/model" not in run_cli("list", "--json").out.decode()

@@ -174,13 +174,14 @@ def test_ctrl_c_while_the_prompt_is_read_leaves_within_two_seconds(model: Path, 
     assert b", cancelled" in terminal.text
 
 
-def test_ctrl_c_in_the_first_moment_is_no_traceback(tmp_path: Path) -> None:
-    program = """
+@pytest.mark.parametrize(("module", "told"), [("interrupts", b""), ("dispatch", b"interrupted")])
+def test_ctrl_c_in_the_first_moment_is_no_traceback(tmp_path: Path, module: str, told: bytes) -> None:
+    program = f"""
 import os, signal, sys
 
 class Press:
     def find_spec(self, name, path=None, target=None):
-        if name == "localllm.cli.dispatch":
+        if name == "localllm.cli.{module}":
             os.kill(os.getpid(), signal.SIGINT)
 
 sys.meta_path.insert(0, Press())
@@ -188,7 +189,7 @@ from localllm.cli import main
 main()
 """
     ended = subprocess.run([sys.executable, "-c", program], env=environment(tmp_path), capture_output=True, timeout=30)
-    assert (ended.returncode, ended.stdout, ended.stderr.strip()) == (130, b"", b"interrupted")
+    assert (ended.returncode, ended.stdout, ended.stderr.strip()) == (130, b"", told)
 
 
 def test_a_second_ctrl_c_leaves_at_once(model: Path, start: Start) -> None:
@@ -366,3 +367,10 @@ def test_a_listing_leaves_out_what_a_narrow_terminal_has_no_room_for_and_says_so
     assert not {"FROM", "LICENCE"} & set(lines[0].split())
     assert max(len(line) for line in lines[:-1]) <= 80
     assert "LICENCE, FROM too, as has --json" in lines[-1]
+
+
+def test_a_first_use_is_told_on_a_line_of_its_own(model: Path, open_terminal: Open) -> None:
+    terminal = open_terminal("run", model, "--weights", "int4", "-p", "x", "--max-tokens", "1", NO_COLOR="1")
+    assert terminal.end(START_S) == 0
+    assert b"\r\x1b[2Kloading" in terminal.text
+    assert b"\r\x1b[2Kpacking %b to int4, once: " % bytes(model) in terminal.text

@@ -6,6 +6,7 @@ A result may come from another machine: nothing in it is believed before its for
 from __future__ import annotations
 
 import json
+import shlex
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ HEADER = ("", "A", "B", "B / A")
 LEGEND = "bars: # to the slowest round, = on to the fastest; the number is the median"
 _LARGEST_FILE_BYTES = 16 << 20
 _LARGEST_NUMBER = 1e18
-_BAR_COLUMNS = 60
+_WIDEST_BAR, _BESIDE_BAR = 60, 12  # columns: "A ", the bar, " 1.235"
 _NAME_LIMIT = 40
 
 _FLOORS = ("dram_read_gbs", "disk_read_gbs", "device_copy_gbs", "h2d_gbs")
@@ -67,7 +68,8 @@ def read_result(path: Path) -> Result:
         with path.open("rb") as file:
             text = file.read(_LARGEST_FILE_BYTES + 1)
     except OSError as error:
-        raise UsageError(f"{path} cannot be read", why=error.strerror or str(error), fix=f"ls -l {path}") from None
+        fix = f"ls -l {shlex.quote(str(path))}"
+        raise UsageError(f"{path} cannot be read", why=error.strerror or str(error), fix=fix) from None
     if len(text) > _LARGEST_FILE_BYTES:
         _refuse(path, f"it is larger than {_LARGEST_FILE_BYTES >> 20} MiB")
     try:
@@ -156,15 +158,16 @@ def table(a: Result, b: Result) -> list[Row]:
     return rows
 
 
-def plot(a: Result, b: Result) -> Iterator[str]:
-    """Lines of at most 80 columns: two bars for each rate of each pair of runs, on one scale."""
+def plot(a: Result, b: Result, columns: int) -> Iterator[str]:
+    """Lines of so many columns, or 80 at most: two bars for each rate of each pair of runs, on one scale."""
     yield LEGEND
     for name, label in _PLOTTED.items():
         for one, other in matched(a, b):
             yield ""
-            yield f"{label}: {title(one, other)}"[:80]
+            yield f"{label}: {title(one, other)}"[: min(80, columns)]
             longest = max(run[name]["max"] for run in (one, other) if run is not None)
-            yield from (f"{side} {_bar(run, name, longest)}" for side, run in (("A", one), ("B", other)))
+            room = min(_WIDEST_BAR, columns - _BESIDE_BAR)
+            yield from (f"{side} {_bar(run, name, longest, room)}" for side, run in (("A", one), ("B", other)))
 
 
 def title(one: Fields | None, other: Fields | None) -> str:
@@ -194,16 +197,18 @@ def _row(label: str, a: float | None, b: float | None) -> Row:
 
 
 def _shown(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if value < 9_999.5 else f"{value / 1000:.1f}k"  # beyond, `g` tells powers of ten
 
 
-def _bar(run: Fields | None, name: str, longest: float) -> str:
+def _bar(run: Fields | None, name: str, longest: float, columns: int) -> str:
     if run is None:
         return "-"
     rate = run[name]
-    slowest, fastest = (round(_BAR_COLUMNS * rate[key] / (longest or 1)) for key in ("min", "max"))
+    slowest, fastest = (round(columns * rate[key] / (longest or 1)) for key in ("min", "max"))
     bar = "#" * slowest + "=" * (fastest - slowest)
-    return f"{bar:<{_BAR_COLUMNS}} {_shown(rate['median'])}"
+    return f"{bar:<{columns}} {_shown(rate['median'])}"
 
 
 def _short(value: object) -> str:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import NoReturn
-
-from localllm.cli.interrupts import Interrupts
 
 __all__ = ["main"]
 
 
 def main() -> NoReturn:
     """Runs the command line of this process and ends it with the exit code of docs/errors.md."""
-    interrupts = Interrupts()
-    interrupts.install()
+    try:
+        from localllm.cli.interrupts import Interrupts
+
+        interrupts = Interrupts()
+        interrupts.install()
+    except KeyboardInterrupt:
+        os._exit(130)
     try:
         from localllm.cli.dispatch import dispatch, end_process
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import typer
 
 from localllm.cli import options
 from localllm.cli.front import Front, front_of
-from localllm.cli.output import Output, ProgressLine
+from localllm.cli.output import Output, ProgressLine, one_line
 from localllm.cli.packing import Packing
 from localllm.cli.selection import select
 from localllm.config import Settings, load_settings
@@ -197,16 +198,20 @@ def _refuse_beside_compare(flags: Mapping[str, Any]) -> None:
         if name not in ("context", "compare") and value not in (None, False, []):
             flag = names.get(name, "--" + name.replace("_", "-"))
             why = "two files that are there already are shown side by side"
-            raise UsageError(f"--compare and {flag} cannot go together", why=why, fix="localllm bench --compare A B")
+            fix = shlex.join(["localllm", "bench", "--compare", *map(str, flags["compare"])])
+            raise UsageError(f"--compare and {flag} cannot go together", why=why, fix=fix)
 
 
 def _compare(output: Output, first: Path, second: Path) -> None:
     from localllm.bench import compare
 
     a, b = compare.read_result(first), compare.read_result(second)
-    output.table(compare.HEADER, [(f"A: {first}", "", "", ""), (f"B: {second}", "", "", ""), *compare.table(a, b)])
+    for side, path in (("A", first), ("B", second)):
+        output.line(one_line(f"{side}: {path}"))
     output.line()
-    for line in compare.plot(a, b):
+    output.table(compare.HEADER, compare.table(a, b))
+    output.line()
+    for line in compare.plot(a, b, output.columns):
         output.line(line)
 
 
@@ -214,7 +219,8 @@ def _show(output: Output, report: Report) -> None:
     from localllm.bench import table
 
     output.line(table.headline(report))
-    output.line(f"medians of {report.runs[0].rounds} rounds, with the slowest and the fastest")
+    rounds = report.runs[0].rounds
+    output.line("one round" if rounds == 1 else f"medians of {rounds} rounds, with the slowest and the fastest")
     output.line()
     output.table(table.HEADER, table.rows(report))
 

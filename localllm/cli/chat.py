@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,7 +22,14 @@ from localllm.cli.lines import LineReader
 from localllm.cli.prompt import argument_text, read_text_file
 from localllm.cli.selection import Selection, select
 from localllm.config import user_directories
-from localllm.errors import ContextOverflowError, LocalLLMError, SettingsError, TemplateError, UsageError
+from localllm.errors import (
+    ContextOverflowError,
+    LocalLLMError,
+    ModelNotFoundError,
+    SettingsError,
+    TemplateError,
+    UsageError,
+)
 
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine
@@ -77,13 +86,22 @@ def chat_command(
         front.output.note("there is no full-screen chat yet: this is the line mode, `chat --plain`")
     if system is not None:
         flags["system"] = argument_text(system, "--system")
-    selection = select(model, flags)
+    selection = _select(model, flags)
     selection.sampling(flags)  # what is wrong with it is said before the model is loaded
     reader = LineReader(front.output, user_directories().data / "history")
     with loading(front, selection) as load, contextlib.ExitStack() as stack:
         stack.callback(reader.save_history)
         engine = load.wait()
         Chat(front, selection, load.service, engine, reader, flags).run()
+
+
+def _select(word: str | None, flags: Mapping[str, Any]) -> Selection:
+    try:
+        return select(word, flags)
+    except ModelNotFoundError as error:
+        if word is not None and " " in word.strip():
+            error.fix += f", or if it is a prompt: localllm run -p {shlex.quote(word)}"
+        raise
 
 
 class Chat:

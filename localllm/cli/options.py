@@ -59,7 +59,8 @@ Weights = Annotated[
         "--weights",
         metavar="auto|bf16|int8|int4|nf4",
         autocompletion=complete_weights,
-        help="Format of the weights, packed at first use; int4-g32, -g64, -g128 too. auto: int4, if it is not small.",
+        help="Format of the weights, packed at first use; int4-g32, -g64, -g128 too. "
+        "auto: what is packed already, else int4 if it is not small.",
     ),
 ]
 Threads = Annotated[int | None, typer.Option("--threads", metavar="N", help="CPU threads.")]

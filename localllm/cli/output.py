@@ -101,6 +101,11 @@ class Output:
                 stream.reconfigure(encoding="utf-8", errors="backslashreplace", newline="")
         return cls(sys.stdout, sys.stderr)
 
+    @property
+    def columns(self) -> int:
+        """Of the terminal that stdout is; 80 where it is none."""
+        return _columns(1)
+
     # stdout
 
     def answer(self, text: str) -> None:
@@ -257,9 +262,9 @@ class ProgressLine:
                 self._put(text)
 
     def interject(self, text: str) -> None:
-        """A note above the line."""
+        """A note above the line, in the place of whatever progress is shown: another line's too."""
         with self._lock:
-            if self._drawn_at:
+            if self._output.animated:
                 self._output._write_stderr(_CLEAR_LINE)
             self._output.note(text)
 

@@ -58,13 +58,14 @@ def quantize_command(
     `run` and `chat` do it at first use, too. A conversion that was interrupted goes on where it stopped.
     """
     from localllm import hub
-    from localllm.hub.packed import own_bytes, packed_directory
+    from localllm.hub.packed import own_bytes, packed_directory, packed_recipes
 
     front = front_of(context)
     selection = select(model, {"weights": weights})
     name = recipe_name(weights, selection.settings.weights, group, method)
     files = selection.files
     target = packed_directory(files, name)
+    was_listed = name in packed_recipes(files)
     was_packed = not _convert(front, files, name)
     sizes = {"size_bytes": own_bytes(target), "checkpoint_bytes": hub.describe(model).size_bytes}
     if as_json:
@@ -73,6 +74,8 @@ def quantize_command(
         return
     packed, checkpoint = (format_bytes(count) for count in sizes.values())
     done = "was packed already, and is whole" if was_packed else "is packed"
+    if was_listed and not was_packed:
+        done = "was damaged, or packed by another version, and is mended"
     front.output.line(f"{files.name} {done}: {name}, {packed}, of a checkpoint of {checkpoint}, in {target}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,9 @@ from localllm.cli import options
 from localllm.cli.front import Front, front_of
 from localllm.cli.output import SCHEMA_VERSION, format_bytes
 from localllm.errors import ModelNotFoundError, UsageError
+
+if TYPE_CHECKING:
+    from localllm.hub import ModelDescription
 
 
 def rm_command(
@@ -46,10 +49,12 @@ def rm_command(
 def _ask(front: Front, model: str, *, packed_only: bool) -> None:
     """Raises UsageError where nobody can be asked, and leaves where the answer is no."""
     from localllm import hub
-    from localllm.registry import BUILT_IN
 
     packed_bytes = sum(packed.size_bytes for packed in hub.packed_of(model))
-    if not packed_bytes if packed_only else model.casefold() == BUILT_IN:
+    described = None if packed_only else _described(model)
+    checkpoint_bytes = described.size_bytes + described.partial_bytes if described else 0
+    is_folder = described is not None and described.repo is None
+    if not packed_bytes + checkpoint_bytes or (is_folder and not packed_only):
         return  # it is refused anyway
     what = f"what is packed of {model}" if packed_only else model
     if sys.stdin is None or not sys.stdin.isatty():
@@ -58,7 +63,7 @@ def _ask(front: Front, model: str, *, packed_only: bool) -> None:
             why="standard input is no terminal",
             fix=f"localllm rm {shlex.quote(model)}{' --packed' if packed_only else ''} --yes",
         )
-    sizes = [] if packed_only else [format_bytes(_checkpoint_bytes(model))]
+    sizes = [] if packed_only else [format_bytes(checkpoint_bytes)]
     sizes += [f"{format_bytes(packed_bytes)} packed"] if packed_bytes else []
     front.output.prompt(f"Delete {what} ({', '.join(sizes)})? [y/N] ")
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
@@ -66,12 +71,11 @@ def _ask(front: Front, model: str, *, packed_only: bool) -> None:
         raise typer.Exit(1)
 
 
-def _checkpoint_bytes(model: str) -> int:
-    """Bytes of the model's own files; none where only packed weights are left."""
+def _described(model: str) -> ModelDescription | None:
+    """None: only packed weights of it are left."""
     from localllm import hub
 
     try:
-        described = hub.describe(model)
+        return hub.describe(model)
     except ModelNotFoundError:
-        return 0
-    return described.size_bytes + described.partial_bytes
+        return None

@@ -28,9 +28,7 @@ def choose_device(name: str) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         built = "is a CPU build" if torch.version.cuda is None else "sees no GPU that its driver can use"
-        raise UsageError(
-            "CUDA is not available", why=f"torch {torch.__version__} {built}", fix="localllm doctor, or --device cpu"
-        )
+        raise UsageError("CUDA is not available", why=f"torch {torch.__version__} {built}", fix="--device cpu")
     return torch.device("cuda", torch.cuda.current_device())
 
 
