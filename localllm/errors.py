@@ -6,6 +6,8 @@ An error says what happened, why (with numbers), what to do (a command to paste)
 
 from __future__ import annotations
 
+FETCH_ANEW = "localllm rm MODEL && localllm pull MODEL"  # a front end that knows the model puts its name there
+
 
 class LocalLLMError(Exception):
     """Something a user can understand and mend.

@@ -107,7 +107,7 @@ def dying_at(call: int, work: Callable[[], object]) -> Callable[[], object]:
 
 
 def inodes(folder: Path) -> dict[str, int]:
-    return {path.name: path.stat().st_ino for path in folder.iterdir()}
+    return {path.name: path.stat().st_ino for path in folder.iterdir()} if folder.is_dir() else {}
 
 
 def killed_after(seconds: float, work: Callable[[], object]) -> Callable[[], object]:

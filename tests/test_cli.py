@@ -558,6 +558,17 @@ def test_a_model_that_computes_nan_ends_json_with_an_error_that_names_the_block(
     assert (result.code, result.json["finish_reason"], result.json["text"]) == (1, "error", "")
     assert "layers.1.mlp" in result.json["error"]["what"]
     assert "layers.1.mlp" in result.err
+    assert result.err.rstrip().splitlines()[-2].endswith("--dtype fp32")
+
+
+def test_a_damaged_folder_of_the_users_is_not_to_be_fetched_anew(model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(model, tmp_path / "broken")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"][:] = float("nan")
+    save_file(weights, folder / "model.safetensors")
+    result = run_cli("quantize", folder)
+    assert result.code == 1
+    assert result.error_lines[2] == f"fix:   copy the model's files into {folder} anew"
 
 
 def test_a_config_that_cannot_run_is_refused_before_torch_is_loaded(model: Path, tmp_path: Path) -> None:

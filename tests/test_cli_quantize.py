@@ -420,6 +420,10 @@ def test_rm_of_a_fetched_model_frees_its_packed_weights_and_counts_them(tmp_path
     unasked = run_cli("rm", "maker/model")
     assert (unasked.code, unasked.error_lines[2]) == (2, "fix:   localllm rm maker/model --yes")
     own = sum(path.stat().st_size for path in snapshot.iterdir()) + len(COMMIT)
+    (snapshot / "config.json").rename(snapshot / "kept.json")
+    (snapshot / "config.json").write_text("{")
+    assert "fix:   localllm rm maker/model && localllm pull maker/model" in run_cli("quantize", "maker/model").err
+    (snapshot / "kept.json").rename(snapshot / "config.json")
     assert run_cli("rm", "maker/model", "--yes", "--json").json["freed_bytes"] == own + packed["size_bytes"]
     assert "maker/model" not in run_cli("list", "--json").out.decode()
     assert not Path(packed["directory"]).exists()

@@ -155,6 +155,14 @@ def test_blocks_that_are_there_are_kept_and_the_rest_is_made(checkpoint, target,
     assert changed <= {INDEX, "head.safetensors", "layers.2.mlp.safetensors"}
 
 
+def test_a_pipe_in_the_place_of_a_block_is_replaced(checkpoint, target, whole):
+    path = target / "layers.2.mlp.safetensors"
+    path.unlink()
+    os.mkfifo(path)
+    pack(checkpoint, target)
+    assert contents(target) == whole
+
+
 def test_a_finished_model_is_checked_and_left_alone(checkpoint, target, whole):
     before = {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in target.iterdir()}
     heard: list[int] = []

@@ -54,7 +54,7 @@ def test_nothing_is_kept_of_a_checkpoint_that_proves_to_be_damaged(tmp_path):
     save_file(damaged, checkpoint / "model.safetensors")
     with pytest.raises(CheckpointError, match="not a finite number"):
         pack(checkpoint, tmp_path / "p")
-    assert contents(tmp_path / "p") == {}
+    assert not (tmp_path / "p").exists()
     save_file(intact, checkpoint / "model.safetensors")
     assert contents(pack(checkpoint, tmp_path / "p")) == contents(pack(checkpoint, tmp_path / "fresh"))
 

@@ -93,7 +93,7 @@ def bench_command(
     )
     if output is not None:
         _require_writable(output)
-    target = _random_target(model, flags) if random_weights else _installed_target(model, flags)
+    target = _random_target(model, flags) if random_weights else _installed_target(front, model, flags)
     if not random_weights:  # those were trained for no context at all: speed can be measured at any depth
         workload.check(target.name, target.config)
     report = _measure(front, target, workload)
@@ -123,10 +123,10 @@ def _random_target(word: str | None, flags: Mapping[str, Any]) -> _Target:
     return _Target(shape.name, shape.config, settings, None)
 
 
-def _installed_target(word: str | None, flags: Mapping[str, Any]) -> _Target:
+def _installed_target(front: Front, word: str | None, flags: Mapping[str, Any]) -> _Target:
     from localllm.models.families import load_config
 
-    selection = select(word, flags)
+    selection = select(front, word, flags)
     files = selection.files
     return _Target(files.name, load_config(files.directory), selection.settings, files)
 

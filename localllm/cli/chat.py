@@ -20,7 +20,7 @@ from localllm.cli.generate import Printing, can_be_longer, is_cut_by_context, pr
 from localllm.cli.interrupts import Interrupted
 from localllm.cli.lines import LineReader
 from localllm.cli.prompt import argument_text, read_text_file
-from localllm.cli.selection import Selection, select
+from localllm.cli.selection import Selection, named, select
 from localllm.config import user_directories
 from localllm.errors import (
     ContextOverflowError,
@@ -86,7 +86,7 @@ def chat_command(
         front.output.note("there is no full-screen chat yet: this is the line mode, `chat --plain`")
     if system is not None:
         flags["system"] = argument_text(system, "--system")
-    selection = _select(model, flags)
+    selection = _select(front, model, flags)
     selection.sampling(flags)  # what is wrong with it is said before the model is loaded
     reader = LineReader(front.output, user_directories().data / "history")
     with loading(front, selection) as load, contextlib.ExitStack() as stack:
@@ -95,9 +95,9 @@ def chat_command(
         Chat(front, selection, load.service, engine, reader, flags).run()
 
 
-def _select(word: str | None, flags: Mapping[str, Any]) -> Selection:
+def _select(front: Front, word: str | None, flags: Mapping[str, Any]) -> Selection:
     try:
-        return select(word, flags)
+        return select(front, word, flags)
     except ModelNotFoundError as error:
         if word is not None and " " in word.strip():
             error.fix += f", or if it is a prompt: localllm run -p {shlex.quote(word)}"
@@ -147,7 +147,7 @@ class Chat:
                 if hinted:
                     self._output.note("Ctrl-C again leaves; so do /bye and Ctrl-D")
             except LocalLLMError as error:
-                self._output.error(_mended_here(error))
+                self._output.error(_mended_here(named(error, self._selection.files)))
                 self._exit_code = error.exit_code
             if self._terminated:
                 raise typer.Exit(self._front.interrupts.exit_code or 0)
@@ -279,10 +279,11 @@ class Chat:
 
 def _mended_here(error: LocalLLMError) -> LocalLLMError:
     """The error with a fix that can be typed in a chat."""
+    if error.fix.startswith("--"):
+        error.fix = f"start again with {error.fix}"
     match error:
         case ContextOverflowError():
-            larger = f"start again with {error.fix}" if error.fix.startswith("--ctx") else error.fix
-            error.fix = f"/undo, /clear, or {larger}"
+            error.fix = f"/undo, /clear, or {error.fix}"
         case SettingsError():
             error.fix = "/set shows every setting"
         case TemplateError():

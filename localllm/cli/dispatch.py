@@ -15,6 +15,7 @@ from localllm.cli.front import Front
 from localllm.cli.interrupts import Interrupts
 from localllm.cli.output import Output, ReaderGoneError
 from localllm.cli.prompt import THIS_COMMAND
+from localllm.cli.selection import named
 from localllm.errors import LocalLLMError, UsageError
 
 DEBUG_FLAG = "--debug"
@@ -31,8 +32,9 @@ def dispatch(arguments: Sequence[str], interrupts: Interrupts) -> int:
     """The exit code of one command line. 0 too where the reader of stdout went away: it had what it wanted."""
     output = Output.of_process()
     arguments, debug = _without_debug(arguments)
+    front = Front(output, interrupts)
     try:
-        return _run(arguments, Front(output, interrupts))
+        return _run(arguments, front)
     except KeyboardInterrupt:
         return _interrupted(output, interrupts)
     except ReaderGoneError:
@@ -41,7 +43,7 @@ def dispatch(arguments: Sequence[str], interrupts: Interrupts) -> int:
     except Exception as error:
         if debug:
             output.traceback(traceback.format_exc())
-        known = _with_command(_as_known(error, arguments), arguments)
+        known = _with_command(named(_as_known(error, arguments), front.model), arguments)
         output.error(known)
         return known.exit_code
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import typer
 
 from localllm.cli.interrupts import Interrupts
 from localllm.cli.output import Output
 
+if TYPE_CHECKING:
+    from localllm.hub import ModelFiles
 
-@dataclass(frozen=True)
+
+@dataclass
 class Front:
+    """model: what the command works with, once that is known."""
+
     output: Output
     interrupts: Interrupts
+    model: ModelFiles | None = None
 
 
 def front_of(context: typer.Context) -> Front:

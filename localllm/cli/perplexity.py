@@ -49,7 +49,7 @@ def perplexity_command(
 
     front = front_of(context)
     text = read_input(file, "--file", front.output)
-    selection = select(model, flags)
+    selection = select(front, model, flags)
     with loading(front, selection) as load, front.output.progress("measuring") as line:
         result = _measure(load.wait(), text, selection.settings.ctx, line)
     shown = result.perplexity if math.isfinite(result.perplexity) else None  # JSON has no infinity

@@ -61,7 +61,7 @@ def quantize_command(
     from localllm.hub.packed import own_bytes, packed_directory, packed_recipes
 
     front = front_of(context)
-    selection = select(model, {"weights": weights})
+    selection = select(front, model, {"weights": weights})
     name = recipe_name(weights, selection.settings.weights, group, method)
     files = selection.files
     target = packed_directory(files, name)

@@ -108,7 +108,7 @@ def run_command(
             why="the messages are the prompt",
             fix="localllm run MODEL --messages FILE.json",
         )
-    selection = _select(word, text, flags)
+    selection = _select(front, word, text, flags)
     source = read_source(front.output, text, flags, selection.settings.system)
     if show_prompt:
         front.output.verbatim(source.render(selection.files.directory))
@@ -136,9 +136,9 @@ def refuse_conflicts(flags: Mapping[str, Any]) -> None:
         raise UsageError("--logprobs needs --json or --jsonl", why=why, fix="localllm run --json --logprobs 3 -p TEXT")
 
 
-def _select(word: str | None, text: str | None, flags: Mapping[str, Any]) -> Selection:
+def _select(front: Front, word: str | None, text: str | None, flags: Mapping[str, Any]) -> Selection:
     try:
-        return (select_text_only if flags["show_prompt"] else select)(word, flags)
+        return (select_text_only if flags["show_prompt"] else select)(front, word, flags)
     except ModelNotFoundError as error:
         if word is None or text is not None or flags["messages"] is not None:
             raise

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import secrets
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from localllm.cli.front import Front
 from localllm.cli.options import SAMPLING_SETTING_NAMES, extra_sampling, setting_flags
 from localllm.config import ResolvedSettings, Settings, load_settings
-from localllm.errors import ModelNotFoundError
+from localllm.errors import FETCH_ANEW, LocalLLMError, ModelNotFoundError
 from localllm.registry import BUILT_IN, SAMPLING_KEYS, with_model_defaults
 
 if TYPE_CHECKING:
@@ -42,22 +45,35 @@ class Selection:
         return SamplingParams(**chosen, **extra_sampling(flags))
 
 
-def select(word: str | None, flags: Mapping[str, Any]) -> Selection:
-    """The model `word`, or the one that the settings name, and the settings under these flags.
+def select(front: Front, word: str | None, flags: Mapping[str, Any]) -> Selection:
+    """The model `word`, or the one that the settings name, and the settings under these flags; `front` hears of it.
 
     Raises ModelNotFoundError, SettingsError, CheckpointError. Uses no network.
     """
-    selection = _located(word, flags, needs_config=True)
+    selection = _located(front, word, flags, needs_config=True)
     files = selection.files
     return Selection(files, _with_model_defaults(selection.resolved, files.entry, files))
 
 
-def select_text_only(word: str | None, flags: Mapping[str, Any]) -> Selection:
+def select_text_only(front: Front, word: str | None, flags: Mapping[str, Any]) -> Selection:
     """As `select`, for what needs a tokenizer and a template but no model: a folder with only those will do."""
-    return _located(word, flags, needs_config=False)
+    return _located(front, word, flags, needs_config=False)
 
 
-def _located(word: str | None, flags: Mapping[str, Any], *, needs_config: bool) -> Selection:
+def named(error: LocalLLMError, files: ModelFiles | None) -> LocalLLMError:
+    """The error with the model's name where its fix says MODEL. What was not fetched cannot be fetched anew."""
+    if files is None:
+        return error
+    if files.repo is None:
+        place = (
+            "reinstall localllm" if files.name == BUILT_IN else f"copy the model's files into {files.directory} anew"
+        )
+        error.fix = error.fix.replace(FETCH_ANEW, place)
+    error.fix = re.sub(r"\bMODEL\b", lambda _: shlex.quote(files.name), error.fix)
+    return error
+
+
+def _located(front: Front, word: str | None, flags: Mapping[str, Any], *, needs_config: bool) -> Selection:
     from localllm import hub
 
     resolved = load_settings(setting_flags(flags))
@@ -71,6 +87,7 @@ def _located(word: str | None, flags: Mapping[str, Any], *, needs_config: bool) 
             if "localllm pull" not in error.fix:
                 error.fix = f"write another name there, or on the line: localllm run {BUILT_IN} -p TEXT"
         raise
+    front.model = files
     return Selection(files, resolved)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from localllm.cli import options
-from localllm.cli.front import front_of
+from localllm.cli.front import Front, front_of
 from localllm.cli.list import packed_fields, packed_text
 from localllm.cli.output import SCHEMA_VERSION, format_bytes
 from localllm.cli.selection import sampling_defaults, select_text_only
@@ -32,9 +32,10 @@ def show_command(
     """
     from localllm import hub
 
-    output = front_of(context).output
+    front = front_of(context)
+    output = front.output
     if template:
-        source = _template_source(model)
+        source = _template_source(front, model)
         if as_json:
             output.json({"schema_version": SCHEMA_VERSION, "model": model, "template": source})
         else:
@@ -52,10 +53,10 @@ def show_command(
                 output.line(f"{label:<16}  {text}")
 
 
-def _template_source(model: str) -> str:
+def _template_source(front: Front, model: str) -> str:
     from localllm.engine.chat_template import ChatTemplate
 
-    directory = select_text_only(model, {}).files.directory
+    directory = select_text_only(front, model, {}).files.directory
     sources = ChatTemplate.load(directory).sources
     if len(sources) == 1:
         return next(iter(sources.values()))

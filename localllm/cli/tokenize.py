@@ -40,23 +40,23 @@ def tokenize_command(
     """
     from localllm.engine.tokenizer import Tokenizer
 
-    output = front_of(context).output
+    front = front_of(context)
     word, given = split_positionals([part for part in (model, text) if part is not None], None, is_model)
     try:
-        files = select_text_only(word, {}).files
+        files = select_text_only(front, word, {}).files
     except ModelNotFoundError as error:
         if word is not None and given is None:
             error.fix += f", or if it is the text: {shlex.join(['localllm', 'tokenize', BUILT_IN, word])}"
         raise
     tokenizer = Tokenizer.load(files.directory)
-    content = argument_text(given, "TEXT") if given is not None else read_stdin(output, encoding="utf-8")
+    content = argument_text(given, "TEXT") if given is not None else read_stdin(front.output, encoding="utf-8")
     if content is None:
         fix = "localllm tokenize MODEL TEXT, or localllm tokenize MODEL < FILE"
         raise UsageError("there is no text", why="none on the command line, and nothing is piped in", fix=fix)
     ids = tokenizer.encode(content)
     tokens = [tokenizer.token_text(token_id) for token_id in ids]
     if as_json:
-        output.json({"schema_version": SCHEMA_VERSION, "model": files.name, "token_ids": ids, "tokens": tokens})
+        front.output.json({"schema_version": SCHEMA_VERSION, "model": files.name, "token_ids": ids, "tokens": tokens})
         return
     for token_id, token in zip(ids, tokens, strict=True):
-        output.line(f"{token_id:>7}  {token!r}")
+        front.output.line(f"{token_id:>7}  {token!r}")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from localllm.cache.contiguous import ContiguousKV
-from localllm.errors import NonFiniteError
+from localllm.errors import FETCH_ANEW, NonFiniteError
 from localllm.layers.batch import Batch, Segment
 from localllm.models.cpu_step import CpuStep
 from localllm.models.decoder import Block, Decoder
@@ -109,5 +109,5 @@ class ModelRunner:
         return NonFiniteError(
             f"the model computed a NaN or an infinity in {culprit}",
             why=f"in {dtype}, at token {chunk.kv.length + chunk.num_tokens} of the sequence; no text was made from it",
-            fix="check the model's files (localllm pull MODEL), or compute in another type: --dtype fp32",
+            fix=FETCH_ANEW if self.model.dtype is torch.float32 else "--dtype fp32",
         )

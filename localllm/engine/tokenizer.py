@@ -22,9 +22,9 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from localllm.engine.tokenizer_files import FETCH_AGAIN, TokenizerFiles, byte_level_bpe, library_errors, special_roles
+from localllm.engine.tokenizer_files import TokenizerFiles, byte_level_bpe, library_errors, special_roles
 from localllm.engine.tokenizer_limits import MAX_VOCAB
-from localllm.errors import TokenizerError
+from localllm.errors import FETCH_ANEW, TokenizerError
 
 _LONG_TEXT = 1 << 16  # characters, some 20 ms; for these the library lets other threads run
 _CONTROL_SHAPE = re.compile(r"<\|.*\|>|<｜.*｜>|</?s>", re.DOTALL)
@@ -61,7 +61,7 @@ class Tokenizer:
             raise TokenizerError(
                 f"the vocabulary of {origin} is unusable",
                 why=f"{count} tokens, the highest id is {highest}; at most {MAX_VOCAB}",
-                fix=FETCH_AGAIN,
+                fix=FETCH_ANEW,
             )
         backend.no_truncation()
         backend.no_padding()

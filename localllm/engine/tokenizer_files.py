@@ -26,10 +26,9 @@ from localllm.engine.tokenizer_limits import (
     require_sound_charsmaps,
     require_sound_components,
 )
-from localllm.errors import CheckpointError, LocalLLMError, TokenizerError
+from localllm.errors import FETCH_ANEW, CheckpointError, LocalLLMError, TokenizerError
 from localllm.models.strict_json import JsonLimits, parse_json_object, read_bounded, require_few_values
 
-FETCH_AGAIN = "download the model's files again: localllm pull MODEL"
 SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 _TOKEN_ID = re.compile(r"[0-9]{1,9}")
@@ -95,7 +94,7 @@ class TokenizerFiles:
             raise TokenizerError(
                 f"{self.directory}: tokenizer_config.json or added_tokens.json declares too many tokens",
                 why=why,
-                fix=FETCH_AGAIN,
+                fix=FETCH_ANEW,
             )
         backend.add_tokens(list(missing.values()))  # at once: each call builds the search for all of them anew
         for index, token in missing.items():
@@ -103,7 +102,7 @@ class TokenizerFiles:
                 raise TokenizerError(
                     f"{self.directory} gives the token {token.content[:40]!r} an id that it cannot have",
                     why=f"declared as {index}, the vocabulary makes it {actual}",
-                    fix=FETCH_AGAIN,
+                    fix=FETCH_ANEW,
                 )
 
     def naming(self, name: str) -> AbstractContextManager[None]:
@@ -115,7 +114,7 @@ class TokenizerFiles:
             return read_bounded(self.directory / name, limit_bytes)
 
     def error(self, name: str, what: str, why: str) -> TokenizerError:
-        return TokenizerError(f"{self.directory / name} {what}", why=why, fix=FETCH_AGAIN)
+        return TokenizerError(f"{self.directory / name} {what}", why=why, fix=FETCH_ANEW)
 
 
 @contextmanager
@@ -126,7 +125,7 @@ def library_errors(what: str) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit, LocalLLMError):
         raise
     except BaseException as error:
-        raise TokenizerError(what, why=str(error)[:300] or type(error).__name__, fix=FETCH_AGAIN) from error
+        raise TokenizerError(what, why=str(error)[:300] or type(error).__name__, fix=FETCH_ANEW) from error
 
 
 @contextmanager
@@ -134,7 +133,7 @@ def _as_tokenizer_error() -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        raise TokenizerError(error.what, why=error.why, fix=FETCH_AGAIN) from error
+        raise TokenizerError(error.what, why=error.why, fix=FETCH_ANEW) from error
 
 
 def byte_level_bpe(files: TokenizerFiles, config: Mapping[str, Any]) -> tokenizers.Tokenizer:

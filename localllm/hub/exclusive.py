@@ -17,7 +17,7 @@ _PAUSE_S = 0.2
 
 @contextmanager
 def exclusive(directory: Path, waiting: Callable[[str], None]) -> Iterator[bool]:
-    """Make `directory` and hold it; yields whether another process held it before.
+    """Make `directory` and hold it; yields whether another process held it before. Nothing put there: no folder stays.
 
     `waiting` hears of that process's id, again and again until it is gone. Raises OSError, and what `waiting` raises.
     """
@@ -26,7 +26,7 @@ def exclusive(directory: Path, waiting: Callable[[str], None]) -> Iterator[bool]
     while True:
         directory.mkdir(parents=True, exist_ok=True)
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         except FileNotFoundError:  # deleted again, by whoever held it
             continue
         try:
@@ -48,6 +48,8 @@ def exclusive(directory: Path, waiting: Callable[[str], None]) -> Iterator[bool]
         if _is_at(path, descriptor):
             path.unlink(missing_ok=True)
         os.close(descriptor)
+        with suppress(OSError):
+            directory.rmdir()
 
 
 @contextmanager

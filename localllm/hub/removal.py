@@ -44,7 +44,12 @@ def remove(name: str, registry: Registry, hub: HubSettings, *, packed_only: bool
         if not alone:
             why = "another process holds it"
             raise LocalLLMError(f"{name} is being fetched", why=why, fix="wait for it, or stop it")
-        return remove_packed(packed) + _delete_checkpoint(cache, commit)
+        freed_bytes = remove_packed(packed)
+        try:
+            return freed_bytes + _delete_checkpoint(cache, commit)
+        except OSError as error:
+            fix = f"ls -lR {shlex.quote(str(cache.folder))}"
+            raise LocalLLMError(f"{name} could not be deleted", why=str(error), fix=fix) from None
 
 
 def _is_gone(name: str, registry: Registry) -> bool:

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from localllm.errors import CheckpointError
+from localllm.errors import FETCH_ANEW, CheckpointError
 from localllm.models.checkpoint import Checkpoint
 from localllm.models.config import ModelConfig
 from localllm.models.layout import BlockLayout, Matrix, block_layouts
@@ -79,7 +79,7 @@ class CheckpointBlocks:
             raise CheckpointError(
                 f"the checkpoint holds tensors that a {self.config.model_type} model has no use for",
                 why=f"{len(unused)} of them, the first: {unused[0]}; config.json and weights do not belong together",
-                fix="download the model anew: localllm rm MODEL && localllm pull MODEL",
+                fix=FETCH_ANEW,
             )
 
     def _quantized(self, matrix: Matrix) -> dict[str, Tensor]:

@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from localllm.errors import CheckpointError
+from localllm.errors import FETCH_ANEW, CheckpointError
 from localllm.models.fields import show
 from localllm.models.safetensors_file import SafetensorsFile, TensorSpec, allocate
-from localllm.models.strict_json import REFETCH, JsonLimits, read_json_object
+from localllm.models.strict_json import JsonLimits, read_json_object
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -147,7 +147,7 @@ class Checkpoint:
         stored = self._spec(name).shape
         if stored != shape:
             why = f"{self._file(name).path.name} stores {list(stored)}; config.json means {list(shape)}"
-            raise CheckpointError(f"{self.directory}: {name} has the wrong shape", why=why, fix=REFETCH)
+            raise CheckpointError(f"{self.directory}: {name} has the wrong shape", why=why, fix=FETCH_ANEW)
 
     def _file(self, name: str) -> SafetensorsFile:
         return self._locations[self._stored[name]]
@@ -161,7 +161,7 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self.directory} has no tensor {name}",
                 why=f"{len(self._stored)} tensors are stored; the nearest names: {near}",
-                fix=REFETCH,
+                fix=FETCH_ANEW,
             )
         return self._file(name).spec(self._stored[name])
 
@@ -182,7 +182,7 @@ def _plain_names(stored: Iterable[str], prefix: str, directory: Path) -> dict[st
             plain = f"model.{name.removeprefix(prefix)}"
         if plain in names:
             why = f"{show(names[plain])} and {show(name)} are both stored"
-            raise CheckpointError(f"{directory} stores {show(plain)} twice", why=why, fix=REFETCH)
+            raise CheckpointError(f"{directory} stores {show(plain)} twice", why=why, fix=FETCH_ANEW)
         names[plain] = name
     return names
 
@@ -198,11 +198,11 @@ def _read_index(path: Path) -> dict[str, str]:
     """tensor name -> shard's file name, each a plain name inside the folder."""
     weight_map = read_json_object(path, _INDEX_LIMITS).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{path} has no weight_map", why="it says which shard holds a tensor", fix=REFETCH)
+        raise CheckpointError(f"{path} has no weight_map", why="it says which shard holds a tensor", fix=FETCH_ANEW)
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or not _is_plain_file_name(shard):
             why = f"weight_map puts {show(name)} into {show(shard)}; plain .safetensors file names are accepted"
-            raise CheckpointError(f"{path} names a shard that is not a file of the folder", why=why, fix=REFETCH)
+            raise CheckpointError(f"{path} names a shard that is not a file of the folder", why=why, fix=FETCH_ANEW)
     return weight_map
 
 
@@ -220,17 +220,17 @@ def _open_shards(directory: Path, weight_map: Mapping[str, str]) -> dict[str, Sa
     shards = sorted(set(weight_map.values()))
     if len(shards) > _MAX_SHARDS:
         why = f"{len(shards)} shards; at most {_MAX_SHARDS} are opened"
-        raise CheckpointError(f"{directory / INDEX} names too many shards", why=why, fix=REFETCH)
+        raise CheckpointError(f"{directory / INDEX} names too many shards", why=why, fix=FETCH_ANEW)
     files: dict[str, SafetensorsFile] = {}
     for number, shard in enumerate(shards, 1):
         if not (directory / shard).exists():
             why = f"{INDEX} needs it: shard {number} of {len(shards)}"
-            raise CheckpointError(f"{directory / shard} is missing", why=why, fix=REFETCH)
+            raise CheckpointError(f"{directory / shard} is missing", why=why, fix=FETCH_ANEW)
         files[shard] = SafetensorsFile.open(directory / shard)
     for name, shard in weight_map.items():
         if name not in files[shard].specs:
             why = f"{INDEX} promises it; the shard holds {len(files[shard].specs)} others"
-            raise CheckpointError(f"{directory / shard} lacks the tensor {show(name)}", why=why, fix=REFETCH)
+            raise CheckpointError(f"{directory / shard} lacks the tensor {show(name)}", why=why, fix=FETCH_ANEW)
     return {name: files[shard] for name, shard in weight_map.items()}
 
 
@@ -238,7 +238,7 @@ def _nothing_to_read(directory: Path) -> CheckpointError:
     try:
         found = sorted(entry.name for entry in directory.iterdir())
     except OSError as error:
-        return CheckpointError(f"{directory} cannot be read", why=error.strerror or "unknown", fix=REFETCH)
+        return CheckpointError(f"{directory} cannot be read", why=error.strerror or "unknown", fix=FETCH_ANEW)
     others = [name for name in found if name.endswith(_OTHER_WEIGHTS)]
     unlisted = [name for name in found if name.endswith(".safetensors")]
     why = f"neither {SINGLE} nor {INDEX} is there"

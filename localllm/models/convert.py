@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import json
-import shlex
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -184,8 +183,8 @@ class _Conversion:
 def _disk_error(error: OSError, target: Path, missing_bytes: int) -> LocalLLMError:
     if error.errno in _NO_SPACE:
         return _no_space(target, missing_bytes, f"{error.strerror}: ")
-    why = f"{error}; {_gib(missing_bytes)} are still to be written, what was finished is kept"
-    return LocalLLMError(f"{target} cannot be written", why=why, fix=f"ls -ld {shlex.quote(str(target))}")
+    why = f"{error.strerror or error}; what was finished is kept"
+    return LocalLLMError(f"{target} cannot be written", why=why, fix="localllm doctor")
 
 
 def _no_space(target: Path, missing_bytes: int, reason: str = "") -> DoesNotFitError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from localllm.errors import CheckpointError
+from localllm.errors import FETCH_ANEW, CheckpointError
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Fields:
         return CheckpointError(
             f"{self.source}: {self.path}{key} is not usable",
             why=f"{found}; {wanted} is needed",
-            fix="fetch the folder again (localllm pull ORG/REPO), or correct that key if you wrote the file",
+            fix=f"{FETCH_ANEW}, or correct that key if you wrote the file",
         )
 
 

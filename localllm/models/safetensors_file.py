@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from localllm.errors import CheckpointError, DoesNotFitError
+from localllm.errors import FETCH_ANEW, CheckpointError, DoesNotFitError
 from localllm.models.fields import show
 from localllm.models.host_buffer import host_buffer
-from localllm.models.strict_json import REFETCH, JsonLimits, open_plain_file, parse_json_object
+from localllm.models.strict_json import JsonLimits, open_plain_file, parse_json_object
 
 _LENGTH_BYTES = 8
 # 200,000 tensors, which take 2 s to check; published files have headers of a few MB. Text of n bytes can take 12 n in
@@ -236,4 +236,4 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype, name: str) -> Tensor:
 
 def _refuse(path: Path, why: str, cut: bool = False) -> CheckpointError:
     what = f"{path} is cut short" if cut else f"{path} is not a safetensors file that can be read"
-    return CheckpointError(what, why=why, fix=REFETCH)
+    return CheckpointError(what, why=why, fix=FETCH_ANEW)

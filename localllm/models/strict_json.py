@@ -12,9 +12,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from localllm.errors import CheckpointError
-
-REFETCH = "fetch the folder again: localllm pull ORG/REPO"
+from localllm.errors import FETCH_ANEW, CheckpointError
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ def read_bounded(path: Path, limit_bytes: int) -> bytes:
         data = file.read(limit_bytes + 1) if size_bytes <= limit_bytes else b""
     if max(size_bytes, len(data)) > limit_bytes:
         why = f"{max(size_bytes, len(data))} bytes; at most {limit_bytes} are read"
-        raise CheckpointError(f"{path} is too large", why=why, fix=REFETCH)
+        raise CheckpointError(f"{path} is too large", why=why, fix=FETCH_ANEW)
     return data
 
 
@@ -53,11 +51,11 @@ def open_plain_file(path: Path) -> int:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise CheckpointError(f"{path} cannot be read", why=reason or "unknown", fix=REFETCH) from None
+        raise CheckpointError(f"{path} cannot be read", why=reason or "unknown", fix=FETCH_ANEW) from None
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         why = "pipes, devices and folders are not read"
-        raise CheckpointError(f"{path} is not a plain file", why=why, fix=REFETCH)
+        raise CheckpointError(f"{path} is not a plain file", why=why, fix=FETCH_ANEW)
     return fd
 
 
@@ -68,12 +66,14 @@ def parse_json_object(data: bytes, source: str, limits: JsonLimits) -> dict[str,
     """
     value = parse_json(data, source, limits)
     if not isinstance(value, dict):
-        raise CheckpointError(f"{source} is not a JSON object", why=f"it holds a {type(value).__name__}", fix=REFETCH)
+        raise CheckpointError(
+            f"{source} is not a JSON object", why=f"it holds a {type(value).__name__}", fix=FETCH_ANEW
+        )
     if b"\\u" in data:  # half a surrogate pair is no character: Python's parser lets it pass, printing it fails
         try:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
         except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{source} is not valid JSON", why=str(error)[:200], fix=REFETCH) from None
+            raise CheckpointError(f"{source} is not valid JSON", why=str(error)[:200], fix=FETCH_ANEW) from None
     return value
 
 
@@ -92,9 +92,9 @@ def parse_json(data: bytes, source: str, limits: JsonLimits) -> object:
             parse_int=_integer,
         )
     except RecursionError:
-        raise CheckpointError(f"{source} is nested too deeply", why="hundreds of levels", fix=REFETCH) from None
+        raise CheckpointError(f"{source} is nested too deeply", why="hundreds of levels", fix=FETCH_ANEW) from None
     except ValueError as error:
-        raise CheckpointError(f"{source} is not valid JSON", why=str(error)[:200], fix=REFETCH) from None
+        raise CheckpointError(f"{source} is not valid JSON", why=str(error)[:200], fix=FETCH_ANEW) from None
 
 
 def require_few_values(data: bytes, source: str, limits: JsonLimits) -> None:
@@ -105,7 +105,7 @@ def require_few_values(data: bytes, source: str, limits: JsonLimits) -> None:
     if objects > limits.objects or containers > limits.containers or elements > limits.elements:
         why = f"{objects} objects, {containers - objects} lists, {elements} values; at most {limits.objects} objects,"
         why += f" {limits.containers} lists and objects, {limits.elements} values"
-        raise CheckpointError(f"{source} holds too many values", why=why, fix=REFETCH)
+        raise CheckpointError(f"{source} holds too many values", why=why, fix=FETCH_ANEW)
 
 
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from localllm.errors import CheckpointError
+from localllm.errors import FETCH_ANEW, CheckpointError
 
 
 def require_finite(weight: Tensor, largest: float = float("inf")) -> None:
@@ -30,5 +30,5 @@ def require_finite(weight: Tensor, largest: float = float("inf")) -> None:
     raise CheckpointError(
         "a weight is not a finite number",
         why=f"{(~finite).sum().item()} of {weight.numel()} values, the first at row {row}, column {column}",
-        fix="download the model anew: localllm rm MODEL && localllm pull MODEL",
+        fix=FETCH_ANEW,
     )

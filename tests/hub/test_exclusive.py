@@ -43,3 +43,15 @@ def test_a_lock_that_lost_its_name_before_it_was_taken_is_not_held(tmp_path, mon
     with exclusive(tmp_path, lambda _: None):
         assert (tmp_path / LOCK).exists()
     assert len(tries) == 2
+
+
+def test_a_folder_in_which_nothing_was_put_does_not_stay(tmp_path):
+    with exclusive(tmp_path / "p", lambda _: None):
+        pass
+    assert not (tmp_path / "p").exists()
+
+
+def test_a_lock_that_is_a_link_to_nowhere_is_refused(tmp_path):
+    (tmp_path / LOCK).symlink_to(tmp_path / "not" / "there")
+    with pytest.raises(OSError, match="symbolic links"), exclusive(tmp_path, lambda _: None):
+        pass

@@ -99,6 +99,18 @@ def test_what_is_not_in_the_cache_is_not_removed(hub, registry, name):
         remove(name, registry=registry, hub=hub)
 
 
+def test_a_disk_that_refuses_a_removal_is_told(hub, registry, monkeypatch):
+    other_tools_snapshot(hub)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("shutil.rmtree", refuse)
+    with pytest.raises(LocalLLMError, match="could not be deleted") as caught:
+        remove("maker/sharded", registry=registry, hub=hub)
+    assert "Permission denied" in caught.value.why
+
+
 def test_a_model_that_is_being_fetched_is_not_removed(hub, registry):
     snapshot = other_tools_snapshot(hub)
     with (
