@@ -404,7 +404,7 @@ def test_for_arm_a_kernel_compiles_to_dot_products_and_calls_nothing(source: str
         llvm.Target.from_triple(cpu_isa.LLVM_TARGETS["aarch64"])
     except RuntimeError:
         pytest.skip("this llvmlite was built without the Arm target")
-    neon = dataclasses.replace(cpu_isa.ISAS[-1], cpu="neoverse-n1", features="+dotprod")
+    neon = dataclasses.replace(cpu_isa.ISAS[-1], cpu="neoverse-n1")
     ir = SOURCES[source](neon).source()
     assert cpu_jit.undefined_symbols(cpu_jit.machine_code(ir, neon), ir) == set()
     if source.startswith("int"):

@@ -14,12 +14,13 @@ LLVM_TARGETS = {"x86_64": "x86_64-unknown-linux-gnu", "aarch64": "aarch64-unknow
 
 @dataclass(frozen=True)
 class Isa:
-    """`max_rows`: rows of activations whose sums fit into the registers beside a tile of weights."""
+    """needs: LLVM's names of what a CPU must have. max_rows: of activations, whose sums fit into the registers beside a
+    tile of weights."""
 
     name: Literal["avx512-vnni", "avx-vnni", "avx2", "neon-dot"]
     machine: Literal["x86_64", "aarch64"]
-    cpu: str  # as LLVM names it; "": this very CPU
-    features: str
+    cpu: str  # as LLVM names it, the kernels use that and `needs` alone; "": this very CPU, all that it has
+    needs: tuple[str, ...]
     max_rows: int
 
     @property
@@ -69,19 +70,16 @@ def len_of(vector: Value) -> int:
     return int(vector.kind[1 : vector.kind.index(" ")])
 
 
+_AVX2 = ("avx2", "fma", "f16c")
 ISAS = (
-    Isa("avx512-vnni", "x86_64", "", "", max_rows=12),
-    Isa("avx-vnni", "x86_64", "x86-64-v3", "+avxvnni", max_rows=4),
-    Isa("avx2", "x86_64", "x86-64-v3", "", max_rows=4),
-    Isa("neon-dot", "aarch64", "", "", max_rows=4),
+    Isa(
+        "avx512-vnni", "x86_64", "", (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni"), max_rows=12
+    ),
+    Isa("avx-vnni", "x86_64", "x86-64", (*_AVX2, "avxvnni"), max_rows=4),
+    Isa("avx2", "x86_64", "x86-64", _AVX2, max_rows=4),
+    Isa("neon-dot", "aarch64", "", ("dotprod",), max_rows=4),
 )
 MOST_ROWS = max(isa.max_rows for isa in ISAS)
-_NEEDS = {
-    "avx512-vnni": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni", "avx2", "fma"),
-    "avx-vnni": ("avxvnni", "avx2", "fma", "f16c"),
-    "avx2": ("avx2", "fma", "f16c"),
-    "neon-dot": ("dotprod",),
-}
 
 
 @cache
@@ -100,4 +98,4 @@ def host_isas() -> tuple[Isa, ...]:
         return ()
     machine = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower(), platform.machine().lower())
     features = llvm.get_host_cpu_features()
-    return tuple(isa for isa in ISAS if isa.machine == machine and all(features.get(need) for need in _NEEDS[isa.name]))
+    return tuple(isa for isa in ISAS if isa.machine == machine and all(features.get(need) for need in isa.needs))

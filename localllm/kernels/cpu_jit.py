@@ -159,7 +159,7 @@ def host_cpu(isa: Isa) -> tuple[str, str]:
     from llvmlite import binding as llvm
 
     if isa.cpu or isa not in host_isas():
-        return isa.cpu, isa.features
+        return isa.cpu, ",".join(f"+{need}" for need in isa.needs)
     return llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
 
 
