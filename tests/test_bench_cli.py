@@ -183,7 +183,13 @@ def test_output_takes_the_place_of_plain_files_alone(home: Path) -> None:
     outcome = bench("--output", home / "pipe")
     assert outcome.code == 2
     assert "it is not a file" in outcome.error_lines[1]
+    assert outcome.error_lines[2] == "fix:   localllm bench --output bench.json"
     assert (home / "pipe").is_fifo()
+
+
+def test_a_file_that_no_disk_can_name_is_refused_before_anything_is_measured(home: Path) -> None:
+    outcome = bench("--output", home / ("x" * 300))
+    assert (outcome.code, outcome.error_lines[1]) == (2, "why:   File name too long")
 
 
 @pytest.mark.parametrize(("prompt_tokens", "gen_tokens"), [(1023, 1), (5000, 100), (100, 5000), (100, 1023)])

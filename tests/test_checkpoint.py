@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from localllm.errors import CheckpointError, DoesNotFitError
+from localllm.engine.tokenizer import Tokenizer
+from localllm.errors import CheckpointError, DoesNotFitError, TokenizerError
 from localllm.models import safetensors_file
 from localllm.models.checkpoint import Checkpoint
 
@@ -227,6 +230,22 @@ def test_a_folder_without_safetensors_says_what_it_has_instead(name, word, tmp_p
         Checkpoint.open(tmp_path)
     assert str(tmp_path) in refusal.value.what
     assert word in refusal.value.why
+
+
+@pytest.mark.parametrize("error", [errno.EACCES, errno.EMFILE])
+def test_a_file_that_may_be_whole_is_not_to_be_deleted(error, tmp_path, monkeypatch):
+    def refuse(*_: object) -> int:
+        raise OSError(error, os.strerror(error))
+
+    path = tmp_path / "model.safetensors"
+    (tmp_path / "tokenizer_config.json").touch()
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(CheckpointError, match="cannot be read") as caught:
+        safetensors_file.SafetensorsFile.open(path)
+    assert (caught.value.why, caught.value.fix) == (os.strerror(error), f"ls -l {path}")
+    with pytest.raises(TokenizerError, match="cannot be read") as caught:
+        Tokenizer.load(tmp_path)
+    assert caught.value.fix.startswith("ls -l ")
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path):

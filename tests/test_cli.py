@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -487,7 +488,9 @@ def test_the_usage_line_of_a_command_has_no_braces() -> None:
     [
         (["run", "tinyy", "A fox"], b"", "localllm run tiny 'A fox'"),
         (["run", "tinyy"], b"", "localllm run tiny, or if it is the prompt: localllm run -p tinyy"),
+        (["run", "A fox", "tiny"], b"", "localllm run tiny 'A fox'"),
         (["pull", "mistrl-7b"], b"", "localllm pull mistral-7b"),
+        (["run", "MODEL", "-p", "x", "--weights", "INT4"], b"", "localllm run MODEL -p x --weights int4"),
         (["tokenize", "hello"], b"", "localllm list --all, or if it is the text: localllm tokenize tiny hello"),
         (["run", "MODEL", "-p", "x", "--temperature", "-1"], b"", "localllm run MODEL -p x --temperature 0"),
         (["run", "MODEL", "-p", "x", "--threads", "0"], b"", "localllm run MODEL -p x --threads 1"),
@@ -526,6 +529,23 @@ def test_a_pull_that_is_kept_offline_says_by_what(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", variable == "HF_HUB_OFFLINE")
     result = run_cli("pull", "mistral-7b", *flags)
     assert (result.code, result.error_lines[2]) == (3, f"fix:   {fix}")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", "", "x"],
+        ["chat", "", "--plain"],
+        ["quantize", ""],
+        ["tokenize", "", "x"],
+        ["bench", ""],
+        ["bench", "", "--random-weights"],
+    ],
+)
+def test_an_empty_name_stands_for_no_model_and_not_for_the_usual_one(arguments: list[str]) -> None:
+    result = run_cli(*arguments)
+    assert (result.code, result.out) == (3, b"")
+    assert result.err.startswith("error: '' is no model name\n")
 
 
 def test_a_bad_name_in_the_settings_file_is_traced_to_its_line(tmp_path: Path) -> None:
@@ -569,6 +589,19 @@ def test_a_damaged_folder_of_the_users_is_not_to_be_fetched_anew(model: Path, tm
     result = run_cli("quantize", folder)
     assert result.code == 1
     assert result.error_lines[2] == f"fix:   copy the model's files into {folder} anew"
+
+
+def test_only_the_word_that_stands_for_the_model_gives_way_to_its_name(model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(model, tmp_path / "MODEL")
+    (folder / "config.json").write_text("{")
+    result = run_cli("run", folder, "-p", "x")
+    assert result.error_lines[2] == f"fix:   copy the model's files into {folder} anew"
+
+
+def test_the_line_that_repeats_a_bug_is_the_line_that_was_typed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localllm.cli.run.read_source", lambda *_: 1 / 0)
+    line = ["run", str(model), "-p", "the word MODEL here"]
+    assert run_cli(*line).error_lines[2] == f"fix:   {shlex.join(['localllm', '--debug', *line])}"
 
 
 def test_a_config_that_cannot_run_is_refused_before_torch_is_loaded(model: Path, tmp_path: Path) -> None:

@@ -407,6 +407,31 @@ def test_rm_does_not_ask_about_a_folder_that_it_leaves_alone(model: Path) -> Non
     assert f"fix:   localllm rm {model} --packed" in run_cli("rm", model).err
 
 
+def test_a_full_disk_is_no_reason_to_delete_the_model_that_is_packed(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("localllm.models.convert.free_bytes", lambda _: 0)
+    result = run_cli("quantize", model)
+    assert result.code == 4
+    assert "localllm list" in result.error_lines[2] and str(model) not in result.error_lines[2]
+
+
+@pytest.mark.parametrize("state", ["unfinished", "of another revision", "a link"])
+def test_rm_asks_about_all_that_it_would_delete(tmp_path: Path, checkpoint: Path, state: str) -> None:
+    folder = tmp_path / "hub" / "models--maker--model"
+    snapshot = shutil.copytree(checkpoint, folder / "snapshots" / COMMIT)
+    (folder / "refs").mkdir()
+    (folder / "refs" / ("v2" if state == "of another revision" else "main")).write_text(COMMIT)
+    if state == "unfinished":
+        (snapshot / "tokenizer.json").unlink()
+    if state == "a link":
+        folder.rename(tmp_path / "elsewhere")
+        folder.symlink_to(tmp_path / "elsewhere")
+    result = run_cli("rm", "maker/model")
+    assert (result.code, result.error_lines[2]) == (2, "fix:   localllm rm maker/model --yes")
+    assert (folder / "refs").is_dir()
+
+
 def test_rm_of_a_fetched_model_frees_its_packed_weights_and_counts_them(tmp_path: Path, checkpoint: Path) -> None:
     folder = tmp_path / "hub" / "models--maker--model"
     snapshot = shutil.copytree(checkpoint, folder / "snapshots" / COMMIT)

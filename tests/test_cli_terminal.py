@@ -374,3 +374,18 @@ def test_a_first_use_is_told_on_a_line_of_its_own(model: Path, open_terminal: Op
     assert terminal.end(START_S) == 0
     assert b"\r\x1b[2Kloading" in terminal.text
     assert b"\r\x1b[2Kpacking %b to int4, once: " % bytes(model) in terminal.text
+
+
+@pytest.mark.parametrize(("answer", "code", "told"), [("y", 0, "512 B freed"), ("", 1, "nothing was deleted")])
+def test_a_removal_says_how_much_it_takes_with_it_and_heeds_the_answer(
+    tmp_path: Path, open_terminal: Open, answer: str, code: int, told: str
+) -> None:
+    blobs = tmp_path / "hf" / "hub" / "models--maker--model" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / "of a download that was broken off").write_bytes(bytes(512))
+    terminal = open_terminal("rm", "maker/model")
+    terminal.wait_for(r"Delete maker/model \(512 B\)\? \[y/N\] ")
+    terminal.send(f"{answer}\n")
+    assert terminal.end(START_S) == code
+    assert told.encode() in terminal.text
+    assert blobs.exists() == (answer != "y")

@@ -252,6 +252,8 @@ def test_a_weight_beyond_fp16_is_refused_with_its_size(weights: Int4) -> None:
     with pytest.raises(CheckpointError, match="too large for this format: 70000") as caught:
         weights.quantize(weight)
     assert "65504" in caught.value.why
+    other = recipe(caught.value.fix.removeprefix("--weights ")).blocks
+    assert other.dequantize(other.quantize(weight), 20, 70)[17, 5].item() == pytest.approx(-70000.0)
 
 
 @each_quantized

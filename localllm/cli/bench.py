@@ -119,7 +119,7 @@ def _random_target(word: str | None, flags: Mapping[str, Any]) -> _Target:
     from localllm.bench.shapes import find_shape
 
     settings = load_settings(options.setting_flags(flags)).settings
-    shape = find_shape(word or settings.model)
+    shape = find_shape(settings.model if word is None else word)
     return _Target(shape.name, shape.config, settings, None)
 
 
@@ -227,13 +227,21 @@ def _show(output: Output, report: Report) -> None:
 
 def _require_writable(path: Path) -> None:
     """Raises UsageError before the minutes of a measurement are spent."""
-    if path.is_dir():
-        raise UsageError(f"--output is {path}", why="it is a folder", fix=f"--output {path / 'bench.json'}")
-    if path.exists() and not path.is_file():
-        raise UsageError(f"--output is {path}", why="it is not a file", fix="--json prints the same")
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        why = "the folder is not there" if not path.parent.is_dir() else "the folder may not be written to"
-        raise UsageError(f"--output is {path}", why=why, fix="--output bench.json")
+    file = Path("bench.json")
+    try:
+        if path.is_dir():
+            why, file = "it is a folder", path / file
+        elif path.exists() and not path.is_file():
+            why = "it is not a file"
+        elif not path.parent.is_dir():
+            why = "the folder is not there"
+        elif not os.access(path.parent, os.W_OK | os.X_OK):
+            why = "the folder may not be written to"
+        else:
+            return
+    except OSError as error:  # a name too long, a folder that may not be entered
+        why = error.strerror or str(error)
+    raise UsageError(f"--output is {path}", why=why, fix=f"--output {shlex.quote(str(file))}")
 
 
 def _save(report: Report, path: Path) -> None:

@@ -7,7 +7,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
@@ -17,6 +17,9 @@ from localllm.cli.output import Output, ReaderGoneError
 from localllm.cli.prompt import THIS_COMMAND
 from localllm.cli.selection import named
 from localllm.errors import LocalLLMError, UsageError
+
+if TYPE_CHECKING:
+    from localllm.hub import ModelFiles
 
 DEBUG_FLAG = "--debug"
 LONGEST_COMMAND = 200  # characters that are worth repeating in an error
@@ -43,7 +46,7 @@ def dispatch(arguments: Sequence[str], interrupts: Interrupts) -> int:
     except Exception as error:
         if debug:
             output.traceback(traceback.format_exc())
-        known = _with_command(named(_as_known(error, arguments), front.model), arguments)
+        known = _with_command(_as_known(error, arguments, front.model), arguments)
         output.error(known)
         return known.exit_code
 
@@ -81,9 +84,9 @@ def _without_debug(arguments: Sequence[str]) -> tuple[list[str], bool]:
     return [*kept, *arguments[end:]], len(kept) < end
 
 
-def _as_known(error: Exception, arguments: Sequence[str]) -> LocalLLMError:
+def _as_known(error: Exception, arguments: Sequence[str], model: ModelFiles | None) -> LocalLLMError:
     if isinstance(error, LocalLLMError):
-        return error
+        return named(error, model)
     if isinstance(error, typer.TyperException):
         return _as_usage_error(error)
     if isinstance(error, typer.Abort):

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import shlex
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from localllm.cli import options
 from localllm.cli.front import Front, front_of
 from localllm.cli.output import SCHEMA_VERSION, format_bytes
-from localllm.errors import ModelNotFoundError, UsageError
-
-if TYPE_CHECKING:
-    from localllm.hub import ModelDescription
+from localllm.errors import UsageError
 
 
 def rm_command(
@@ -36,9 +33,14 @@ def rm_command(
     from localllm import hub
 
     front = front_of(context)
-    if not yes:
-        _ask(front, model, packed_only=packed)
-    freed_bytes = hub.remove(model, packed_only=packed)
+
+    def confirm(checkpoint_bytes: int, packed_bytes: int) -> None:
+        sizes = [] if packed else [format_bytes(checkpoint_bytes)]
+        sizes += [f"{format_bytes(packed_bytes)} packed"] if packed or packed_bytes else []
+        if not yes:
+            _ask(front, model, ", ".join(sizes), packed_only=packed)
+
+    freed_bytes = hub.remove(model, packed_only=packed, confirm=confirm)
     if as_json:
         front.output.json({"schema_version": SCHEMA_VERSION, "model": model, "freed_bytes": freed_bytes})
     else:
@@ -46,16 +48,8 @@ def rm_command(
         front.output.line(f"removed {what}: {format_bytes(freed_bytes)} freed")
 
 
-def _ask(front: Front, model: str, *, packed_only: bool) -> None:
+def _ask(front: Front, model: str, sizes: str, *, packed_only: bool) -> None:
     """Raises UsageError where nobody can be asked, and leaves where the answer is no."""
-    from localllm import hub
-
-    packed_bytes = sum(packed.size_bytes for packed in hub.packed_of(model))
-    described = None if packed_only else _described(model)
-    checkpoint_bytes = described.size_bytes + described.partial_bytes if described else 0
-    is_folder = described is not None and described.repo is None
-    if not packed_bytes + checkpoint_bytes or (is_folder and not packed_only):
-        return  # it is refused anyway
     what = f"what is packed of {model}" if packed_only else model
     if sys.stdin is None or not sys.stdin.isatty():
         raise UsageError(
@@ -63,19 +57,7 @@ def _ask(front: Front, model: str, *, packed_only: bool) -> None:
             why="standard input is no terminal",
             fix=f"localllm rm {shlex.quote(model)}{' --packed' if packed_only else ''} --yes",
         )
-    sizes = [] if packed_only else [format_bytes(checkpoint_bytes)]
-    sizes += [f"{format_bytes(packed_bytes)} packed"] if packed_bytes else []
-    front.output.prompt(f"Delete {what} ({', '.join(sizes)})? [y/N] ")
+    front.output.prompt(f"Delete {what} ({sizes})? [y/N] ")
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         front.output.note("nothing was deleted")
         raise typer.Exit(1)
-
-
-def _described(model: str) -> ModelDescription | None:
-    """None: only packed weights of it are left."""
-    from localllm import hub
-
-    try:
-        return hub.describe(model)
-    except ModelNotFoundError:
-        return None

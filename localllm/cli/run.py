@@ -140,9 +140,12 @@ def _select(front: Front, word: str | None, text: str | None, flags: Mapping[str
     try:
         return (select_text_only if flags["show_prompt"] else select)(front, word, flags)
     except ModelNotFoundError as error:
-        if word is None or text is not None or flags["messages"] is not None:
+        if word is None or flags["messages"] is not None:
             raise
-        error.fix += f", or if it is the prompt: localllm run -p {shlex.quote(word)}"
+        if text is None:
+            error.fix += f", or if it is the prompt: localllm run -p {shlex.quote(word)}"
+        elif any(character.isspace() for character in word) and is_model(text):  # in the wrong order
+            error.fix = shlex.join(["localllm", "run", text, word])
         raise
 
 

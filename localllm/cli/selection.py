@@ -69,7 +69,7 @@ def named(error: LocalLLMError, files: ModelFiles | None) -> LocalLLMError:
             "reinstall localllm" if files.name == BUILT_IN else f"copy the model's files into {files.directory} anew"
         )
         error.fix = error.fix.replace(FETCH_ANEW, place)
-    error.fix = re.sub(r"\bMODEL\b", lambda _: shlex.quote(files.name), error.fix)
+    error.fix = re.sub(r"(?<!\S)MODEL(?![^\s,)])", lambda _: shlex.quote(files.name), error.fix)
     return error
 
 
@@ -79,7 +79,9 @@ def _located(front: Front, word: str | None, flags: Mapping[str, Any], *, needs_
     resolved = load_settings(setting_flags(flags))
     settings = resolved.settings
     try:
-        files = hub.locate(word or settings.model, offline=settings.offline, needs_config=needs_config)
+        files = hub.locate(
+            settings.model if word is None else word, offline=settings.offline, needs_config=needs_config
+        )
     except ModelNotFoundError as error:
         origin = resolved.origins["model"]
         if word is None and origin.kind != "default":

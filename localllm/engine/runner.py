@@ -109,5 +109,5 @@ class ModelRunner:
         return NonFiniteError(
             f"the model computed a NaN or an infinity in {culprit}",
             why=f"in {dtype}, at token {chunk.kv.length + chunk.num_tokens} of the sequence; no text was made from it",
-            fix=FETCH_ANEW if self.model.dtype is torch.float32 else "--dtype fp32",
+            fix=FETCH_ANEW if self.model.dtype is torch.float32 else "--weights auto --dtype fp32",
         )

@@ -133,7 +133,7 @@ def _as_tokenizer_error() -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        raise TokenizerError(error.what, why=error.why, fix=FETCH_ANEW) from error
+        raise TokenizerError(error.what, why=error.why, fix=error.fix) from error
 
 
 def byte_level_bpe(files: TokenizerFiles, config: Mapping[str, Any]) -> tokenizers.Tokenizer:

@@ -6,6 +6,8 @@ huggingface_hub. `registry` and `hub` default to the user's models.toml and envi
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from localllm.hub import installed as _installed
 from localllm.hub.installed import InstalledModel, ModelDescription, ModelFiles
 from localllm.hub.names import understand
@@ -28,7 +30,6 @@ __all__ = [
     "describe",
     "list_models",
     "locate",
-    "packed_of",
     "pull",
     "remove",
 ]
@@ -92,20 +93,19 @@ def describe(name: str, *, registry: Registry | None = None, hub: HubSettings | 
     return _installed.describe(name, registry or load_registry(), hub or HubSettings.from_environment())
 
 
-def packed_of(
-    name: str, *, registry: Registry | None = None, hub: HubSettings | None = None
-) -> tuple[PackedWeights, ...]:
-    """What is packed of a model, also where its checkpoint is gone. Raises ModelNotFoundError for an unknown name."""
-    return _installed.packed_of(name, registry or load_registry(), hub or HubSettings.from_environment())
-
-
 def remove(
-    name: str, *, packed_only: bool = False, registry: Registry | None = None, hub: HubSettings | None = None
+    name: str,
+    *,
+    packed_only: bool = False,
+    confirm: Callable[[int, int], None] = lambda _checkpoint_bytes, _packed_bytes: None,
+    registry: Registry | None = None,
+    hub: HubSettings | None = None,
 ) -> int:
     """Deletes a model from the cache, with what was packed of it, and returns the bytes freed.
 
-    packed_only: nothing but what was packed, also of a user's folder and of the built-in model. Raises UsageError,
+    packed_only: nothing but what was packed, also of a user's folder and of the built-in model. confirm(bytes of the
+    checkpoint, packed bytes) hears of it before anything is deleted, and may raise. Raises UsageError,
     ModelNotFoundError, or LocalLLMError where another process is at work on it.
     """
     hub = hub or HubSettings.from_environment()
-    return _remove(name, registry or load_registry(), hub, packed_only=packed_only)
+    return _remove(name, registry or load_registry(), hub, packed_only=packed_only, confirm=confirm)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 LOCK = ".lock"
 _PAUSE_S = 0.2
+_MOST_TRIES = 100
 
 
 @contextmanager
@@ -24,7 +25,7 @@ def exclusive(directory: Path, waiting: Callable[[str], None]) -> Iterator[bool]
     path = directory / LOCK
     waited = False
     while True:
-        directory.mkdir(parents=True, exist_ok=True)
+        _make(directory)
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         except FileNotFoundError:  # deleted again, by whoever held it
@@ -75,6 +76,15 @@ def unread(path: Path) -> Iterator[bool]:
         yield _lock(descriptor, alone=True)
     finally:
         os.close(descriptor)
+
+
+def _make(directory: Path) -> None:
+    """Others delete empty folders as they leave, between the looks that pathlib takes at one: it is tried again."""
+    for _ in range(_MOST_TRIES - 1):
+        with suppress(FileExistsError, FileNotFoundError):
+            directory.mkdir(parents=True, exist_ok=True)
+            return
+    directory.mkdir(parents=True, exist_ok=True)
 
 
 def _lock(descriptor: int, *, alone: bool) -> bool:

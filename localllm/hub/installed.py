@@ -129,7 +129,7 @@ def installed(registry: Registry, hub: HubSettings) -> Iterator[InstalledModel]:
             yield InstalledModel(f"{origin}@{commit}", None, 0, origin, commit, entry=entry, packed=models)
         elif (origin / "config.json").is_file():
             model_type = _text(_config(origin), "model_type")
-            yield InstalledModel(str(origin), origin, _folder_bytes(origin), model_type=model_type, packed=models)
+            yield InstalledModel(str(origin), origin, folder_bytes(origin), model_type=model_type, packed=models)
         else:
             yield InstalledModel(str(origin), None, 0, packed=models)
 
@@ -160,7 +160,7 @@ def _checkpoints(registry: Registry, hub: HubSettings) -> Iterator[InstalledMode
     if (TINY_DIRECTORY / "config.json").is_file():
         model_type = _text(_config(TINY_DIRECTORY), "model_type")
         entry = registry.find(BUILT_IN)
-        yield InstalledModel(BUILT_IN, TINY_DIRECTORY, _folder_bytes(TINY_DIRECTORY), None, None, model_type, 0, entry)
+        yield InstalledModel(BUILT_IN, TINY_DIRECTORY, folder_bytes(TINY_DIRECTORY), None, None, model_type, 0, entry)
     for folder in sorted(hub.cache_dir.glob("models--*--*")) if hub.cache_dir.is_dir() else []:
         repo = folder.name.removeprefix("models--").replace("--", "/", 1)
         if REPO_ID.fullmatch(repo):
@@ -176,7 +176,7 @@ def _of_repository(cache: RepoCache, entry: ModelEntry | None) -> Iterator[Insta
         model_type = _text(_config(snapshot), "model_type")
         if model_type in RUNNABLE_MODEL_TYPES:
             name = _name_of(commit, cache, refs, entry)
-            size = _folder_bytes(snapshot)
+            size = folder_bytes(snapshot)
             yield InstalledModel(name, snapshot, size, cache.repo, commit, model_type, partial_bytes, entry)
             partial_bytes = 0
     if not whole and (partial_bytes or cache.manifest("").parent.is_dir()):
@@ -218,7 +218,7 @@ def describe(name: str, registry: Registry, hub: HubSettings) -> ModelDescriptio
         entry=files.entry,
         repo=files.repo,
         revision=files.revision or reference.revision,
-        size_bytes=_folder_bytes(files.directory),
+        size_bytes=folder_bytes(files.directory),
         partial_bytes=partial_bytes,
         model_type=_text(config, "model_type"),
         layers=_whole(numbers, "num_hidden_layers"),
@@ -269,6 +269,6 @@ def _whole(config: dict[str, object], key: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _folder_bytes(folder: Path) -> int:
+def folder_bytes(folder: Path) -> int:
     """Bytes of the files that a folder leads to."""
     return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())

@@ -106,8 +106,7 @@ def _directory(name: str) -> ModelReference:
 
 def _refuse_gguf(name: str) -> None:
     if name.casefold().endswith(".gguf") and _exists(Path(name), Path.is_file):
-        fix = "localllm list --all, or localllm run ORG/REPOSITORY -p TEXT with the one it was made from"
-        raise ModelNotFoundError(f"{name[:200]!r} is a GGUF file", why=GGUF_IS_NOT_READ, fix=fix)
+        raise ModelNotFoundError(f"{name[:200]!r} is a GGUF file", why=GGUF_IS_NOT_READ, fix="localllm list --all")
 
 
 def _exists(path: Path, kind: Callable[[Path], bool]) -> bool:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from localllm.errors import LocalLLMError, ModelNotFoundError, UsageError
-from localllm.hub.installed import packed_of
+from localllm.hub.installed import folder_bytes, packed_of
 from localllm.hub.names import ModelReference, understand
 from localllm.hub.packed import PackedWeights, own_bytes, remove_packed
 from localllm.hub.repo_cache import RepoCache
@@ -16,8 +16,12 @@ from localllm.hub.settings import HubSettings
 from localllm.registry import BUILT_IN, Registry
 
 
-def remove(name: str, registry: Registry, hub: HubSettings, *, packed_only: bool) -> int:
+def remove(
+    name: str, registry: Registry, hub: HubSettings, *, packed_only: bool, confirm: Callable[[int, int], None]
+) -> int:
     """Deletes a model's files, unfinished and packed ones too, and returns the bytes that became free.
+
+    confirm(bytes of the checkpoint, packed bytes) hears of it before anything is deleted, and may raise.
 
     packed_only: the packed ones alone, which the built-in model and a user's folder may have as well.
     `org/repo@revision` deletes that snapshot and the files that no other snapshot shares. Links are deleted, never
@@ -27,7 +31,9 @@ def remove(name: str, registry: Registry, hub: HubSettings, *, packed_only: bool
     packed = packed_of(name, registry, hub)
     if packed_only and not packed:
         raise ModelNotFoundError(f"nothing of {name} is packed", why="it takes no such space", fix="localllm list")
+    packed_bytes = sum(model.size_bytes for model in packed)
     if packed_only or _is_gone(name, registry):
+        confirm(0, packed_bytes)
         return remove_packed(packed)
     reference = understand(name, registry)
     if reference.repo is None:
@@ -36,10 +42,12 @@ def remove(name: str, registry: Registry, hub: HubSettings, *, packed_only: bool
     commit = cache.commit_of(reference.revision) if "@" in name else None
     is_here = cache.folder.is_dir() and (commit is not None or "@" not in name)
     if packed and not is_here:
+        confirm(0, packed_bytes)
         return remove_packed(packed)
     if not is_here and not cache.folder.is_symlink():
         why = f"{cache.folder} does not hold it"
         raise ModelNotFoundError(f"{name} is not on this disk", why=why, fix="localllm list")
+    confirm(_checkpoint_bytes(cache, commit), packed_bytes)
     with cache.exclusive() as alone:
         if not alone:
             why = "another process holds it"
@@ -67,6 +75,14 @@ def _not_in_the_cache(name: str, reference: ModelReference, packed: Sequence[Pac
     if packed:
         why, fix = f"{why}, and what was packed of it", f"localllm rm {shlex.quote(name)} --packed"
     return UsageError(f"{what} is not removed", why=why, fix=fix)
+
+
+def _checkpoint_bytes(cache: RepoCache, commit: str | None) -> int:
+    """What one snapshot holds, or without a commit the whole repository: every revision, whole or not."""
+    if commit is None:
+        return own_bytes(cache.folder)
+    snapshot = cache.snapshot(commit)
+    return folder_bytes(snapshot) if snapshot.is_dir() else 0
 
 
 def _delete_checkpoint(cache: RepoCache, commit: str | None) -> int:

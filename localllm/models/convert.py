@@ -192,7 +192,7 @@ def _no_space(target: Path, missing_bytes: int, reason: str = "") -> DoesNotFitE
     return DoesNotFitError(
         f"the packed model does not fit on the disk of {target}",
         why=f"{reason}{sizes}; what was finished is kept",
-        fix="free space there (localllm list, localllm rm MODEL), or set LOCALLLM_CACHE=/a/larger/disk",
+        fix="free space there (`localllm list` shows what takes it), or set LOCALLLM_CACHE=/a/larger/disk",
     )
 
 

@@ -94,7 +94,7 @@ class Fields:
         return CheckpointError(
             f"{self.source}: {self.path}{key} is not usable",
             why=f"{found}; {wanted} is needed",
-            fix=f"{FETCH_ANEW}, or correct that key if you wrote the file",
+            fix=FETCH_ANEW,
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +52,9 @@ def open_plain_file(path: Path) -> int:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise CheckpointError(f"{path} cannot be read", why=reason or "unknown", fix=FETCH_ANEW) from None
+        is_absent = isinstance(error, FileNotFoundError)  # any other may be whole, and is not to be deleted
+        fix = FETCH_ANEW if is_absent else f"ls -l {shlex.quote(str(path))}"
+        raise CheckpointError(f"{path} cannot be read", why=reason or "unknown", fix=fix) from None
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         why = "pipes, devices and folders are not read"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +51,29 @@ def test_a_folder_in_which_nothing_was_put_does_not_stay(tmp_path):
     with exclusive(tmp_path / "p", lambda _: None):
         pass
     assert not (tmp_path / "p").exists()
+
+
+def test_a_folder_that_goes_while_it_is_made_is_made_again(tmp_path, monkeypatch):
+    folder = tmp_path / "p"
+    folder.mkdir()
+    real = os.mkdir
+
+    def mkdir(path: Path, mode: int = 0o777) -> None:
+        try:
+            real(path, mode)
+        except FileExistsError:
+            folder.rmdir()  # its last holder leaves between the two looks that pathlib takes
+            raise
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    with exclusive(folder, lambda _: None):
+        assert (folder / LOCK).exists()
+
+
+def test_a_folder_that_cannot_be_made_is_not_tried_for_ever(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "not" / "there")
+    with pytest.raises(FileExistsError), exclusive(tmp_path / "link" / "p", lambda _: None):
+        pass
 
 
 def test_a_lock_that_is_a_link_to_nowhere_is_refused(tmp_path):

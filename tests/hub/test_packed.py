@@ -14,7 +14,7 @@ from threading import Event, Thread
 import pytest
 
 from localllm.errors import CheckpointError, LocalLLMError, ModelNotFoundError, UsageError
-from localllm.hub import HubSettings, ModelFiles, describe, list_models, packed_of, remove
+from localllm.hub import HubSettings, ModelFiles, describe, list_models, remove
 from localllm.hub.exclusive import exclusive, reading
 from localllm.hub.names import TINY_DIRECTORY
 from localllm.hub.packed import packed_directory, packed_recipes, packed_root, source_id
@@ -204,7 +204,7 @@ def test_a_listed_size_counts_the_files_and_no_links(registry, hub, folder, tmp_
     directory = pack(files_of(folder), size_bytes=300)
     (directory / "link").symlink_to(tmp_path / "large")
     (directory / "other name").hardlink_to(tmp_path / "large")  # what would not be freed
-    (packed,) = packed_of(str(folder), registry=registry, hub=hub)
+    (packed,) = describe(str(folder), registry=registry, hub=hub).packed
     assert (packed.directory, packed.size_bytes) == (directory, 302)
 
 
