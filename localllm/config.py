@@ -72,11 +72,19 @@ class Accepts:
     def mending(self, flag: str, value: object) -> str:
         """The flag with the nearest value that is accepted; advice where none is near."""
         if self.choices:
-            return f"{flag} {difflib.get_close_matches(str(value), self.choices, n=1, cutoff=0.0)[0]}"
+            return f"{flag} {self._likeliest(str(value).casefold())}"
         if not isinstance(value, int | float):
             return f"leave {flag} out, or give it {self.describe()}"
         nearest = min(max(self.low, value), self.high)
         return f"{flag} {nearest if self.kind == 'integer' else f'{nearest:g}'}"
+
+    def _likeliest(self, word: str) -> str:
+        """The choice that is spelled like `word`, else one that ends in its first digit: q4_k_m and 8bit mean bits."""
+        near = difflib.get_close_matches(word, self.choices, n=1)
+        if near:
+            return near[0]
+        bits = next((letter for letter in word if letter.isdigit()), "no digit")
+        return next((choice for choice in self.choices if choice.endswith(bits)), self.choices[0])
 
     def allows(self, value: object) -> bool:
         match self.kind:
@@ -261,13 +269,17 @@ def accepted(key: str, value: object, where: str | Callable[[], str], accepts: A
         raise SettingsError(
             f"{key} is {repr(value)[:80]} in {place}",
             why=f"it must be {accepts.describe()}",
-            fix=accepts.mending(place, value)
-            if place.startswith("--")
-            else "change it there; `localllm config show --origin` lists every setting and where it was set",
+            fix=_mending(value, place, accepts),
         )
     if accepts.kind == "number":
         return float(value)  # type: ignore[arg-type]
     return tuple(value) if accepts.kind == "texts" else value  # type: ignore[arg-type]
+
+
+def _mending(value: object, place: str, accepts: Accepts) -> str:
+    if place.startswith("--"):
+        return accepts.mending(place, value)
+    return f"unset {place}" if place.startswith(ENVIRONMENT_PREFIX) else "change that line, or delete it"
 
 
 def unknown_key(key: str, where: str, known: Sequence[str] | Mapping[str, Any], fix: str = "") -> SettingsError:

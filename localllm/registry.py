@@ -6,6 +6,7 @@ Owns the form of models.toml and the order in which sampling defaults apply. Kno
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -98,10 +99,16 @@ class Registry:
         return next((entry for entry in self.entries if entry.repo and entry.repo.casefold() == repo.casefold()), None)
 
     def nearest(self, name: str, count: int = 3) -> tuple[str, ...]:
-        """Names that `name` may have been meant for, best first; empty where nothing is like it."""
+        """Names that `name` may have been meant for, best first, of two as good the smaller; empty where none is."""
         spelled = {key.casefold(): entry.name for entry in self.entries for key in (entry.name, *entry.aliases)}
-        matches = difflib.get_close_matches(name.rsplit("/", 1)[-1].casefold(), list(spelled), n=2 * count, cutoff=0.6)
-        return tuple(dict.fromkeys(spelled[match] for match in matches))[:count]
+        likeness = difflib.SequenceMatcher(b=name.rsplit("/", 1)[-1].casefold())
+        ratios: dict[str, float] = {}
+        for key, entry_name in spelled.items():
+            likeness.set_seq1(key)
+            ratios[entry_name] = max(ratios.get(entry_name, 0.0), likeness.ratio())
+        sizes = {entry.name: entry.parameters or math.inf for entry in self.entries}
+        likely = [entry_name for entry_name, ratio in ratios.items() if ratio >= 0.6]
+        return tuple(sorted(likely, key=lambda entry_name: (-ratios[entry_name], sizes[entry_name])))[:count]
 
 
 def shipped_registry() -> Path:

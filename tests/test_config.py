@@ -174,6 +174,17 @@ def test_a_wrong_variable_names_itself_and_what_is_accepted(config_file, variabl
     with pytest.raises(SettingsError, match=f"LOCALLLM_{variable}") as caught:
         load_settings(environ={f"LOCALLLM_{variable}": text}, config_file=config_file)
     assert text in caught.value.what
+    assert caught.value.fix == f"unset LOCALLLM_{variable}"
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("INT4", "int4"), ("q4_k_m", "int4"), ("Q8_0", "int8"), ("8bit", "int8"), ("fp16", "bf16"), ("gguf", "auto")],
+)
+def test_another_programs_name_of_a_format_is_told_ours(config_file, typed, meant):
+    with pytest.raises(SettingsError) as caught:
+        load_settings({"weights": typed}, environ={}, config_file=config_file)
+    assert caught.value.fix == f"--weights {meant}"
 
 
 def test_a_wrong_flag_names_itself(config_file):

@@ -231,3 +231,9 @@ def test_a_checkpoint_with_a_senseless_value_is_named(value):
     with pytest.raises(CheckpointError, match=r"temperature.*gen\.json") as caught:
         with_model_defaults(resolved, None, {"temperature": value}, "gen.json")
     assert "--temperature" in caught.value.fix
+
+
+def test_of_names_as_near_the_smaller_model_is_named_first() -> None:
+    registry = load_registry(Path("/nowhere/models.toml"))
+    assert registry.nearest("llama3")[0] == "llama-3.2-3b"
+    assert registry.nearest("qwen2.5:7b")[0] == "qwen2.5-7b"

@@ -121,7 +121,7 @@ def _is_spread(value: object) -> bool:
 
 
 def _refuse(path: Path, why: str) -> NoReturn:
-    fix = "localllm bench MODEL --output FILE writes one"
+    fix = "localllm bench --output bench.json"
     raise UsageError(f"{path} is not a result of `localllm bench`", why=why, fix=fix)
 
 

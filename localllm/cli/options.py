@@ -170,8 +170,8 @@ def parse_logit_bias(pairs: Sequence[str]) -> dict[int, float]:
                 raise ValueError
             biases[int(token_id)] = float(value)
         except ValueError:
-            why = "it must be a token id and a number: 13=-100"
-            fix = "localllm tokenize MODEL TEXT prints the ids"
+            why = "it must be a token id, as `tokenize` prints them, and a number: 13=-100"
+            fix = "localllm tokenize MODEL TEXT"
             raise UsageError(f"--logit-bias is {pair!r}", why=why, fix=fix) from None
     return biases
 
