@@ -185,7 +185,7 @@ class Chat:
             request = Request(tuple(ids), selection.sampling(self._flags))
             stream = self._service.submit(request)
             printing = Printing(statistics=bool(self._flags["stats"]))
-            answer = print_answer(self._front, self._selection.files.name, stream, request, printing)
+            answer = print_answer(self._front, self._selection.files, stream, request, printing)
         except LocalLLMError:
             if len(self.dialogue.turns) == before:
                 self.dialogue.take_back_question()

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 from localllm.cli.answer import Answer, Stream, finished_fields, follow, logprob_fields, statistics
 from localllm.cli.front import Front
 from localllm.cli.output import SCHEMA_VERSION
+from localllm.cli.selection import named
 from localllm.engine.events import Event, FinishedEvent, PrefillEvent, TokenEvent
 from localllm.engine.request import Request
 from localllm.errors import LocalLLMError
 
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine
+    from localllm.hub import ModelFiles
 
 
 @dataclass(frozen=True)
@@ -28,14 +30,14 @@ class Printing:
     logprobs: bool = False
 
 
-def print_answer(front: Front, model: str, stream: Stream, request: Request, printing: Printing) -> Answer:
+def print_answer(front: Front, files: ModelFiles, stream: Stream, request: Request, printing: Printing) -> Answer:
     """Shows an answer to its end. Raises the error that ended it, after what there is of it has been printed."""
     answer = Answer(len(request.prompt_ids), request.sampling.seed)
     if printing.as_events:
-        start = {"type": "start", "schema_version": SCHEMA_VERSION, "model": model}
+        start = {"type": "start", "schema_version": SCHEMA_VERSION, "model": files.name}
         front.output.json({**start, "prompt_tokens": answer.num_prompt_tokens, "seed": answer.seed})
         for event, _ in follow(stream, answer, front.interrupts):
-            front.output.json(event_fields(event))
+            front.output.json(event_fields(files, event))
     elif printing.as_json or not printing.streams:
         for _ in follow(stream, answer, front.interrupts):
             pass
@@ -44,7 +46,7 @@ def print_answer(front: Front, model: str, stream: Stream, request: Request, pri
     finished = answer.finished
     assert finished is not None
     if printing.as_json:
-        front.output.json(answer_fields(model, answer, with_logprobs=printing.logprobs))
+        front.output.json(answer_fields(files, answer, with_logprobs=printing.logprobs))
     elif not printing.as_json and not printing.as_events and not printing.streams:
         front.output.answer(answer.text)
     front.output.end_answer()
@@ -65,12 +67,12 @@ def _stream_text(front: Front, stream: Stream, answer: Answer) -> None:
             front.output.answer(text)
 
 
-def answer_fields(model: str, answer: Answer, *, with_logprobs: bool) -> dict[str, Any]:
+def answer_fields(files: ModelFiles, answer: Answer, *, with_logprobs: bool) -> dict[str, Any]:
     """The object of `run --json`."""
     assert answer.finished is not None
     fields: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
-        "model": model,
+        "model": files.name,
         "text": answer.text,
         "token_ids": answer.token_ids,
         **finished_fields(answer.finished),
@@ -78,11 +80,11 @@ def answer_fields(model: str, answer: Answer, *, with_logprobs: bool) -> dict[st
     if with_logprobs:
         fields["logprobs"] = [logprob_fields(logprob) for logprob in answer.logprobs]
     if answer.finished.error is not None:
-        fields["error"] = error_fields(answer.finished.error)
+        fields["error"] = error_fields(files, answer.finished.error)
     return fields
 
 
-def event_fields(event: Event) -> dict[str, Any]:
+def event_fields(files: ModelFiles, event: Event) -> dict[str, Any]:
     """One line of `run --jsonl`."""
     if isinstance(event, PrefillEvent):
         return {"type": "prefill", "done": event.done, "total": event.total}
@@ -90,12 +92,13 @@ def event_fields(event: Event) -> dict[str, Any]:
         fields: dict[str, Any] = {"type": "token", "token_id": event.token_id, "text": event.text}
         return fields if event.logprob is None else {**fields, "logprob": logprob_fields(event.logprob)}
     fields = {"type": "finish", "text": event.text, **finished_fields(event)}
-    return fields if event.error is None else {**fields, "error": error_fields(event.error)}
+    return fields if event.error is None else {**fields, "error": error_fields(files, event.error)}
 
 
-def error_fields(error: Exception) -> Mapping[str, str]:
+def error_fields(files: ModelFiles, error: Exception) -> Mapping[str, str]:
     """An error's four lines, as the JSON forms have them."""
     if isinstance(error, LocalLLMError):
+        named(error, files)
         return {"code": error.code, "what": error.what, "why": error.why, "fix": error.fix, "more": error.more}
     return {"code": "bug", "what": type(error).__name__, "why": str(error), "fix": "", "more": "localllm help bug"}
 

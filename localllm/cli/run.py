@@ -166,7 +166,7 @@ def _answer(
         ids = source.encode(selection.files.directory)
         engine = load.wait()
         request = Request(ids, sampling)
-        answer = print_answer(front, selection.files.name, load.service.submit(request), request, printing)
+        answer = print_answer(front, selection.files, load.service.submit(request), request, printing)
         if (
             answer.finished is not None
             and sampling.max_tokens is None
