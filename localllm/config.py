@@ -81,10 +81,9 @@ class Accepts:
     def _likeliest(self, word: str) -> str:
         """The choice that is spelled like `word`, else one that ends in its first digit: q4_k_m and 8bit mean bits."""
         near = difflib.get_close_matches(word, self.choices, n=1)
-        if near:
-            return near[0]
-        bits = next((letter for letter in word if letter.isdigit()), "no digit")
-        return next((choice for choice in self.choices if choice.endswith(bits)), self.choices[0])
+        bits = [letter for letter in word if letter.isdigit()]
+        of_as_many = [choice for choice in self.choices if bits and choice.endswith(bits[0])]
+        return [*near, *of_as_many, *self.choices][0]
 
     def allows(self, value: object) -> bool:
         match self.kind:

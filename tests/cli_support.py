@@ -141,6 +141,11 @@ def environment(home: Path, **variables: str) -> dict[str, str]:
     return {**kept, **folders, "OMP_NUM_THREADS": "1", "TERM": "xterm-256color", **variables}
 
 
+def ask(model: Path, *arguments: str, stdin: bytes = b"") -> Result:
+    """`run` with a prompt, a seed and an answer of four tokens."""
+    return run_cli("run", model, "-p", "the fox", "--max-tokens", "4", "--seed", "1", *arguments, stdin=stdin)
+
+
 def start_cli(home: Path, *arguments: str | Path, **options: Any) -> subprocess.Popen[bytes]:
     """The command in a process of its own; `options` as Popen takes them."""
     environ = environment(home, **options.pop("variables", {}))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.cli_support import write_checkpoint
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -31,3 +35,32 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCALLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small checkpoint with random weights."""
+    return write_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings and downloads of this test alone."""
+    monkeypatch.setenv("LOCALLLM_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+@pytest.fixture
+def without_module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Exception], None]:
+    """Makes the import of a library fail with an error."""
+    plain_import = builtins.__import__
+
+    def forbid(library: str, error: Exception) -> None:
+        def importing(name: str, *arguments: Any, **keywords: Any) -> Any:
+            if name.partition(".")[0] == library:
+                raise error
+            return plain_import(name, *arguments, **keywords)
+
+        monkeypatch.setattr(builtins, "__import__", importing)
+
+    return forbid

@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from localllm.hub.packed import PACKED_INDEX
 from localllm.models.convert import convert
 from localllm.models.decoder import Decoder
 from localllm.models.families import load_config
-from localllm.models.packed import INDEX, PackedModel, PackedPlan
+from localllm.models.packed import PackedModel, PackedPlan
 from localllm.quant.recipe import recipe
 from tests.checkpoints import write_checkpoint
 
@@ -61,7 +62,7 @@ def assert_no_half_file(checkpoint: Path, target: Path, weights: str = WEIGHTS) 
     there = [file for file in files.values() if (target / file.file_name).exists()]
     for file in there:
         assert file.checksum_of(target / file.file_name) is not None, file.name
-    if (target / INDEX).exists():
+    if (target / PACKED_INDEX).exists():
         assert len(there) == len(files)
         read_all(open_packed(checkpoint, target, weights))
     return len(there)
@@ -130,7 +131,7 @@ def killed_and_taken_up(work: Callable[[], object], checkpoint: Path, target: Pa
     pack(checkpoint, target)
     assert contents(target) == whole
     again = {name for name, inode in inodes(target).items() if kept.get(name, inode) != inode}
-    assert again <= {INDEX}
+    assert again <= {PACKED_INDEX}
     return os.WIFSIGNALED(status)
 
 

@@ -325,7 +325,7 @@ def test_ratios_are_formed_within_a_round() -> None:
 def test_the_read_of_the_matrices_is_the_median_of_half_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.1, 0.3, 0.2, 9.0])
     monkeypatch.setattr(decoding, "seconds", lambda _action: next(times))
-    step = SimpleNamespace(matrices_only=lambda: (lambda: None, 10**9))
+    step = SimpleNamespace(matrices_only=lambda: (SimpleNamespace(run=lambda: None), 10**9))
     engine: Any = SimpleNamespace(runner=SimpleNamespace(cpu_step=step))
     assert decoding.matrices_gbs(engine) == pytest.approx(5.0)
 

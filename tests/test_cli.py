@@ -11,23 +11,9 @@ import pytest
 
 from localllm.cli.help import read_sections
 from localllm.errors import LocalLLMError
-from tests.cli_support import REPOSITORY, TEMPLATE, Result, run_cli, write_checkpoint
+from tests.cli_support import REPOSITORY, TEMPLATE, ask, run_cli, write_checkpoint
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True)
-def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("LOCALLLM_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    return tmp_path
-
-
-def ask(model: Path, *arguments: str, stdin: bytes = b"") -> Result:
-    return run_cli("run", model, "-p", "the fox", "--max-tokens", "4", "--seed", "1", *arguments, stdin=stdin)
+pytestmark = pytest.mark.usefixtures("own_folders")
 
 
 # The answer

@@ -10,11 +10,6 @@ import pytest
 from tests.cli_support import Result, run_cli, write_checkpoint
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
 def talk(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LOCALLLM_HOME", str(tmp_path / "home"))

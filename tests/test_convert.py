@@ -17,10 +17,11 @@ from safetensors.torch import load_file, save_file
 
 from localllm.errors import DoesNotFitError, LocalLLMError
 from localllm.hub.exclusive import LOCK, exclusive
+from localllm.hub.packed import PACKED_INDEX
 from localllm.models import convert as convert_module
 from localllm.models.families import load_config
 from localllm.models.layout import model_bytes
-from localllm.models.packed import INDEX, needs_conversion
+from localllm.models.packed import needs_conversion
 from localllm.quant.recipe import recipe
 from tests.packed_support import (
     FORMATS,
@@ -69,7 +70,7 @@ def target(made: Path, tmp_path: Path) -> Path:
 
 def test_nothing_but_the_blocks_and_the_index_is_left(whole, checkpoint):
     names = {file.file_name for file in plan(checkpoint).files.values()}
-    assert whole.keys() == names | {INDEX}
+    assert whole.keys() == names | {PACKED_INDEX}
     assert len(names) == NUM_BLOCKS
 
 
@@ -147,12 +148,12 @@ def test_a_checkpoint_with_a_head_of_its_own_is_packed_with_it_although_it_says_
 
 def test_blocks_that_are_there_are_kept_and_the_rest_is_made(checkpoint, target, whole):
     kept = inodes(target)
-    for name in (INDEX, "head.safetensors", "layers.2.mlp.safetensors"):
+    for name in (PACKED_INDEX, "head.safetensors", "layers.2.mlp.safetensors"):
         (target / name).unlink()
     pack(checkpoint, target)
     assert contents(target) == whole
     changed = {name for name, inode in inodes(target).items() if kept[name] != inode}
-    assert changed <= {INDEX, "head.safetensors", "layers.2.mlp.safetensors"}
+    assert changed <= {PACKED_INDEX, "head.safetensors", "layers.2.mlp.safetensors"}
 
 
 def test_a_pipe_in_the_place_of_a_block_is_replaced(checkpoint, target, whole):
@@ -183,7 +184,7 @@ def test_a_damaged_block_of_a_finished_model_is_made_anew(checkpoint, target, wh
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b"[" * 100_000, b'{"layout_version": 9}'])
 def test_a_broken_or_newer_index_is_written_anew_when_asked(checkpoint, target, whole, content):
-    (target / INDEX).write_bytes(content)
+    (target / PACKED_INDEX).write_bytes(content)
     pack(checkpoint, target)
     assert contents(target) == whole
 
@@ -275,7 +276,7 @@ def test_a_name_is_given_only_to_what_is_on_the_disk_already(checkpoint, tmp_pat
         monkeypatch.setattr(os, name, function)
     pack(checkpoint, tmp_path)
     assert not unsynced
-    assert named[-1] == INDEX
+    assert named[-1] == PACKED_INDEX
     assert len(named) == NUM_BLOCKS + 1
 
 
@@ -375,7 +376,7 @@ def test_only_the_room_for_what_is_missing_is_asked_for(checkpoint, target, whol
 
 
 def test_a_disk_that_has_no_room_for_the_index_is_told_how_much_it_needs(checkpoint, tmp_path, whole, monkeypatch):
-    room = sum(len(data) for name, data in whole.items() if name != INDEX)
+    room = sum(len(data) for name, data in whole.items() if name != PACKED_INDEX)
     with monkeypatch.context() as patch, pytest.raises(DoesNotFitError, match="does not fit") as caught:
         FullDisk(room, patch)
         pack(checkpoint, tmp_path)
@@ -439,7 +440,7 @@ def test_of_two_processes_one_converts_and_the_other_waits(checkpoint, tmp_path,
 
 
 def test_who_waits_hears_of_whom_and_how_far_that_one_is(checkpoint, target, whole):
-    (target / INDEX).unlink()
+    (target / PACKED_INDEX).unlink()
     (target / "head.safetensors").unlink()
     heard: list[object] = []
     done = threading.Event()

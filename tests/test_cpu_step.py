@@ -188,8 +188,8 @@ def test_other_formats_and_devices_take_the_operators() -> None:
 
 def test_the_matrices_alone_read_every_byte_of_the_blocks() -> None:
     model = decoder(FAMILIES["llama"], "int4")
-    matrices, num_bytes = CpuStep(model).matrices_only()
-    matrices()
+    tape, num_bytes = CpuStep(model).matrices_only()
+    tape.run()
     linears = [linear for block in model.blocks for linear in vars(block.body).values() if hasattr(linear, "tensors")]
-    assert len(matrices.__self__) == len(linears)  # type: ignore[attr-defined]  # of a tape, its steps
+    assert len(tape) == len(linears)
     assert num_bytes == sum(tensor.nbytes for linear in linears for tensor in linear.tensors.values())

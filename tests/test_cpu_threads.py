@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from localllm.kernels import cpu_jit, cpu_linear
+from localllm.kernels import cpu_calibrate, cpu_gemv, cpu_jit, cpu_linear
 from localllm.kernels.cpu_ir import Kernel
 from localllm.kernels.cpu_tape import Tape
 
@@ -23,6 +23,15 @@ def threads() -> Iterator[Callable[[int], None]]:
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+def test_on_a_cpu_that_has_what_they_need_the_kernels_compile() -> None:
+    """Other tests are skipped where they do not: here that is a failure."""
+    cpu = Path("/proc/cpuinfo")
+    has = set(cpu.read_text().split()) if cpu.exists() else set()
+    if not has >= {"avx2", "fma", "f16c"} and "asimddp" not in has:
+        pytest.skip("no instruction set of this CPU has kernels")
+    assert cpu_linear.is_available() and cpu_calibrate.supports(64) and cpu_gemv.supports(1, 64, 64)
 
 
 @needs_kernels

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -90,16 +89,9 @@ def test_where_no_kernel_compiles_the_gemv_declines(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("error", [ImportError, OSError])
 def test_an_llvmlite_that_cannot_be_loaded_leaves_no_instruction_set(
-    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+    without_module: Callable[[str, Exception], None], error: type[Exception]
 ) -> None:
-    plain_import = builtins.__import__
-
-    def without(name: str, *arguments: Any, **keywords: Any) -> Any:
-        if name.startswith("llvmlite"):
-            raise error("its library cannot be loaded")
-        return plain_import(name, *arguments, **keywords)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    without_module("llvmlite", error("its library cannot be loaded"))
     assert cpu_isa.host_isas.__wrapped__() == ()
 
 

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from localllm.errors import CheckpointError
+from localllm.hub.packed import PACKED_INDEX
 from localllm.models import disk_read, packed, packed_file
 from localllm.models.block_source import CheckpointBlocks
 from localllm.models.checkpoint import Checkpoint
@@ -25,7 +26,7 @@ from localllm.models.families import load_config
 from localllm.models.host_buffer import PAGE_BYTES, host_buffer
 from localllm.models.layout import block_layouts
 from localllm.models.load import load_decoder
-from localllm.models.packed import INDEX, needs_conversion
+from localllm.models.packed import needs_conversion
 from localllm.models.safetensors_file import SafetensorsFile
 from localllm.quant.recipe import recipe
 from tests.checkpoints import FAMILIES
@@ -104,7 +105,7 @@ def test_a_block_is_a_safetensors_file_with_aligned_data_and_tensors(checkpoint,
 
 
 def test_the_index_tells_where_every_tensor_is(checkpoint, made):
-    index = json.loads((made / INDEX).read_text())
+    index = json.loads((made / PACKED_INDEX).read_text())
     for block in index["blocks"]:
         assert (made / block["file"]).stat().st_size == block["bytes"]
         with SafetensorsFile.open(made / block["file"]) as file:
@@ -258,16 +259,16 @@ def test_a_model_of_another_shape_is_refused(checkpoint, target, tmp_path):
 
 
 def edited(target: Path, change: Callable[[dict], object]) -> None:
-    index = json.loads((target / INDEX).read_text())
+    index = json.loads((target / PACKED_INDEX).read_text())
     change(index)
-    (target / INDEX).write_text(json.dumps(index))
+    (target / PACKED_INDEX).write_text(json.dumps(index))
 
 
 @pytest.mark.parametrize(("version", "kind"), [(7, "a newer"), ("7", "another"), (7.0, "another"), (None, "another")])
 def test_another_layout_is_refused_with_both_versions(checkpoint, target, version, kind):
     edited(target, lambda index: index.update(layout_version=version))
     error = refusal(checkpoint, target)
-    assert error.what == f"{target / INDEX} is of {kind} layout version"
+    assert error.what == f"{target / PACKED_INDEX} is of {kind} layout version"
     assert error.why == f"it is {version!r}; this localllm reads {packed_file.LAYOUT_VERSION}"
     assert error.fix.startswith("update localllm, or") == (kind == "a newer")
     assert not needs_conversion(target)
@@ -280,19 +281,19 @@ def test_an_older_layout_is_made_anew(target, monkeypatch):
 
 
 def test_a_folder_without_an_index_is_not_finished(checkpoint, target):
-    (target / INDEX).unlink()
+    (target / PACKED_INDEX).unlink()
     assert needs_conversion(target)
     assert needs_conversion(target / "absent")
-    assert INDEX in refusal(checkpoint, target).what
+    assert PACKED_INDEX in refusal(checkpoint, target).what
 
 
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"[]", b"null", b'{"layout_version": NaN}', b'{"layout_version": 1}', b"\xff"]
 )
 def test_an_index_that_is_broken_is_refused(checkpoint, target, content):
-    (target / INDEX).write_bytes(content)
+    (target / PACKED_INDEX).write_bytes(content)
     assert not needs_conversion(target)
-    assert INDEX in refusal(checkpoint, target).what
+    assert PACKED_INDEX in refusal(checkpoint, target).what
 
 
 @pytest.mark.parametrize(
@@ -313,7 +314,7 @@ def test_an_index_that_is_broken_is_refused(checkpoint, target, content):
 )
 def test_an_index_that_says_anything_else_is_refused(checkpoint, target, change):
     edited(target, change)
-    assert INDEX in refusal(checkpoint, target).what
+    assert PACKED_INDEX in refusal(checkpoint, target).what
 
 
 def test_a_checksum_of_the_index_that_is_wrong_is_found(checkpoint, target):
@@ -421,9 +422,9 @@ def test_a_flipped_bit_anywhere_in_a_block_is_found(checkpoint, made, spoilt, bl
 @EACH
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_a_flipped_bit_in_the_index_is_found_or_changes_nothing(checkpoint, made, spoilt, place, bit):
-    data = bytearray((made / INDEX).read_bytes())
+    data = bytearray((made / PACKED_INDEX).read_bytes())
     data[int(place * len(data))] ^= 1 << bit
-    (spoilt / INDEX).write_bytes(data)
+    (spoilt / PACKED_INDEX).write_bytes(data)
     expected = read_all(open_packed(checkpoint, made))
     try:
         found = read_all(open_packed(checkpoint, spoilt))
@@ -431,4 +432,4 @@ def test_a_flipped_bit_in_the_index_is_found_or_changes_nothing(checkpoint, made
         assert str(spoilt) in error.what
     else:
         assert all(torch.equal(expected[name], found[name]) for name in expected)
-    shutil.copy(made / INDEX, spoilt)
+    shutil.copy(made / PACKED_INDEX, spoilt)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import builtins
 import math
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -345,15 +343,8 @@ def test_nf4_products_do_not_depend_on_the_slab(monkeypatch: pytest.MonkeyPatch)
     torch.testing.assert_close(NF4().linear(x, tensors, 200, None), expected)
 
 
-def test_without_bitsandbytes_nf4_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain_import = builtins.__import__
-
-    def without(name: str, *arguments: Any, **keywords: Any) -> Any:
-        if name.startswith("bitsandbytes"):
-            raise ModuleNotFoundError("No module named 'bitsandbytes'")
-        return plain_import(name, *arguments, **keywords)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+def test_without_bitsandbytes_nf4_says_what_to_install(without_module: Callable[[str, Exception], None]) -> None:
+    without_module("bitsandbytes", ModuleNotFoundError("No module named 'bitsandbytes'"))
     with pytest.raises(MissingBitsandbytesError) as caught:
         NF4().quantize(normal(4, 64))
     assert "No module named 'bitsandbytes'" in caught.value.why

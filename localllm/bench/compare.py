@@ -14,6 +14,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NoReturn
 
+from localllm.bench.measure import shortened
 from localllm.bench.report import GIB, SCHEMA_VERSION
 from localllm.errors import UsageError
 
@@ -130,16 +131,15 @@ def matched(a: Result, b: Result) -> list[tuple[Fields | None, Fields | None]]:
     waiting: dict[tuple[Any, ...], deque[int]] = defaultdict(deque)
     for index, run in enumerate(b.runs):
         waiting[_identity(run)].append(index)
-    pairs, alone, taken = [], [], set()
+    pairs, alone = [], []
     for run in a.runs:
-        twins = waiting.get(_identity(run))
+        twins = waiting[_identity(run)]
         if twins:
-            taken.add(twins[0])
             pairs.append((run, b.runs[twins.popleft()]))
         else:
             alone.append(run)
-    left = [run for index, run in enumerate(b.runs) if index not in taken]
-    return [*pairs, *zip_longest(alone, left)]
+    left = sorted(index for indices in waiting.values() for index in indices)
+    return [*pairs, *zip_longest(alone, (b.runs[index] for index in left))]
 
 
 def table(a: Result, b: Result) -> list[Row]:
@@ -197,9 +197,7 @@ def _row(label: str, a: float | None, b: float | None) -> Row:
 
 
 def _shown(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.4g}" if value < 9_999.5 else f"{value / 1000:.1f}k"  # beyond, `g` tells powers of ten
+    return "-" if value is None else shortened(value, digits=4)
 
 
 def _bar(run: Fields | None, name: str, longest: float, columns: int) -> str:

@@ -48,11 +48,11 @@ def matrices_gbs(engine: Engine) -> float | None:
     step = engine.runner.cpu_step
     if step is None:
         return None
-    run, num_bytes = step.matrices_only()
-    run()
+    tape, num_bytes = step.matrices_only()
+    tape.run()
     times: list[float] = []
     while sum(times) < _STRETCH_S:
-        times.append(seconds(run))
+        times.append(seconds(tape.run))
     return num_bytes / statistics.median(times) / 1e9
 
 

@@ -15,13 +15,13 @@ class Spread:
     max: float
 
     def __str__(self) -> str:
-        return f"{_short(self.median)} ({_short(self.min)} to {_short(self.max)})"
+        return f"{shortened(self.median)} ({shortened(self.min)} to {shortened(self.max)})"
 
 
-def _short(value: float) -> str:
-    """Three digits, or four before the point: what is measured here varies in the second."""
-    if value < 999.5:  # what `g` would round to 1e+03
-        return f"{value:.3g}"
+def shortened(value: float, digits: int = 3) -> str:
+    """So many digits, or four before the point: what is measured here varies in the second."""
+    if value < 10**digits - 0.5:  # what `g` would tell in powers of ten
+        return f"{value:.{digits}g}"
     return f"{value:.0f}" if value < 9_999.5 else f"{value / 1000:.1f}k"
 
 

@@ -19,7 +19,7 @@ from localllm.cli.front import Front, front_of
 from localllm.cli.generate import Printing, can_be_longer, is_cut_by_context, print_answer
 from localllm.cli.interrupts import Interrupted
 from localllm.cli.lines import LineReader
-from localllm.cli.prompt import argument_text, read_text_file
+from localllm.cli.prompt import argument_text, has_blanks, read_text_file
 from localllm.cli.selection import Selection, named, select
 from localllm.config import user_directories
 from localllm.errors import (
@@ -99,7 +99,7 @@ def _select(front: Front, word: str | None, flags: Mapping[str, Any]) -> Selecti
     try:
         return select(front, word, flags)
     except ModelNotFoundError as error:
-        if word is not None and " " in word.strip():
+        if word is not None and has_blanks(word):
             error.fix += f", or if it is a prompt: localllm run -p {shlex.quote(word)}"
         raise
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
 from localllm.cli.wrap import WordWrap
-from localllm.errors import LocalLLMError
+from localllm.errors import FETCH_ANEW, LocalLLMError
 
 SCHEMA_VERSION = 1
 
@@ -40,9 +40,9 @@ _GENERIC: Mapping[str, tuple[str, str]] = {
     "download": ("the hub did not answer as promised", "localllm pull MODEL"),
     "access": ("the repository is not open to everyone", "HF_TOKEN=... localllm pull MODEL"),
     "schema": ("the answer does not meet the schema", "raise --max-tokens"),
-    "checkpoint": ("a file of the model cannot be used as it is", "localllm rm MODEL && localllm pull MODEL"),
+    "checkpoint": ("a file of the model cannot be used as it is", FETCH_ANEW),
     "unsupported-model": ("this version has no such architecture", "localllm list --all"),
-    "tokenizer": ("the tokenizer's files cannot be used as they are", "localllm rm MODEL && localllm pull MODEL"),
+    "tokenizer": ("the tokenizer's files cannot be used as they are", FETCH_ANEW),
     "template": ("the chat template did not render", "localllm run MODEL --raw -p TEXT"),
     "non-finite": ("the model computed a value that is not a number", "localllm run MODEL --dtype fp32 -p TEXT"),
 }

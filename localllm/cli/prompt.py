@@ -42,7 +42,7 @@ def split_positionals(
     if not positionals:
         return None, prompt_flag
     word = positionals[0]
-    is_prompt = (not word or any(character.isspace() for character in word)) and not is_model(word)
+    is_prompt = (not word or has_blanks(word)) and not is_model(word)
     if is_prompt and prompt_flag is not None:
         raise UsageError(
             "the prompt is given twice: as an argument and with -p/--prompt",
@@ -50,6 +50,11 @@ def split_positionals(
             fix="localllm run MODEL -p PROMPT",
         )
     return (None, word) if is_prompt else (word, prompt_flag)
+
+
+def has_blanks(word: str) -> bool:
+    """Whether it reads like a prompt: no name of a model has white space, only a folder may."""
+    return any(character.isspace() for character in word)
 
 
 def argument_text(text: str, flag: str) -> str:

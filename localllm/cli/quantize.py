@@ -65,17 +65,18 @@ def quantize_command(
     name = recipe_name(weights, selection.settings.weights, group, method)
     files = selection.files
     target = packed_directory(files, name)
-    was_listed = name in packed_recipes(files)
-    was_packed = not _convert(front, files, name)
+    was_there = name in packed_recipes(files)
+    was_packed = not _convert(front, files, name, was_there=was_there)
     sizes = {"size_bytes": own_bytes(target), "checkpoint_bytes": hub.describe(model).size_bytes}
     if as_json:
         fields = {"model": files.name, "weights": name, "was_packed": was_packed, "directory": str(target)}
         front.output.json({"schema_version": SCHEMA_VERSION, **fields, **sizes})
         return
     packed, checkpoint = (format_bytes(count) for count in sizes.values())
-    done = "was packed already, and is whole" if was_packed else "is packed"
-    if was_listed and not was_packed:
-        done = "was damaged, or packed by another version, and is mended"
+    if was_packed:
+        done = "was packed already, and is whole"
+    else:
+        done = "was damaged, or packed by another version, and is mended" if was_there else "is packed"
     front.output.line(f"{files.name} {done}: {name}, {packed}, of a checkpoint of {checkpoint}, in {target}")
 
 
@@ -97,15 +98,15 @@ def recipe_name(weights: str | None, setting: str, group: int | None, method: st
     return asked
 
 
-def _convert(front: Front, files: ModelFiles, name: str) -> bool:
+def _convert(front: Front, files: ModelFiles, name: str, *, was_there: bool) -> bool:
     """Makes the packed model, or verifies the one that is there and mends it; returns whether anything was written."""
-    from localllm.hub.packed import packed_directory, packed_recipes, source_id
+    from localllm.hub.packed import packed_directory, source_id
     from localllm.models.families import load_config
 
     load_config(files.directory)  # a model that cannot run is refused before torch's second is spent
     target = packed_directory(files, name)
     label = f"packing {files.name} to {name}"
-    if name in packed_recipes(files):
+    if was_there:
         front.output.note(f"{files.name} is packed to {name} already; verifying it")
         label = f"verifying {files.name} in {name}"
     again = f"localllm quantize {shlex.quote(files.name)} --weights {name}"

@@ -35,9 +35,9 @@ def rm_command(
     front = front_of(context)
 
     def confirm(checkpoint_bytes: int, packed_bytes: int) -> None:
-        sizes = [] if packed else [format_bytes(checkpoint_bytes)]
-        sizes += [f"{format_bytes(packed_bytes)} packed"] if packed or packed_bytes else []
         if not yes:
+            sizes = [] if packed else [format_bytes(checkpoint_bytes)]
+            sizes += [f"{format_bytes(packed_bytes)} packed"] if packed or packed_bytes else []
             _ask(front, model, ", ".join(sizes), packed_only=packed)
 
     freed_bytes = hub.remove(model, packed_only=packed, confirm=confirm)

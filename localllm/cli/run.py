@@ -15,7 +15,7 @@ from localllm.cli.front import Front, front_of
 from localllm.cli.generate import Printing, can_be_longer, is_cut_by_context, print_answer
 from localllm.cli.names import is_model
 from localllm.cli.options import refuse_together
-from localllm.cli.prompt import split_positionals
+from localllm.cli.prompt import has_blanks, split_positionals
 from localllm.cli.selection import Selection, select, select_text_only
 from localllm.cli.source import Source, read_source
 from localllm.errors import ModelNotFoundError, UsageError
@@ -144,7 +144,7 @@ def _select(front: Front, word: str | None, text: str | None, flags: Mapping[str
             raise
         if text is None:
             error.fix += f", or if it is the prompt: localllm run -p {shlex.quote(word)}"
-        elif any(character.isspace() for character in word) and is_model(text):  # in the wrong order
+        elif has_blanks(word) and is_model(text):  # in the wrong order
             error.fix = shlex.join(["localllm", "run", text, word])
         raise
 

@@ -65,10 +65,8 @@ def named(error: LocalLLMError, files: ModelFiles | None) -> LocalLLMError:
     if files is None:
         return error
     if files.repo is None:
-        place = (
-            "reinstall localllm" if files.name == BUILT_IN else f"copy the model's files into {files.directory} anew"
-        )
-        error.fix = error.fix.replace(FETCH_ANEW, place)
+        copy = f"copy the model's files into {files.directory} anew"
+        error.fix = error.fix.replace(FETCH_ANEW, "reinstall localllm" if files.name == BUILT_IN else copy)
     error.fix = re.sub(r"(?<!\S)MODEL(?![^\s,)])", lambda _: shlex.quote(files.name), error.fix)
     return error
 
@@ -78,10 +76,9 @@ def _located(front: Front, word: str | None, flags: Mapping[str, Any], *, needs_
 
     resolved = load_settings(setting_flags(flags))
     settings = resolved.settings
+    name = settings.model if word is None else word
     try:
-        files = hub.locate(
-            settings.model if word is None else word, offline=settings.offline, needs_config=needs_config
-        )
+        files = hub.locate(name, offline=settings.offline, needs_config=needs_config)
     except ModelNotFoundError as error:
         origin = resolved.origins["model"]
         if word is None and origin.kind != "default":

@@ -21,9 +21,8 @@ def remove(
 ) -> int:
     """Deletes a model's files, unfinished and packed ones too, and returns the bytes that became free.
 
-    confirm(bytes of the checkpoint, packed bytes) hears of it before anything is deleted, and may raise.
-
     packed_only: the packed ones alone, which the built-in model and a user's folder may have as well.
+    confirm(bytes of the checkpoint, packed bytes) hears of it before anything is deleted, and may raise.
     `org/repo@revision` deletes that snapshot and the files that no other snapshot shares. Links are deleted, never
     followed. Raises UsageError for the files of the built-in model and of a user's folder, ModelNotFoundError where
     nothing is, LocalLLMError where another process is at work on them.

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from localllm.errors import CheckpointError, DoesNotFitError, LocalLLMError
 from localllm.hub.exclusive import exclusive
+from localllm.hub.packed import PACKED_INDEX
 from localllm.hub.partial_file import free_bytes
 from localllm.hub.repo_cache import sync_directory
 from localllm.models.block_source import CheckpointBlocks
@@ -23,7 +24,7 @@ from localllm.models.checkpoint import Checkpoint
 from localllm.models.families import load_config
 from localllm.models.layout import BlockLayout, block_layouts, model_bytes
 from localllm.models.load import Progress
-from localllm.models.packed import INDEX, PackedModel, PackedPlan, read_index
+from localllm.models.packed import PackedModel, PackedPlan, read_index
 from localllm.models.packed_file import TEMPORARY, NewFile, PackedFile, write_block
 from localllm.quant.recipe import Recipe
 
@@ -122,7 +123,7 @@ class _Conversion:
             # What was made of it before may be wrong as well, and files that are fetched anew are of the same revision.
             self._discard(self._layouts)
             raise
-        with NewFile(self._target / INDEX) as new:
+        with NewFile(self._target / PACKED_INDEX) as new:
             new.write(memoryview(json.dumps(self._plan.index(checksums), indent=1).encode()))
             new.publish()
 
@@ -145,7 +146,7 @@ class _Conversion:
         return checksums
 
     def _discard(self, layouts: Iterable[BlockLayout]) -> None:
-        (self._target / INDEX).unlink(missing_ok=True)
+        (self._target / PACKED_INDEX).unlink(missing_ok=True)
         for layout in layouts:
             self._path(layout).unlink(missing_ok=True)
         sync_directory(self._target)

@@ -100,14 +100,14 @@ class CpuStep:
     def _trimmed(self, logits: Tensor, rows: int) -> Tensor:
         return self.decoder.capped(logits[:rows, : self.decoder.head.out_features])
 
-    def matrices_only(self) -> tuple[Callable[[], None], int]:
+    def matrices_only(self) -> tuple[Tape, int]:
         """All matrices of the blocks for one row, without what is between them, and their bytes: to be timed."""
         room = self._reserve(1)
         rows = room.activations.resize(1, self.isa)
         recorder = _Recorder(self.decoder, self.isa, room, rows, 1)
         linears = [linear for block in self.decoder.blocks for linear in _linears(block)]
         tape = Tape([recorder.multiply(linear, room.wide, adds=False) for linear in linears])
-        return tape.run, sum(tensor.nbytes for linear in linears for tensor in linear.tensors.values())
+        return tape, sum(tensor.nbytes for linear in linears for tensor in linear.tensors.values())
 
     def _reserve(self, rows: int) -> _Room:
         if self._room is None or rows > self._room.rows:

@@ -31,7 +31,6 @@ from localllm.models.packed_file import CHECKSUM, DTYPES, LAYOUT_VERSION, Packed
 from localllm.models.strict_json import JsonLimits, read_json_object
 from localllm.quant.recipe import Recipe
 
-INDEX = PACKED_INDEX
 _LIMITS = JsonLimits(size_bytes=16 << 20)
 # Of the config, what the packed bytes depend on.
 _MODEL_FIELDS = (
@@ -104,7 +103,7 @@ def needs_conversion(directory: Path) -> bool:
 
 def read_index(directory: Path) -> dict[str, object]:
     """Whatever index.json holds. Raises CheckpointError where that is no JSON object, or nothing."""
-    return read_json_object(directory / INDEX, _LIMITS)
+    return read_json_object(directory / PACKED_INDEX, _LIMITS)
 
 
 class PackedModel:
@@ -137,12 +136,12 @@ class PackedModel:
         plan = PackedPlan(config, recipe, source, model)
         with ExitStack() as held:
             with suppress(OSError):  # no index: said below
-                held.enter_context(reading(directory / INDEX))
+                held.enter_context(reading(directory / PACKED_INDEX))
             try:
                 found = read_index(directory)
             except CheckpointError as error:
                 raise CheckpointError(error.what, why=error.why, fix=plan.command) from None
-            plan, checksums = _agreed(found, plan, directory / INDEX)
+            plan, checksums = _agreed(found, plan, directory / PACKED_INDEX)
             for file in plan.files.values():
                 _check_size(directory / file.file_name, file.file_bytes, plan)
             return cls(directory, plan, checksums, held.pop_all())
@@ -207,7 +206,7 @@ class PackedModel:
             digest.update(chunk[len(own) :])
             position += len(chunk)
         if digest.hexdigest() != self._checksums[file.name]:
-            why = f"the checksum of its bytes is {digest.hexdigest()}, {INDEX} has {self._checksums[file.name]}"
+            why = f"the checksum of its bytes is {digest.hexdigest()}, {PACKED_INDEX} has {self._checksums[file.name]}"
             raise self._refusal(file, "is damaged", why)
 
     def _refusal(self, file: PackedFile, what: str, why: str) -> CheckpointError:

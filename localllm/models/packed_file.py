@@ -106,9 +106,9 @@ class PackedFile:
 
     def checksum_of(self, path: Path) -> str | None:
         """The checksum of the file at `path`; None where it is not exactly this block, whole and undamaged."""
-        digest = xxhash.xxh3_128()
         if not path.is_file():  # a pipe would be waited for
             return None
+        digest = xxhash.xxh3_128()
         try:
             with path.open("rb", buffering=0) as file:
                 header = file.read(self.data_begin)
