@@ -19,15 +19,16 @@ from hypothesis import strategies as st
 
 from localllm.errors import CheckpointError
 from localllm.hub.packed import PACKED_INDEX
-from localllm.models import disk_read, packed, packed_file
+from localllm.models import packed, packed_file
 from localllm.models.block_source import CheckpointBlocks
 from localllm.models.checkpoint import Checkpoint
 from localllm.models.families import load_config
-from localllm.models.host_buffer import PAGE_BYTES, host_buffer
 from localllm.models.layout import block_layouts
 from localllm.models.load import load_decoder
 from localllm.models.packed import needs_conversion
 from localllm.models.safetensors_file import SafetensorsFile
+from localllm.offload import disk_read
+from localllm.offload.host_buffer import PAGE_BYTES, host_buffer
 from localllm.quant.recipe import recipe
 from tests.checkpoints import FAMILIES
 from tests.packed_support import (

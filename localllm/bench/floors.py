@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from localllm.bench.measure import seconds
-from localllm.models.host_buffer import host_buffer
+from localllm.offload.host_buffer import host_buffer
 
 MEMORY_BYTES = 1 << 30  # far beyond every cache: 32 MiB of it would be read at twice the speed
 _MEMORY_STREAMS = (1, 8, 64, 512)

@@ -23,12 +23,12 @@ from localllm.errors import CheckpointError
 from localllm.hub.exclusive import reading
 from localllm.hub.packed import PACKED_INDEX, is_whole
 from localllm.models.config import ModelConfig
-from localllm.models.disk_read import READERS, FileRead
 from localllm.models.fields import show
-from localllm.models.host_buffer import host_buffer
 from localllm.models.layout import BlockLayout, block_layouts
 from localllm.models.packed_file import CHECKSUM, DTYPES, LAYOUT_VERSION, PackedFile
 from localllm.models.strict_json import JsonLimits, read_json_object
+from localllm.offload.disk_read import READERS, FileRead
+from localllm.offload.host_buffer import host_buffer
 from localllm.quant.recipe import Recipe
 
 _LIMITS = JsonLimits(size_bytes=16 << 20)

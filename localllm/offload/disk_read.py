@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy
 
-from localllm.models.host_buffer import PAGE_BYTES
+from localllm.offload.host_buffer import PAGE_BYTES
 
 # O_DIRECT reads by four threads reach what the disk has (2.3 GB/s where `dd iflag=direct` has 2.2) and leave the cores
 # alone; through the page cache it was 0.4 to 1.6 GB/s, and a core was busy copying.
