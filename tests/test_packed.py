@@ -146,8 +146,8 @@ def test_blocks_may_be_asked_for_in_any_order(checkpoint, made):
 
 def test_no_more_than_one_block_is_read_ahead(checkpoint, made, monkeypatch):
     opened: list[str] = []
-    real = disk_read._open
-    monkeypatch.setattr(disk_read, "_open", lambda path, flags=0: (opened.append(path.name), real(path, flags))[1])
+    real = disk_read.open_plain
+    monkeypatch.setattr(disk_read, "open_plain", lambda path, flags=0: (opened.append(path.name), real(path, flags))[1])
     with open_packed(checkpoint, made) as packed:
         layouts = block_layouts(packed.config)
         for number, layout in enumerate(layouts, 1):

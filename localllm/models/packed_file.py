@@ -58,6 +58,13 @@ class PackedTensor:
     def end(self) -> int:
         return self.begin + self.spec.nbytes
 
+    def read(self, descriptor: int, data_begin: int) -> Tensor:
+        """The tensor, from an open file. Raises OSError, and EOFError where the file ends before."""
+        content = bytearray(os.pread(descriptor, self.spec.nbytes, data_begin + self.begin))
+        if len(content) < self.spec.nbytes:
+            raise EOFError(f"it ends before byte {data_begin + self.end}")
+        return torch.frombuffer(content, dtype=self.spec.dtype).view(self.spec.shape)
+
 
 @dataclass(frozen=True)
 class PackedFile:
