@@ -7,6 +7,7 @@ with that before a byte is used, and every block with its checksum while the nex
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import shlex
 from collections.abc import Iterable, Mapping
@@ -121,7 +122,7 @@ class PackedModel:
         self._plan = plan
         self._files = plan.files
         self._checksums = checksums
-        self._next = dict(zip(self._files, list(self._files)[1:], strict=False))  # block -> the one after it
+        self._next = dict(itertools.pairwise(self._files))  # block -> the one after it
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="packed-read")
         self._ahead: tuple[str, Tensor, FileRead] | None = None
 
@@ -181,8 +182,7 @@ class PackedModel:
 
     def read_ahead_only(self, names: Iterable[str]) -> None:
         """Of the blocks that follow each other, only these are begun before they are asked for."""
-        kept = list(names)
-        self._next = dict(zip(kept, kept[1:], strict=False))
+        self._next = dict(itertools.pairwise(names))
 
     def streamed_file(self, layout: BlockLayout) -> StreamedFile:
         """The block's file as a stream reads it: whole, again and again."""
