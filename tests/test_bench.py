@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from localllm.bench import decoding, floors, subject
+from localllm.bench import decoding, subject
 from localllm.bench.decoding import Depth, random_ids, read_prompt
-from localllm.bench.floors import disk_file
 from localllm.bench.machine import PeakMemory
 from localllm.bench.measure import Spread
 from localllm.bench.random_blocks import RandomBlocks
@@ -31,6 +30,8 @@ from localllm.engine.runner import Chunk
 from localllm.errors import ModelNotFoundError
 from localllm.models.families import parse_config
 from localllm.models.layout import block_layouts, model_bytes
+from localllm.offload import floors
+from localllm.offload.floors import disk_file
 from localllm.quant.recipe import recipe
 from localllm.registry import BUILT_IN, load_registry
 from tests.cli_support import write_checkpoint

@@ -10,13 +10,13 @@ from statistics import harmonic_mean, median
 import torch
 
 from localllm.bench.decoding import Depth, matrices_gbs, random_ids, read_prompt
-from localllm.bench.floors import DeviceFloors, MatmulFloor, MemoryFloor, disk_file
 from localllm.bench.machine import PeakMemory, machine
 from localllm.bench.measure import paired, spread
 from localllm.bench.report import Floors, Report, Run
 from localllm.bench.subject import Subject
 from localllm.bench.workload import Workload
 from localllm.engine.events import Timings
+from localllm.offload.floors import DeviceFloors, MatmulFloor, MemoryFloor, disk_file
 
 _MOST_DISK_READS = 5  # a second each, and nothing that comes later stands beside them
 

@@ -56,6 +56,7 @@ def loading(front: Front, selection: Selection) -> Iterator[Loading]:
     def load() -> Engine:
         started = time.perf_counter()
         from localllm.engine.engine import Engine
+        from localllm.engine.loading import Watcher
 
         try:
             engine = Engine.load(
@@ -64,10 +65,10 @@ def loading(front: Front, selection: Selection) -> Iterator[Loading]:
                 dtype=settings.dtype,
                 weights=settings.weights,
                 ctx=settings.ctx,
+                ram=settings.ram,
+                vram=settings.vram,
                 threads=settings.threads,
-                progress=reading,
-                on_convert=packing.update,
-                on_wait=packing.wait,
+                watcher=Watcher(reading, packing.update, packing.wait, line.show),
             )
         finally:
             packing.end()

@@ -73,6 +73,17 @@ def out_of_memory(device: torch.device, error: BaseException) -> DoesNotFitError
     )
 
 
+def require_context(config: ModelConfig, asked: int | None) -> None:
+    """Raises UsageError for a context that the model was not made for."""
+    longest = config.longest_context
+    if asked is not None and not 1 <= asked <= longest:
+        raise UsageError(
+            f"a context of {asked} tokens is not possible with this model",
+            why=f"it was trained for at most {longest}",
+            fix=f"--ctx {longest}",
+        )
+
+
 def choose_ctx(
     config: ModelConfig,
     weight_bytes: int,
@@ -89,13 +100,7 @@ def choose_ctx(
     per_token = kv_bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
     usable = int(free_bytes * HEADROOM)
     kv_tokens = (usable - weight_bytes) // per_token
-    longest = config.longest_context
-    if asked is not None and not 1 <= asked <= longest:
-        raise UsageError(
-            f"a context of {asked} tokens is not possible with this model",
-            why=f"it was trained for at most {longest}",
-            fix=f"--ctx {longest}",
-        )
+    require_context(config, asked)
     wanted = asked if asked is not None else min(config.max_position_embeddings, DEFAULT_CTX)
     least = wanted if asked is not None else min(wanted, MIN_CTX)
     if kv_tokens < least:

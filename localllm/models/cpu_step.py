@@ -17,6 +17,7 @@ from localllm.kernels import cpu_attention, cpu_embed, cpu_matmul, cpu_norm, cpu
 from localllm.kernels.cpu_isa import MOST_ROWS, Isa
 from localllm.kernels.cpu_jit import best_isa
 from localllm.kernels.cpu_linear import Activations, PackedMatrix, Step, float_bits, is_available
+from localllm.kernels.cpu_matmul import INT8_GROUP
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.tile16 import TILE
 from localllm.layers.attention import Attention
@@ -24,12 +25,39 @@ from localllm.layers.batch import Batch
 from localllm.layers.linear import Linear
 from localllm.layers.mlp import MLP
 from localllm.layers.norm import RMSNorm
+from localllm.models.config import ModelConfig
 from localllm.models.decoder import Block, Decoder
 from localllm.models.layout import EMBED, HEAD
 from localllm.quant.int4 import Int4
 from localllm.quant.int8 import Int8
+from localllm.quant.recipe import Recipe
 
 HALF_VECTOR = 32  # of head and rotary dimensions: pairs of bf16 fill whole registers
+
+
+def supports_shape(config: ModelConfig, recipe: Recipe, dtype: torch.dtype) -> bool:
+    """Whether a decoder of this shape on a CPU is computed by native steps, as far as is known before it is loaded."""
+    return (
+        dtype is torch.bfloat16
+        and config.head_dim % HALF_VECTOR == 0
+        and config.rotary_dim % HALF_VECTOR == 0
+        and isinstance(recipe.blocks, Int4 | Int8)
+        and is_available()
+    )
+
+
+def native_row_bytes(config: ModelConfig, recipe: Recipe) -> int:
+    """What a room for one more row takes."""
+    H, D, KH = config.num_heads, config.head_dim, config.num_kv_heads
+    widest_in = max(config.hidden_size, config.intermediate_size, H * D)
+    widest_out = max(2 * config.intermediate_size, (H + 2 * KH) * D, config.hidden_size)
+    group = recipe.blocks.group if isinstance(recipe.blocks, Int4) else INT8_GROUP
+    floats = 2 * config.hidden_size + widest_out + H * D + 3 * (widest_in // group)
+    floats += 2 * config.rotary_dim * len(set(config.ropes))
+    words = len(cpu_rope.TOKEN_WORDS) + H * len(cpu_attention.TASK_WORDS) + 1
+    return 4 * floats + 8 * words + widest_in
+
+
 NO_WINDOW = 1 << 40
 
 

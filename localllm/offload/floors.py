@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 
-from localllm.bench.measure import seconds
 from localllm.offload.host_buffer import host_buffer
 
 MEMORY_BYTES = 1 << 30  # far beyond every cache: 32 MiB of it would be read at twice the speed
@@ -37,14 +36,20 @@ _DISK_THREADS = 4
 _DISK_SECONDS = 1.0  # of one sample, at most: a slow disk must not hold up the rest
 
 
+def seconds(action: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
+
+
 class MemoryFloor:
     """Reading a buffer far larger than the caches, in such pages as weights lie in, with all of torch's threads.
 
     It is read as so many streams side by side as give the most: how many that is depends on the machine.
     """
 
-    def __init__(self) -> None:
-        self._buffer = host_buffer(MEMORY_BYTES).view(torch.float32)
+    def __init__(self, num_bytes: int | None = None) -> None:
+        self._buffer = host_buffer(num_bytes or MEMORY_BYTES).view(torch.float32)
         noise = torch.randn(_NOISE_VALUES)  # drawn once and repeated: a whole buffer of it takes seconds
         self._buffer.view(-1, _NOISE_VALUES).copy_(noise)
         best = {streams: max(self._gbs(streams) for _ in range(_MEMORY_TRIALS)) for streams in _MEMORY_STREAMS}
@@ -62,7 +67,7 @@ class MatmulFloor:
     """The library's bf16 matrix product, as a chunk of a prompt needs it."""
 
     def __init__(self, device: torch.device) -> None:
-        M, N, K = MATMUL_SHAPE  # noqa: N806
+        M, N, K = MATMUL_SHAPE
         self._x = torch.randn((M, K), device=device).bfloat16()
         weight = torch.randn((N, K), device=device).bfloat16()
         self._weights = [weight.clone() for _ in range(MATMUL_COPIES)]
@@ -138,14 +143,15 @@ class DiskFile:
 
 
 @contextlib.contextmanager
-def disk_file(directory: Path) -> Iterator[DiskFile | None]:
+def disk_file(directory: Path, most_bytes: int | None = None) -> Iterator[DiskFile | None]:
     """A file on the disk of `directory`, which need not exist yet; None where there is no room or no leave for one."""
     existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.is_dir())
-    num_bytes = min(DISK_BYTES, shutil.disk_usage(existing).free // 4) // _DISK_CHUNK_BYTES * _DISK_CHUNK_BYTES
+    most_bytes = most_bytes or DISK_BYTES
+    num_bytes = min(most_bytes, shutil.disk_usage(existing).free // 4) // _DISK_CHUNK_BYTES * _DISK_CHUNK_BYTES
     with contextlib.ExitStack() as stack:
         try:
             written = stack.enter_context(tempfile.TemporaryFile(dir=existing))
-            if num_bytes < min(DISK_BYTES, _LEAST_DISK_BYTES) or not hasattr(os, "preadv"):
+            if num_bytes < min(most_bytes, _LEAST_DISK_BYTES) or not hasattr(os, "preadv"):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             _write_random(written.fileno(), num_bytes)
         except OSError:
