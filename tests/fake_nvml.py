@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -50,6 +51,7 @@ class FakeNvml:
 
     def _module(self) -> ModuleType:
         module: Any = ModuleType("pynvml")
+        module.__spec__ = ModuleSpec("pynvml", None)
         module.NVMLError, module.nvmlMemory_v2 = NVMLError, 0x2000028
         module.nvmlInit, module.nvmlShutdown = self._open, self._close
         module.nvmlSystemGetDriverVersion = lambda: self.driver

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -58,6 +59,12 @@ def test_a_driver_that_refuses_has_no_cards_and_a_reason(monkeypatch: pytest.Mon
 
 def test_without_the_package_there_are_no_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert gpus() == ()
+    assert refusal()
+
+
+def test_another_package_of_that_name_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", ModuleType("pynvml"))
     assert gpus() == ()
     assert refusal()
 

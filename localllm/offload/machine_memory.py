@@ -43,7 +43,7 @@ def cgroup_free_bytes(root: Path = ROOT, self_cgroup: Path = SELF_CGROUP) -> int
 
 
 def memory_limits(root: Path = ROOT, self_cgroup: Path = SELF_CGROUP) -> tuple[MemoryLimit, ...]:
-    """Every limit on the way from the process's own group to the root. What cannot be read is no limit: never raises."""
+    """Every limit from the process's own group up to the root. Never raises: what cannot be read is no limit."""
     found = []
     for hierarchy, group in _memberships(self_cgroup):
         if hierarchy == "memory":

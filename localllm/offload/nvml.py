@@ -56,15 +56,14 @@ def _read() -> tuple[tuple[Gpu, ...], str]:
         import pynvml
 
         pynvml.nvmlInit()
+        try:
+            handles = [_told(pynvml.nvmlDeviceGetHandleByIndex, index) for index in range(pynvml.nvmlDeviceGetCount())]
+            found = [_gpu(pynvml, index, handle) for index, handle in enumerate(handles) if handle is not None]
+            return tuple(found), "no card answers"
+        finally:
+            pynvml.nvmlShutdown()
     except Exception as error:  # no package, no library, a library of another version than the kernel's module
         return (), str(error)
-    try:
-        count = _told(pynvml.nvmlDeviceGetCount) or 0
-        handles = [(index, _told(pynvml.nvmlDeviceGetHandleByIndex, index)) for index in range(count)]
-        cards = tuple(_gpu(pynvml, index, handle) for index, handle in handles if handle is not None)
-        return cards, "no card answers"
-    finally:
-        _told(pynvml.nvmlShutdown)
 
 
 def _gpu(nvml: Any, index: int, handle: Any) -> Gpu:
