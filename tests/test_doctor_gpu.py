@@ -327,6 +327,16 @@ def test_a_container_that_was_not_given_the_card_is_told_from_a_broken_driver(
     assert check_gpu((), 0, tmp_path).fix == "docker run --gpus all IMAGE"
 
 
+def test_a_container_that_was_given_the_card_has_a_driver_that_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FakeNvml([], refuses="RM has detected an NVML/RM version mismatch.").install(monkeypatch)
+    for name in (".dockerenv", "dev/nvidiactl"):
+        file_of(tmp_path, name)
+    loaded_driver(tmp_path)
+    assert "version mismatch" in check_gpu((), 0, tmp_path).detail
+
+
 @pytest.mark.parametrize("devices", [1, 0])
 def test_a_card_is_not_judged_without_nvidias_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: int
@@ -382,16 +392,17 @@ def test_a_link_is_judged_while_it_is_awake(now: dict[str, Any], trial_gbs: Any,
 
 
 class FakeTorch(SimpleNamespace):
-    """As much of torch as copies to a card; copying wakes the card's link."""
+    """As much of torch as copies to the second of two cards, of which this is the first that NVML names."""
 
     def __init__(self, nvml_card: FakeCard, *, full: bool = False) -> None:
         def empty(num_bytes: int, *, dtype: str, pin_memory: bool = False, device: Any = None) -> SimpleNamespace:
             assert pin_memory != (device is not None)
             if full and device is not None:
                 raise RuntimeError("CUDA out of memory")
-            return SimpleNamespace(device=device, copy_=copy)
+            return SimpleNamespace(device=device, copy_=lambda _source: copy(device))
 
-        def copy(_source: object) -> None:
+        def copy(device: int) -> None:
+            assert properties[device].uuid in nvml_card.uuid
             nvml_card.generation = (4, 4)
 
         properties = [SimpleNamespace(uuid="ffff"), SimpleNamespace(uuid="0a1b")]

@@ -77,6 +77,7 @@ def test_where_the_kernel_slows_a_group_down_is_a_limit_too(root: Path, self_cgr
 def test_version_1_has_its_own_hierarchy_and_its_own_word_for_no_limit(root: Path, self_cgroup: Path) -> None:
     self_cgroup.write_text("5:cpu,cpuacct:/elsewhere\n4:memory:/a/b\n0::/\n")
     group_v1(root / "memory", NO_LIMIT_V1)
+    group_v1(root / "memory" / "elsewhere", GIB)
     group_v1(root / "memory" / "a", 6 * GIB, used=4 * GIB, cache=GIB)
     group_v1(root / "memory" / "a" / "b", NO_LIMIT_V1)
     assert cgroup_limit_bytes(root, self_cgroup) == 6 * GIB
