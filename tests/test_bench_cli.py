@@ -29,7 +29,7 @@ QUICK = ("--prompt-tokens", "12", "--gen-tokens", "4", "--rounds", "2", "--devic
 @pytest.fixture(autouse=True)
 def small_floors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(floors, "MEMORY_BYTES", 1 << 20)
-    monkeypatch.setattr(floors, "DISK_BYTES", 16 << 20)
+    monkeypatch.setattr("localllm.bench.run.DISK_BYTES", 16 << 20)
     monkeypatch.setattr(floors, "MATMUL_SHAPE", (16, 64, 64))
 
 

@@ -14,7 +14,7 @@ import torch
 
 from localllm import Engine, EngineService, FinishedEvent, PrefillEvent, Request, SamplingParams, TokenEvent
 from localllm.engine import engine as engine_module
-from localllm.engine import loading, memory
+from localllm.engine import loading
 from localllm.engine.events import Event
 from localllm.engine.runner import Chunk
 from localllm.engine.scheduler import Limits
@@ -501,13 +501,6 @@ def test_a_yarn_model_reaches_its_stretched_context(tmp_path: Path) -> None:
     assert Engine.load(tmp_path, device="cpu", dtype="fp32", ctx=256).ctx == 256
     with pytest.raises(UsageError, match="257"):
         Engine.load(tmp_path, device="cpu", dtype="fp32", ctx=257)
-
-
-def test_file_cache_in_a_container_counts_as_free_memory(tmp_path: Path) -> None:
-    (tmp_path / "memory.max").write_text("16000\n")
-    (tmp_path / "memory.current").write_text("15000\n")
-    (tmp_path / "memory.stat").write_text("anon 1000\nactive_file 4000\ninactive_file 9000\n")
-    assert memory._cgroup_free_bytes(tmp_path) == 14000
 
 
 OPTIONAL = ("triton", "textual", "bitsandbytes", "starlette", "llvmlite", "transformers")

@@ -20,7 +20,8 @@ import psutil
 import torch
 
 from localllm.config import user_directories
-from localllm.offload.floors import MemoryFloor, disk_file, seconds
+from localllm.offload.disk_speed import disk_file
+from localllm.offload.floors import MemoryFloor, seconds
 from localllm.offload.host_buffer import give_back_freed
 from localllm.offload.plan import Bound, Rates
 from localllm.quant.weight_format import WeightFormat
