@@ -25,7 +25,7 @@ import psutil
 from benchmarks.peers_protocol import UnavailableError, Worker
 from benchmarks.peers_results import Figure, Task, print_report, save, summary
 from localllm.bench.machine import machine
-from localllm.bench.shapes import shipped_shapes
+from localllm.models.shapes import shipped_shapes
 
 MODELS = ("tinyllama-1.1b", "mistral-7b", "llama-3.1-8b")  # shapes that all sides know
 OURS, LLAMA, TRANSFORMERS = "localllm", "llama.cpp", "transformers"

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from benchmarks.peers_protocol import UnavailableError, serve
-from localllm.bench.shapes import Shape
 from localllm.bench.subject import matrix_bytes, random_subject
 from localllm.engine.events import FinishedEvent, TokenEvent
 from localllm.engine.request import SamplingParams
 from localllm.models.families import parse_config
+from localllm.models.shapes import Shape
 from localllm.offload.floors import MemoryFloor
 from localllm.quant.recipe import recipe
 

@@ -19,7 +19,6 @@ from localllm.bench.machine import PeakMemory
 from localllm.bench.measure import Spread
 from localllm.bench.random_blocks import RandomBlocks
 from localllm.bench.run import Decoding, Peaks, Round, summary
-from localllm.bench.shapes import Shape, find_shape, shipped_shapes
 from localllm.bench.subject import Subject, random_subject
 from localllm.bench.workload import Workload
 from localllm.engine.engine import Engine
@@ -28,6 +27,7 @@ from localllm.engine.runner import Chunk
 from localllm.errors import ModelNotFoundError
 from localllm.models.families import parse_config
 from localllm.models.layout import block_layouts, model_bytes
+from localllm.models.shapes import Shape, find_shape, shipped_shapes
 from localllm.offload import floors
 from localllm.quant.recipe import recipe
 from localllm.registry import BUILT_IN, load_registry

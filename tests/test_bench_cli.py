@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from localllm.bench import compare, subject
-from localllm.bench.shapes import find_shape
 from localllm.bench.workload import Workload
 from localllm.errors import ContextOverflowError, UsageError
+from localllm.models.shapes import find_shape
 from localllm.offload import floors
 from tests.cli_support import Result, run_cli, start_cli, write_checkpoint
 from tests.test_imports import HEAVY, loaded_by

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from localllm.bench.random_blocks import RandomBlocks
-from localllm.bench.shapes import Shape
 from localllm.cache.contiguous import kv_bytes_per_token
 from localllm.engine.engine import Engine
 from localllm.engine.loading import Watcher
@@ -30,6 +29,7 @@ from localllm.models.config import ModelConfig
 from localllm.models.decoder import Decoder
 from localllm.models.layout import model_bytes
 from localllm.models.load import Progress, load_decoder
+from localllm.models.shapes import Shape
 from localllm.quant.dense import Dense
 from localllm.quant.recipe import DEFAULT, RECIPES, Recipe
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from localllm import __version__
-from localllm.cli import bench, chat, perplexity, pull, quantize, run, tokenize
+from localllm.cli import bench, chat, perplexity, plan, pull, quantize, run, tokenize
 from localllm.cli.bench import bench_command
 from localllm.cli.chat import chat_command
 from localllm.cli.commands import PlainCommand, PlainGroup
@@ -18,6 +18,7 @@ from localllm.cli.front import front_of
 from localllm.cli.help import help_command
 from localllm.cli.list import list_command
 from localllm.cli.perplexity import perplexity_command
+from localllm.cli.plan import plan_command
 from localllm.cli.pull import pull_command
 from localllm.cli.quantize import quantize_command
 from localllm.cli.rm import rm_command
@@ -73,6 +74,7 @@ _add("show", show_command)
 _add("rm", rm_command)
 _add("tokenize", tokenize_command, tokenize.EXAMPLES)
 _add("perplexity", perplexity_command, perplexity.EXAMPLES)
+_add("plan", plan_command, plan.EXAMPLES)
 _add("bench", bench_command, bench.EXAMPLES)
 _add("doctor", doctor_command)
 app.add_typer(config_app)

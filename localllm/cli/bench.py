@@ -116,7 +116,7 @@ class _Target:
 
 
 def _random_target(word: str | None, flags: Mapping[str, Any]) -> _Target:
-    from localllm.bench.shapes import find_shape
+    from localllm.models.shapes import find_shape
 
     settings = load_settings(options.setting_flags(flags)).settings
     shape = find_shape(settings.model if word is None else word)
@@ -146,11 +146,11 @@ def _run(output: Output, target: _Target, workload: Workload, packing: Packing, 
     import torch
 
     from localllm.bench.run import run_benchmark
-    from localllm.bench.shapes import Shape
     from localllm.bench.subject import installed_subject, pack_ahead, random_subject, require_room
     from localllm.engine.memory import choose_device, choose_dtype
     from localllm.engine.weights import choose_recipe
     from localllm.hub.packed import packed_recipes, packed_root
+    from localllm.models.shapes import Shape
     from localllm.quant.recipe import recipe
 
     settings, files, config = target.settings, target.files, target.config

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 from localllm.cli.wrap import WordWrap
 from localllm.errors import FETCH_ANEW, LocalLLMError
@@ -25,6 +25,8 @@ SCHEMA_VERSION = 1
 # newline, DEL, C1, and the bidirectional overrides.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _BOLD, _DIM, _RED, _YELLOW, _RESET = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[33m", "\x1b[0m"
+Tone = Literal["plain", "good", "fair", "poor"]
+_TONE_STYLES: Mapping[Tone, str] = {"good": "\x1b[32m", "fair": _YELLOW, "poor": _RED}
 _CLEAR_LINE = "\r\x1b[2K"
 _RATE_WINDOW_S = 10.0
 _NARROWEST_BAR = 5  # columns; where a terminal has no room for it, the time that is left goes first
@@ -90,7 +92,8 @@ class Output:
         self._wrap = WordWrap(lambda: _columns(1))
         self.stdout_is_terminal = _is_terminal(stdout)
         self.stderr_is_terminal = _is_terminal(stderr)
-        self.coloured = self.stderr_is_terminal and _wants_colour(environ)
+        self._wants_colour = _wants_colour(environ)
+        self.coloured = self.stderr_is_terminal and self._wants_colour
         self.animated = self.stderr_is_terminal and environ.get("TERM", "") != "dumb"
 
     @classmethod
@@ -129,6 +132,14 @@ class Output:
     def line(self, text: str = "") -> None:
         """One line of a listing."""
         self._write_stdout((printable(text) if self.stdout_is_terminal else text) + "\n")
+
+    def toned_line(self, parts: Iterable[tuple[str, Tone]]) -> None:
+        """One line of texts, each in its tone where stdout is a terminal that shows colours."""
+        is_coloured = self.stdout_is_terminal and self._wants_colour
+        styled = (
+            f"{_TONE_STYLES[tone]}{text}{_RESET}" if is_coloured and tone != "plain" else text for text, tone in parts
+        )
+        self._write_stdout("".join(styled) + "\n")
 
     def json(self, value: Mapping[str, Any], *, indent: int | None = None) -> None:
         """One JSON object, on one line unless `indent` is given; what a terminal could obey is escaped everywhere."""

@@ -73,7 +73,7 @@ def process_memory(ram_bytes: int | None) -> Memory:
         )
     held = int(psutil.Process().memory_info().rss)
     free = held + int(HEADROOM * available_bytes(torch.device("cpu")))
-    return Memory(min(ram_bytes or free, free), held + _GROWTH_BYTES, free)
+    return Memory(min(ram_bytes or free, free), held + _GROWTH_BYTES, free, total)
 
 
 def find_plan(

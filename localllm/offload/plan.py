@@ -65,11 +65,14 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Memory:
-    """ram_bytes: what the process may hold. program_bytes: what it holds without a model. most_bytes: what there is."""
+    """ram_bytes: what the process may hold. program_bytes: what it holds without a model. most_bytes: what it could hold
+    now. total_bytes: what the machine has.
+    """
 
     ram_bytes: int
     program_bytes: int
     most_bytes: int
+    total_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,8 @@ class Plan:
     pass_tokens: int
     ledger: Mapping[Tier, Mapping[str, int]]
     limits: Mapping[Tier, int]
-    decode_s: float
+    prompt_tokens: int  # of the prompt whose first token is predicted
+    decode_s: float  # behind that prompt
     ttft_s: float
     bound_by: Bound
 
@@ -160,6 +164,12 @@ class Search:
         if best is None:
             raise self._refusal()
         return best
+
+    def resident_bytes(self, ctx: int) -> int:
+        """What the process holds where no block is streamed."""
+        return sum(self._fixed(ctx, self.shape.batch_rows[0], 0).values()) + sum(
+            block.num_bytes for block in (*self.shape.blocks, self.shape.head)
+        )
 
     def least_bytes(self) -> int:
         """The least memory in which the model runs, with the context that was asked for."""
@@ -252,6 +262,7 @@ class Search:
         ram = {**owners, "weights": kept_bytes, "staging": choice.ring_bytes}
         del ram["embedding"]
         streamed_bytes = choice.streamed_bytes
+        prompt_tokens = max(1, min(PROMPT_TOKENS, ctx // 2))
         costs = StepCosts(shape, self.rates, streamed_bytes, self.corrections)
         return Plan(
             shape=shape,
@@ -265,8 +276,9 @@ class Search:
                 "disk": {"weights": streamed_bytes},
             },
             limits={"ram": memory.ram_bytes},
-            decode_s=costs.decode_s(min(PROMPT_TOKENS, ctx // 2)),
-            ttft_s=costs.prompt_s(min(PROMPT_TOKENS, ctx // 2)),
+            prompt_tokens=prompt_tokens,
+            decode_s=costs.decode_s(prompt_tokens),
+            ttft_s=costs.prompt_s(prompt_tokens),
             bound_by=costs.bound_by,
         )
 
@@ -278,7 +290,7 @@ class Search:
             why=f"in {shape.weights} it needs {_gib(least)} even where all blocks are streamed from the disk: the "
             f"program has {_gib(self.memory.program_bytes)}, the embedding {_gib(shape.embed.num_bytes)}, the "
             f"largest block, {largest.name}, {_gib(largest.num_bytes)}",
-            fix=f"--ram {-(-least // _MIB)}MiB" if least <= self.memory.most_bytes else _SMALLER,
+            fix=f"--ram {cap(least)}" if least <= self.memory.most_bytes else _SMALLER,
         )
 
 
@@ -322,6 +334,11 @@ class StepCosts:
 def _spread(blocks: tuple[BlockShape, ...], count: int) -> set[str]:
     """The names of so many of the blocks, at even distances."""
     return {blocks[(2 * index + 1) * len(blocks) // (2 * count)].name for index in range(count)}
+
+
+def cap(num_bytes: int) -> str:
+    """The next round amount, as --ram takes it."""
+    return f"{-(-num_bytes // _MIB)}MiB" if num_bytes < 2 * GIB else f"{-(-num_bytes * 10 // GIB) / 10:g}GiB"
 
 
 def _gib(num_bytes: int) -> str:

@@ -1,0 +1,169 @@
+"""`localllm plan`: where a model's blocks would rest, and how fast it would be, before a byte moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from localllm.cli import options
+from localllm.cli.front import front_of
+from localllm.cli.output import SCHEMA_VERSION, Output, Tone, format_bytes
+from localllm.config import Settings, load_settings
+
+if TYPE_CHECKING:
+    from localllm.engine.planning import Planned, Prediction
+    from localllm.offload.plan import Plan
+
+EXAMPLES = """Examples:
+
+\b
+  localllm plan mistral-7b
+  localllm plan llama-3.1-8b --ram 4GiB --ctx 4096
+  localllm plan qwen3-8b --weights bf16 --json
+"""
+_BAR_COLUMNS = 30
+_MAP_COLUMNS = 64
+_SIGNS = {"vram": "@", "ram": "#", "disk": "."}
+_MEANINGS = {"vram": "on the GPU", "ram": "stays in memory", "disk": "read from the disk at every step"}
+_TONES: Mapping[str, Tone] = {"vram": "good", "ram": "good", "disk": "poor"}
+_BOUNDS = {
+    "memory": "reading the weights from memory",
+    "compute": "computing",
+    "disk": "reading blocks from the disk",
+    "link": "copying blocks to the GPU",
+}
+
+
+def plan_command(
+    context: typer.Context,
+    model: options.Model = None,
+    weights: options.Weights = None,
+    ctx: options.Ctx = None,
+    ram: options.Ram = None,
+    vram: options.Vram = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    threads: options.Threads = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Show where a model would rest, and how fast it would be.
+
+    Nothing is downloaded or loaded: a model's shape is enough. What this machine can do is measured once, in a few
+    seconds; predictions are corrected by what later runs measure.
+    """
+    flags = dict(locals())
+    front = front_of(context)
+    settings = load_settings(options.setting_flags(flags)).settings
+    with front.output.progress("planning") as line:
+        planned = _planned(model, settings, line.show)
+    if as_json:
+        front.output.json({"schema_version": SCHEMA_VERSION, **_fields(planned)}, indent=2)
+        if planned.refusal is not None:
+            raise typer.Exit(planned.refusal.exit_code)
+        return
+    if planned.refusal is not None:
+        raise planned.refusal
+    _show(front.output, planned)
+
+
+def _planned(word: str | None, settings: Settings, say: Callable[[str], None]) -> Planned:
+    from localllm import hub
+    from localllm.engine.planning import Wishes, plan_model
+    from localllm.errors import ModelNotFoundError
+    from localllm.hub.packed import packed_recipes
+    from localllm.models.shapes import find_shape
+
+    name = settings.model if word is None else word
+    shape = find_shape(name)
+    try:
+        packed = tuple(packed_recipes(hub.locate(name, offline=True)))
+    except ModelNotFoundError:
+        packed = ()
+    wishes = {field: getattr(settings, field) for field in Wishes.__dataclass_fields__}
+    return plan_model(shape, packed, Wishes(**wishes), say)
+
+
+def _fields(planned: Planned) -> dict[str, Any]:
+    plan, shape = planned.plan, planned.shape
+    advice = [str(advice) for advice in planned.advice]
+    fields: dict[str, Any] = {"fits": plan is not None, "model": shape.name, "weights": shape.weights, "kv": shape.kv}
+    if plan is None:
+        assert planned.refusal is not None
+        error = {"what": planned.refusal.what, "why": planned.refusal.why, "fix": planned.refusal.fix}
+        empty: dict[str, Any] = {
+            "ctx": None,
+            "blocks": [],
+            "ledger": {},
+            "limits": {},
+            "predicted": None,
+            "bound_by": None,
+        }
+        return {**fields, **empty, "advice": [planned.refusal.fix, *advice], "error": error}
+    assert planned.decode_tok_s is not None and planned.ttft_s is not None
+    return {
+        **fields,
+        "ctx": plan.ctx,
+        "blocks": [
+            {"name": block.name, "bytes": block.num_bytes, "tier": block.tier, "exec": block.exec}
+            for block in plan.blocks
+        ],
+        "ledger": {tier: dict(plan.ledger.get(tier, {})) for tier in ("vram", "ram", "disk")},
+        "limits": dict(plan.limits),
+        "prefill": {
+            "batch_rows": plan.batch_rows,
+            "pass_tokens": plan.pass_tokens,
+            "prompt_tokens": plan.prompt_tokens,
+        },
+        "predicted": {"decode_tok_s": asdict(planned.decode_tok_s), "ttft_s": asdict(planned.ttft_s)},
+        "bound_by": plan.bound_by,
+        "advice": advice,
+    }
+
+
+def _show(output: Output, planned: Planned) -> None:
+    plan = planned.plan
+    assert plan is not None and planned.decode_tok_s is not None and planned.ttft_s is not None
+    shape = plan.shape
+    output.line(
+        f"{shape.name}: {format_bytes(shape.num_bytes)} of {shape.weights} weights, {plan.ctx} tokens of context"
+    )
+    output.line()
+    _show_ledger(output, plan)
+    _show_map(output, plan)
+    rate, wait = planned.decode_tok_s, planned.ttft_s
+    output.line(f"decode       {_band(rate)} tok/s, bound by {_BOUNDS[plan.bound_by]}")
+    output.line(f"first token  {_band(wait)} s, after a prompt of {plan.prompt_tokens} tokens")
+    for number, advice in enumerate(planned.advice):
+        output.line(f"{'better' if number == 0 else '':<11}  {advice}")
+
+
+def _show_ledger(output: Output, plan: Plan) -> None:
+    limit = plan.limits["ram"]
+    output.line(f"memory       {format_bytes(plan.total_bytes('ram'))} of {format_bytes(limit)}")
+    for owner, count in plan.ledger["ram"].items():
+        bar = "#" * max(1, round(_BAR_COLUMNS * count / limit))
+        output.line(f"  {owner:<11}{format_bytes(count):>10}  {bar}")
+    streamed = plan.total_bytes("disk")
+    if streamed:
+        output.line(f"disk         {format_bytes(streamed)} are read at every step")
+    output.line()
+
+
+def _show_map(output: Output, plan: Plan) -> None:
+    """A sign a block, in the order of a forward."""
+    for begin in range(0, len(plan.blocks), _MAP_COLUMNS):
+        row = plan.blocks[begin : begin + _MAP_COLUMNS]
+        parts = [(_SIGNS[block.tier], _TONES[block.tier]) for block in row]
+        output.toned_line([("blocks       " if begin == 0 else " " * 13, "plain"), *parts])
+    tiers = dict.fromkeys(block.tier for block in plan.blocks)
+    for tier in tiers:
+        count = sum(block.tier == tier for block in plan.blocks)
+        output.toned_line([(" " * 13, "plain"), (_SIGNS[tier], _TONES[tier]), (f" {count} {_MEANINGS[tier]}", "plain")])
+    output.line()
+
+
+def _band(prediction: Prediction) -> str:
+    return f"about {prediction.mid:.3g} ({prediction.low:.3g} to {prediction.high:.3g})"

@@ -1,0 +1,98 @@
+"""What would make a model faster on this machine, or let it run at all: other plans, tried as the first one was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from localllm.errors import DoesNotFitError
+from localllm.offload.plan import GIB, ModelShape, Plan, Search, cap
+
+_WORTH = 1.05  # what gains less is not said
+
+
+@dataclass(frozen=True)
+class Advice:
+    """change: what to do, with the flag or the name. gain: what comes of it."""
+
+    change: str
+    gain: str
+
+    def __str__(self) -> str:
+        return f"{self.change}: {self.gain}"
+
+
+def advise(search: Search, plan: Plan, int4: ModelShape | None, others: Iterable[ModelShape]) -> list[Advice]:
+    """What helps most first. int4: the same model in INT4, where that is not what was planned; others: other models."""
+    if not plan.streamed:
+        return []
+    found = [
+        *_more_memory(search, plan),
+        *_shorter_context(search, plan),
+        *_int4(search, plan, int4),
+        *_other_model(search, plan, others),
+    ]
+    return [advice for advice, _ in sorted(found, key=lambda pair: pair[1])]
+
+
+def largest_that_fits(search: Search, others: Iterable[ModelShape]) -> Plan | None:
+    """The plan of the largest of these models that stays in memory as a whole; None where none does."""
+    plans = (_without_streaming(search, other) for other in others)
+    return max((plan for plan in plans if plan is not None), key=lambda plan: plan.shape.num_bytes, default=None)
+
+
+def _more_memory(search: Search, plan: Plan) -> Iterator[tuple[Advice, float]]:
+    """To keep everything; where the machine has not so much, as much as it has."""
+    missing = search.resident_bytes(plan.ctx) - search.memory.ram_bytes
+    better = _tried(replace(search, ctx=plan.ctx, memory=replace(search.memory, ram_bytes=1 << 62)))
+    if better is None or not _helps(better, plan):
+        return
+    needed = search.memory.ram_bytes + missing
+    gain = f"every block stays in memory, {_rate(better)}"
+    if needed <= search.memory.most_bytes:
+        yield Advice(f"--ram {cap(needed)}", gain), better.decode_s
+    elif needed <= search.memory.total_bytes:
+        yield Advice(f"free {missing / GIB:.1f} GiB of memory (close other programs)", gain), better.decode_s
+
+
+def _shorter_context(search: Search, plan: Plan) -> Iterator[tuple[Advice, float]]:
+    ctx = max(256, 1 << ((plan.ctx - 1).bit_length() - 2))
+    better = _tried(replace(search, ctx=ctx)) if ctx < plan.ctx else None
+    if better is not None and _helps(better, plan):
+        yield Advice(f"--ctx {ctx}", f"a shorter context leaves room for weights, {_rate(better)}"), better.decode_s
+
+
+def _int4(search: Search, plan: Plan, int4: ModelShape | None) -> Iterator[tuple[Advice, float]]:
+    better = None if int4 is None else _tried(replace(search, shape=int4, ctx=plan.ctx))
+    if better is not None and _helps(better, plan):
+        yield (
+            Advice("--weights int4", f"{better.shape.num_bytes / GIB:.1f} GiB of weights, {_rate(better)}"),
+            better.decode_s,
+        )
+
+
+def _other_model(search: Search, plan: Plan, others: Iterable[ModelShape]) -> Iterator[tuple[Advice, float]]:
+    smaller = (other for other in others if other.num_bytes < plan.shape.num_bytes)
+    better = largest_that_fits(search, smaller)
+    if better is not None and _helps(better, plan):
+        yield Advice(better.shape.name, f"fits into this memory as a whole, {_rate(better)}"), better.decode_s
+
+
+def _without_streaming(search: Search, shape: ModelShape) -> Plan | None:
+    plan = _tried(replace(search, shape=shape, ctx=min(2048, shape.default_ctx)))
+    return plan if plan is not None and not plan.streamed else None
+
+
+def _tried(search: Search) -> Plan | None:
+    with suppress(DoesNotFitError):
+        return search.best()
+    return None
+
+
+def _helps(better: Plan, plan: Plan) -> bool:
+    return better.decode_s * _WORTH < plan.decode_s
+
+
+def _rate(plan: Plan) -> str:
+    return f"about {1 / plan.decode_s:.3g} tok/s"
