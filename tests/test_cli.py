@@ -30,7 +30,8 @@ def test_json_is_one_object_with_the_keys_of_the_contract(model: Path) -> None:
     answer = ask(model, "--json").json
     assert list(answer) == ["schema_version", "model", "text", "token_ids", "finish_reason", "usage", "timings"]
     assert list(answer["usage"]) == ["prompt_tokens", "cached_tokens", "completion_tokens"]
-    assert list(answer["timings"]) == ["load_s", "ttft_s", "prefill_tok_s", "decode_tok_s"]
+    assert list(answer["timings"]) == ["load_s", "ttft_s", "prefill_tok_s", "decode_tok_s", "split"]
+    assert list(answer["timings"]["split"]) == ["compute_s", "wait_s", "sample_s", "copy_s", "copied_bytes"]
     assert (answer["schema_version"], answer["finish_reason"]) == (1, "length")
     assert len(answer["token_ids"]) == answer["usage"]["completion_tokens"] == 4
 

@@ -13,7 +13,16 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from localllm.cli.interrupts import Interrupts
-from localllm.engine.events import Event, FinishedEvent, PrefillEvent, Timings, TokenEvent, TokenLogprob, Usage
+from localllm.engine.events import (
+    Event,
+    FinishedEvent,
+    PrefillEvent,
+    StepSplit,
+    Timings,
+    TokenEvent,
+    TokenLogprob,
+    Usage,
+)
 
 ABORT_GRACE_S = 1.0  # how long a stopped request may take to say so: a step that is being computed ends first
 
@@ -119,10 +128,27 @@ def statistics(answer: Answer) -> str:
         parts.append(f"first token after {timings.ttft_s:.2f} s")
     if timings.load_s:
         parts.append(f"load {timings.load_s:.2f} s")
+    if spent := _spent(timings.split):
+        parts.append(spent)
     if answer.seed is not None:
         parts.append(f"seed {answer.seed}")
     cancelled = finished.finish_reason == "cancelled"
     return ", ".join([*parts, "cancelled" if cancelled else f"ended by {finished.finish_reason}"])
+
+
+def _spent(split: StepSplit) -> str:
+    """Where the time of the steps went; "" where there were none."""
+    total_s = split.compute_s + split.wait_s + split.sample_s
+    if not total_s:
+        return ""
+    shares = {"computing": split.compute_s, "sampling": split.sample_s, "waiting for the disk": split.wait_s}
+    text = ", ".join(f"{share / total_s:.0%} {name}" for name, share in shares.items() if share >= 0.005 * total_s)
+    if split.copied_bytes:
+        read = (
+            f"{split.copied_bytes / 1e9:.1f} GB read at {split.copied_bytes / max(split.copy_s, 1e-9) / 1e9:.1f} GB/s"
+        )
+        text += f" ({read})"
+    return text
 
 
 def _rate(tokens_per_s: float | None) -> str:

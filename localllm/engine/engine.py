@@ -25,7 +25,7 @@ from localllm import hub
 from localllm.cache.contiguous import ContiguousKV
 from localllm.engine.chat_template import ChatInput, ChatTemplate, encode_chat
 from localllm.engine.detokenizer import Detokenizer
-from localllm.engine.events import Event, FinishedEvent, PrefillEvent, TokenLogprob
+from localllm.engine.events import Event, FinishedEvent, PrefillEvent, StepSplit, TokenLogprob
 from localllm.engine.loading import LoadedModel, Loading, Watcher
 from localllm.engine.memory import DTYPES, choose_device, choose_dtype, is_out_of_memory, out_of_memory
 from localllm.engine.perplexity import Perplexity, perplexity
@@ -42,6 +42,7 @@ from localllm.layers.attention import Attention
 from localllm.models.decoder import Decoder
 from localllm.models.families import load_config
 from localllm.models.load import Progress
+from localllm.offload.disk_stream import StreamClock
 from localllm.offload.plan import Plan
 from localllm.quant.recipe import RECIPES
 
@@ -59,6 +60,16 @@ def _limited(limits: Limits, loaded: LoadedModel) -> Limits:
     if loaded.plan is not None:
         chunk_tokens = loaded.plan.pass_tokens if loaded.plan.streamed else min(chunk_tokens, loaded.plan.batch_rows)
     return dataclasses.replace(limits, kv_tokens=loaded.kv_tokens, chunk_tokens=chunk_tokens)
+
+
+def _forward_split(seconds: float, before: StreamClock, after: StreamClock) -> StepSplit:
+    wait_s = after.wait_s - before.wait_s
+    return StepSplit(
+        compute_s=seconds - wait_s,
+        wait_s=wait_s,
+        copy_s=after.reading_s - before.reading_s,
+        copied_bytes=after.bytes_read - before.bytes_read,
+    )
 
 
 Prompt = str | SequenceOf[int] | SequenceOf[dict[str, Any]]
@@ -256,6 +267,8 @@ class Engine:
         for sequence, _ in scheduled:
             sequence.clock.prefill_started = sequence.clock.prefill_started or time.perf_counter()
         ids = {sequence.request_id for sequence, _ in scheduled}
+        clock, started = self.model.stream.clock, time.perf_counter()
+        before = dataclasses.replace(clock)
         try:
             logits = self.runner.forward(
                 [chunk for _, chunk in scheduled], cancelled=lambda: not ids.isdisjoint(self._aborted)
@@ -266,7 +279,9 @@ class Engine:
         except (MemoryError, RuntimeError, LocalLLMError) as error:
             named = self._named(error)
             return events + [self._fail(sequence, named) for sequence, _ in scheduled]
+        split = _forward_split(time.perf_counter() - started, before, clock)
         for row, (sequence, chunk) in enumerate(scheduled):
+            sequence.clock.split += split
             try:
                 if not math.isfinite(totals[row]):
                     raise self.runner.locate_non_finite(chunk)
@@ -285,7 +300,7 @@ class Engine:
             yield PrefillEvent(sequence.request_id, chunk.kv.length, sequence.num_prompt_tokens)
         if not reaches_end:
             return
-        sampling = sequence.request.sampling
+        sampling, started = sequence.request.sampling, time.perf_counter()
         token_id = sample(
             logits,
             sampling,
@@ -294,6 +309,7 @@ class Engine:
             seed=sequence.seed,
             breaker_ids=sequence.breaker_ids,
         )
+        sequence.clock.split += StepSplit(sample_s=time.perf_counter() - started)
         logprob = None if sampling.logprobs is None else self._logprob(logits, token_id, sampling.logprobs)
         event = sequence.append(token_id, logprob, self.eos_ids)
         if event is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "error", "cancelled"]
@@ -26,6 +26,21 @@ class Usage:
 
 
 @dataclass(frozen=True)
+class StepSplit:
+    """What the steps of a request spent their seconds on. copy_s: in which blocks were on their way, which goes on
+    beside the rest; wait_s: what of it nothing else could be done in."""
+
+    compute_s: float = 0.0
+    wait_s: float = 0.0
+    sample_s: float = 0.0
+    copy_s: float = 0.0
+    copied_bytes: int = 0
+
+    def __add__(self, other: StepSplit) -> StepSplit:
+        return StepSplit(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+@dataclass(frozen=True)
 class Timings:
     """Seconds and rates of one request; a rate is None where nothing was measured."""
 
@@ -33,6 +48,7 @@ class Timings:
     ttft_s: float | None = None
     prefill_tok_s: float | None = None
     decode_tok_s: float | None = None
+    split: StepSplit = field(default_factory=StepSplit)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from localllm.cache.contiguous import ContiguousKV
 from localllm.engine.detokenizer import Detokenizer
-from localllm.engine.events import FinishedEvent, FinishReason, Timings, TokenEvent, TokenLogprob, Usage
+from localllm.engine.events import FinishedEvent, FinishReason, StepSplit, Timings, TokenEvent, TokenLogprob, Usage
 from localllm.engine.request import Request
 from localllm.engine.stopping import StopMatcher
 
@@ -20,16 +20,18 @@ class Clock:
     prefill_started: float | None = None
     first_token: float | None = None
     last_token: float | None = None
+    split: StepSplit = field(default_factory=StepSplit)
 
     def timings(self, load_s: float, num_prompt_tokens: int, num_completion_tokens: int) -> Timings:
         if self.first_token is None or self.last_token is None or self.prefill_started is None:
-            return Timings(load_s=load_s)
+            return Timings(load_s=load_s, split=self.split)
         decode_s = self.last_token - self.first_token
         return Timings(
             load_s=load_s,
             ttft_s=self.first_token - self.submitted,
             prefill_tok_s=num_prompt_tokens / max(self.first_token - self.prefill_started, 1e-9),
             decode_tok_s=(num_completion_tokens - 1) / decode_s if decode_s > 0 else None,
+            split=self.split,
         )
 
 

@@ -23,6 +23,7 @@ from localllm.layers.norm import RMSNorm
 from localllm.layers.rotary import Rotary
 from localllm.models.config import ModelConfig
 from localllm.models.layout import EMBED, HEAD
+from localllm.offload.disk_stream import StreamClock
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class Block:
 class BlockStream(Protocol):
     """Brings blocks that do not stay in memory to where their layers expect them, in the order of a forward."""
 
+    clock: StreamClock
+
     @property
     def names(self) -> frozenset[str]:
         """Of the blocks that are streamed; all others are always there."""
@@ -61,6 +64,7 @@ class AllResident:
     """Nothing is streamed."""
 
     names: frozenset[str] = frozenset()
+    clock = StreamClock()
 
     def begin(self) -> None:
         """Every block is there."""

@@ -43,9 +43,10 @@ class StreamedFile:
 
 @dataclass
 class StreamClock:
-    """bytes_read: since the stream began. wait_s: what of the time was spent waiting for a run."""
+    """Since the stream began. reading_s: in which anything was being read. wait_s: in which a run was waited for."""
 
     bytes_read: int = 0
+    reading_s: float = 0.0
     wait_s: float = 0.0
 
 
@@ -72,6 +73,7 @@ class DiskStream:
         self._next = (0, 0)  # the piece that is read next: of which run, and which of its pieces
         self._missing: dict[int, int] = {}  # of a run that is being read: pieces that are not there yet
         self._under_way = 0  # pieces that are being read
+        self._reading_since = 0.0
         self._stops = False  # nothing more is begun
         self._failure: CheckpointError | None = None
         self._readers = [threading.Thread(target=self._work, name="stream", daemon=True) for _ in range(READERS)]
@@ -151,6 +153,8 @@ class DiskStream:
                 failure = file.refusal("cannot be read", str(error))
             with self._changed:
                 self._under_way -= 1
+                if not self._under_way:
+                    self.clock.reading_s += time.perf_counter() - self._reading_since
                 self._failure = self._failure or failure
                 self._missing[number] -= 1
                 self.clock.bytes_read += end - begin
@@ -165,6 +169,8 @@ class DiskStream:
         number, piece = self._next
         pieces = len(self._files[number % len(self._files)].pieces)
         self._missing.setdefault(number, pieces)
+        if not self._under_way:
+            self._reading_since = time.perf_counter()
         self._under_way += 1
         self._next = (number, piece + 1) if piece + 1 < pieces else (number + 1, 0)
         return number, piece

@@ -65,8 +65,8 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Memory:
-    """ram_bytes: what the process may hold. program_bytes: what it holds without a model. most_bytes: what it could hold
-    now. total_bytes: what the machine has.
+    """ram_bytes: what the process may hold. program_bytes: what it holds without a model. most_bytes: what it could
+    hold now. total_bytes: what the machine has.
     """
 
     ram_bytes: int
@@ -107,9 +107,21 @@ class Plan:
     ledger: Mapping[Tier, Mapping[str, int]]
     limits: Mapping[Tier, int]
     prompt_tokens: int  # of the prompt whose first token is predicted
-    decode_s: float  # behind that prompt
-    ttft_s: float
-    bound_by: Bound
+    costs: StepCosts
+
+    @property
+    def decode_s(self) -> float:
+        """Of a token behind that prompt."""
+        return self.costs.decode_s(self.prompt_tokens)
+
+    @property
+    def ttft_s(self) -> float:
+        """Until that prompt is read and its first token drawn."""
+        return self.costs.prompt_s(self.prompt_tokens)
+
+    @property
+    def bound_by(self) -> Bound:
+        return self.costs.bound_by
 
     @property
     def streamed(self) -> tuple[str, ...]:
@@ -262,8 +274,6 @@ class Search:
         ram = {**owners, "weights": kept_bytes, "staging": choice.ring_bytes}
         del ram["embedding"]
         streamed_bytes = choice.streamed_bytes
-        prompt_tokens = max(1, min(PROMPT_TOKENS, ctx // 2))
-        costs = StepCosts(shape, self.rates, streamed_bytes, self.corrections)
         return Plan(
             shape=shape,
             ctx=ctx,
@@ -276,10 +286,8 @@ class Search:
                 "disk": {"weights": streamed_bytes},
             },
             limits={"ram": memory.ram_bytes},
-            prompt_tokens=prompt_tokens,
-            decode_s=costs.decode_s(prompt_tokens),
-            ttft_s=costs.prompt_s(prompt_tokens),
-            bound_by=costs.bound_by,
+            prompt_tokens=max(1, min(PROMPT_TOKENS, ctx // 2)),
+            costs=StepCosts(shape, self.rates, streamed_bytes, self.corrections),
         )
 
     def _refusal(self) -> DoesNotFitError:
