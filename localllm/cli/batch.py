@@ -149,21 +149,20 @@ def job_key(selection: Selection, rules: LineRules, prompts: Prompts, engine: En
 
 def report(front: Front, selection: Selection, job: Job, engine: Engine | None) -> None:
     """What came of a job; with `engine`, its statistics too."""
-    tally, output = job.tally, front.output
+    tally, output, total = job.tally, front.output, job.num_prompts
     if tally.num_cut_by_max_tokens and selection.settings.max_tokens is None:
-        cut = f"{tally.num_cut_by_max_tokens} answers were cut at {DEFAULT_MAX_TOKENS} tokens"
+        cut = f"{tally.num_cut_by_max_tokens} of {total} answers were cut at {DEFAULT_MAX_TOKENS} tokens"
         output.warn(f"{cut}: the most that --batch gives where nobody says (--max-tokens N)")
     if tally.num_cut_by_context:
-        output.warn(f"{tally.num_cut_by_context} answers were cut: their context is full (--ctx N)")
+        output.warn(f"{tally.num_cut_by_context} of {total} answers were cut: their context is full (--ctx N)")
     if tally.num_failed:
-        output.warn(f"{tally.num_failed} prompts failed, and the others are kept; the same command tries them again")
-    computed = job.num_answers - job.num_before
-    before = f", {job.num_before} were there before" if job.num_before else ""
+        kept = "the other answers are kept, and the same command tries again"
+        output.warn(f"{tally.num_failed} of {total} prompts failed; {kept}")
     took = f"{tally.elapsed_s:.1f} s" if tally.elapsed_s < 60 else format_seconds(tally.elapsed_s)
     rate = f"{tally.completion_tokens} tokens at {tally.tokens_per_s:.1f}/s in {took}"
-    output.note(f"{computed} answers, {rate}{before}")
+    output.note(f"{job.num_answers - job.num_before} of {total} prompts answered, {rate}")
     if engine is not None:
         seed = selection.settings.seed
         seeds = f"{job.first_seed} + index" if seed is None else str(seed)
-        prompt_tokens, most = tally.prompt_tokens, engine.scheduler.limits.max_sequences
-        output.note(f"prompts {prompt_tokens} tokens, at most {most} at once, load {engine.load_s:.2f} s, seed {seeds}")
+        most = f"at most {engine.scheduler.limits.max_sequences} at once"
+        output.note(f"prompts {tally.prompt_tokens} tokens, {most}, load {engine.load_s:.2f} s, seed {seeds}")

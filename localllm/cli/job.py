@@ -74,7 +74,12 @@ class Job:
         self._num_printed = 0
 
     @property
+    def num_prompts(self) -> int:
+        return len(self._prompts)
+
+    @property
     def num_answers(self) -> int:
+        """Of this run and the ones before."""
         return len(self._journal)
 
     def run(self, service: EngineService, *, window: int) -> None:
@@ -98,6 +103,7 @@ class Job:
             raise
         interrupts.farewell = ""
         if not self.tally.num_failed:
+            self._front.output.settle()
             self._journal.remove()
 
     def _answer(self, service: EngineService, window: int) -> None:
