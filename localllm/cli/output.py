@@ -138,8 +138,9 @@ class Output:
 
     def settle(self) -> None:
         """Waits until the disk has what was printed, where stdout is a file."""
-        with contextlib.suppress(OSError, ValueError):  # it is none
-            os.fsync(self._stdout.fileno() if self._stdout is not None else -1)
+        if self._stdout is not None:
+            with contextlib.suppress(OSError, ValueError):  # it is none
+                os.fsync(self._stdout.fileno())
 
     def table(self, header: Sequence[str], rows: Iterable[Sequence[str]], *, optional: Sequence[str] = ()) -> None:
         """Left-aligned columns, two spaces apart.

@@ -14,7 +14,7 @@ from localllm.cli.answer import Answer
 from localllm.cli.front import Front, front_of
 from localllm.cli.generate import Printing, can_be_longer, is_cut_by_context, print_answer
 from localllm.cli.names import is_model
-from localllm.cli.options import DEFAULT_PARALLEL, refuse_together
+from localllm.cli.options import DEFAULT_MAX_TOKENS, DEFAULT_PARALLEL, refuse_together
 from localllm.cli.prompt import has_blanks, split_positionals
 from localllm.cli.selection import Selection, select, select_text_only
 from localllm.cli.source import Source, read_source
@@ -96,7 +96,14 @@ def run_command(
             "--logprobs", metavar="N", help="With --json, --jsonl or --batch: each token's logprob, N alternatives."
         ),
     ] = None,
-    max_tokens: options.MaxTokens = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-tokens",
+            metavar="N",
+            help=f"Longest answer, in tokens. Default: to the context's end; with --batch {DEFAULT_MAX_TOKENS}.",
+        ),
+    ] = None,
     temperature: options.Temperature = None,
     top_k: options.TopK = None,
     top_p: options.TopP = None,
