@@ -219,6 +219,7 @@ def test_a_journal_that_cannot_be_kept_is_an_error(model: Path, own_jobs: Path, 
 # Kills, signals and company
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [[], ["--seed", "3"]], ids=["drawn", "given"])
 def test_a_job_that_is_killed_again_and_again_prints_what_an_undisturbed_one_does(
     seed: list[str], slow_model: Path, file: Callable[..., Path], start: Start
@@ -241,6 +242,20 @@ def test_a_job_that_is_killed_again_and_again_prints_what_an_undisturbed_one_doe
     lines = [{"prompt": prompt, "seed": first_seed + (0 if seed else n)} for n, prompt in enumerate(PROMPTS * 3)]
     undisturbed = finish(start(slow_model, file(*lines), "--max-tokens", "60"))
     assert answers(resumed) == answers(undisturbed)
+
+
+def test_a_job_that_is_killed_goes_on_with_what_it_had(
+    slow_model: Path, file: Callable[..., Path], start: Start
+) -> None:
+    path = file(*PROMPTS * 3)
+    process = start(slow_model, path)
+    printed = wait_for_lines(process, 3)
+    process.kill()
+    finish(process)
+    resumed = finish(start(slow_model, path))
+    assert resumed.code == 0
+    assert resumed.out.startswith(printed)  # with the clock's own words
+    assert was_there(resumed) >= 3
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
