@@ -13,12 +13,12 @@ import argparse
 import torch
 
 from benchmarks.measure import interleaved, machine, paired, save, seconds, spread
-from localllm.bench.floors import MemoryFloor
 from localllm.bench.shapes import Shape, shipped_shapes
 from localllm.bench.subject import Subject, matrix_bytes, random_subject
 from localllm.engine.events import TokenEvent
 from localllm.engine.request import SamplingParams
 from localllm.models.families import parse_config
+from localllm.offload.floors import MemoryFloor
 from localllm.quant.recipe import recipe
 
 NAME = "tinyllama-1.1b"

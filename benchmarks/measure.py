@@ -7,7 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from localllm.bench.machine import machine
-from localllm.bench.measure import Spread, interleaved, paired, seconds, spread
+from localllm.bench.measure import Spread, interleaved, paired, spread
+from localllm.offload.floors import seconds
 
 __all__ = ["Spread", "interleaved", "machine", "paired", "save", "seconds", "spread"]
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from benchmarks.peers_protocol import UnavailableError, serve
-from localllm.bench.floors import MemoryFloor
 from localllm.bench.shapes import Shape
 from localllm.bench.subject import matrix_bytes, random_subject
 from localllm.engine.events import FinishedEvent, TokenEvent
 from localllm.engine.request import SamplingParams
 from localllm.models.families import parse_config
+from localllm.offload.floors import MemoryFloor
 from localllm.quant.recipe import recipe
 
 READS = 8  # of the floor's buffer: a quarter of a second in all, so that one moment's disturbance is not the figure

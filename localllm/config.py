@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,8 @@ class Settings:
     dtype: str = "auto"
     weights: str = "auto"
     ctx: int | None = None  # tokens
+    ram: int | None = None  # bytes that the process may hold
+    vram: int | None = None  # bytes of the GPU's memory
     threads: int | None = None
     offline: bool = False
     system: str | None = None
@@ -53,7 +56,7 @@ class Settings:
 class Accepts:
     """The values that a key takes. `low` and `high` are inclusive; they bound numbers, and the length of a list."""
 
-    kind: Literal["text", "texts", "switch", "integer", "number"]
+    kind: Literal["text", "texts", "switch", "integer", "number", "bytes"]
     low: float = 0
     high: float = math.inf
     choices: tuple[str, ...] = ()
@@ -65,14 +68,20 @@ class Accepts:
             noun = "a whole number" if self.kind == "integer" else "a number"
             high = f"{self.high:g}" if self.kind == "number" else str(self.high)
             return f"{noun} from {self.low:g} to {high}"
-        return {"text": "a text that is not empty", "texts": "a list of texts, none empty", "switch": "true or false"}[
-            self.kind
-        ]
+        return {
+            "text": "a text that is not empty",
+            "texts": "a list of texts, none empty",
+            "switch": "true or false",
+            "bytes": "an amount of memory above 0, with its unit: 8GiB, 1.5GiB, 600MiB",
+        }[self.kind]
 
     def mending(self, flag: str, value: object) -> str:
         """The flag with the nearest value that is accepted; advice where none is near."""
         if self.choices:
             return f"{flag} {self._likeliest(str(value).casefold())}"
+        if self.kind == "bytes":
+            number = re.match(r"\s*(\d+(?:\.\d+)?)", str(value))
+            return f"{flag} {number[1] if number and float(number[1]) else 8}GiB"
         if not isinstance(value, int | float):
             return f"leave {flag} out, or give it {self.describe()}"
         nearest = min(max(self.low, value), self.high)
@@ -95,6 +104,8 @@ class Accepts:
                 return isinstance(value, bool)
             case "integer":
                 return isinstance(value, int) and not isinstance(value, bool) and self.low <= value <= self.high
+            case "bytes":
+                return parse_bytes(value) is not None
             case "number":
                 number = isinstance(value, int | float) and not isinstance(value, bool)
                 return number and self.low <= value <= self.high  # type: ignore[operator]
@@ -113,6 +124,8 @@ ACCEPTED: Mapping[str, Accepts] = MappingProxyType(
         "dtype": Accepts("text", choices=("auto", "bf16", "fp32")),
         "weights": Accepts("text", choices=WEIGHTS),
         "ctx": Accepts("integer", 1, 2**31),
+        "ram": Accepts("bytes"),
+        "vram": Accepts("bytes"),
         "threads": Accepts("integer", 1, 1024),
         "offline": Accepts("switch"),
         "system": Accepts("text"),
@@ -129,6 +142,19 @@ ACCEPTED: Mapping[str, Accepts] = MappingProxyType(
         "presence_penalty": Accepts("number", -100, 100),
     }
 )
+
+
+_AMOUNT = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([kmgt])(i?b)?\s*", re.ASCII | re.IGNORECASE)
+
+
+def parse_bytes(amount: object) -> int | None:
+    """The bytes of "8GiB", "8G" (the same), "8GB" (1e9 each), "600MiB"; None where it is no such amount, or 0."""
+    found = _AMOUNT.fullmatch(amount) if isinstance(amount, str) else None
+    if found is None:
+        return None
+    number, unit, suffix = found.groups()
+    base = 1000 if suffix and suffix.lower() == "b" else 1024
+    return int(float(number) * base ** (" kmgt".index(unit.lower()))) or None
 
 
 @dataclass(frozen=True)
@@ -272,6 +298,8 @@ def accepted(key: str, value: object, where: str | Callable[[], str], accepts: A
         )
     if accepts.kind == "number":
         return float(value)  # type: ignore[arg-type]
+    if accepts.kind == "bytes":
+        return parse_bytes(value)
     return tuple(value) if accepts.kind == "texts" else value  # type: ignore[arg-type]
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import itertools
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from localllm.bench import decoding, floors, subject
+from localllm.bench import decoding, subject
 from localllm.bench.decoding import Depth, random_ids, read_prompt
-from localllm.bench.floors import disk_file
 from localllm.bench.machine import PeakMemory
 from localllm.bench.measure import Spread
 from localllm.bench.random_blocks import RandomBlocks
@@ -31,6 +28,7 @@ from localllm.engine.runner import Chunk
 from localllm.errors import ModelNotFoundError
 from localllm.models.families import parse_config
 from localllm.models.layout import block_layouts, model_bytes
+from localllm.offload import floors
 from localllm.quant.recipe import recipe
 from localllm.registry import BUILT_IN, load_registry
 from tests.cli_support import write_checkpoint
@@ -90,7 +88,6 @@ def made(shape: Shape, weights: str = "bf16", ctx: int = 64) -> Subject:
 @pytest.fixture(autouse=True)
 def small_floors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(floors, "MEMORY_BYTES", 1 << 20)
-    monkeypatch.setattr(floors, "DISK_BYTES", 16 << 20)
     monkeypatch.setattr(floors, "MATMUL_SHAPE", (16, 64, 64))
 
 
@@ -345,45 +342,6 @@ def test_floors_are_bytes_read_and_operations_done_over_their_time(monkeypatch: 
     monkeypatch.setattr(floors, "seconds", lambda action: (action(), 0.5)[1])
     assert floors.MemoryFloor().dram_read_gbs() == pytest.approx((1 << 20) / 0.5e9)
     assert floors.MatmulFloor(CPU).gflops() == pytest.approx(floors.MATMUL_COPIES * 2 * 16 * 64 * 64 / 0.5e9)
-
-
-def test_the_disk_is_read_past_the_page_cache_and_nothing_stays(tmp_path: Path) -> None:
-    with disk_file(tmp_path / "not" / "there") as file:
-        assert file is not None
-        assert file.num_bytes == 16 << 20
-        assert file.read_gbs() > 0
-        assert not list(tmp_path.iterdir())
-
-
-def test_the_disks_rate_is_what_was_read_over_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks = itertools.count()
-    monkeypatch.setattr(floors, "time", SimpleNamespace(perf_counter=lambda: next(ticks) / 1000))
-    with disk_file(tmp_path) as file:
-        assert file is not None
-        assert file.read_gbs() == pytest.approx((16 << 20) / 0.003e9)  # asked at both ends, and after either chunk
-
-
-def test_a_file_system_without_direct_reads_is_read_with_its_cache_dropped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened = os.open
-
-    def refuse(path: Any, flags: int, *rest: Any, **options: Any) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return opened(path, flags, *rest, **options)
-
-    monkeypatch.setattr(os, "open", refuse)
-    with disk_file(tmp_path) as file:
-        assert file is not None
-        assert (file.method, file.read_gbs() > 0) == ("page cache dropped", True)
-
-
-def test_a_disk_without_room_is_not_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = type("Usage", (), {"free": 20 << 20})
-    monkeypatch.setattr("shutil.disk_usage", lambda _path: usage)
-    with disk_file(tmp_path) as file:
-        assert file is None
 
 
 def test_a_spread_is_told_in_three_digits_and_never_in_powers_of_ten() -> None:

@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from localllm.bench import compare, floors, subject
+from localllm.bench import compare, subject
 from localllm.bench.shapes import find_shape
 from localllm.bench.workload import Workload
 from localllm.errors import ContextOverflowError, UsageError
+from localllm.offload import floors
 from tests.cli_support import Result, run_cli, start_cli, write_checkpoint
 from tests.test_imports import HEAVY, loaded_by
 
@@ -28,7 +29,7 @@ QUICK = ("--prompt-tokens", "12", "--gen-tokens", "4", "--rounds", "2", "--devic
 @pytest.fixture(autouse=True)
 def small_floors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(floors, "MEMORY_BYTES", 1 << 20)
-    monkeypatch.setattr(floors, "DISK_BYTES", 16 << 20)
+    monkeypatch.setattr("localllm.bench.run.DISK_BYTES", 16 << 20)
     monkeypatch.setattr(floors, "MATMUL_SHAPE", (16, 64, 64))
 
 

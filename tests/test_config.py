@@ -15,7 +15,7 @@ from localllm.engine.request import SamplingParams
 from localllm.errors import SettingsError, UsageError
 
 REPOSITORY = Path(__file__).parent.parent
-VALUES = {"text": "words", "texts": ["a"], "switch": True, "integer": 7, "number": 0.5}
+VALUES = {"text": "words", "texts": ["a"], "switch": True, "integer": 7, "number": 0.5, "bytes": "1.5GiB"}
 
 
 @pytest.fixture
@@ -50,14 +50,44 @@ def test_every_field_of_the_settings_is_accepted_and_reported():
     assert names == set(ACCEPTED) == set(load_settings(environ={}, config_file=Path("/nowhere")).origins)
 
 
+def meant(name: str, value: object) -> object:
+    if ACCEPTED[name].kind == "bytes":
+        return 3 << 29
+    return tuple(value) if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize(
+    ("amount", "num_bytes"),
+    [
+        ("8GiB", 8 << 30),
+        ("8G", 8 << 30),
+        ("8g", 8 << 30),
+        ("8GB", 8 * 10**9),
+        ("0.5 gib", 1 << 29),
+        ("600MiB", 600 << 20),
+    ],
+)
+def test_an_amount_of_memory_has_a_number_and_a_unit(config_file, amount, num_bytes):
+    assert load_settings({"ram": amount}, environ={}, config_file=config_file).settings.ram == num_bytes
+
+
+@pytest.mark.parametrize(
+    "amount", ["8", "0", "0GiB", "-1GiB", "8 gigs", "GiB", "", "1e3G", "nanG", "8QiB", "٨GiB", "99"]
+)
+def test_what_is_no_amount_of_memory_is_refused_with_one_that_is(config_file, amount):
+    with pytest.raises(SettingsError) as caught:
+        load_settings({"vram": amount}, environ={}, config_file=config_file)
+    assert caught.value.fix.startswith("--vram ") and caught.value.fix.endswith("GiB")
+    assert "8GiB" in caught.value.why
+
+
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_every_setting_can_be_set_in_the_file(config_file, name):
     value = ACCEPTED[name].choices[1] if ACCEPTED[name].choices else VALUES[ACCEPTED[name].kind]
     text = str(value).lower() if isinstance(value, bool) else repr(value)
     write(config_file, f"# first\n\n{name} = {text}\n")
     resolved = load_settings(environ={}, config_file=config_file)
-    expected = tuple(value) if isinstance(value, list) else value
-    assert getattr(resolved.settings, name) == expected
+    assert getattr(resolved.settings, name) == meant(name, value)
     assert resolved.origins[name].where == f"{config_file}:3"
 
 
@@ -67,7 +97,7 @@ def test_every_setting_can_be_set_by_a_variable(config_file, name):
     text = value[0] if isinstance(value, list) else str(value)
     variable = f"LOCALLLM_{name.upper()}"
     resolved = load_settings(environ={variable: text}, config_file=config_file)
-    assert getattr(resolved.settings, name) == (tuple(value) if isinstance(value, list) else value)
+    assert getattr(resolved.settings, name) == meant(name, value)
     assert resolved.origins[name].where == variable
 
 

@@ -108,6 +108,15 @@ def test_chunks_of_any_size_give_the_same_bits(family: str) -> None:
         assert torch.equal(run(runner, tokens, ends), whole)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_that_goes_through_each_block_in_parts_gives_the_same_bits(family: str, dtype: torch.dtype) -> None:
+    model = decoder(FAMILIES[family], "int4", dtype)
+    tokens = ids(60)
+    whole = run(ModelRunner(model, batch_rows=9), tokens, [60])
+    assert torch.equal(run(ModelRunner(model), tokens, [*range(9, 60, 9), 60]), whole)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3, partial rotary"])
 @pytest.mark.parametrize("isa", cpu_isa.host_isas()[1:], ids=lambda isa: isa.name)
 def test_every_instruction_set_gives_the_same_bits(family: str, isa: Isa) -> None:
@@ -126,8 +135,12 @@ def test_a_batch_gives_each_sequence_the_bits_that_it_has_alone(weights: str) ->
     for prompt, kv in zip(prompts, stores, strict=True):
         if len(prompt) > 1:
             runner.forward([Chunk(prompt, kv, len(prompt) - 1)])
-    together = runner.forward([Chunk(prompt, kv, 1) for prompt, kv in zip(prompts, stores, strict=True)])
-    assert all(torch.equal(row, expected) for row, expected in zip(together, alone, strict=True))
+    for rows in (512, 4):
+        parts = ModelRunner(runner.model, batch_rows=rows)
+        together = parts.forward([Chunk(prompt, kv, 1) for prompt, kv in zip(prompts, stores, strict=True)])
+        assert all(torch.equal(row, expected) for row, expected in zip(together, alone, strict=True))
+        for kv in stores:
+            kv.trim(kv.length - 1)
 
 
 def test_a_prompt_is_computed_alike_after_a_batch_of_as_many_rows() -> None:

@@ -14,7 +14,7 @@ import torch
 
 from localllm import Engine, EngineService, FinishedEvent, PrefillEvent, Request, SamplingParams, TokenEvent
 from localllm.engine import engine as engine_module
-from localllm.engine import memory
+from localllm.engine import loading
 from localllm.engine.events import Event
 from localllm.engine.runner import Chunk
 from localllm.engine.scheduler import Limits
@@ -28,6 +28,7 @@ from localllm.errors import (
     UsageError,
 )
 from localllm.layers.mlp import MLP
+from localllm.offload.plan import Memory
 from tests.checkpoints import write_checkpoint
 
 CTX = 128
@@ -262,10 +263,14 @@ def test_no_logprobs_without_being_asked(engine: Engine) -> None:
     assert all(event.logprob is None for event in run(engine, max_tokens=2) if isinstance(event, TokenEvent))
 
 
+def give_memory(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    monkeypatch.setattr(loading, "process_memory", lambda _cap: Memory(num_bytes, 0, num_bytes))
+
+
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "available_bytes", lambda _device: 100_000)
+    give_memory(monkeypatch, 100_000)
     with pytest.raises(DoesNotFitError) as caught:
         Engine.load(directory, device="cpu", dtype="fp32")
     assert "GiB" in caught.value.why
@@ -274,13 +279,13 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(
 def test_a_context_that_was_asked_for_and_does_not_fit_is_refused(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "available_bytes", lambda _device: 850_000)  # weights 630 kB, KV 1 kB a token
+    give_memory(monkeypatch, 500_000)  # the embedding, two blocks and 128 tokens: 465 kB; 256 tokens: 596 kB
     with pytest.raises(DoesNotFitError, match="memory"):
         Engine.load(directory, device="cpu", dtype="fp32", ctx=256)
 
 
 def test_a_context_that_nobody_asked_for_shrinks_to_what_fits(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "available_bytes", lambda _device: 850_000)
+    give_memory(monkeypatch, 500_000)
     assert 100 < Engine.load(directory, device="cpu", dtype="fp32").ctx < 256
 
 
@@ -496,13 +501,6 @@ def test_a_yarn_model_reaches_its_stretched_context(tmp_path: Path) -> None:
     assert Engine.load(tmp_path, device="cpu", dtype="fp32", ctx=256).ctx == 256
     with pytest.raises(UsageError, match="257"):
         Engine.load(tmp_path, device="cpu", dtype="fp32", ctx=257)
-
-
-def test_file_cache_in_a_container_counts_as_free_memory(tmp_path: Path) -> None:
-    (tmp_path / "memory.max").write_text("16000\n")
-    (tmp_path / "memory.current").write_text("15000\n")
-    (tmp_path / "memory.stat").write_text("anon 1000\nactive_file 4000\ninactive_file 9000\n")
-    assert memory._cgroup_free_bytes(tmp_path) == 14000
 
 
 OPTIONAL = ("triton", "textual", "bitsandbytes", "starlette", "llvmlite", "transformers")

@@ -19,15 +19,16 @@ from hypothesis import strategies as st
 
 from localllm.errors import CheckpointError
 from localllm.hub.packed import PACKED_INDEX
-from localllm.models import disk_read, packed, packed_file
+from localllm.models import packed, packed_file
 from localllm.models.block_source import CheckpointBlocks
 from localllm.models.checkpoint import Checkpoint
 from localllm.models.families import load_config
-from localllm.models.host_buffer import PAGE_BYTES, host_buffer
 from localllm.models.layout import block_layouts
 from localllm.models.load import load_decoder
 from localllm.models.packed import needs_conversion
 from localllm.models.safetensors_file import SafetensorsFile
+from localllm.offload import disk_read
+from localllm.offload.host_buffer import PAGE_BYTES, host_buffer
 from localllm.quant.recipe import recipe
 from tests.checkpoints import FAMILIES
 from tests.packed_support import (
@@ -145,8 +146,8 @@ def test_blocks_may_be_asked_for_in_any_order(checkpoint, made):
 
 def test_no_more_than_one_block_is_read_ahead(checkpoint, made, monkeypatch):
     opened: list[str] = []
-    real = disk_read._open
-    monkeypatch.setattr(disk_read, "_open", lambda path, flags=0: (opened.append(path.name), real(path, flags))[1])
+    real = disk_read.open_plain
+    monkeypatch.setattr(disk_read, "open_plain", lambda path, flags=0: (opened.append(path.name), real(path, flags))[1])
     with open_packed(checkpoint, made) as packed:
         layouts = block_layouts(packed.config)
         for number, layout in enumerate(layouts, 1):

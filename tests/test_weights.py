@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from localllm import Engine, SamplingParams, TokenEvent
-from localllm.engine import engine as engine_module
+from localllm.engine import loading
+from localllm.engine.loading import Watcher
 from localllm.engine.weights import choose_recipe
 from localllm.errors import CheckpointError, DoesNotFitError, UsageError
 from localllm.hub import locate
@@ -21,6 +22,7 @@ from localllm.models.config import ModelConfig
 from localllm.models.convert import convert
 from localllm.models.families import load_config
 from localllm.models.load import load_decoder
+from localllm.offload.plan import Memory
 from localllm.quant.recipe import RECIPES
 from tests.packed_support import FORMATS, everything_of, small_checkpoint
 
@@ -55,6 +57,9 @@ def tokens(engine: Engine) -> list[int]:
 
 def expect_no_conversion(_done: int, _total: int) -> None:
     pytest.fail("it is packed already")
+
+
+NO_CONVERSION = Watcher(packing=expect_no_conversion)
 
 
 # Which
@@ -112,12 +117,12 @@ def test_unpacked_weights_of_another_type_than_the_activations_are_refused(small
 def test_the_first_use_packs_and_the_second_one_reads(directory, weights, dtype):
     heard: list[tuple[int, int]] = []
     first = Engine.load(
-        directory, device="cpu", dtype=dtype, weights=weights, on_convert=lambda *far: heard.append(far)
+        directory, device="cpu", dtype=dtype, weights=weights, watcher=Watcher(packing=lambda *far: heard.append(far))
     )
     assert first.weights == weights
     assert heard[-1][0] == heard[-1][1] > 0
     assert packed_recipes(locate(str(directory))) == [weights]
-    second = Engine.load(directory, device="cpu", dtype=dtype, weights=weights, on_convert=expect_no_conversion)
+    second = Engine.load(directory, device="cpu", dtype=dtype, weights=weights, watcher=NO_CONVERSION)
     assert tokens(first) == tokens(second)
     chosen = RECIPES[weights]
     with Checkpoint.open(directory) as checkpoint:
@@ -141,7 +146,7 @@ def test_files_that_were_located_are_loaded_as_they_are(directory):
 
 @pytest.mark.parametrize("weights", ["auto", "bf16"])
 def test_unpacked_weights_write_nothing(directory, weights, tmp_path):
-    Engine.load(directory, device="cpu", weights=weights, on_convert=expect_no_conversion)
+    Engine.load(directory, device="cpu", weights=weights, watcher=NO_CONVERSION)
     assert not (tmp_path / "cache").exists()
 
 
@@ -155,7 +160,7 @@ def test_a_changed_checkpoint_never_meets_what_was_packed_of_the_old_one(directo
     before = tokens(Engine.load(folder, device="cpu", weights="int4"))
     small_checkpoint(folder, seed=5)
     heard: list[object] = []
-    changed = Engine.load(folder, device="cpu", weights="int4", on_convert=lambda *far: heard.append(far))
+    changed = Engine.load(folder, device="cpu", weights="int4", watcher=Watcher(packing=lambda *far: heard.append(far)))
     assert heard
     assert tokens(changed) != before
 
@@ -165,7 +170,7 @@ def test_what_an_older_version_packed_is_packed_anew(directory, monkeypatch):
     for module in ("packed", "packed_file"):
         monkeypatch.setattr(f"localllm.models.{module}.LAYOUT_VERSION", 2)
     heard: list[object] = []
-    Engine.load(directory, device="cpu", weights="int4", on_convert=lambda *far: heard.append(far))
+    Engine.load(directory, device="cpu", weights="int4", watcher=Watcher(packing=lambda *far: heard.append(far)))
     assert heard
 
 
@@ -184,20 +189,20 @@ def test_damage_is_an_error_whose_command_mends_it(directory, spoil):
     assert caught.value.fix.startswith("localllm quantize ")
     assert caught.value.fix.endswith(" --weights int4-g64")
     convert(directory, folder, RECIPES["int4-g64"], source_id(files))
-    Engine.load(directory, device="cpu", weights="int4", on_convert=expect_no_conversion)
+    Engine.load(directory, device="cpu", weights="int4", watcher=NO_CONVERSION)
 
 
 def test_a_model_that_will_not_fit_is_refused_before_it_is_packed(directory, monkeypatch, tmp_path):
-    monkeypatch.setattr(engine_module, "available_bytes", lambda _device: 100_000)
+    monkeypatch.setattr(loading, "process_memory", lambda _cap: Memory(100_000, 0, 100_000))
     with pytest.raises(DoesNotFitError):
-        Engine.load(directory, device="cpu", weights="int4", on_convert=expect_no_conversion)
+        Engine.load(directory, device="cpu", weights="int4", watcher=NO_CONVERSION)
     assert not (tmp_path / "cache").exists()
 
 
 def test_weights_that_would_fit_as_int4_are_refused_with_that_advice(directory, monkeypatch):
-    # The weights take 315 kB in bf16 and 113 kB in int4; the KV cache of 128 tokens 65 kB.
-    for free_bytes, advice in ((330_000, "--weights int4"), (100_000, "choose a smaller model: localllm list --all")):
-        monkeypatch.setattr(engine_module, "available_bytes", lambda _device, free=free_bytes: free)
+    # With two blocks at a time and 128 tokens of context it takes 259 kB in bf16 and 164 kB in int4.
+    for free_bytes, advice in ((200_000, "--weights int4"), (100_000, "choose a smaller model: localllm list --all")):
+        monkeypatch.setattr(loading, "process_memory", lambda _cap, free=free_bytes: Memory(free, 0, free))
         with pytest.raises(DoesNotFitError) as caught:
             Engine.load(directory, device="cpu", weights="bf16")
         assert caught.value.fix == advice

@@ -12,7 +12,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from localllm.bench.measure import seconds
 from localllm.bench.subject import Subject
 from localllm.bench.workload import VERIFY_TOKENS, Workload
 from localllm.cache.contiguous import ContiguousKV
@@ -21,6 +20,7 @@ from localllm.engine.events import Event, FinishedEvent, Timings, TokenEvent
 from localllm.engine.request import Request, SamplingParams
 from localllm.engine.runner import Chunk
 from localllm.engine.sequence import Sequence
+from localllm.offload.floors import seconds
 
 _VERIFY_REPEATS = 3
 _STRETCH_S = 0.5  # of decoding between two samples of the floor: what disturbs one disturbs the other

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -43,9 +42,3 @@ def interleaved(measurements: dict[str, Callable[[], float]], rounds: int = 5) -
         for name, measure in measurements.items():
             values[name].append(measure())
     return values
-
-
-def seconds(action: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    action()
-    return time.perf_counter() - started

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from localllm.models.host_buffer import host_buffer
 from localllm.models.layout import BlockLayout, Matrix
 from localllm.models.packed_file import PackedFile
+from localllm.offload.host_buffer import host_buffer
 from localllm.quant.recipe import Recipe
 from localllm.quant.weight_format import WeightFormat
 

@@ -10,14 +10,16 @@ from statistics import harmonic_mean, median
 import torch
 
 from localllm.bench.decoding import Depth, matrices_gbs, random_ids, read_prompt
-from localllm.bench.floors import DeviceFloors, MatmulFloor, MemoryFloor, disk_file
 from localllm.bench.machine import PeakMemory, machine
 from localllm.bench.measure import paired, spread
 from localllm.bench.report import Floors, Report, Run
 from localllm.bench.subject import Subject
 from localllm.bench.workload import Workload
 from localllm.engine.events import Timings
+from localllm.offload.disk_speed import disk_file
+from localllm.offload.floors import DeviceFloors, MatmulFloor, MemoryFloor
 
+DISK_BYTES = 1 << 30  # beyond what a disk keeps in its own memory
 _MOST_DISK_READS = 5  # a second each, and nothing that comes later stands beside them
 
 Say = Callable[[str], None]
@@ -120,7 +122,7 @@ class _Bench:
 
 
 def _read_disk(directory: Path, rounds: int) -> tuple[list[float], str | None]:
-    with disk_file(directory) as file:
+    with disk_file(directory, DISK_BYTES) as file:
         if file is None:
             return [], None
         return [file.read_gbs() for _ in range(min(rounds, _MOST_DISK_READS))], file.method

@@ -18,9 +18,10 @@ from localllm.bench.random_blocks import RandomBlocks
 from localllm.bench.shapes import Shape
 from localllm.cache.contiguous import kv_bytes_per_token
 from localllm.engine.engine import Engine
+from localllm.engine.loading import Watcher
 from localllm.engine.memory import HEADROOM, available_bytes
 from localllm.engine.tokenizer import Tokenizer
-from localllm.engine.weights import open_blocks
+from localllm.engine.weights import is_unpacked, open_packed
 from localllm.errors import DoesNotFitError
 from localllm.hub import ModelFiles
 from localllm.layers.attention import Attention
@@ -75,7 +76,7 @@ def installed_subject(
 ) -> Subject:
     """A model on this disk, loaded as any command does."""
     engine = Engine.load(
-        files, device=device.type, dtype=Dense(dtype).name, weights=recipe.name, ctx=ctx, progress=progress
+        files, device=device.type, dtype=Dense(dtype).name, weights=recipe.name, ctx=ctx, watcher=Watcher(progress)
     )
     return Subject(files.name, recipe.name, engine, has_random_weights=False)
 
@@ -84,8 +85,8 @@ def pack_ahead(
     files: ModelFiles, config: ModelConfig, recipe: Recipe, progress: Progress, waiting: Callable[[str], None]
 ) -> None:
     """Pack the model if it is not: the memory that a conversion takes is no part of what is measured."""
-    with open_blocks(files, config, recipe, progress, waiting):
-        """Nothing is read yet."""
+    if not is_unpacked(recipe):
+        open_packed(files, config, recipe, progress, waiting).close()
 
 
 def word_tokenizer(vocab_size: int) -> Tokenizer:

@@ -33,13 +33,13 @@ class ContiguousKV:
     def nbytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
 
-    def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """k, v [T, KH, D] of the tokens after `length`. Returns all so far, each [KH, length + T, D]."""
-        end = self.length + k.shape[0]
-        assert end <= self.capacity, "the scheduler admits no token beyond what was reserved"
+    def write(self, layer: int, past: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """k, v [T, KH, D] of the tokens behind the first `past`. Returns all so far, each [KH, past + T, D]."""
+        end = past + k.shape[0]
+        assert self.length <= past and end <= self.capacity, "the scheduler admits no token beyond what was reserved"
         keys, values = self.keys[layer], self.values[layer]
-        keys[:, self.length : end] = k.transpose(0, 1)
-        values[:, self.length : end] = v.transpose(0, 1)
+        keys[:, past:end] = k.transpose(0, 1)
+        values[:, past:end] = v.transpose(0, 1)
         return keys[:, :end], values[:, :end]
 
     def advance(self, num_tokens: int) -> None:

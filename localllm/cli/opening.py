@@ -59,6 +59,7 @@ def loading(front: Front, selection: Selection, max_sequences: int | None = None
     def load() -> Engine:
         started = time.perf_counter()
         from localllm.engine.engine import Engine
+        from localllm.engine.loading import Watcher
         from localllm.engine.scheduler import Limits
 
         try:
@@ -68,11 +69,11 @@ def loading(front: Front, selection: Selection, max_sequences: int | None = None
                 dtype=settings.dtype,
                 weights=settings.weights,
                 ctx=settings.ctx,
+                ram=settings.ram,
+                vram=settings.vram,
                 threads=settings.threads,
                 limits=None if max_sequences is None else Limits(max_sequences=max_sequences),
-                progress=reading,
-                on_convert=packing.update,
-                on_wait=packing.wait,
+                watcher=Watcher(reading, packing.update, packing.wait, line.show),
             )
         finally:
             packing.end()

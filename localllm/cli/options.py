@@ -44,6 +44,17 @@ Ctx = Annotated[
     int | None,
     typer.Option("--ctx", metavar="N", help="Context size in tokens. Default: the model's own, at most 8192."),
 ]
+Ram = Annotated[
+    str | None,
+    typer.Option(
+        "--ram",
+        metavar="SIZE",
+        help="Most memory that this process may hold: 8GiB. What does not fit is read from the disk at every step.",
+    ),
+]
+Vram = Annotated[
+    str | None, typer.Option("--vram", metavar="SIZE", help="Most of the GPU's memory that may be used: 6GiB.")
+]
 Device = Annotated[
     Literal["auto", "cpu", "cuda"] | None, typer.Option("--device", metavar="auto|cpu|cuda", help="Where to compute.")
 ]
@@ -137,7 +148,8 @@ Stop = Annotated[
 
 # Flags that are settings too (config.toml, LOCALLLM_*), by their name in both.
 _SETTING_NAMES = (
-    "system", "ctx", "device", "dtype", "weights", "threads", "offline", "max_tokens", "temperature", "top_k", "top_p",
+    "system", "ctx", "ram", "vram", "device", "dtype", "weights", "threads", "offline", "max_tokens", "temperature",
+    "top_k", "top_p",
     "min_p", "typical_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed", "stop",
 )  # fmt: skip
 _DRY_NAMES = ("dry_multiplier", "dry_base", "dry_allowed_length")

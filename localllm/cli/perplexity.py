@@ -32,6 +32,8 @@ def perplexity_command(
     model: options.RequiredModel,
     file: Annotated[Path, typer.Option("-f", "--file", metavar="FILE", help="A text file in UTF-8; -: stdin.")],
     ctx: options.Ctx = None,
+    ram: options.Ram = None,
+    vram: options.Vram = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
     weights: options.Weights = None,

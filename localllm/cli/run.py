@@ -119,6 +119,8 @@ def run_command(
     seed: options.Seed = None,
     stop: options.Stop = None,
     ctx: options.Ctx = None,
+    ram: options.Ram = None,
+    vram: options.Vram = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
     weights: options.Weights = None,

@@ -12,8 +12,9 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,32 +26,24 @@ from localllm.cache.contiguous import ContiguousKV
 from localllm.engine.chat_template import ChatInput, ChatTemplate, encode_chat
 from localllm.engine.detokenizer import Detokenizer
 from localllm.engine.events import Event, FinishedEvent, PrefillEvent, TokenLogprob
-from localllm.engine.memory import (
-    DTYPES,
-    available_bytes,
-    choose_ctx,
-    choose_device,
-    choose_dtype,
-    is_out_of_memory,
-    out_of_memory,
-)
+from localllm.engine.loading import LoadedModel, Loading, Watcher
+from localllm.engine.memory import DTYPES, choose_device, choose_dtype, is_out_of_memory, out_of_memory
 from localllm.engine.perplexity import Perplexity, perplexity
 from localllm.engine.request import Request, SamplingParams
-from localllm.engine.runner import Chunk, ModelRunner, StepCancelledError
+from localllm.engine.runner import BATCH_ROWS, Chunk, ModelRunner, StepCancelledError
 from localllm.engine.sampler import sample
 from localllm.engine.scheduler import Limits, Scheduler
 from localllm.engine.sequence import Sequence
 from localllm.engine.tokenizer import Tokenizer
-from localllm.engine.weights import choose_recipe, open_blocks
-from localllm.errors import ContextOverflowError, TemplateError, UsageError
+from localllm.engine.weights import choose_recipe
+from localllm.errors import ContextOverflowError, LocalLLMError, TemplateError, UsageError
 from localllm.hub.packed import packed_recipes
 from localllm.layers.attention import Attention
-from localllm.models.config import ModelConfig
 from localllm.models.decoder import Decoder
 from localllm.models.families import load_config
-from localllm.models.layout import model_bytes
-from localllm.models.load import Progress, load_decoder
-from localllm.quant.recipe import DEFAULT, RECIPES
+from localllm.models.load import Progress
+from localllm.offload.plan import Plan
+from localllm.quant.recipe import RECIPES
 
 
 def _load_template(directory: Path, tokenizer: Tokenizer) -> ChatTemplate | TemplateError:
@@ -60,12 +53,12 @@ def _load_template(directory: Path, tokenizer: Tokenizer) -> ChatTemplate | Temp
         return error
 
 
-def _silent(_done: int, _total: int) -> None:
-    """Progress that nobody watches."""
-
-
-def _unheard(_process: str) -> None:
-    """A wait that nobody is told of."""
+def _limited(limits: Limits, loaded: LoadedModel) -> Limits:
+    """Within the memory that there is; where blocks are streamed, a prompt passes as a whole between two reads."""
+    chunk_tokens = limits.chunk_tokens
+    if loaded.plan is not None:
+        chunk_tokens = loaded.plan.pass_tokens if loaded.plan.streamed else min(chunk_tokens, loaded.plan.batch_rows)
+    return dataclasses.replace(limits, kv_tokens=loaded.kv_tokens, chunk_tokens=chunk_tokens)
 
 
 Prompt = str | SequenceOf[int] | SequenceOf[dict[str, Any]]
@@ -81,13 +74,18 @@ class Engine:
         ctx: int,
         limits: Limits | None = None,
         load_s: float = 0.0,
+        plan: Plan | None = None,
+        held: ExitStack | None = None,
     ) -> None:
+        """plan: where the blocks are, if one was made. held: what must stay open as long as the engine is used."""
         self.model = model
         self.tokenizer = tokenizer
         self._template = template
         self.ctx = ctx
         self.load_s = load_s
-        self.runner = ModelRunner(model)
+        self.plan = plan
+        self._held = held or ExitStack()
+        self.runner = ModelRunner(model, plan.batch_rows if plan else BATCH_ROWS)
         self.scheduler = Scheduler(limits or Limits(), self._new_kv)
         eos = (*model.config.eos_token_ids, tokenizer.eos_token_id)
         self.eos_ids = frozenset(token_id for token_id in eos if token_id is not None)
@@ -105,19 +103,19 @@ class Engine:
         dtype: str = "auto",
         weights: str = "auto",
         ctx: int | None = None,
+        ram: int | None = None,
+        vram: int | None = None,
         threads: int | None = None,
         limits: Limits | None = None,
-        progress: Progress | None = None,
-        on_convert: Progress | None = None,
-        on_wait: Callable[[str], None] | None = None,
+        watcher: Watcher | None = None,
     ) -> Engine:
         """Load a model by name, `org/repo`, directory, or files that were located before.
 
         device: auto, cpu, cuda. dtype: of activations and KV cache; auto (bf16), bf16, fp32. weights: the format that
-        they are used in, see `choose_recipe`; a packed one is made at first use, while on_convert(done_bytes,
-        total_bytes) is called, and on_wait(process id) as long as another process makes it. ctx: tokens of context;
-        None takes what the model was trained for, at most 8192. threads: of the CPU. progress(done_bytes, total_bytes)
-        is called while weights are read. Raises ModelNotFoundError, CheckpointError, UnsupportedModelError,
+        they are used in, see `choose_recipe`; a packed one is made at first use. ctx: tokens of context; None takes
+        what the model was trained for, at most 8192, or less where that costs much of the speed. ram, vram: the most
+        bytes that this process may hold; blocks that do not fit are read from the disk at every step. threads: of the
+        CPU. watcher: hears of what takes long. Raises ModelNotFoundError, CheckpointError, UnsupportedModelError,
         DoesNotFitError, UsageError; LocalLLMError where a packed model cannot be written.
         """
         started = time.perf_counter()
@@ -130,26 +128,21 @@ class Engine:
         tokenizer = Tokenizer.load(files.directory)
         on, of = choose_device(device), choose_dtype(weights if dtype == "auto" and weights in DTYPES else dtype)
         chosen = RECIPES[choose_recipe(weights, config, packed_recipes(files), of)]
-
-        def fit(config: ModelConfig) -> tuple[int, int]:
-            weight_bytes, int4_bytes = (model_bytes(config, either) for either in (chosen, RECIPES[DEFAULT]))
-            return choose_ctx(config, weight_bytes, available_bytes(on), of, ctx, int4_bytes)
-
-        fit(config)  # before minutes of conversion, not after
-        try:
-            with open_blocks(files, config, chosen, on_convert or _silent, on_wait or _unheard) as (source, config):
-                ctx_tokens, kv_tokens = fit(config)
-                decoder = load_decoder(source, config, chosen, dtype=of, device=on, progress=progress or _silent)
-        except (MemoryError, RuntimeError) as error:
-            raise out_of_memory(on, error) if is_out_of_memory(error) else error from None
+        loaded = Loading(files, chosen, of, on, ctx, ram, vram, watcher or Watcher()).load(config)
         return cls(
-            decoder,
+            loaded.decoder,
             tokenizer,
             _load_template(files.directory, tokenizer),
-            ctx=ctx_tokens,
-            limits=dataclasses.replace(limits or Limits(), kv_tokens=kv_tokens),
+            ctx=loaded.ctx,
+            limits=_limited(limits or Limits(), loaded),
             load_s=time.perf_counter() - started,
+            plan=loaded.plan,
+            held=loaded.held,
         )
+
+    def close(self) -> None:
+        """Ends what reads blocks from the disk. The engine is not used after it."""
+        self._held.close()
 
     def generate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[Event]:
         """Answer one prompt: a text to continue, token ids, or chat messages. Closing the iterator stops the request.
@@ -270,7 +263,7 @@ class Engine:
             totals = logits.sum(dim=-1).tolist()  # a NaN or an infinity stays what it is in a sum
         except StepCancelledError:
             return events + self._drop_aborted()
-        except (MemoryError, RuntimeError) as error:
+        except (MemoryError, RuntimeError, LocalLLMError) as error:
             named = self._named(error)
             return events + [self._fail(sequence, named) for sequence, _ in scheduled]
         for row, (sequence, chunk) in enumerate(scheduled):
@@ -331,7 +324,7 @@ class Engine:
         return [sequence.finished(self.load_s) for sequence in aborted]
 
     def perplexity(
-        self, token_ids: SequenceOf[int], ctx: int | None = None, progress: Progress | None = None
+        self, token_ids: SequenceOf[int], ctx: int | None = None, progress: Progress = lambda _done, _total: None
     ) -> Perplexity:
         """How well the model predicts a text; see `engine.perplexity`. Raises UsageError or ContextOverflowError."""
         if ctx is not None and ctx > self.ctx:
@@ -344,7 +337,7 @@ class Engine:
             token_ids,
             ctx=ctx or self.ctx,
             new_kv=self._new_kv,
-            progress=progress or _silent,
+            progress=progress,
         )
 
     def _logprob(self, logits: Tensor, token_id: int, num_alternatives: int) -> TokenLogprob:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import psutil
 import torch
 
 from localllm.cache.contiguous import kv_bytes_per_token
 from localllm.errors import DoesNotFitError, UsageError
 from localllm.models.config import ModelConfig
+from localllm.offload.machine_memory import cgroup_free_bytes
 
 DEFAULT_CTX = 8192  # where nobody asked: long enough for a chat, 1 GiB of KV for an 8B model
 MIN_CTX = 128
@@ -39,23 +38,22 @@ def choose_dtype(name: str) -> torch.dtype:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Free memory of the device; on a CPU the smaller of the machine's and the control group's."""
+    """Free memory of the device; on a CPU the least of the machine's, the control groups' and the address space."""
     if device.type == "cuda":
         free, _total = torch.cuda.mem_get_info(device)
         return free
-    return min(int(psutil.virtual_memory().available), _cgroup_free_bytes())
+    limits = (int(psutil.virtual_memory().available), cgroup_free_bytes(), _address_space_free_bytes())
+    return min(limit for limit in limits if limit is not None)
 
 
-def _cgroup_free_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """What the control group's limit leaves; file cache counts as free, as the kernel gives it back."""
+def _address_space_free_bytes() -> int | None:
+    """What RLIMIT_AS (`ulimit -v`) leaves; None without one."""
     try:
-        limit = (root / "memory.max").read_text(encoding="ascii").strip()
-        used = int((root / "memory.current").read_text(encoding="ascii"))
-        statistics = dict(line.split() for line in (root / "memory.stat").read_text(encoding="ascii").splitlines())
-        cache = int(statistics.get("inactive_file", 0)) + int(statistics.get("active_file", 0))
-        return int(limit) - used + cache if limit != "max" else NO_LIMIT
-    except (OSError, ValueError):
-        return NO_LIMIT
+        from resource import RLIM_INFINITY, RLIMIT_AS, getrlimit
+    except ImportError:  # not a Unix
+        return None
+    limit = getrlimit(RLIMIT_AS)[0]
+    return None if limit == RLIM_INFINITY else max(0, limit - int(psutil.Process().memory_info().vms))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -71,6 +69,17 @@ def out_of_memory(device: torch.device, error: BaseException) -> DoesNotFitError
         why=f"{_gib(available_bytes(device))} are free on {device}; {str(error).splitlines()[0] if str(error) else ''}",
         fix="close other programs, or ask for a shorter context with --ctx",
     )
+
+
+def require_context(config: ModelConfig, asked: int | None) -> None:
+    """Raises UsageError for a context that the model was not made for."""
+    longest = config.longest_context
+    if asked is not None and not 1 <= asked <= longest:
+        raise UsageError(
+            f"a context of {asked} tokens is not possible with this model",
+            why=f"it was trained for at most {longest}",
+            fix=f"--ctx {longest}",
+        )
 
 
 def choose_ctx(
@@ -89,13 +98,7 @@ def choose_ctx(
     per_token = kv_bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
     usable = int(free_bytes * HEADROOM)
     kv_tokens = (usable - weight_bytes) // per_token
-    longest = config.longest_context
-    if asked is not None and not 1 <= asked <= longest:
-        raise UsageError(
-            f"a context of {asked} tokens is not possible with this model",
-            why=f"it was trained for at most {longest}",
-            fix=f"--ctx {longest}",
-        )
+    require_context(config, asked)
     wanted = asked if asked is not None else min(config.max_position_embeddings, DEFAULT_CTX)
     least = wanted if asked is not None else min(wanted, MIN_CTX)
     if kv_tokens < least:

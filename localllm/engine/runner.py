@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from localllm.cache.contiguous import ContiguousKV
 from localllm.errors import FETCH_ANEW, NonFiniteError
+from localllm.kernels.cpu_gemv import MAX_ROWS
 from localllm.layers.batch import Batch, Segment
 from localllm.models.cpu_step import CpuStep
 from localllm.models.decoder import Block, Decoder
@@ -17,6 +18,9 @@ from localllm.models.decoder import Block, Decoder
 # Of a native step that is not stopped between blocks: it takes hardly longer than one of one row, and stopping 44 times
 # costs 0.4 ms of 13.
 SINGLE_CALL_ROWS = 16
+# Tokens of a prompt that are computed at once: the matrices are read once for all of them, and what is between two
+# matrices still fits into the caches.
+BATCH_ROWS = 512
 
 
 class StepCancelledError(Exception):
@@ -32,9 +36,30 @@ class Chunk:
     num_tokens: int
 
 
+@dataclass(frozen=True)
+class _Part:
+    """The tokens [begin, end) of a chunk's sequence."""
+
+    chunk: Chunk
+    begin: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.begin
+
+
+def _parts(chunk: Chunk, num_tokens: int) -> Iterator[_Part]:
+    """The tokens of a chunk in order, so many at a time."""
+    end = chunk.kv.length + chunk.num_tokens
+    for begin in range(chunk.kv.length, end, num_tokens):
+        yield _Part(chunk, begin, min(begin + num_tokens, end))
+
+
 class ModelRunner:
-    def __init__(self, model: Decoder) -> None:
+    def __init__(self, model: Decoder, batch_rows: int = BATCH_ROWS) -> None:
+        """batch_rows: tokens that are computed at once; what a chunk has beyond them follows block by block."""
         self.model = model
+        self.batch_rows = batch_rows
         self.cpu_step = CpuStep(model) if CpuStep.supports(model) else None
 
     @torch.inference_mode()
@@ -53,35 +78,49 @@ class ModelRunner:
 
         if cancelled():
             raise StepCancelledError
-        batch = self._batch(chunks, all_logits)
-        is_single_call = self.cpu_step is not None and len(batch) <= SINGLE_CALL_ROWS
-        logits = self._logits(batch, None if is_single_call else give_up)
+        batches = self._batches(chunks, all_logits)
+        is_single_call = self.cpu_step is not None and sum(map(len, batches)) <= SINGLE_CALL_ROWS
+        logits = self._logits(batches, None if is_single_call else give_up)
         for chunk in chunks:
             chunk.kv.advance(chunk.num_tokens)
         return logits
 
-    def _logits(self, batch: Batch, on_block: Callable[[Block, Tensor], None] | None) -> Tensor:
-        if self.cpu_step is not None:
-            return self.cpu_step.logits(batch, on_block)
-        return self.model.logits(self.model.hidden_states(batch, on_block)[batch.logit_rows])
+    def _logits(self, batches: Sequence[Batch], on_block: Callable[[Block, Tensor], None] | None) -> Tensor:
+        return (self.model.forward if self.cpu_step is None else self.cpu_step.logits)(batches, on_block)
 
-    def _batch(self, chunks: Sequence[Chunk], all_logits: bool) -> Batch:
+    def _batches(self, chunks: Sequence[Chunk], all_logits: bool) -> list[Batch]:
+        """The chunks in order, in as few batches as may be: short ones side by side, a long one over several."""
+        # The operators' matrix products keep a row's bits up to MAX_ROWS rows, the native step's for any number.
+        together = MAX_ROWS if self.cpu_step is None else self.batch_rows
+        groups: list[list[_Part]] = []
+        for part in (part for chunk in chunks for part in _parts(chunk, self.batch_rows)):
+            if groups and sum(map(len, groups[-1])) + len(part) <= together:
+                groups[-1].append(part)
+            else:
+                groups.append([part])
+        return [self._batch(group, all_logits) for group in groups]
+
+    def _batch(self, parts: Sequence[_Part], all_logits: bool) -> Batch:
         device = self.model.device
         token_ids: list[int] = []
         positions: list[int] = []
         segments: list[Segment] = []
-        for chunk in chunks:
-            past, begin = chunk.kv.length, len(token_ids)
-            token_ids += chunk.token_ids[past : past + chunk.num_tokens]
-            positions += range(past, past + chunk.num_tokens)
-            segments.append(Segment(begin, len(token_ids), chunk.kv, rope_length=len(chunk.token_ids)))
-        rows = range(len(token_ids)) if all_logits else [segment.end - 1 for segment in segments]
+        rows: list[int] = []
+        for part in parts:
+            chunk, begin = part.chunk, len(token_ids)
+            token_ids += chunk.token_ids[part.begin : part.end]
+            positions += range(part.begin, part.end)
+            segments.append(Segment(begin, len(token_ids), chunk.kv, past=part.begin, rope_length=len(chunk.token_ids)))
+            if all_logits:
+                rows += range(begin, len(token_ids))
+            elif part.end == chunk.kv.length + chunk.num_tokens:
+                rows.append(len(token_ids) - 1)
         at = torch.tensor(positions, device=device)
         return Batch(
             token_ids=torch.tensor(token_ids, device=device),
             positions=at,
             segments=tuple(segments),
-            logit_rows=torch.tensor(list(rows), device=device),
+            logit_rows=torch.tensor(rows, dtype=torch.int64, device=device),
             rotations=tuple(rotary(at, segments) for rotary in self.model.rotaries),
         )
 
@@ -97,12 +136,12 @@ class ModelRunner:
                 culprit = f"block {block.name}"
                 raise StepCancelledError
 
-        batch = self._batch([chunk], all_logits=True)
+        batches = self._batches([chunk], all_logits=True)
         try:
-            if not bool(self.model.embed(batch.token_ids).isfinite().all()):
+            if not all(bool(self.model.embed(batch.token_ids).isfinite().all()) for batch in batches):
                 culprit = "the embedding"
             else:
-                self._logits(batch, look)
+                self._logits(batches, look)
         except StepCancelledError:
             pass
         dtype = str(self.model.dtype).removeprefix("torch.")

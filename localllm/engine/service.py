@@ -8,6 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from localllm.engine.events import Event, FinishedEvent
@@ -104,7 +105,8 @@ class EngineService:
         finally:
             self._loaded.set()
         try:
-            self._serve(self._engine)
+            with closing(self._engine):
+                self._serve(self._engine)
         except BaseException as error:
             with self._lock:
                 self._failure, self._ended = error, True

@@ -10,7 +10,7 @@ import torch
 from localllm.errors import UsageError
 from localllm.hub import ModelFiles
 from localllm.hub.packed import packed_directory, source_id
-from localllm.models.block_source import BlockSource, CheckpointBlocks
+from localllm.models.block_source import CheckpointBlocks
 from localllm.models.checkpoint import Checkpoint
 from localllm.models.config import ModelConfig
 from localllm.models.convert import convert
@@ -55,21 +55,20 @@ def is_unpacked(weights: Recipe) -> bool:
 
 
 @contextmanager
-def open_blocks(
-    files: ModelFiles, config: ModelConfig, weights: Recipe, converting: Progress, waiting: Callable[[str], None]
-) -> Iterator[tuple[BlockSource, ModelConfig]]:
-    """The blocks of a model, and its config with a head of its own where the checkpoint has one.
+def open_checkpoint(files: ModelFiles, config: ModelConfig, weights: Recipe) -> Iterator[CheckpointBlocks]:
+    """The blocks of a model straight from its checkpoint; their `config` has a head of its own where that has one."""
+    with Checkpoint.open(files.directory) as checkpoint:
+        yield CheckpointBlocks(checkpoint, config, weights)
 
-    A packed model that is not there yet is made first: `converting` and `waiting` are as in `convert`. Raises what
-    `convert` and `PackedModel.open` raise.
+
+def open_packed(
+    files: ModelFiles, config: ModelConfig, weights: Recipe, converting: Progress, waiting: Callable[[str], None]
+) -> PackedModel:
+    """The packed model, made first where it is not there yet: `converting` and `waiting` are as in `convert`.
+
+    Raises what `convert` and `PackedModel.open` raise.
     """
-    if is_unpacked(weights):
-        with Checkpoint.open(files.directory) as checkpoint:
-            blocks = CheckpointBlocks(checkpoint, config, weights)
-            yield blocks, blocks.config
-        return
     directory, source = packed_directory(files, weights.name), source_id(files)
     if needs_conversion(directory):
         convert(files.directory, directory, weights, source, converting, waiting, model=files.name)
-    with PackedModel.open(directory, config, weights, source, model=files.name) as packed:
-        yield packed, packed.config
+    return PackedModel.open(directory, config, weights, source, model=files.name)

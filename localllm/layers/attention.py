@@ -55,7 +55,7 @@ class Attention:
 
     def _attend(self, segment: Segment, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         shape, rows = self.shape, slice(segment.begin, segment.end)
-        keys, values = segment.kv.write(shape.layer, k[rows], v[rows])
+        keys, values = segment.kv.write(shape.layer, segment.past, k[rows], v[rows])
         return attention(q[rows], keys, values, scale=shape.scale, window=shape.window, softcap=shape.softcap)
 
     def _normalised(self, qk: Tensor) -> Tensor:

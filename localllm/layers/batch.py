@@ -11,26 +11,26 @@ from torch import Tensor
 class KVStore(Protocol):
     """Keys and values of one sequence. `write` may be repeated for the same tokens: only the owner advances it.
 
-    keys, values: [layers, KH, capacity, D], of which `length` tokens are held so far.
+    keys, values: [layers, KH, capacity, D].
     """
 
     keys: Tensor
     values: Tensor
     capacity: int
-    length: int
 
-    def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k, v [T, KH, D] after the tokens held so far; return all keys and values, each [KH, S, D]."""
+    def write(self, layer: int, past: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store k, v [T, KH, D] behind the first `past` tokens; return those and these, each [KH, past + T, D]."""
         ...
 
 
 @dataclass(frozen=True)
 class Segment:
-    """The rows [begin, end) of a batch belong to one sequence and are its next tokens."""
+    """The rows [begin, end) of a batch belong to one sequence and are the tokens behind its first `past`."""
 
     begin: int
     end: int
     kv: KVStore
+    past: int
     rope_length: int  # tokens by which length-dependent RoPE scalings choose their frequencies
 
 

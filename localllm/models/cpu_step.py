@@ -7,7 +7,7 @@ alike however many there are: a prompt in chunks, a batch of answers and the ver
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from localllm.kernels import cpu_attention, cpu_embed, cpu_matmul, cpu_norm, cpu
 from localllm.kernels.cpu_isa import MOST_ROWS, Isa
 from localllm.kernels.cpu_jit import best_isa
 from localllm.kernels.cpu_linear import Activations, PackedMatrix, Step, float_bits, is_available
+from localllm.kernels.cpu_matmul import INT8_GROUP
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.tile16 import TILE
 from localllm.layers.attention import Attention
@@ -24,11 +25,39 @@ from localllm.layers.batch import Batch
 from localllm.layers.linear import Linear
 from localllm.layers.mlp import MLP
 from localllm.layers.norm import RMSNorm
+from localllm.models.config import ModelConfig
 from localllm.models.decoder import Block, Decoder
+from localllm.models.layout import EMBED, HEAD
 from localllm.quant.int4 import Int4
 from localllm.quant.int8 import Int8
+from localllm.quant.recipe import Recipe
 
 HALF_VECTOR = 32  # of head and rotary dimensions: pairs of bf16 fill whole registers
+
+
+def supports_shape(config: ModelConfig, recipe: Recipe, dtype: torch.dtype) -> bool:
+    """Whether a decoder of this shape on a CPU is computed by native steps, as far as is known before it is loaded."""
+    return (
+        dtype is torch.bfloat16
+        and config.head_dim % HALF_VECTOR == 0
+        and config.rotary_dim % HALF_VECTOR == 0
+        and isinstance(recipe.blocks, Int4 | Int8)
+        and is_available()
+    )
+
+
+def native_row_bytes(config: ModelConfig, recipe: Recipe) -> int:
+    """What a room for one more row takes."""
+    H, D, KH = config.num_heads, config.head_dim, config.num_kv_heads
+    widest_in = max(config.hidden_size, config.intermediate_size, H * D)
+    widest_out = max(2 * config.intermediate_size, (H + 2 * KH) * D, config.hidden_size)
+    group = recipe.blocks.group if isinstance(recipe.blocks, Int4) else INT8_GROUP
+    floats = 2 * config.hidden_size + widest_out + H * D + 3 * (widest_in // group)
+    floats += 2 * config.rotary_dim * len(set(config.ropes))
+    words = len(cpu_rope.TOKEN_WORDS) + H * len(cpu_attention.TASK_WORDS) + 1
+    return 4 * floats + 8 * words + widest_in
+
+
 NO_WINDOW = 1 << 40
 
 
@@ -55,39 +84,81 @@ class CpuStep:
             and all(_fills_tiles(linear) for block in decoder.blocks for linear in _linears(block))
         )
 
-    def logits(self, batch: Batch, on_block: Callable[[Block, Tensor], None] | None = None) -> Tensor:
-        """fp32 [R, V] of the batch's `logit_rows`.
+    def logits(self, batches: Sequence[Batch], on_block: Callable[[Block, Tensor], None] | None = None) -> Tensor:
+        """fp32 [R, V] of the batches' `logit_rows`, as from `Decoder.hidden_states`, whose `on_block` this is.
 
-        `on_block` sees each block's output (which the next one overwrites), as in `Decoder.hidden_states`. Without it,
-        and with the logits of every row, the step is a single call.
+        Without it, and with one batch of a decoder of which nothing is streamed, the step is a single call.
         """
-        T, R = len(batch), len(batch.logit_rows)
-        room = self._reserve(T)
-        block_rows = room.activations.resize(T, self.isa)
-        attention_rows = room.place(batch, self.decoder.config.num_heads // self.decoder.config.num_kv_heads)
-        tape = self._tape(room, block_rows, attention_rows)
-        if not tape.embeds:
-            room.x[:T] = self.decoder.embed(batch.token_ids)
-        if on_block is None and R == T and tape.head is not None:
-            kernel, words = tape.head
-            logits = self._new_logits(T, block_rows)
-            kernel.point(words, "y", logits)
-            tape.tape.run()
-            return self._trimmed(logits, T)
-        if on_block is None:
-            tape.tape.run(0, tape.ends[-1])
-        else:
-            for block, begin, end in zip(self.decoder.blocks, (0, *tape.ends[:-1]), tape.ends, strict=True):
-                tape.tape.run(begin, end)
-                on_block(block, room.x[:T])
-        return self._head(room, batch.logit_rows)
+        room = self._reserve(max(map(len, batches)))
+        if on_block is None and len(batches) == 1 and not self.decoder.stream.names:
+            return self._in_one_call(room, batches[0])
+        self.decoder.stream.begin()
+        states = self._embedded(room, batches)
+        for index, block in enumerate(self.decoder.blocks):
+            with self.decoder.stream.held(block.name):
+                for batch, x in zip(batches, states, strict=True):
+                    self._run_block(room, batch, index, x)
+                    if on_block is not None:
+                        on_block(block, x)
+        return self._head(room, torch.cat([x[batch.logit_rows] for batch, x in zip(batches, states, strict=True)]))
 
-    def _head(self, room: _Room, rows: Tensor) -> Tensor:
-        """fp32 [len(rows), V] of those rows of the last hidden states."""
-        if _packed(self.decoder.head) is None:
-            return self.decoder.logits(room.x[rows])
-        R = len(rows)
-        room.x[:R] = room.x[rows]
+    def _in_one_call(self, room: _Room, batch: Batch) -> Tensor:
+        T, R = len(batch), len(batch.logit_rows)
+        whole = self._placed(room, batch)
+        if not whole.starts[0]:
+            room.x[:T] = self.decoder.embed(batch.token_ids)
+        if R < T or whole.head is None:
+            whole.tape.run(0, whole.starts[-1])
+            return self._head(room, room.x[batch.logit_rows])
+        kernel, words = whole.head
+        logits = self._new_logits(T, room.activations.block_rows)
+        kernel.point(words, "y", logits)
+        whole.tape.run()
+        return self._trimmed(logits, T)
+
+    def _embedded(self, room: _Room, batches: Sequence[Batch]) -> list[Tensor]:
+        """The hidden states [T, hidden] of each batch: the room's own where there is but one."""
+        states = []
+        with self.decoder.stream.held(EMBED):
+            for batch in batches:
+                x = room.x[: len(batch)]
+                embed_steps = self._placed(room, batch).starts[0]
+                if embed_steps:
+                    self._placed(room, batch).tape.run(0, embed_steps)
+                else:
+                    x.copy_(self.decoder.embed(batch.token_ids))
+                states.append(x if len(batches) == 1 else x.clone())
+        return states
+
+    def _run_block(self, room: _Room, batch: Batch, index: int, x: Tensor) -> None:
+        """x [T, hidden] through a block, in place."""
+        is_in_room = x.data_ptr() == room.x.data_ptr()
+        whole = self._placed(room, batch)
+        if not is_in_room:
+            room.x[: len(x)] = x
+        whole.tape.run(whole.starts[index], whole.starts[index + 1])
+        if not is_in_room:
+            x.copy_(room.x[: len(x)])
+
+    def _placed(self, room: _Room, batch: Batch) -> _WholeTape:
+        """The tape for such a batch; the room holds what is new of it."""
+        if room.batch is not batch:
+            config = self.decoder.config
+            room.activations.resize(len(batch), self.isa)
+            room.place(batch, config.num_heads // config.num_kv_heads)
+        return self._tape(room)
+
+    def _head(self, room: _Room, x: Tensor) -> Tensor:
+        """fp32 [R, V] of hidden states [R, hidden]."""
+        with self.decoder.stream.held(HEAD):
+            if _packed(self.decoder.head) is None:
+                return self.decoder.logits(x)
+            return torch.cat([self._packed_head(room, part) for part in torch.split(x, room.rows)])
+
+    def _packed_head(self, room: _Room, x: Tensor) -> Tensor:
+        R = len(x)
+        room.x[:R] = x
+        room.batch = None
         block_rows = room.activations.resize(R, self.isa)
         logits = self._new_logits(R, block_rows)
         Tape(list(_Recorder(self.decoder, self.isa, room, block_rows, 1).head(logits))).run()
@@ -103,6 +174,7 @@ class CpuStep:
     def matrices_only(self) -> tuple[Tape, int]:
         """All matrices of the blocks for one row, without what is between them, and their bytes: to be timed."""
         room = self._reserve(1)
+        room.batch = None
         rows = room.activations.resize(1, self.isa)
         recorder = _Recorder(self.decoder, self.isa, room, rows, 1)
         linears = [linear for block in self.decoder.blocks for linear in _linears(block)]
@@ -115,25 +187,24 @@ class CpuStep:
             self._room = _Room(self.decoder, rows)
         return self._room
 
-    def _tape(self, room: _Room, block_rows: int, attention_rows: int) -> _WholeTape:
-        key = block_rows, attention_rows
+    def _tape(self, room: _Room) -> _WholeTape:
+        key = room.activations.block_rows, room.attention_rows
         if key not in self._tapes:
-            recorder = _Recorder(self.decoder, self.isa, room, block_rows, attention_rows)
+            recorder = _Recorder(self.decoder, self.isa, room, *key)
             steps: list[Step] = [*recorder.embed()]
-            embeds, ends = bool(steps), []
+            starts = [len(steps)]
             for block in self.decoder.blocks:
                 steps += recorder.block(block)
-                ends.append(len(steps))
+                starts.append(len(steps))
             head = [] if _packed(self.decoder.head) is None else [*recorder.head(room.wide)]
-            self._tapes[key] = _WholeTape(Tape(steps + head), embeds, tuple(ends), head[-1] if head else None)
+            self._tapes[key] = _WholeTape(Tape(steps + head), tuple(starts), head[-1] if head else None)
         return self._tapes[key]
 
 
 @dataclass(frozen=True)
 class _WholeTape:
     tape: Tape
-    embeds: bool  # whether it begins with the embedding, rather than with hidden states
-    ends: tuple[int, ...]  # of each block, in steps
+    starts: tuple[int, ...]  # of each block, in steps, and of the head; before the first is the embedding, if anything
     head: Step | None  # the last one, whose y is each forward's own
 
 
@@ -158,9 +229,11 @@ class _Room:
         self.tokens = torch.zeros(rows, len(cpu_rope.TOKEN_WORDS), dtype=torch.int64)
         self.tasks = torch.zeros(rows * config.num_heads, len(cpu_attention.TASK_WORDS), dtype=torch.int64)
         self.num_tasks = torch.zeros(1, dtype=torch.int64)
+        self.attention_rows = 1  # of a task, at most
+        self.batch: Batch | None = None  # the one that was placed last, as long as all of it is there
 
-    def place(self, batch: Batch, group: int) -> int:
-        """Where each token's keys go and which rows attend together. Returns how many rows a task has at most."""
+    def place(self, batch: Batch, group: int) -> None:
+        """Where each token's keys go and which rows attend together."""
         self.token_ids[: len(batch)] = batch.token_ids
         for index, (cos, sin) in enumerate(batch.rotations):
             self.cos[index][: len(batch)] = cos[:, 0]
@@ -171,15 +244,15 @@ class _Room:
         tasks: list[tuple[int, ...]] = []
         for segment in batch.segments:
             kv, T = segment.kv, segment.end - segment.begin
-            assert kv.keys.dtype is torch.bfloat16 and kv.length + T <= kv.capacity
+            assert kv.keys.dtype is torch.bfloat16 and segment.past + T <= kv.capacity
             places = kv.keys.data_ptr(), kv.values.data_ptr(), kv.capacity
-            tokens += [(*places, position) for position in range(kv.length, kv.length + T)]
+            tokens += [(*places, position) for position in range(segment.past, segment.past + T)]
             last = T * group
             tasks += [(segment.begin, first, min(rows, last - first)) for first in range(0, last, rows)]
         self.tokens[: len(tokens)] = torch.tensor(tokens)
         self.tasks[: len(tasks)] = torch.tensor(tasks)
         self.num_tasks[0] = len(tasks)
-        return rows
+        self.attention_rows, self.batch = rows, batch
 
 
 @dataclass(frozen=True)

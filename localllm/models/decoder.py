@@ -6,8 +6,10 @@ streaming and of skipping; the decoder knows nothing of where a block's bytes re
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from localllm.layers.mlp import MLP
 from localllm.layers.norm import RMSNorm
 from localllm.layers.rotary import Rotary
 from localllm.models.config import ModelConfig
+from localllm.models.layout import EMBED, HEAD
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,38 @@ class Block:
         return x + (y if self.norm_out is None else self.norm_out(y))
 
 
+class BlockStream(Protocol):
+    """Brings blocks that do not stay in memory to where their layers expect them, in the order of a forward."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of the blocks that are streamed; all others are always there."""
+        ...
+
+    def begin(self) -> None:
+        """A forward begins: the first block is next, however far the last one came. Raises nothing."""
+        ...
+
+    def held(self, name: str) -> AbstractContextManager[None]:
+        """Inside, the block's tensors are in place. Raises LocalLLMError where they cannot be brought."""
+        ...
+
+
+class AllResident:
+    """Nothing is streamed."""
+
+    names: frozenset[str] = frozenset()
+
+    def begin(self) -> None:
+        """Every block is there."""
+
+    def held(self, _name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+ALL_RESIDENT = AllResident()
+
+
 @dataclass(frozen=True)
 class Decoder:
     config: ModelConfig
@@ -47,6 +82,7 @@ class Decoder:
     rotaries: tuple[Rotary, ...]
     dtype: torch.dtype
     device: torch.device
+    stream: BlockStream = ALL_RESIDENT
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """hidden_states [R, hidden] -> fp32 [R, V]."""
@@ -57,18 +93,28 @@ class Decoder:
         cap = self.config.final_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
-    def hidden_states(self, batch: Batch, on_block: Callable[[Block, Tensor], None] | None = None) -> Tensor:
-        """Run the batch's tokens through every block; [T, hidden].
+    def hidden_states(
+        self, batches: Sequence[Batch], on_block: Callable[[Block, Tensor], None] | None = None
+    ) -> list[Tensor]:
+        """Run the batches through every block, all of them through one before the next; each [T, hidden].
 
+        A later batch may continue the sequence of an earlier one: in every block its keys come after the earlier's.
         `on_block` sees each block's output, and may raise to give the forward up: no cache has advanced by then.
         """
-        x = self.embed(batch.token_ids)  # [T, hidden]
+        self.stream.begin()
+        with self.stream.held(EMBED):
+            states = [self.embed(batch.token_ids) for batch in batches]  # [T, hidden] each
         for block in self.blocks:
-            x = block(x, batch)
-            if on_block is not None:
-                on_block(block, x)
-        return x
+            with self.stream.held(block.name):
+                for index, batch in enumerate(batches):
+                    states[index] = block(states[index], batch)
+                    if on_block is not None:
+                        on_block(block, states[index])
+        return states
 
-    def forward(self, batch: Batch) -> Tensor:
-        """fp32 logits [R, V] of the batch's `logit_rows`."""
-        return self.logits(self.hidden_states(batch)[batch.logit_rows])
+    def forward(self, batches: Sequence[Batch], on_block: Callable[[Block, Tensor], None] | None = None) -> Tensor:
+        """fp32 logits [R, V] of the batches' `logit_rows`, in order."""
+        states = self.hidden_states(batches, on_block)
+        wanted = torch.cat([x[batch.logit_rows] for batch, x in zip(batches, states, strict=True)])
+        with self.stream.held(HEAD):
+            return self.logits(wanted)

@@ -72,6 +72,11 @@ class BlockLayout:
                 specs[f"{matrix.name}.linear_bias"] = TensorSpec((matrix.out_features,), torch.float32)
         return specs | {norm.name: TensorSpec((norm.features,), torch.float32) for norm in self.norms}
 
+    def small_tensors(self) -> list[str]:
+        """Norms and biases: a few kilobytes beside the megabytes of the matrices."""
+        biases = [f"{matrix.name}.linear_bias" for matrix in self.matrices if matrix.has_bias]
+        return [*biases, *(norm.name for norm in self.norms)]
+
     def nbytes(self, recipe: Recipe) -> int:
         return sum(spec.nbytes for spec in self.specs(recipe).values())
 

@@ -16,7 +16,7 @@ from localllm.layers.norm import RMSNorm
 from localllm.layers.rotary import Rotary
 from localllm.models.block_source import BlockSource
 from localllm.models.config import ModelConfig
-from localllm.models.decoder import Block, Decoder
+from localllm.models.decoder import ALL_RESIDENT, Block, BlockStream, Decoder
 from localllm.models.layout import BlockLayout, block_layouts, model_bytes
 from localllm.quant.recipe import Recipe
 
@@ -31,9 +31,11 @@ def load_decoder(
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress = lambda _done, _total: None,
+    stream: BlockStream = ALL_RESIDENT,
 ) -> Decoder:
     """Read every block once, in the order in which a forward needs them. dtype: of activations and KV cache.
 
+    stream: brings the blocks of its `names`, of which `source` gives tensors that are filled later.
     Raises what the source raises: CheckpointError naming a tensor that is missing, misshapen or not of this family.
     """
     layouts = block_layouts(config)
@@ -57,6 +59,7 @@ def load_decoder(
         rotaries=tuple(Rotary(rope, config.rotary_dim, device) for rope in ropes),
         dtype=dtype,
         device=device,
+        stream=stream,
     )
 
 

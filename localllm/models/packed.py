@@ -7,9 +7,10 @@ with that before a byte is used, and every block with its checksum while the nex
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -23,12 +24,13 @@ from localllm.errors import CheckpointError
 from localllm.hub.exclusive import reading
 from localllm.hub.packed import PACKED_INDEX, is_whole
 from localllm.models.config import ModelConfig
-from localllm.models.disk_read import READERS, FileRead
 from localllm.models.fields import show
-from localllm.models.host_buffer import host_buffer
 from localllm.models.layout import BlockLayout, block_layouts
 from localllm.models.packed_file import CHECKSUM, DTYPES, LAYOUT_VERSION, PackedFile
 from localllm.models.strict_json import JsonLimits, read_json_object
+from localllm.offload.disk_read import READERS, FileRead
+from localllm.offload.disk_stream import StreamedFile
+from localllm.offload.host_buffer import host_buffer
 from localllm.quant.recipe import Recipe
 
 _LIMITS = JsonLimits(size_bytes=16 << 20)
@@ -120,7 +122,7 @@ class PackedModel:
         self._plan = plan
         self._files = plan.files
         self._checksums = checksums
-        self._next = dict(zip(self._files, list(self._files)[1:], strict=False))  # block -> the one after it
+        self._next = dict(itertools.pairwise(self._files))  # block -> the one after it
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="packed-read")
         self._ahead: tuple[str, Tensor, FileRead] | None = None
 
@@ -168,7 +170,7 @@ class PackedModel:
             following = self._next.get(layout.name)
             if following is not None:
                 self._ahead = (following, *self._begin(self._files[following]))
-            self._verify(file, read)
+            self._check(file, read.chunks())
         except (OSError, EOFError) as error:
             raise self._refusal(file, "cannot be read", str(error)) from None
         finally:
@@ -177,6 +179,36 @@ class PackedModel:
 
     def finish(self) -> None:
         """Nothing is left over: the index names every file."""
+
+    def read_ahead_only(self, names: Iterable[str]) -> None:
+        """Of the blocks that follow each other, only these are begun before they are asked for."""
+        self._next = dict(itertools.pairwise(names))
+
+    def streamed_file(self, layout: BlockLayout) -> StreamedFile:
+        """The block's file as a stream reads it: whole, again and again."""
+        file = self._files[layout.name]
+        return StreamedFile(
+            name=file.name,
+            path=self.directory / file.file_name,
+            num_bytes=file.file_bytes,
+            check=lambda content: self._check(file, [content]),
+            fix=self._plan.command,
+        )
+
+    def streamed_tensors(self, layout: BlockLayout, place: Tensor) -> dict[str, Tensor]:
+        """The block's tensors: its matrices' as views of `place`, through which its file is streamed, and its norms
+        and biases, which are read now and stay. Raises CheckpointError.
+        """
+        file = self._files[layout.name]
+        path = self.directory / file.file_name
+        try:
+            with path.open("rb", buffering=0) as opened:
+                small = {
+                    name: file.tensors[name].read(opened.fileno(), file.data_begin) for name in layout.small_tensors()
+                }
+        except (OSError, EOFError) as error:
+            raise self._refusal(file, "cannot be read", str(error)) from None
+        return file.views(place) | small
 
     def _begun(self, file: PackedFile) -> tuple[Tensor, FileRead]:
         """What was begun ahead, if it is this file."""
@@ -194,11 +226,12 @@ class PackedModel:
         except OSError as error:
             raise self._refusal(file, "cannot be read", str(error)) from None
 
-    def _verify(self, file: PackedFile, read: FileRead) -> None:
+    def _check(self, file: PackedFile, chunks: Iterable[memoryview]) -> None:
+        """Raises CheckpointError where a file's bytes, in order, are not those that the index means."""
         header = file.header(self._checksums[file.name])
         digest = xxhash.xxh3_128()
         position = 0
-        for chunk in read.chunks():
+        for chunk in chunks:
             own = header[position : position + len(chunk)]
             if chunk[: len(own)] != own:
                 why = f"its header is not that of {file.name}, {self._plan.recipe.name}, {self._plan.source}"

@@ -23,8 +23,8 @@ import xxhash
 from torch import Tensor
 
 from localllm.hub.repo_cache import sync_directory
-from localllm.models.host_buffer import PAGE_BYTES
 from localllm.models.layout import BlockLayout
+from localllm.offload.host_buffer import PAGE_BYTES
 from localllm.quant.recipe import Recipe
 from localllm.quant.weight_format import TensorSpec
 
@@ -57,6 +57,13 @@ class PackedTensor:
     @property
     def end(self) -> int:
         return self.begin + self.spec.nbytes
+
+    def read(self, descriptor: int, data_begin: int) -> Tensor:
+        """The tensor, from an open file. Raises OSError, and EOFError where the file ends before."""
+        content = bytearray(os.pread(descriptor, self.spec.nbytes, data_begin + self.begin))
+        if len(content) < self.spec.nbytes:
+            raise EOFError(f"it ends before byte {data_begin + self.end}")
+        return torch.frombuffer(content, dtype=self.spec.dtype).view(self.spec.shape)
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from localllm.errors import FETCH_ANEW, CheckpointError, DoesNotFitError
 from localllm.models.fields import show
-from localllm.models.host_buffer import host_buffer
 from localllm.models.strict_json import JsonLimits, open_plain_file, parse_json_object
+from localllm.offload.host_buffer import host_buffer
 
 _LENGTH_BYTES = 8
 # 200,000 tensors, which take 2 s to check; published files have headers of a few MB. Text of n bytes can take 12 n in

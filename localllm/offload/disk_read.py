@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy
 
-from localllm.models.host_buffer import PAGE_BYTES
+from localllm.offload.host_buffer import PAGE_BYTES
 
 # O_DIRECT reads by four threads reach what the disk has (2.3 GB/s where `dd iflag=direct` has 2.2) and leave the cores
 # alone; through the page cache it was 0.4 to 1.6 GB/s, and a core was busy copying.
@@ -32,8 +32,8 @@ class FileRead:
     def __init__(self, path: Path, buffer: memoryview, readers: ThreadPoolExecutor) -> None:
         size = len(buffer)
         self._buffer = buffer
-        self._cached = _open(path)
-        self._direct = None if _is_cached(self._cached, size) else _open_direct(path)
+        self._cached = open_plain(path)
+        self._direct = None if _is_cached(self._cached, size) else open_direct(path)
         pages = -(-size // (READERS * PAGE_BYTES))
         chunk = min(max(pages * PAGE_BYTES, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
         self._bounds = [(begin, min(begin + chunk, size)) for begin in range(0, size, chunk)]
@@ -55,21 +55,30 @@ class FileRead:
                 os.close(descriptor)
 
     def _read(self, begin: int, end: int) -> None:
-        descriptor = self._cached if self._direct is None else self._direct
-        while begin < end:
-            try:
-                count = os.preadv(descriptor, [self._buffer[begin:end]], begin)
-            except OSError as error:
-                if error.errno != errno.EINVAL or descriptor == self._cached:
-                    raise
-                descriptor = self._cached  # only whole pages are read past the cache: not the rest of a short read
-                continue
-            if count == 0:
-                raise EOFError(f"it ends at byte {os.fstat(descriptor).st_size}, {len(self._buffer)} are needed")
-            begin += count
+        read_into(self._cached, self._direct, begin, self._buffer[begin:end])
 
 
-def _open(path: Path, flags: int = 0) -> int:
+def read_into(plain: int, direct: int | None, begin: int, into: memoryview) -> None:
+    """Fill `into` from byte `begin` of a file that is open as `plain`, past the page cache where `direct` is given.
+
+    begin and into: aligned to a page, and whole pages. Raises OSError, and EOFError where the file ends before.
+    """
+    descriptor = plain if direct is None else direct
+    end = begin + len(into)
+    while into:
+        try:
+            count = os.preadv(descriptor, [into], end - len(into))
+        except OSError as error:
+            if error.errno != errno.EINVAL or descriptor == plain:
+                raise
+            descriptor = plain  # only whole pages are read past the cache: not the rest of a short read
+            continue
+        if count == 0:
+            raise EOFError(f"it ends at byte {os.fstat(descriptor).st_size}, {end} are needed")
+        into = into[count:]
+
+
+def open_plain(path: Path, flags: int = 0) -> int:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -77,10 +86,10 @@ def _open(path: Path, flags: int = 0) -> int:
     return descriptor
 
 
-def _open_direct(path: Path) -> int | None:
+def open_direct(path: Path) -> int | None:
     """None where the system or the file system has no way past the page cache."""
     try:
-        return _open(path, os.O_DIRECT)
+        return open_plain(path, os.O_DIRECT)
     except (AttributeError, OSError):
         return None
 

@@ -1,0 +1,183 @@
+"""The machine without its cards: CPU, memory and what limits it, disks. Knows nothing of models but their sizes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from localllm.cli.findings import Finding, fail, ok, warn
+from localllm.cli.output import format_bytes
+from localllm.cli.remedies import raise_cgroup_limit
+from localllm.offload.machine_memory import ROOT, SELF_CGROUP, memory_limits
+
+_GIB = 1 << 30
+_RAM_WANTED_BYTES = 4 * _GIB
+_DISK_WANTED_BYTES = 20 * _GIB
+_PACKED_WANTED_BYTES = 5 * _GIB  # int4 of 7 billion parameters takes 4.1
+
+# int4 of 7 billion parameters is 4.1 GB: streamed whole, a token takes 6 seconds at this rate. SATA ends at 0.55, NVMe
+# begins at twice that.
+_STREAM_GBS = 0.7
+_SPEED_BYTES = 64 << 20
+_SPEED_SECONDS = 0.3
+_NO_ROOM_FIX = "export LOCALLLM_CACHE=/a/folder/of/yours"
+
+
+def check_cpu() -> Finding:
+    import platform
+
+    flags = _cpu_flags()
+    known = [
+        flag for flag in ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_bf16") if flag in flags
+    ]
+    detail = f"{_usable_cpus()} CPUs; {' '.join(known) or 'no vector extension that is known here'}"
+    if platform.machine() in ("x86_64", "AMD64") and "avx2" not in flags and flags:
+        return warn(f"{detail}: decoding will be slow", "localllm list --all")
+    return ok(detail)
+
+
+def check_memory(root: Path = ROOT, self_cgroup: Path = SELF_CGROUP) -> Finding:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    detail = f"{format_bytes(memory.available)} free of {format_bytes(memory.total)}"
+    limits = [limit for limit in memory_limits(root, self_cgroup) if limit.limit_bytes < memory.total]
+    tightest = min(limits, key=lambda limit: limit.free_bytes, default=None)
+    if tightest is not None:
+        limit, free = format_bytes(tightest.limit_bytes), format_bytes(tightest.free_bytes)
+        detail += f"; the control group may use {limit}, {free} of it free ({tightest.file})"
+        if tightest.free_bytes < _RAM_WANTED_BYTES <= memory.available:
+            return warn(f"{detail}: enough for the smallest models only", raise_cgroup_limit(tightest.file))
+    if memory.available < _RAM_WANTED_BYTES:
+        return warn(f"{detail}: enough for the smallest models only", "localllm list --all")
+    return ok(detail)
+
+
+def check_address_space(limits_bytes: tuple[int | None, int | None] | None = None) -> Finding:
+    """RLIMIT_AS, soft and hard. CUDA reserves as many addresses as there are bytes in all memories together."""
+    soft, hard = limits_bytes or _address_space_limits()
+    if soft is None:
+        return ok("unlimited")
+    detail = f"limited to {format_bytes(soft)} (RLIMIT_AS): buffers and CUDA's reservations count, used or not"
+    return warn(detail, "ulimit -v unlimited" if hard is None else "sudo prlimit --pid $$ --as=unlimited")
+
+
+def check_huge_pages(setting: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled")) -> Finding:
+    """Weights ask for pages of 2 MiB: with them 2 cores read at 29 GB/s, without at 26."""
+    try:
+        text = setting.read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError):
+        return ok("this system has no such setting")
+    chosen = text.partition("[")[2].partition("]")[0] or text.strip()
+    if chosen == "never":
+        return warn(
+            "never: weights lie in pages of 4 KiB, a tenth slower to read", f"echo madvise | sudo tee {setting}"
+        )
+    return ok(chosen)
+
+
+def check_cache() -> Finding:
+    from localllm.hub import HubSettings
+
+    folder = HubSettings.from_environment().cache_dir
+    refused = _refusal_to_write(folder)
+    return fail(refused, "export HF_HUB_CACHE=/a/folder/of/yours") if refused else ok(f"{folder} can be written")
+
+
+def check_disk() -> Finding:
+    from localllm.hub import HubSettings
+
+    folder = HubSettings.from_environment().cache_dir
+    usage = shutil.disk_usage(_existing(folder))
+    detail = f"{format_bytes(usage.free)} free of {format_bytes(usage.total)} under {folder}"
+    if usage.free < _DISK_WANTED_BYTES:
+        return warn(f"{detail}: too little for the larger models", "localllm list")
+    return ok(detail)
+
+
+def check_packed() -> Finding:
+    """Whether weights can be packed, and what the packed ones take."""
+    from localllm.hub.packed import packed_root, packed_sources
+
+    folder = packed_root()
+    refused = _refusal_to_write(folder)
+    if refused:
+        return fail(refused, _NO_ROOM_FIX)
+    taken = sum(model.size_bytes for source in packed_sources() for model in source.models)
+    free = shutil.disk_usage(_existing(folder)).free
+    detail = f"{format_bytes(taken)} of packed weights in {folder}, {format_bytes(free)} free there"
+    if free < _PACKED_WANTED_BYTES:
+        return warn(f"{detail}: too little for a model of 7 billion parameters", _NO_ROOM_FIX)
+    return ok(detail)
+
+
+def check_disk_speed(measure: Callable[[Path], tuple[float, str] | None] | None = None) -> Finding:
+    """Of the disk from which weights are streamed. measure: GB/s and how they were measured."""
+    from localllm.hub.packed import packed_root
+
+    measured = (measure or disk_speed)(packed_root())
+    if measured is None:
+        return ok("not measured: no room or no leave for a file of 64 MiB")
+    gbs, method = measured
+    detail = f"{gbs:.2f} GB/s ({method})"
+    if gbs < _STREAM_GBS:
+        return warn(
+            f"{detail}: a model that must be streamed will crawl, {4.1 / gbs:.0f} s a token at 7 billion parameters",
+            "export LOCALLLM_CACHE=/a/folder/on/a/faster/disk",
+        )
+    return ok(detail)
+
+
+def disk_speed(folder: Path) -> tuple[float, str] | None:
+    """The best of what fits into a fraction of a second; None where no file can be written there."""
+    from localllm.offload.disk_speed import disk_file
+
+    with disk_file(folder, _SPEED_BYTES) as file:
+        if file is None:
+            return None
+        best, until = file.read_gbs(), time.perf_counter() + _SPEED_SECONDS
+        while time.perf_counter() < until:
+            best = max(best, file.read_gbs())
+        return best, file.method
+
+
+def _refusal_to_write(folder: Path) -> str:
+    """Why no file can be made in it, or in what exists above it; "" where one can."""
+    existing = _existing(folder)
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            return ""
+    except OSError as error:
+        return f"{existing} cannot be written: {error.strerror}"
+
+
+def _existing(folder: Path) -> Path:
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
+def _address_space_limits() -> tuple[int | None, int | None]:
+    """Soft and hard; None for none."""
+    try:
+        from resource import RLIM_INFINITY, RLIMIT_AS, getrlimit
+    except ImportError:  # Windows
+        return None, None
+    soft, hard = getrlimit(RLIMIT_AS)
+    return (None if soft == RLIM_INFINITY else soft), (None if hard == RLIM_INFINITY else hard)
+
+
+def _cpu_flags() -> set[str]:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith(("flags", "Features")):
+                return set(line.partition(":")[2].split())
+    return set()
+
+
+def _usable_cpus() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1

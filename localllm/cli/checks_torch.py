@@ -1,0 +1,174 @@
+"""Whether torch, the driver, the card and Triton go together. What each of them is by itself is not known here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from localllm.cli.findings import Finding, fail, ok, sm_name, warn
+from localllm.cli.remedies import TRITON, install_compiler, install_python_headers, install_torch
+
+if TYPE_CHECKING:
+    from localllm.offload.nvml import Gpu
+
+_TESTED = (2, 11), (2, 14)
+_PROBE_SECONDS = 20.0  # it takes half a second where nothing is wrong
+_USE_FP32 = "export LOCALLLM_DTYPE=fp32"
+
+# Below each: what a card lacks. Triton 3.7 compiles for all of them, but multiplies matrices without tensor cores below
+# sm_80; bf16 is emulated there: a V100 multiplies 9.6 TFLOPS in bf16, 14.0 in fp32.
+_LACKS = {
+    (6, 1): "8-bit dot products",
+    (8, 0): "bf16 arithmetic (emulated, slower than fp32) and tensor cores in Triton's kernels",
+    (8, 9): "fp8",
+}
+
+
+@dataclass(frozen=True)
+class TorchBuild:
+    """What torch says of itself. version is empty where it cannot be imported; error: why that, or CUDA, does not work.
+
+    architectures: what it has machine code for, as "sm_86", or code to be translated, as "compute_120".
+    """
+
+    version: str = ""
+    cuda: tuple[int, int] | None = None
+    devices: int = 0
+    architectures: tuple[str, ...] = ()
+    threads: int = 0
+    error: str = ""
+
+
+def torch_build() -> TorchBuild:
+    """Never raises: a broken build raises whatever its libraries raise."""
+    try:
+        import torch
+
+        version, threads = torch.__version__, torch.get_num_threads()
+        cuda = _numbers(torch.version.cuda or "")
+    except Exception as error:
+        return TorchBuild(error=f"{type(error).__name__}: {error}")
+    if cuda is None:
+        return TorchBuild(version, threads=threads)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a driver that is too old: the report says so
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+            architectures = tuple(torch.cuda.get_arch_list())
+            return TorchBuild(version, cuda, torch.cuda.device_count(), architectures, threads)
+        except Exception as error:
+            return TorchBuild(version, cuda, threads=threads, error=str(error).partition("\n")[0])
+
+
+def check_torch(build: TorchBuild) -> Finding:
+    if not build.version:
+        return fail(f"cannot be imported: {build.error}", install_torch())
+    described = f"{build.version} ({_cuda(build.cuda) if build.cuda else 'CPU build'})"
+    release = _numbers(build.version)
+    if release is None or not _TESTED[0] <= release < _TESTED[1]:
+        return warn(f"{described} is not one that is tested (2.11 to 2.13)", install_torch())
+    return ok(f"{described}, {build.threads} threads")
+
+
+def check_driver(cards: tuple[Gpu, ...], build: TorchBuild) -> Finding:
+    """Whether the driver serves this build of torch: it does every CUDA of its own number, and the older ones."""
+    card = cards[0]
+    driver = f"driver {card.driver_version or 'of an unknown version'}"
+    if card.driver_cuda is not None:
+        driver += f" (up to {_cuda(card.driver_cuda)})"
+    if not build.version:
+        return fail(f"{driver}, but torch cannot be imported", install_torch(card))
+    if build.cuda is None:
+        return fail(f"{driver}, but this torch is a CPU build", install_torch(card))
+    if card.driver_cuda is not None and card.driver_cuda[0] < build.cuda[0]:
+        return fail(f"{driver} is too old for torch's {_cuda(build.cuda)}", install_torch(card))
+    if build.devices:
+        return ok(f"{driver}, torch built for {_cuda(build.cuda)}")
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None:
+        return warn(f"{driver}, but CUDA_VISIBLE_DEVICES={hidden!r} hides the cards", "unset CUDA_VISIBLE_DEVICES")
+    why = build.error or "torch sees no card"
+    return fail(f"{driver}, but {why}", "sudo modprobe -r nvidia_uvm && sudo modprobe nvidia_uvm")
+
+
+def check_capability(card: Gpu, build: TorchBuild) -> Finding:
+    """What this generation of cards can do, and whether torch has code for it."""
+    capability = card.compute_capability
+    if capability is None:
+        return ok("this card does not tell")
+    name = sm_name(capability)
+    if build.architectures and not any(_runs(code, capability) for code in build.architectures):
+        detail = f"{name}: torch {build.version} has code for {', '.join(build.architectures)} only"
+        return fail(detail, install_torch(card) if capability >= (5, 0) else "export LOCALLLM_DEVICE=cpu")
+    lacks = [what for least, what in _LACKS.items() if capability < least]
+    detail = f"{name} lacks {'; '.join(lacks)}" if lacks else f"{name}: bf16 and fp8 tensor cores"
+    return warn(detail, _USE_FP32) if capability < (8, 0) else ok(detail)
+
+
+def check_triton(cards: tuple[Gpu, ...], probe: Callable[[int], str] | None = None) -> Finding:
+    """Whether a kernel really compiles, for each kind of card that is here. probe: what is wrong, "" for nothing."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        installed = version("triton")
+    except PackageNotFoundError:
+        return warn("not installed (GPU kernels)", TRITON) if cards else ok("not installed; not needed without a GPU")
+    if not cards:
+        return ok(f"{installed}, not needed without a GPU")
+    known = sorted({card.compute_capability for card in cards if card.compute_capability is not None})
+    for capability in known:
+        wrong = (probe or probe_triton)(10 * capability[0] + capability[1])
+        if wrong:
+            return fail(f"{installed} does not compile for {sm_name(capability)}: {wrong}", _triton_fix(wrong))
+    return ok(f"{installed}, compiles for {', '.join(map(sm_name, known))}" if known else f"{installed}, not tried")
+
+
+def probe_triton(capability: int) -> str:
+    """What a fresh compilation says, "" where it succeeds. It takes nothing from Triton's cache, and leaves nothing."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "localllm.kernels.triton_probe", str(capability)]
+    with tempfile.TemporaryDirectory() as cache:
+        environment["TRITON_CACHE_DIR"] = cache
+        try:
+            child = subprocess.run(
+                command, env=environment, capture_output=True, text=True, errors="replace", timeout=_PROBE_SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            return f"no answer within {_PROBE_SECONDS:.0f} seconds"
+    if child.returncode == 0:
+        return ""
+    lines = [line.strip() for line in child.stderr.splitlines() if line.strip()]
+    telling = [line for line in lines if "fatal error:" in line] or lines or [f"exit code {child.returncode}"]
+    return telling[-1]
+
+
+def _triton_fix(wrong: str) -> str:
+    if "Python.h" in wrong:
+        return install_python_headers()
+    return install_compiler() if "C compiler" in wrong else TRITON
+
+
+def _runs(code: str, capability: tuple[int, int]) -> bool:
+    """Machine code runs on its own generation from its own number on; other code is translated for every later one."""
+    kind, _, digits = code.partition("_")
+    if digits.isdigit():
+        made_for = divmod(int(digits), 10)
+        return made_for <= capability and (kind == "compute" or made_for[0] == capability[0])
+    exact = digits.rstrip("af")  # "90a": for this very card
+    return exact.isdigit() and divmod(int(exact), 10) == capability
+
+
+def _cuda(version: tuple[int, int]) -> str:
+    return f"CUDA {version[0]}.{version[1]}"
+
+
+def _numbers(version: str) -> tuple[int, int] | None:
+    """ "2.13.0+cpu" -> (2, 13)."""
+    first, second, *_ = [*version.split("+")[0].split("."), "", ""]
+    return (int(first), int(second)) if first.isdigit() and second.isdigit() else None

@@ -1,0 +1,139 @@
+"""A model on this disk made ready to compute: its plan, its blocks where the plan wants them, what must stay open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+
+import torch
+
+from localllm.engine.memory import available_bytes, choose_ctx, is_out_of_memory, out_of_memory, require_context
+from localllm.engine.placement import find_plan, model_shape, process_memory
+from localllm.engine.weights import is_unpacked, open_checkpoint, open_packed
+from localllm.errors import DoesNotFitError, UsageError
+from localllm.hub import ModelFiles
+from localllm.models.block_source import BlockSource
+from localllm.models.config import ModelConfig
+from localllm.models.decoder import ALL_RESIDENT, Decoder
+from localllm.models.layout import model_bytes
+from localllm.models.load import Progress, load_decoder
+from localllm.models.packed import PackedModel
+from localllm.models.streamed import StreamedBlocks
+from localllm.offload.plan import Plan
+from localllm.quant.recipe import DEFAULT, RECIPES, Recipe
+
+
+def _silent(_done: int, _total: int) -> None:
+    """Progress that nobody watches."""
+
+
+def _unheard(_text: str) -> None:
+    """News that nobody is told."""
+
+
+@dataclass(frozen=True)
+class Watcher:
+    """Who is told of what takes long: reading and packing weights (bytes done, bytes in all), waiting for a process
+    that packs them, measuring the machine."""
+
+    reading: Progress = _silent
+    packing: Progress = _silent
+    waiting: Callable[[str], None] = _unheard
+    measuring: Callable[[str], None] = _unheard
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """kv_tokens: that all sequences may have together. held: what is closed when the model is no longer used."""
+
+    decoder: Decoder
+    plan: Plan | None
+    ctx: int
+    kv_tokens: int
+    held: ExitStack
+
+
+@dataclass(frozen=True)
+class Loading:
+    """One model in one recipe. ctx, ram, vram: as `Engine.load` has them."""
+
+    files: ModelFiles
+    recipe: Recipe
+    dtype: torch.dtype
+    device: torch.device
+    ctx: int | None
+    ram: int | None
+    vram: int | None
+    watcher: Watcher
+
+    def load(self, config: ModelConfig) -> LoadedModel:
+        """Raises what is listed at `Engine.load`."""
+        if self.vram is not None and self.device.type == "cpu":
+            why = "the model runs on the CPU; --ram limits the memory that it takes there"
+            raise UsageError("--vram is a limit for a GPU, and none is used", why=why, fix="leave --vram out")
+        try:
+            return self._on_gpu(config) if self.device.type == "cuda" else self._on_cpu(config)
+        except (MemoryError, RuntimeError) as error:
+            raise out_of_memory(self.device, error) if is_out_of_memory(error) else error from None
+
+    def _on_cpu(self, config: ModelConfig) -> LoadedModel:
+        require_context(config, self.ctx)
+        plan = self._plan(config)  # before minutes of conversion, not after
+        with ExitStack() as opened:
+            if is_unpacked(self.recipe) and not plan.streamed:
+                blocks = opened.enter_context(open_checkpoint(self.files, config, self.recipe))
+                plan = self._plan(blocks.config)
+                if not plan.streamed:
+                    return self._loaded(blocks.config, blocks, plan, ExitStack())
+            packed = opened.enter_context(self._packed(config))
+            plan = self._plan(packed.config)
+            if not plan.streamed:
+                return self._loaded(packed.config, packed, plan, ExitStack())
+            source = StreamedBlocks(packed, packed.config, plan.streamed, plan.ring_bytes)
+            opened.callback(source.stream.close)
+            return self._loaded(packed.config, source, plan, opened.pop_all())
+
+    def _loaded(self, config: ModelConfig, source: BlockSource, plan: Plan, held: ExitStack) -> LoadedModel:
+        with held:
+            kv_tokens = plan.ctx if plan.streamed else plan.ctx + plan.free_bytes // plan.shape.kv_bytes_per_token
+            return LoadedModel(self._decoder(config, source), plan, plan.ctx, kv_tokens, held.pop_all())
+
+    def _plan(self, config: ModelConfig) -> Plan:
+        try:
+            return self._plan_in(config, self.recipe)
+        except DoesNotFitError as error:
+            with suppress(DoesNotFitError):
+                self._plan_in(config, RECIPES[DEFAULT])
+                error.fix = "--weights int4"
+            raise
+
+    def _plan_in(self, config: ModelConfig, recipe: Recipe) -> Plan:
+        shape = model_shape(config, recipe, self.dtype, self.files.name)
+        return find_plan(shape, recipe, self.dtype, process_memory(self.ram), self.ctx, self.watcher.measuring)
+
+    def _packed(self, config: ModelConfig) -> PackedModel:
+        return open_packed(self.files, config, self.recipe, self.watcher.packing, self.watcher.waiting)
+
+    def _decoder(self, config: ModelConfig, source: BlockSource) -> Decoder:
+        return load_decoder(
+            source,
+            config,
+            self.recipe,
+            dtype=self.dtype,
+            device=self.device,
+            progress=self.watcher.reading,
+            stream=source.stream if isinstance(source, StreamedBlocks) else ALL_RESIDENT,
+        )
+
+    def _on_gpu(self, config: ModelConfig) -> LoadedModel:
+        def fit(config: ModelConfig) -> tuple[int, int]:
+            weight_bytes, int4_bytes = (model_bytes(config, either) for either in (self.recipe, RECIPES[DEFAULT]))
+            free = min(available_bytes(self.device), self.vram or available_bytes(self.device))
+            return choose_ctx(config, weight_bytes, free, self.dtype, self.ctx, int4_bytes)
+
+        fit(config)
+        opened = open_checkpoint(self.files, config, self.recipe) if is_unpacked(self.recipe) else self._packed(config)
+        with opened as source:
+            ctx, kv_tokens = fit(source.config)
+            return LoadedModel(self._decoder(source.config, source), None, ctx, kv_tokens, ExitStack())

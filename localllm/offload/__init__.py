@@ -1,0 +1,1 @@
+"""Where bytes rest and how they move. Knows no model."""

@@ -1,0 +1,106 @@
+"""How fast a disk is read, past the page cache: a file written for it, read by several threads. Needs no torch.
+
+Each read is one sample; whoever measures takes as many as the time allows. Rates are in 1e9 a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from mmap import mmap
+from pathlib import Path
+
+_LEAST_BYTES = 1 << 26
+_CHUNK_BYTES = 8 << 20
+_READERS = 4
+_SECONDS = 1.0  # of one sample, at most: a slow disk must not hold up the rest
+
+
+@dataclass(frozen=True)
+class DiskFile:
+    """A file of random bytes without a name: it is gone with the process that made it, however that ends."""
+
+    fd: int
+    num_bytes: int
+    bypasses_cache: bool  # O_DIRECT; else what the page cache holds of the file is dropped before it is read
+
+    @property
+    def method(self) -> str:
+        return "O_DIRECT" if self.bypasses_cache else "page cache dropped"
+
+    def read_gbs(self) -> float:
+        """One sequential read, several requests under way, of the whole file or as much as a second allows."""
+        if not self.bypasses_cache:
+            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        started = time.perf_counter()
+        offsets = iter(range(0, self.num_bytes, _CHUNK_BYTES))
+        with ThreadPoolExecutor(_READERS) as pool:
+            readers = [pool.submit(self._read, offsets, started + _SECONDS) for _ in range(_READERS)]
+        return sum(reader.result() for reader in readers) / (time.perf_counter() - started) / 1e9
+
+    def _read(self, offsets: Iterator[int], until: float) -> int:
+        done = 0
+        with mmap(-1, _CHUNK_BYTES) as buffer:  # page-aligned, as O_DIRECT wants it
+            for offset in offsets:  # shared: CPython hands each offset to one thread
+                done += os.preadv(self.fd, [buffer], offset)
+                if time.perf_counter() > until:
+                    break
+        return done
+
+
+@contextlib.contextmanager
+def disk_file(directory: Path, most_bytes: int) -> Iterator[DiskFile | None]:
+    """A file on the disk of `directory`, which need not exist yet; None where there is no room or no leave for one.
+
+    It takes no more than a quarter of the room that is left, and nothing below 64 MiB where more was asked for.
+    """
+    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.is_dir())
+    num_bytes = min(most_bytes, shutil.disk_usage(existing).free // 4) // _CHUNK_BYTES * _CHUNK_BYTES
+    with contextlib.ExitStack() as stack:
+        try:
+            written = stack.enter_context(tempfile.TemporaryFile(dir=existing))
+            if num_bytes < min(most_bytes, _LEAST_BYTES) or not hasattr(os, "preadv"):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            _write_random(written.fileno(), num_bytes)
+        except OSError:
+            yield None
+            return
+        direct = _open_direct(written.fileno())
+        if direct is not None:
+            stack.callback(os.close, direct)
+        yield DiskFile(written.fileno() if direct is None else direct, num_bytes, direct is not None)
+
+
+def _write_random(fd: int, num_bytes: int) -> None:
+    """No chunk like another: a disk that compresses or deduplicates shall not look faster than it is."""
+    noise = bytearray(os.urandom(_CHUNK_BYTES))
+    for chunk in range(num_bytes // _CHUNK_BYTES):
+        noise[::4096] = bytes([chunk % 256]) * (_CHUNK_BYTES // 4096)
+        view = memoryview(noise)
+        while view:
+            view = view[os.write(fd, view) :]
+    os.fsync(fd)
+
+
+def _open_direct(fd: int) -> int | None:
+    """The same file without the page cache; None where the file system or the platform has no such thing."""
+    flag = getattr(os, "O_DIRECT", None)
+    if flag is None:
+        return None
+    direct = None
+    try:
+        direct = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | flag)
+        with mmap(-1, 4096) as page:
+            os.preadv(direct, [page], 0)
+    except OSError:
+        if direct is not None:
+            os.close(direct)
+        return None
+    return direct

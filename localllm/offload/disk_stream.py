@@ -1,0 +1,217 @@
+"""Files that pass through a ring of memory, again and again, as fast as the disk gives them.
+
+Reader threads fill the ring in the order in which its runs are needed, past the last one into the next lap, and stop
+only where a run is still in use. Knows nothing of what the files hold.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from localllm.errors import CheckpointError
+from localllm.offload.disk_read import READERS, open_direct, open_plain, read_into
+from localllm.offload.ring import Ring
+
+# A run of 100 MB in pieces of 8 MB keeps four readers busy to its end; smaller ones cost calls.
+_PIECE_BYTES = 8 << 20
+# So long without a byte: a disk that was unplugged or a network that is gone, not one that is busy.
+STALLED_S = 60.0
+
+
+@dataclass(frozen=True)
+class StreamedFile:
+    """A file of which the first `num_bytes`, whole pages, are read each time.
+
+    check: sees its bytes when they are there for the first time, and raises LocalLLMError where they are not right.
+    fix: the command that makes the file anew.
+    """
+
+    name: str
+    path: Path
+    num_bytes: int
+    check: Callable[[memoryview], None]
+    fix: str
+
+
+@dataclass
+class StreamClock:
+    """bytes_read: since the stream began. wait_s: what of the time was spent waiting for a run."""
+
+    bytes_read: int = 0
+    wait_s: float = 0.0
+
+
+class DiskStream:
+    """Streams `files` through `memory` (uint8 [ring.num_bytes], aligned to a page). One forward at a time.
+
+    The files are open as long as this is: one that is replaced meanwhile goes on as it was, and one that is written to
+    is refused.
+    """
+
+    def __init__(self, files: Sequence[StreamedFile], ring: Ring, memory: Tensor) -> None:
+        """Raises CheckpointError where a file cannot be opened."""
+        self.names = frozenset(file.name for file in files)
+        self.clock = StreamClock()
+        self._ring = ring
+        self._memory: memoryview = memory.numpy().data
+        self._index = {file.name: index for index, file in enumerate(files)}
+        with ExitStack() as opened:
+            self._files = [opened.enter_context(_OpenFile(file)) for file in files]
+            self._opened = opened.pop_all()
+        self._changed = threading.Condition()
+        # Runs are counted on over the laps: number n is file n % len(files).
+        self._released = 0  # runs that are no longer needed
+        self._next = (0, 0)  # the piece that is read next: of which run, and which of its pieces
+        self._missing: dict[int, int] = {}  # of a run that is being read: pieces that are not there yet
+        self._under_way = 0  # pieces that are being read
+        self._stops = False  # nothing more is begun
+        self._failure: CheckpointError | None = None
+        self._readers = [threading.Thread(target=self._work, name="stream", daemon=True) for _ in range(READERS)]
+        for reader in self._readers:
+            reader.start()
+
+    def begin(self) -> None:
+        """As BlockStream says. What was read ahead of a lap that was given up is dropped."""
+        if self._released % len(self._files) == 0 and self._failure is None:
+            return
+        with self._changed:
+            self._stop()
+            self._released, self._next, self._failure = 0, (0, 0), None
+            self._missing.clear()
+            self._stops = False
+            self._changed.notify_all()
+
+    @contextmanager
+    def held(self, name: str) -> Iterator[None]:
+        """Inside, the run of this name is in its place. Raises CheckpointError naming the file that cannot be read."""
+        if name not in self.names:
+            yield
+            return
+        number = self._released
+        assert self._index[name] == number % len(self._files), "runs are asked for in their order"
+        started = time.perf_counter()
+        self._wait_for(number)
+        self.clock.wait_s += time.perf_counter() - started
+        yield
+        with self._changed:
+            self._released = number + 1
+            self._missing.pop(number, None)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        with self._changed:
+            with suppress(CheckpointError):
+                self._stop()
+            self._files = []
+            self._changed.notify_all()
+        self._opened.close()
+
+    def _stop(self) -> None:
+        """Begins nothing more, and waits for what is under way. Raises CheckpointError where the disk does not answer:
+        what it gives later would overwrite what was read in between."""
+        self._stops = True
+        if not self._changed.wait_for(lambda: not self._under_way, STALLED_S):
+            raise self._files[self._next[0] % len(self._files)].stalled()
+
+    def _wait_for(self, number: int) -> None:
+        file = self._files[number % len(self._files)]
+        with self._changed:
+            while self._failure is None and self._missing.get(number, 1):
+                seen = self.clock.bytes_read
+                if not self._changed.wait(STALLED_S) and self.clock.bytes_read == seen:
+                    raise file.stalled()
+            if self._failure is not None:
+                raise self._failure
+        begin = self._ring.offsets[number % len(self._files)]
+        file.examine(self._memory[begin : begin + file.num_bytes])
+
+    def _work(self) -> None:
+        """What a reader does all its life."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._files or self._may_read())
+                if not self._files:
+                    return
+                number, piece = self._take()
+            file = self._files[number % len(self._files)]
+            begin, end = file.pieces[piece]
+            at = self._ring.offsets[number % len(self._files)]
+            failure = None
+            try:
+                file.read(begin, self._memory[at + begin : at + end])
+            except (OSError, EOFError) as error:
+                failure = file.refusal("cannot be read", str(error))
+            with self._changed:
+                self._under_way -= 1
+                self._failure = self._failure or failure
+                self._missing[number] -= 1
+                self.clock.bytes_read += end - begin
+                self._changed.notify_all()
+
+    def _may_read(self) -> bool:
+        number = self._next[0]
+        is_free = self._released > number - self._ring.reach[number % len(self._files)]
+        return is_free and not self._stops and self._failure is None
+
+    def _take(self) -> tuple[int, int]:
+        number, piece = self._next
+        pieces = len(self._files[number % len(self._files)].pieces)
+        self._missing.setdefault(number, pieces)
+        self._under_way += 1
+        self._next = (number, piece + 1) if piece + 1 < pieces else (number + 1, 0)
+        return number, piece
+
+
+class _OpenFile:
+    """One of the files, open past the page cache where that is possible."""
+
+    def __init__(self, file: StreamedFile) -> None:
+        """Raises CheckpointError."""
+        self._file = file
+        self.num_bytes = file.num_bytes
+        self.pieces = [(at, min(at + _PIECE_BYTES, self.num_bytes)) for at in range(0, self.num_bytes, _PIECE_BYTES)]
+        try:
+            self._plain = open_plain(file.path)
+        except OSError as error:
+            raise self.refusal("cannot be read", str(error)) from None
+        self._direct = open_direct(file.path)
+        self._stamp = self._stamped()
+        self._is_checked = False
+
+    def __enter__(self) -> _OpenFile:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for descriptor in (self._plain, self._direct):
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def read(self, begin: int, into: memoryview) -> None:
+        """Fill `into` from byte `begin` on. Raises OSError, and EOFError where the file has become too short."""
+        read_into(self._plain, self._direct, begin, into)
+
+    def examine(self, content: memoryview) -> None:
+        """Raises CheckpointError where the bytes that were read are not those of the file as it was opened."""
+        if self._stamped() != self._stamp:
+            raise self.refusal("was changed while it was in use", "something has written to it")
+        if not self._is_checked:
+            self._file.check(content)
+            self._is_checked = True
+
+    def refusal(self, what: str, why: str) -> CheckpointError:
+        return CheckpointError(f"{self._file.path} {what}", why=why, fix=self._file.fix)
+
+    def stalled(self) -> CheckpointError:
+        return self.refusal("cannot be read", f"its disk has given nothing for {STALLED_S:.0f} s")
+
+    def _stamped(self) -> tuple[int, int]:
+        status = os.fstat(self._plain)
+        return status.st_size, status.st_mtime_ns

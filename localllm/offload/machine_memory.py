@@ -1,0 +1,112 @@
+"""What the control groups of this process leave of the machine's memory: pure reading, version 1 and version 2.
+
+A process belongs to a group, the group to another, up to the root; each may have a limit, and the smallest rules. Knows
+nothing of the machine's own free memory, which is for the caller to set beside it.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+ROOT = Path("/sys/fs/cgroup")
+SELF_CGROUP = Path("/proc/self/cgroup")
+_NO_LIMIT = 1 << 62  # version 1 writes the largest number of whole pages for none
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """One group's limit. reclaimable: its file cache, which the kernel gives back before it refuses memory."""
+
+    file: Path  # which the limit was read from
+    limit_bytes: int
+    used_bytes: int
+    reclaimable_bytes: int
+
+    @property
+    def free_bytes(self) -> int:
+        return max(0, self.limit_bytes - self.used_bytes + self.reclaimable_bytes)
+
+
+def cgroup_limit_bytes(root: Path = ROOT, self_cgroup: Path = SELF_CGROUP) -> int | None:
+    """The smallest limit of this process's group and the groups above it; None where none of them has one."""
+    return min((limit.limit_bytes for limit in memory_limits(root, self_cgroup)), default=None)
+
+
+def cgroup_free_bytes(root: Path = ROOT, self_cgroup: Path = SELF_CGROUP) -> int | None:
+    """What the limits leave now, the smallest over the same groups; None where none of them has one.
+
+    A group may be nearly full while a smaller one inside it is not, so this need not belong to the smallest limit.
+    """
+    return min((limit.free_bytes for limit in memory_limits(root, self_cgroup)), default=None)
+
+
+def memory_limits(root: Path = ROOT, self_cgroup: Path = SELF_CGROUP) -> tuple[MemoryLimit, ...]:
+    """Every limit from the process's own group up to the root. Never raises: what cannot be read is no limit."""
+    found = []
+    for hierarchy, group in _memberships(self_cgroup):
+        if hierarchy == "memory":
+            found += [_version_1(folder) for folder in _folders(root / "memory", group)]
+        else:
+            found += [_version_2(folder) for folder in _folders(root, group)]
+    return tuple(limit for limit in found if limit is not None)
+
+
+def _memberships(self_cgroup: Path) -> list[tuple[str, str]]:
+    """("", path) for version 2 and ("memory", path) for the memory controller of version 1: a machine may run both."""
+    lines: list[str] = []
+    with suppress(OSError, UnicodeDecodeError):
+        lines = self_cgroup.read_text(encoding="utf-8").splitlines()
+    fields = [line.split(":", 2) for line in lines if line.count(":") >= 2]
+    known = [("", path) for number, controllers, path in fields if number == "0" and not controllers]
+    known += [("memory", path) for _, controllers, path in fields if "memory" in controllers.split(",")]
+    return known or [("", "/"), ("memory", "/")]
+
+
+def _folders(mount: Path, group: str) -> list[Path]:
+    """The group's folder and those above it, the mount itself last.
+
+    In a container the path may be one of the host's, which is not to be seen there: the mount is then the group's own.
+    """
+    parts = PurePosixPath(group).parts[1:]
+    if ".." in parts:  # a group outside this process's namespace
+        parts = ()
+    return [mount.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
+
+
+def _version_2(folder: Path) -> MemoryLimit | None:
+    """memory.max is where memory is refused, memory.high where the kernel slows the group down until it shrinks."""
+    limits = [(_number(folder / name), folder / name) for name in ("memory.max", "memory.high")]
+    return _limit(limits, _number(folder / "memory.current"), folder, ("inactive_file", "active_file"))
+
+
+def _version_1(folder: Path) -> MemoryLimit | None:
+    file = folder / "memory.limit_in_bytes"
+    used = _number(folder / "memory.usage_in_bytes")
+    return _limit([(_number(file), file)], used, folder, ("total_inactive_file", "total_active_file"))
+
+
+def _limit(
+    limits: list[tuple[int | None, Path]], used: int | None, folder: Path, cache: tuple[str, str]
+) -> MemoryLimit | None:
+    set_limits = [(limit, file) for limit, file in limits if limit is not None and limit < _NO_LIMIT]
+    if not set_limits:
+        return None
+    limit, file = min(set_limits)
+    if used is None:
+        return MemoryLimit(file, limit, 0, 0)
+    return MemoryLimit(file, limit, used, min(used, _file_cache(folder / "memory.stat", cache)))
+
+
+def _number(file: Path) -> int | None:
+    with suppress(OSError, ValueError):  # "max" is no number either
+        return int(file.read_text(encoding="ascii"))
+    return None
+
+
+def _file_cache(statistics: Path, names: tuple[str, str]) -> int:
+    with suppress(OSError, ValueError):
+        rows = dict(line.split() for line in statistics.read_text(encoding="ascii").splitlines())
+        return sum(int(rows.get(name, 0)) for name in names)
+    return 0

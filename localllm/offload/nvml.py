@@ -1,0 +1,105 @@
+"""What NVML, the library of NVIDIA's driver, says of each card: sizes, what is free, the link, the versions.
+
+It makes no CUDA context and needs no torch. The cards are numbered as on the bus; CUDA may number them otherwise, and
+their uuid is what both have. Knows nothing of what is to be placed on them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One card as it is now; a field is None where this card, or its driver, does not tell.
+
+    total_bytes: the memory on the card; what the driver keeps for itself is neither free nor used by others.
+    used_by_others_bytes: used, and not by this process: other programs and the display.
+    pcie_..._max: of the card in this slot. A card that has nothing to do lets its link sleep at a lower generation.
+    """
+
+    index: int
+    name: str | None
+    uuid: str | None
+    total_bytes: int | None
+    free_bytes: int | None
+    used_by_others_bytes: int | None
+    compute_capability: tuple[int, int] | None
+    driver_version: str | None
+    driver_cuda: tuple[int, int] | None
+    pcie_generation: int | None
+    pcie_generation_max: int | None
+    pcie_width: int | None
+    pcie_width_max: int | None
+    drives_display: bool | None
+
+
+def gpus() -> tuple[Gpu, ...]:
+    """Every card that answers; () where there is no driver, or NVML says no."""
+    found, _ = _read()
+    return found
+
+
+def refusal() -> str:
+    """Why NVML says nothing of any card, in its words; "" where it does."""
+    found, reason = _read()
+    return "" if found else reason
+
+
+def _read() -> tuple[tuple[Gpu, ...], str]:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        try:
+            handles = [_told(pynvml.nvmlDeviceGetHandleByIndex, index) for index in range(pynvml.nvmlDeviceGetCount())]
+            found = [_gpu(pynvml, index, handle) for index, handle in enumerate(handles) if handle is not None]
+            return tuple(found), "no card answers"
+        finally:
+            pynvml.nvmlShutdown()
+    except Exception as error:  # no package, no library, a library of another version than the kernel's module
+        return (), str(error)
+
+
+def _gpu(nvml: Any, index: int, handle: Any) -> Gpu:
+    version = _told(nvml.nvmlSystemGetCudaDriverVersion_v2)
+    memory = _told(nvml.nvmlDeviceGetMemoryInfo, handle, nvml.nvmlMemory_v2)
+    if memory is None:  # a driver before 510, which counts its own share as used
+        memory = _told(nvml.nvmlDeviceGetMemoryInfo, handle)
+    display = _told(nvml.nvmlDeviceGetDisplayActive, handle)
+    return Gpu(
+        index=index,
+        name=_told(nvml.nvmlDeviceGetName, handle),
+        uuid=_told(nvml.nvmlDeviceGetUUID, handle),
+        total_bytes=None if memory is None else int(memory.total),
+        free_bytes=None if memory is None else int(memory.free),
+        used_by_others_bytes=None if memory is None else max(0, int(memory.used) - _own_bytes(nvml, handle)),
+        compute_capability=_told(nvml.nvmlDeviceGetCudaComputeCapability, handle),
+        driver_version=_told(nvml.nvmlSystemGetDriverVersion),
+        driver_cuda=None if version is None else (version // 1000, version % 1000 // 10),
+        pcie_generation=_told(nvml.nvmlDeviceGetCurrPcieLinkGeneration, handle),
+        pcie_generation_max=_told(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
+        pcie_width=_told(nvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
+        pcie_width_max=_told(nvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
+        drives_display=None if display is None else bool(display),
+    )
+
+
+def _own_bytes(nvml: Any, handle: Any) -> int:
+    """What this process holds on the card; 0 where its number is another one outside its container."""
+    lists = (nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses)
+    processes = [process for ask in lists for process in _told(ask, handle) or ()]
+    return max((process.usedGpuMemory or 0 for process in processes if process.pid == os.getpid()), default=0)
+
+
+def _told(ask: Callable[..., _T], *arguments: Any) -> _T | None:
+    """The answer, or None: each card leaves some questions open, and a lost one all of them."""
+    try:
+        return ask(*arguments)
+    except Exception:  # NVMLError, and what the package raises where the driver's library lacks a function
+        return None

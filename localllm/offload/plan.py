@@ -1,0 +1,328 @@
+"""Where each block of a model rests and who computes it, found by search over measured rates; and how fast that is.
+
+Layers are alike, so that all placements worth a thought are a few hundred: they are tried, in milliseconds. Knows sizes
+of blocks and rates, no tensors; works before any weight is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from localllm.errors import DoesNotFitError
+from localllm.offload.ring import least_ring_bytes
+
+Tier = Literal["vram", "ram", "disk"]
+Bound = Literal["memory", "compute", "disk", "link"]
+
+GIB = 1 << 30
+_MIB = 1 << 20
+LEAST_CTX = 128
+CHAT_CTX = 2048  # a conversation has room in it; a shorter context is taken only where this one does not fit
+# Where nobody asked for a context: a longer one than this share of the best speed allows is not taken.
+_WORTH = 0.9
+PROMPT_TOKENS = 512  # of the prompt whose first token is predicted
+_SMALLER = "choose a smaller model: localllm list --all"
+_STEP_S = 0.7e-3  # of a step, beside its matrices and its attention: batch, rotations, sampling, events
+_LOGIT_ROWS = 16  # answers that a step may compute the logits of
+_ATTENTION_SHARE = 0.75  # of what the matrices reach, attention reads its keys and values at
+# Of a prompt, between two reads of what is streamed: to read 3 GB takes as long as to compute 270 tokens of a 7B model
+# on 2 cores; beyond that little is gained, and the states of all these tokens must be kept.
+_PASS_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """num_bytes: in memory and on the disk, whole pages. flops: multiplications and additions of one token."""
+
+    name: str
+    num_bytes: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What of a model decides where it fits and how fast it is."""
+
+    name: str
+    weights: str
+    kv: str
+    embed: BlockShape
+    blocks: tuple[BlockShape, ...]  # attention and MLP in turn
+    head: BlockShape
+    kv_bytes_per_token: int
+    default_ctx: int  # where nobody asked
+    row_bytes: int  # of what is between two blocks and inside one, for each token that is computed at once
+    state_bytes: int  # of a token that waits between two blocks while others pass
+    logits_bytes: int  # of one token's
+    batch_rows: tuple[int, ...]  # how many tokens may be computed at once, the best first
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(block.num_bytes for block in (self.embed, *self.blocks, self.head))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """ram_bytes: what the process may hold. program_bytes: what it holds without a model. most_bytes: what there is."""
+
+    ram_bytes: int
+    program_bytes: int
+    most_bytes: int
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What this machine does, in 1e9 a second: bytes of one token's matrices and of the disk, operations of many."""
+
+    matrix_gbs: float
+    compute_gops: float
+    disk_gbs: float
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A block, where its bytes rest between two steps, and who computes it."""
+
+    name: str
+    num_bytes: int
+    tier: Tier
+    exec: Literal["cpu", "gpu"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """ledger: the bytes of each owner in each tier. pass_tokens: of a prompt, between two reads of what is streamed."""
+
+    shape: ModelShape
+    ctx: int
+    blocks: tuple[Placed, ...]
+    ring_bytes: int
+    batch_rows: int
+    pass_tokens: int
+    ledger: Mapping[Tier, Mapping[str, int]]
+    limits: Mapping[Tier, int]
+    decode_s: float
+    ttft_s: float
+    bound_by: Bound
+
+    @property
+    def streamed(self) -> tuple[str, ...]:
+        """Names of the blocks that come from the disk at every step."""
+        return tuple(block.name for block in self.blocks if block.tier == "disk")
+
+    def total_bytes(self, tier: Tier) -> int:
+        return sum(self.ledger.get(tier, {}).values())
+
+    @property
+    def free_bytes(self) -> int:
+        """Of the fast memory's limit, what nobody has."""
+        return self.limits["ram"] - self.total_bytes("ram")
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """One placement of the search."""
+
+    resident: frozenset[str]
+    streamed: tuple[BlockShape, ...]  # in the order of a forward
+    ring_bytes: int
+
+    @property
+    def streamed_bytes(self) -> int:
+        return sum(block.num_bytes for block in self.streamed)
+
+
+@dataclass(frozen=True)
+class Search:
+    """All plans of a model in the memory of a machine without a GPU; `best` is the answer."""
+
+    shape: ModelShape
+    memory: Memory
+    rates: Rates
+    ctx: int | None = None  # asked for
+    corrections: Mapping[Bound, float] = field(default_factory=dict)  # measured over predicted seconds, of earlier runs
+
+    def best(self) -> Plan:
+        """The longest context that costs little of the speed, or the one that was asked for, placed as fast as can be.
+
+        Raises DoesNotFitError naming the least memory that would do.
+        """
+        contexts = self._contexts()
+        enough = min(CHAT_CTX, contexts[0])
+        plans = [self._of_context(ctx) for ctx in contexts if ctx >= enough]
+        fitting = [plan for plan in plans if plan is not None]
+        if fitting:
+            return next(plan for plan in fitting if plan.decode_s * _WORTH <= fitting[-1].decode_s)
+        shorter = (self._of_context(ctx) for ctx in contexts if ctx < enough)
+        best = next((plan for plan in shorter if plan is not None), None)
+        if best is None:
+            raise self._refusal()
+        return best
+
+    def least_bytes(self) -> int:
+        """The least memory in which the model runs, with the context that was asked for."""
+        fixed = sum(self._fixed(self._contexts()[-1], self.shape.batch_rows[-1], 0).values())
+        blocks, head = self.shape.blocks, self.shape.head
+        streams_head = least_ring_bytes([block.num_bytes for block in (*blocks, head)])
+        keeps_head = least_ring_bytes([block.num_bytes for block in blocks]) + head.num_bytes
+        streams = min(streams_head, keeps_head) + self._amounts()[-1][1] * self.shape.state_bytes
+        return fixed + min(streams, self.shape.num_bytes - self.shape.embed.num_bytes)
+
+    def _contexts(self) -> list[int]:
+        """Those that may be taken, the longest first."""
+        if self.ctx is not None:
+            return [self.ctx]
+        contexts = [self.shape.default_ctx]
+        while contexts[-1] > LEAST_CTX:
+            contexts.append(max(LEAST_CTX, 1 << ((contexts[-1] - 1).bit_length() - 1)))
+        return contexts
+
+    def _amounts(self) -> list[tuple[int, int]]:
+        """How many tokens are computed at once, and how many pass between two reads: the best first."""
+        rows = self.shape.batch_rows
+        return [*((count, max(count, _PASS_TOKENS)) for count in rows), (rows[-1], rows[-1])]
+
+    def _of_context(self, ctx: int) -> Plan | None:
+        """Computing fewer tokens at once is better than reading blocks at every step; else the most that fit."""
+        for rows in self.shape.batch_rows:
+            owners = self._fixed(ctx, rows, 0)
+            if (choice := self._everything(self._room(owners))) is not None:
+                return self._plan(ctx, rows, owners, choice)
+        for rows, pass_tokens in self._amounts():
+            owners = self._fixed(ctx, rows, min(pass_tokens, max(ctx, rows)))
+            if (choice := self._some(self._room(owners))) is not None:
+                return self._plan(ctx, rows, owners, choice)
+        return None
+
+    def _room(self, owners: Mapping[str, int]) -> int:
+        return self.memory.ram_bytes - sum(owners.values())
+
+    def _fixed(self, ctx: int, rows: int, pass_tokens: int) -> dict[str, int]:
+        """What every placement needs."""
+        shape = self.shape
+        return {
+            "program": self.memory.program_bytes,
+            "kv": ctx * shape.kv_bytes_per_token,
+            "activations": rows * shape.row_bytes + pass_tokens * shape.state_bytes + _LOGIT_ROWS * shape.logits_bytes,
+            "embedding": shape.embed.num_bytes,
+        }
+
+    def _everything(self, room_bytes: int) -> _Choice | None:
+        everything = (*self.shape.blocks, self.shape.head)
+        fits = sum(block.num_bytes for block in everything) <= room_bytes
+        return _Choice(frozenset(block.name for block in everything), (), 0) if fits else None
+
+    def _some(self, room_bytes: int) -> _Choice | None:
+        """What stays in the room that is left, so that as little as possible is read at every step."""
+        everything = (*self.shape.blocks, self.shape.head)
+        best = None
+        for resident in self._residents(room_bytes):
+            streamed = tuple(block for block in everything if block.name not in resident)
+            kept_bytes = sum(block.num_bytes for block in everything if block.name in resident)
+            if best is not None and sum(block.num_bytes for block in streamed) >= best.streamed_bytes:
+                continue
+            ring_bytes = least_ring_bytes([block.num_bytes for block in streamed])
+            if kept_bytes + ring_bytes <= room_bytes:
+                best = _Choice(resident, streamed, ring_bytes)
+        return best
+
+    def _residents(self, room_bytes: int) -> Iterator[frozenset[str]]:
+        """Sets of blocks that may fit beside a ring for the others; the kept ones of a kind are spread evenly."""
+        attention, mlp, head = self.shape.blocks[::2], self.shape.blocks[1::2], self.shape.head
+        a, m = attention[0].num_bytes, mlp[0].num_bytes
+        for kept_head in (head, None):
+            room = room_bytes - max(a, m) - (kept_head.num_bytes if kept_head else 0)
+            names = {head.name} if kept_head else set()
+            for count in range(len(attention), -1, -1):
+                # What a ring takes is known when it is laid out: from one block of room for it to two.
+                most = min((room - count * a) // m, len(mlp))
+                for kept in range(most, max(most - 3, -1), -1):
+                    yield frozenset(names | _spread(attention, count) | _spread(mlp, kept))
+
+    def _plan(self, ctx: int, rows: int, owners: Mapping[str, int], choice: _Choice) -> Plan:
+        shape, memory = self.shape, self.memory
+        placed = [Placed(shape.embed.name, shape.embed.num_bytes, "ram", "cpu")]
+        for block in (*shape.blocks, shape.head):
+            placed.append(
+                Placed(block.name, block.num_bytes, "ram" if block.name in choice.resident else "disk", "cpu")
+            )
+        kept_bytes = sum(block.num_bytes for block in placed if block.tier == "ram")
+        ram = {**owners, "weights": kept_bytes, "staging": choice.ring_bytes}
+        del ram["embedding"]
+        streamed_bytes = choice.streamed_bytes
+        costs = StepCosts(shape, self.rates, streamed_bytes, self.corrections)
+        return Plan(
+            shape=shape,
+            ctx=ctx,
+            blocks=tuple(placed),
+            ring_bytes=choice.ring_bytes,
+            batch_rows=rows,
+            pass_tokens=max(rows, min(_PASS_TOKENS, ctx)) if streamed_bytes else rows,
+            ledger={
+                "ram": {owner: count for owner, count in ram.items() if count},
+                "disk": {"weights": streamed_bytes},
+            },
+            limits={"ram": memory.ram_bytes},
+            decode_s=costs.decode_s(min(PROMPT_TOKENS, ctx // 2)),
+            ttft_s=costs.prompt_s(min(PROMPT_TOKENS, ctx // 2)),
+            bound_by=costs.bound_by,
+        )
+
+    def _refusal(self) -> DoesNotFitError:
+        least, shape = self.least_bytes(), self.shape
+        largest = max((shape.embed, *shape.blocks, shape.head), key=lambda block: block.num_bytes)
+        return DoesNotFitError(
+            f"{shape.name} does not fit into {_gib(self.memory.ram_bytes)} of memory",
+            why=f"in {shape.weights} it needs {_gib(least)} even where all blocks are streamed from the disk: the "
+            f"program has {_gib(self.memory.program_bytes)}, the embedding {_gib(shape.embed.num_bytes)}, the "
+            f"largest block, {largest.name}, {_gib(largest.num_bytes)}",
+            fix=f"--ram {-(-least // _MIB)}MiB" if least <= self.memory.most_bytes else _SMALLER,
+        )
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """What a step costs: the longest of what goes on side by side, and what cannot."""
+
+    shape: ModelShape
+    rates: Rates
+    streamed_bytes: int
+    corrections: Mapping[Bound, float]
+
+    def decode_s(self, depth: int, rows: int = 1) -> float:
+        """Of a step of `rows` sequences, each with `depth` tokens behind it."""
+        return max(self._computing_s(depth, rows), self._reading_s())
+
+    def prompt_s(self, num_tokens: int) -> float:
+        """Until a prompt is read and its first token drawn."""
+        passes = -(-num_tokens // _PASS_TOKENS)
+        flops = num_tokens * sum(block.flops for block in self.shape.blocks) + self.shape.head.flops
+        computing = flops / self.rates.compute_gops / 1e9 * self.corrections.get("compute", 1.0)
+        return max(computing, passes * self._reading_s()) + _STEP_S
+
+    @property
+    def bound_by(self) -> Bound:
+        """What a step of one sequence waits for."""
+        return "disk" if self._reading_s() > self._computing_s(0, 1) else "memory"
+
+    def _computing_s(self, depth: int, rows: int) -> float:
+        shape, rates = self.shape, self.rates
+        matrices = (*shape.blocks, shape.head)
+        read_s = sum(block.num_bytes for block in matrices) / rates.matrix_gbs / 1e9
+        many_s = rows * sum(block.flops for block in matrices) / rates.compute_gops / 1e9
+        attention_s = rows * depth * shape.kv_bytes_per_token / (_ATTENTION_SHARE * rates.matrix_gbs) / 1e9
+        return (max(read_s, many_s) + attention_s + _STEP_S) * self.corrections.get("memory", 1.0)
+
+    def _reading_s(self) -> float:
+        return self.streamed_bytes / self.rates.disk_gbs / 1e9 * self.corrections.get("disk", 1.0)
+
+
+def _spread(blocks: tuple[BlockShape, ...], count: int) -> set[str]:
+    """The names of so many of the blocks, at even distances."""
+    return {blocks[(2 * index + 1) * len(blocks) // (2 * count)].name for index in range(count)}
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB"

@@ -1,0 +1,189 @@
+"""What this machine was measured to do, kept in the cache directory, and how well predictions made from it came true.
+
+A profile is measured once, in a few seconds, and again when the machine is another: its processor, its threads, its
+graphics card, the disk. Each part of it is measured when it is first needed.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from localllm.config import user_directories
+from localllm.offload.disk_speed import disk_file
+from localllm.offload.floors import MemoryFloor, seconds
+from localllm.offload.host_buffer import give_back_freed
+from localllm.offload.plan import Bound, Rates
+from localllm.quant.weight_format import WeightFormat
+
+_VERSION = 1
+_MATRIX = (8192, 4096)  # N, K of a matrix that stands for all of a model's
+_WORKING_SET_BYTES = 128 << 20  # more than a cache holds; in INT4 copies of 19 MB
+_MANY_ROWS = 128
+_MEMORY_BYTES = 256 << 20
+_DISK_BYTES = 512 << 20
+_REPEATS = 5
+# A new prediction error counts so much: five runs that agree have most of the say, one that was disturbed has little.
+_NEW_WEIGHT = 0.3
+_MOST_CORRECTION = 4.0
+
+
+@dataclass(frozen=True)
+class FormatRates:
+    """Of one weight format on the CPU: bytes of one row's matrices, operations of many rows', in 1e9 a second."""
+
+    matrix_gbs: float
+    compute_gops: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """machine: what the figures are of. corrections: measured over predicted seconds, by what bound the step."""
+
+    machine: str
+    dram_read_gbs: float | None = None
+    disk_read_gbs: float | None = None
+    formats: Mapping[str, FormatRates] = field(default_factory=dict)
+    corrections: Mapping[Bound, float] = field(default_factory=dict)
+    errors: Mapping[Bound, tuple[float, ...]] = field(default_factory=dict)  # of the last predictions, as shares
+
+    def rates(self, weights: str) -> Rates | None:
+        """None where something is not measured yet."""
+        found = self.formats.get(weights)
+        if found is None or self.disk_read_gbs is None:
+            return None
+        return Rates(found.matrix_gbs, found.compute_gops, self.disk_read_gbs)
+
+    def scored(self, bound: Bound, predicted_s: float, measured_s: float) -> Profile:
+        """With a prediction's error taken in. predicted_s: with the corrections of this profile."""
+        before = self.corrections.get(bound, 1.0)
+        now = before * (measured_s / predicted_s) ** _NEW_WEIGHT
+        now = min(max(now, 1 / _MOST_CORRECTION), _MOST_CORRECTION)
+        errors = (*self.errors.get(bound, ()), measured_s / predicted_s - 1)[-8:]
+        return replace(self, corrections={**self.corrections, bound: now}, errors={**self.errors, bound: errors})
+
+    def band(self, bound: Bound) -> float:
+        """The share by which a prediction may be off: twice the usual error of the last ones, a quarter at first."""
+        errors = [abs(error) for error in self.errors.get(bound, ())]
+        return min(max(2 * statistics.median(errors), 0.05), 0.5) if len(errors) >= 3 else 0.25
+
+
+def machine_key() -> str:
+    """Everything whose change makes the figures those of another machine."""
+    parts = [str(_VERSION), _cpu_name(), str(torch.get_num_threads()), str(psutil.virtual_memory().total >> 28)]
+    if torch.cuda.is_available():
+        parts += [torch.cuda.get_device_name(), str(torch.version.cuda)]
+    return ", ".join((*parts, f"torch {torch.__version__}", f"disk {_disk_number()}"))
+
+
+def kept_profile() -> Profile:
+    """The profile of this machine as far as it is measured; nothing of it where that is unreadable or another's."""
+    machine = machine_key()
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        found = json.loads(_path().read_text(encoding="utf-8"))
+        if found["machine"] == machine:
+            return _parsed(found)
+    return Profile(machine)
+
+
+def keep(profile: Profile) -> None:
+    """A cache that cannot be written is done without."""
+    path = _path()
+    with suppress(OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".profile", delete=False) as file:
+            file.write(json.dumps(asdict(profile), indent=1))
+        Path(file.name).replace(path)
+
+
+def measured(
+    profile: Profile, weights: str, weight_format: WeightFormat, dtype: torch.dtype, say: Callable[[str], None]
+) -> Profile:
+    """The profile with all that a plan for such weights needs; what was missing is measured now, and kept."""
+    before = profile
+    if profile.dram_read_gbs is None:
+        say("measuring the memory")
+        floor = MemoryFloor(_MEMORY_BYTES)
+        profile = replace(profile, dram_read_gbs=_best(floor.dram_read_gbs))
+        del floor
+    if profile.disk_read_gbs is None:
+        say("measuring the disk")
+        profile = replace(profile, disk_read_gbs=_disk_gbs(user_directories().cache))
+    if weights not in profile.formats:
+        say(f"measuring {weights} matrices")
+        rates = format_rates(weight_format, dtype)
+        profile = replace(profile, formats={**profile.formats, weights: rates})
+    if profile != before:
+        keep(profile)
+        give_back_freed()
+    return profile
+
+
+@torch.inference_mode()
+def format_rates(weight_format: WeightFormat, dtype: torch.dtype) -> FormatRates:
+    """Matrices of this format times one row and times many, by the way that a model of it goes."""
+    N, K = _MATRIX
+    one = weight_format.quantize((torch.randn(N // 8, K) * K**-0.5).repeat(8, 1))
+    num_bytes = sum(tensor.nbytes for tensor in one.values())
+    copies = [one] + [
+        {name: tensor.clone() for name, tensor in one.items()} for _ in range(_WORKING_SET_BYTES // num_bytes)
+    ]
+
+    def multiply(x: torch.Tensor) -> None:
+        for tensors in copies:
+            weight_format.linear(x, tensors, N, None)
+
+    def rate(rows: int) -> float:
+        """Products with all copies in a second."""
+        x = torch.randn(rows, K).to(dtype)
+        multiply(x)
+        return 1 / min(seconds(lambda: multiply(x)) for _ in range(_REPEATS))
+
+    total_bytes, total_flops = num_bytes * len(copies), 2 * N * K * len(copies)
+    return FormatRates(rate(1) * total_bytes / 1e9, rate(_MANY_ROWS) * _MANY_ROWS * total_flops / 1e9)
+
+
+def _best(sample: Callable[[], float]) -> float:
+    return statistics.median(sample() for _ in range(_REPEATS))
+
+
+def _disk_gbs(directory: Path) -> float:
+    with disk_file(directory, _DISK_BYTES) as file:
+        return _UNKNOWN_DISK_GBS if file is None else file.read_gbs()
+
+
+_UNKNOWN_DISK_GBS = 0.5  # where no file can be written: an old SATA disk
+
+
+def _parsed(found: Mapping[str, Any]) -> Profile:
+    formats = {name: FormatRates(**rates) for name, rates in found["formats"].items()}
+    errors = {bound: tuple(values) for bound, values in found["errors"].items()}
+    return Profile(**{**found, "formats": formats, "errors": errors})
+
+
+def _path() -> Path:
+    return user_directories().cache / "profile.json"
+
+
+def _disk_number() -> int:
+    folder = user_directories().cache
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    return existing.stat().st_dev
+
+
+def _cpu_name() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,209 @@
+"""Files that pass through a ring: the right bytes at the right time, and an error that names the file otherwise."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localllm.errors import CheckpointError
+from localllm.offload import disk_stream
+from localllm.offload.disk_stream import DiskStream, StreamedFile
+from localllm.offload.host_buffer import host_buffer
+from localllm.offload.ring import least_ring_bytes, ring
+
+PAGE = 4096
+
+
+def content(number: int, pages: int) -> bytes:
+    return b"".join(bytes([number, page % 256]) * (PAGE // 2) for page in range(pages))
+
+
+def accept(_content: memoryview) -> None:
+    """Whatever it is."""
+
+
+def written(folder: Path, pages: list[int], check=accept) -> list[StreamedFile]:
+    files = []
+    for number, count in enumerate(pages):
+        path = folder / f"{number}.bin"
+        path.write_bytes(content(number, count))
+        files.append(StreamedFile(str(number), path, count * PAGE, check, "make it anew"))
+    return files
+
+
+class Opened:
+    """A stream over files, and what one sees of a run."""
+
+    def __init__(self, files: list[StreamedFile], extra_pages: int = 0) -> None:
+        sizes = [file.num_bytes for file in files]
+        self.files = files
+        self.ring = ring(sizes, least_ring_bytes(sizes) + extra_pages * PAGE)
+        self.memory = host_buffer(self.ring.num_bytes)
+        self.stream = DiskStream(files, self.ring, self.memory)
+
+    def seen(self, number: int) -> bytes:
+        begin = self.ring.offsets[number]
+        return bytes(self.memory[begin : begin + self.files[number].num_bytes].numpy().data)
+
+    def lap(self, until: int | None = None) -> None:
+        """A forward that sees the bytes of every file, or gives up inside file number `until`."""
+        self.stream.begin()
+        for number, file in enumerate(self.files):
+            with self.stream.held(file.name):
+                if number == until:
+                    return
+                assert self.seen(number) == file.path.read_bytes()
+
+
+@contextmanager
+def opened(files: list[StreamedFile], extra_pages: int = 0) -> Iterator[Opened]:
+    it = Opened(files, extra_pages)
+    try:
+        yield it
+    finally:
+        it.stream.close()
+
+
+class GivenUpError(Exception):
+    pass
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(0, 12), st.data())
+def test_every_lap_sees_the_bytes_of_every_file(
+    tmp_path_factory: pytest.TempPathFactory, pages: list[int], extra_pages: int, data: st.DataObject
+) -> None:
+    """Also after laps that were given up at any point, and with pieces so small that a run is of several."""
+    before, disk_stream._PIECE_BYTES = disk_stream._PIECE_BYTES, 2 * PAGE
+    try:
+        with opened(written(tmp_path_factory.mktemp("files"), pages), extra_pages) as it:
+            for _ in range(data.draw(st.integers(1, 4))):
+                stop = data.draw(st.none() | st.integers(0, len(pages) - 1))
+                it.stream.begin()
+                try:
+                    for number, file in enumerate(it.files):
+                        with it.stream.held(file.name):
+                            assert it.seen(number) == content(number, pages[number])
+                            if number == stop:
+                                raise GivenUpError
+                except GivenUpError:
+                    continue
+    finally:
+        disk_stream._PIECE_BYTES = before
+
+
+def test_what_is_not_streamed_is_always_there(tmp_path: Path) -> None:
+    with opened(written(tmp_path, [2, 2, 2])) as it, it.stream.held("head"):
+        assert it.stream.clock.wait_s == 0
+
+
+def test_the_next_lap_is_read_while_nobody_asks(tmp_path: Path) -> None:
+    with opened(written(tmp_path, [2, 3, 2, 3, 2])) as it:
+        it.lap()
+        done = threading.Event()
+        with it.stream._changed:
+            it.stream._changed.wait_for(lambda: it.stream.clock.bytes_read >= 17 * PAGE, 5)
+            done.set()
+        assert it.stream.clock.bytes_read >= 17 * PAGE  # 12 of the first lap, and what the ring has room for
+
+
+def test_bytes_are_checked_once_and_a_refusal_names_the_file(tmp_path: Path) -> None:
+    checked: list[int] = []
+
+    def check(seen: memoryview) -> None:
+        checked.append(seen[0])
+        if seen[0] == 2:
+            raise CheckpointError("2.bin is damaged")
+
+    with opened(written(tmp_path, [1, 1, 1, 1], check)) as it:
+        with pytest.raises(CheckpointError, match="damaged"):
+            it.lap()
+        with pytest.raises(CheckpointError, match="damaged"):
+            it.lap()
+    assert checked == [0, 1, 2, 2]
+
+
+def test_a_file_that_was_cut_ends_the_forward_and_once_mended_the_next_one_goes_on(tmp_path: Path) -> None:
+    files = written(tmp_path, [3, 3, 3, 3, 3])
+    with opened(files) as it:
+        it.lap()
+        whole = files[2].path.read_bytes()
+        os.truncate(files[2].path, PAGE)
+        with pytest.raises(CheckpointError, match=r"2\.bin") as caught:
+            for _ in range(3):  # a lap that was read ahead may still be whole
+                it.lap()
+        assert caught.value.fix == "make it anew"
+        files[2].path.write_bytes(whole)
+        os.utime(files[2].path, ns=(it.stream._files[2]._stamp[1],) * 2)
+        it.lap()
+
+
+def test_a_file_that_is_written_to_is_refused(tmp_path: Path) -> None:
+    files = written(tmp_path, [2, 2, 2, 2])
+    with opened(files) as it:
+        it.lap()
+        with files[3].path.open("r+b") as file:
+            file.write(b"other")
+        os.utime(files[3].path)
+        with pytest.raises(CheckpointError, match="was changed while it was in use"):
+            for _ in range(3):
+                it.lap()
+
+
+def test_a_file_that_is_replaced_goes_on_as_it_was(tmp_path: Path) -> None:
+    files = written(tmp_path, [2, 2, 2, 2])
+    with opened(files) as it:
+        other = tmp_path / "other"
+        other.write_bytes(content(9, 2))
+        other.replace(files[1].path)
+        for _ in range(3):
+            it.stream.begin()
+            for number, file in enumerate(files):
+                with it.stream.held(file.name):
+                    assert it.seen(number) == content(number, 2)
+
+
+def test_a_disk_that_gives_nothing_is_an_error_and_not_a_wait_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    real = disk_stream.read_into
+
+    def hang(*arguments) -> None:
+        answers.wait()
+        real(*arguments)
+
+    monkeypatch.setattr(disk_stream, "read_into", hang)
+    monkeypatch.setattr(disk_stream, "STALLED_S", 0.1)
+    with opened(written(tmp_path, [2, 2, 2, 2])) as it:
+        with pytest.raises(CheckpointError, match=r"0\.bin cannot be read") as caught:
+            it.lap()
+        assert "has given nothing for" in caught.value.why
+        answers.set()
+        it.lap()
+
+
+def test_a_file_that_is_not_there_is_refused_at_the_door(tmp_path: Path) -> None:
+    files = written(tmp_path, [2, 2])
+    files[1].path.unlink()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(CheckpointError, match=r"1\.bin cannot be read"), opened(files):
+        pytest.fail("it was opened")
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_closing_ends_the_readers_and_gives_the_files_back(tmp_path: Path) -> None:
+    threads, descriptors = threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
+    with opened(written(tmp_path, [2, 3, 2])) as it:
+        it.lap(until=1)
+    for thread in it.stream._readers:
+        thread.join(5)
+    assert threading.active_count() == threads
+    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
