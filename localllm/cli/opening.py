@@ -37,8 +37,11 @@ class Loading:
 
 
 @contextlib.contextmanager
-def loading(front: Front, selection: Selection) -> Iterator[Loading]:
-    """Begins to load; what is done inside (reading the prompt) happens meanwhile. Ends the engine's thread."""
+def loading(front: Front, selection: Selection, max_sequences: int | None = None) -> Iterator[Loading]:
+    """Begins to load; what is done inside (reading the prompt) happens meanwhile. Ends the engine's thread.
+
+    max_sequences: how many requests may be answered at once; None: the engine's own number.
+    """
     from localllm.engine.service import EngineService
     from localllm.models.families import load_config
 
@@ -57,6 +60,7 @@ def loading(front: Front, selection: Selection) -> Iterator[Loading]:
         started = time.perf_counter()
         from localllm.engine.engine import Engine
         from localllm.engine.loading import Watcher
+        from localllm.engine.scheduler import Limits
 
         try:
             engine = Engine.load(
@@ -68,6 +72,7 @@ def loading(front: Front, selection: Selection) -> Iterator[Loading]:
                 ram=settings.ram,
                 vram=settings.vram,
                 threads=settings.threads,
+                limits=None if max_sequences is None else Limits(max_sequences=max_sequences),
                 watcher=Watcher(reading, packing.update, packing.wait, line.show),
             )
         finally:

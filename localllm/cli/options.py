@@ -77,6 +77,11 @@ Weights = Annotated[
 Threads = Annotated[int | None, typer.Option("--threads", metavar="N", help="CPU threads.")]
 Offline = Annotated[bool | None, typer.Option("--offline", help="Never use the network.")]
 
+# A sequence has its KV cache reserved for the longest answer that it may give: with the rest of the context for each,
+# few prompts of a job would have room at once.
+DEFAULT_MAX_TOKENS = 512
+DEFAULT_PARALLEL = 32  # where the memory for their KV cache allows it
+
 # The defaults here are those of a model that recommends none.
 MaxTokens = Annotated[
     int | None,
@@ -209,5 +214,6 @@ _WHY = {
     ("--raw", "--system"): "--raw knows no template, and a system message needs one",
     ("--messages", ""): "the messages are the prompt",
     ("--messages", "--system"): "write the system message into the file",
+    ("--batch", ""): "the prompts are the lines of its file, and the output is a JSON object for each",
     ("--show-prompt", ""): "the prompt is printed byte for byte, and nothing is generated",
 }

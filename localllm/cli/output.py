@@ -5,6 +5,7 @@ Knows streams, terminals and NO_COLOR. Knows no engine, no models and no setting
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -145,6 +146,12 @@ class Output:
         """One JSON object, on one line unless `indent` is given; what a terminal could obey is escaped everywhere."""
         text = json.dumps(value, ensure_ascii=False, indent=indent, allow_nan=False)
         self._write_stdout(_UNSAFE.sub(lambda match: f"\\u{ord(match.group()):04x}", text) + "\n")
+
+    def settle(self) -> None:
+        """Waits until the disk has what was printed, where stdout is a file."""
+        if self._stdout is not None:
+            with contextlib.suppress(OSError, ValueError):  # it is none
+                os.fsync(self._stdout.fileno())
 
     def table(self, header: Sequence[str], rows: Iterable[Sequence[str]], *, optional: Sequence[str] = ()) -> None:
         """Left-aligned columns, two spaces apart.

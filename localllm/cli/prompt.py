@@ -10,7 +10,8 @@ import shlex
 import stat
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -99,18 +100,25 @@ def read_stdin(output: Output, *, encoding: str = "utf-8-sig") -> str | None:
     stream = sys.stdin
     if stream is None or stream.isatty():
         return None
+    with patience(stream, output):
+        data = stream.buffer.read(MAX_INPUT_BYTES + 1)
+    return _as_text(data, "standard input", f"{_ICONV} FILE | {THIS_COMMAND}", encoding=encoding)
+
+
+@contextmanager
+def patience(stream: TextIO, output: Output) -> Iterator[None]:
+    """While standard input is read: mentions a pipe that stays silent. Raises UsageError where it cannot be read."""
     hint = threading.Timer(_PATIENCE_S, output.note, ["reading standard input to its end (`< /dev/null` gives none)"])
     hint.daemon = True
     if _is_pipe(stream):
         hint.start()
     try:
-        data = stream.buffer.read(MAX_INPUT_BYTES + 1)
+        yield
     except OSError as error:
         why = error.strerror or str(error)
         raise UsageError("standard input cannot be read", why=why, fix=f"{THIS_COMMAND} < /dev/null") from error
     finally:
         hint.cancel()
-    return _as_text(data, "standard input", f"{_ICONV} FILE | {THIS_COMMAND}", encoding=encoding)
 
 
 def _is_pipe(stream: TextIO) -> bool:

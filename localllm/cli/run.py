@@ -14,7 +14,7 @@ from localllm.cli.answer import Answer
 from localllm.cli.front import Front, front_of
 from localllm.cli.generate import Printing, can_be_longer, is_cut_by_context, print_answer
 from localllm.cli.names import is_model
-from localllm.cli.options import refuse_together
+from localllm.cli.options import DEFAULT_MAX_TOKENS, DEFAULT_PARALLEL, refuse_together
 from localllm.cli.prompt import has_blanks, split_positionals
 from localllm.cli.selection import Selection, select, select_text_only
 from localllm.cli.source import Source, read_source
@@ -30,6 +30,7 @@ EXAMPLES = """Examples:
   localllm run mistral-7b -s "Answer in one sentence." -p "Why is the sky blue?"
   git diff | localllm run qwen3-8b "Write a commit message for this." --temperature 0
   localllm run --raw -p "Once upon a time" --max-tokens 40 --json
+  localllm run qwen3-8b --batch prompts.jsonl --max-tokens 200 > answers.jsonl
 """
 
 
@@ -60,6 +61,27 @@ def run_command(
             help="Chat messages as JSON: an array, or {messages, tools, ...}. -: stdin, which is not read otherwise.",
         ),
     ] = None,
+    batch: Annotated[
+        Path | None,
+        typer.Option(
+            "--batch",
+            metavar="FILE",
+            help="Many prompts, a line of JSON each; goes on where it was interrupted. -: stdin.",
+        ),
+    ] = None,
+    parallel: Annotated[
+        int | None,
+        typer.Option(
+            "--parallel",
+            metavar="N",
+            min=1,
+            max=1024,
+            help=f"With --batch: answers at once. Default: {DEFAULT_PARALLEL}, or as many as memory has room for.",
+        ),
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="With --batch: what an interrupted run answered counts as nothing.")
+    ] = False,
     raw: Annotated[bool, typer.Option("--raw", help="The prompt as it is, without the chat template.")] = False,
     show_prompt: Annotated[
         bool, typer.Option("--show-prompt", help="Print what the model would be given, and generate nothing.")
@@ -70,9 +92,18 @@ def run_command(
     stats: Annotated[bool, typer.Option("--stats", help="Print tokens, rates and times on stderr.")] = False,
     logprobs: Annotated[
         int | None,
-        typer.Option("--logprobs", metavar="N", help="With --json or --jsonl: each token's logprob, N alternatives."),
+        typer.Option(
+            "--logprobs", metavar="N", help="With --json, --jsonl or --batch: each token's logprob, N alternatives."
+        ),
     ] = None,
-    max_tokens: options.MaxTokens = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-tokens",
+            metavar="N",
+            help=f"Longest answer, in tokens. Default: to the context's end; with --batch {DEFAULT_MAX_TOKENS}.",
+        ),
+    ] = None,
     temperature: options.Temperature = None,
     top_k: options.TopK = None,
     top_p: options.TopP = None,
@@ -95,7 +126,7 @@ def run_command(
     weights: options.Weights = None,
     threads: options.Threads = None,
 ) -> None:
-    """Answer one prompt, for scripts and pipes.
+    """Answer one prompt, or with --batch many, for scripts and pipes.
 
     The answer goes to stdout, everything else to stderr.
     """
@@ -110,7 +141,15 @@ def run_command(
             why="the messages are the prompt",
             fix="localllm run MODEL --messages FILE.json",
         )
+    if batch is not None and text is not None:
+        why = "the prompts are the lines of its file"
+        raise UsageError("--batch and a prompt cannot go together", why=why, fix="localllm run MODEL --batch FILE")
     selection = _select(front, word, text, flags)
+    if batch is not None:
+        from localllm.cli.batch import run_batch
+
+        run_batch(front, selection, flags)
+        return
     source = read_source(front.output, text, flags, selection.settings.system)
     if show_prompt:
         front.output.verbatim(source.render(selection.files.directory))
@@ -129,13 +168,22 @@ def refuse_conflicts(flags: Mapping[str, Any]) -> None:
     refuse_together(flags, "--jsonl", "--no-stream")
     refuse_together(flags, "--raw", "--messages", "--system")
     refuse_together(flags, "--messages", "--prompt", "--file", "--system")
+    refuse_together(
+        flags, "--batch", "--prompt", "--file", "--messages", "--show-prompt", "--json", "--jsonl", "--no-stream"
+    )
     refuse_together(flags, "--show-prompt", "--json", "--jsonl", "--no-stream", "--stats", "--logprobs")
     if len(flags["prompt"] or ()) > 1:
         why = f"{len(flags['prompt'])} of them; what belongs to one prompt goes into one text, or into files"
         raise UsageError("-p/--prompt is given more than once", why=why, fix="localllm run -f FILE -f FILE -p TEXT")
-    if flags["logprobs"] is not None and not (flags["json"] or flags["jsonl"]):
+    for flag in ("parallel", "fresh"):
+        if flags[flag] and flags["batch"] is None:
+            fix = f"localllm run MODEL --batch FILE --{flag}"
+            raise UsageError(f"--{flag} needs --batch", why="one prompt is one answer", fix=fix)
+    if flags["logprobs"] is not None and not (flags["json"] or flags["jsonl"] or flags["batch"]):
         why = "text alone has no place for them"
-        raise UsageError("--logprobs needs --json or --jsonl", why=why, fix="localllm run --json --logprobs 3 -p TEXT")
+        raise UsageError(
+            "--logprobs needs --json, --jsonl or --batch", why=why, fix="localllm run --json --logprobs 3 -p TEXT"
+        )
 
 
 def _select(front: Front, word: str | None, text: str | None, flags: Mapping[str, Any]) -> Selection:

@@ -12,7 +12,8 @@ from localllm.cli.prompt import argument_text, join_parts, read_input, read_stdi
 from localllm.errors import UsageError
 
 if TYPE_CHECKING:
-    from localllm.engine.chat_template import ChatInput
+    from localllm.engine.chat_template import ChatInput, ChatTemplate
+    from localllm.engine.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,32 @@ class Source:
 
     def encode(self, directory: Path) -> tuple[int, ...]:
         """The prompt's ids. In a raw prompt special tokens are meant; in a message they are text."""
-        from localllm.engine.chat_template import ChatTemplate, encode_chat
+        return Encoder.load(directory, is_raw=self.chat is None).encode(self)
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Tokenizer and template of one model, loaded once for any number of prompts."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None  # None: for raw prompts
+
+    @classmethod
+    def load(cls, directory: Path, *, is_raw: bool) -> Encoder:
+        """Raises TokenizerError, and TemplateError unless it is for raw prompts."""
+        from localllm.engine.chat_template import ChatTemplate
         from localllm.engine.tokenizer import Tokenizer
 
         tokenizer = Tokenizer.load(directory)
-        if self.chat is None:
-            return tuple(tokenizer.encode(self.raw or "", special=True, bos=True))
-        return tuple(encode_chat(ChatTemplate.load(directory, tokenizer), tokenizer, self.chat))
+        return cls(tokenizer, None if is_raw else ChatTemplate.load(directory, tokenizer))
+
+    def encode(self, source: Source) -> tuple[int, ...]:
+        """The ids of a prompt."""
+        from localllm.engine.chat_template import encode_chat
+
+        if source.chat is None or self.template is None:
+            return tuple(self.tokenizer.encode(source.raw or "", special=True, bos=True))
+        return tuple(encode_chat(self.template, self.tokenizer, source.chat))
 
 
 def read_source(output: Output, text: str | None, flags: Mapping[str, Any], system: str | None) -> Source:
@@ -46,7 +66,7 @@ def read_source(output: Output, text: str | None, flags: Mapping[str, Any], syst
 
     Raises UsageError where there is none.
     """
-    from localllm.engine.chat_template import ChatInput, parse_messages_file
+    from localllm.engine.chat_template import parse_messages_file
 
     if flags["messages"] is not None:
         return Source(chat=parse_messages_file(read_input(flags["messages"], "--messages", output)))
@@ -67,5 +87,12 @@ def read_source(output: Output, text: str | None, flags: Mapping[str, Any], syst
         return Source(raw=prompt)
     # A shell or an editor ends a text with a newline that nobody means; a prompt that was typed stays as it is.
     question = prompt if text else prompt.rstrip("\n")
-    messages = [{"role": "system", "content": argument_text(system, "--system")}] if system else []
+    return asked(question, argument_text(system, "--system") if system else None)
+
+
+def asked(question: str, system: str | None) -> Source:
+    """A question as chat messages."""
+    from localllm.engine.chat_template import ChatInput
+
+    messages = [{"role": "system", "content": system}] if system else []
     return Source(chat=ChatInput([*messages, {"role": "user", "content": question}]))

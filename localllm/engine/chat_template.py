@@ -211,6 +211,11 @@ def parse_messages_file(text: str) -> ChatInput:
         data = parse_json(valid_unicode(text).encode(), "the messages file", _MESSAGES_LIMITS)
     except CheckpointError as error:
         raise UsageError(error.what, why=error.why) from error
+    return as_chat_input(data)
+
+
+def as_chat_input(data: object) -> ChatInput:
+    """What `parse_messages_file` takes, parsed already; an object loses its keys. Raises UsageError."""
     if isinstance(data, list):
         return ChatInput(messages=_messages(data))
     if not isinstance(data, dict):

@@ -19,12 +19,16 @@ if TYPE_CHECKING:
     from localllm.engine.engine import Engine
 
 
+Inbox = queue.SimpleQueue[Event | BaseException]
+
+
 class RequestStream:
     """The events of one request, in order; the last is a FinishedEvent. Raises what broke the engine, if anything."""
 
-    def __init__(self, request_id: int, abort: Callable[[int], None]) -> None:
+    def __init__(self, request_id: int, abort: Callable[[int], None], inbox: Inbox | None = None) -> None:
+        """inbox: where several requests' events go together; it is read in place of their streams."""
         self.request_id = request_id
-        self.events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
+        self.events: Inbox = queue.SimpleQueue() if inbox is None else inbox
         self._abort = abort
 
     def __iter__(self) -> Iterator[Event]:
@@ -64,15 +68,15 @@ class EngineService:
             raise self._failure
         return self._engine
 
-    def submit(self, request: Request) -> RequestStream:
-        """Queue a request. Raises ContextOverflowError or UsageError at once."""
+    def submit(self, request: Request, inbox: Inbox | None = None) -> RequestStream:
+        """Queue a request; `inbox` is as in `RequestStream`. Raises ContextOverflowError or UsageError at once."""
         engine = self.wait_loaded()
         assert engine is not None
         with self._lock:  # the device thread must not dispatch an event before its stream is known
             if self._ended:
                 raise self._failure or LocalLLMError("the engine has been closed", fix="load it again")
             request_id = engine.submit(request)
-            stream = RequestStream(request_id, self._abort)
+            stream = RequestStream(request_id, self._abort, inbox)
             self._streams[request_id] = stream
         self._wake.set()
         return stream

@@ -1,0 +1,168 @@
+"""`localllm run --batch`: the prompts of a file, checked before any is answered, become one job.
+
+Knows what decides a job's texts, and so which interrupted job it goes on with. How it is answered: job.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from array import array
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from localllm import __version__
+from localllm.cli.batch_input import TOLD, LineRules, Problems, Prompts, read_prompts
+from localllm.cli.front import Front
+from localllm.cli.job import SEEDS, Job
+from localllm.cli.journal import open_journal
+from localllm.cli.opening import loading
+from localllm.cli.options import DEFAULT_MAX_TOKENS, DEFAULT_PARALLEL
+from localllm.cli.output import ProgressLine, format_seconds
+from localllm.cli.prompt import argument_text
+from localllm.cli.selection import Selection
+from localllm.cli.source import Encoder
+from localllm.engine.request import Request
+from localllm.errors import ContextOverflowError, LocalLLMError, UsageError
+from localllm.hub.packed import source_id
+
+if TYPE_CHECKING:
+    from localllm.engine.engine import Engine
+
+_WINDOW = 2  # times what is answered at once is handed to the engine: it never waits, and little is held
+# What makes text of ids and ids of text, beside the weights.
+_TEXT_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
+)  # fmt: skip
+
+
+def run_batch(front: Front, selection: Selection, flags: Mapping[str, Any]) -> None:
+    """Answers every line of a file. Raises what is wrong with lines or with the engine; typer.Exit(1) if one failed."""
+    parallel = flags["parallel"] or DEFAULT_PARALLEL
+    rules = line_rules(selection, flags)
+    with (
+        read_prompts(flags["batch"], rules, front.output) as prompts,
+        loading(front, selection, parallel) as load,
+    ):
+        encoder = Encoder.load(selection.files.directory, is_raw=rules.raw)
+        sizes = measure(prompts, encoder, load.line)
+        engine = load.wait()
+        require_room(prompts, sizes, encoder, engine)
+        key = job_key(selection, rules, prompts, engine)
+        with open_journal(key, len(prompts), secrets.randbelow(SEEDS), fresh=flags["fresh"]) as journal:
+            job = Job(front, selection.files, prompts, encoder, journal)
+            job.run(load.service, window=_WINDOW * parallel)
+            report(front, selection, job, engine if flags["stats"] else None)
+    if job.tally.num_failed:
+        raise typer.Exit(1)
+
+
+def line_rules(selection: Selection, flags: Mapping[str, Any]) -> LineRules:
+    """What the command line and the settings say about every line. Raises UsageError."""
+    sampling = replace(selection.sampling(flags), seed=selection.settings.seed)
+    if sampling.max_tokens is None:
+        sampling = replace(sampling, max_tokens=DEFAULT_MAX_TOKENS)
+    system = selection.settings.system
+    return LineRules(
+        model=selection.files.name,
+        sampling=sampling,
+        raw=flags["raw"],
+        system=argument_text(system, "--system") if system else None,
+        system_is_typed=flags["system"] is not None,
+    )
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of every prompt: how many tokens, and the highest id that it needs the model to have."""
+
+    lengths: array[int]
+    highest_ids: array[int]
+
+
+def measure(prompts: Prompts, encoder: Encoder, line: ProgressLine) -> Sizes:
+    """Encodes every prompt once. Raises UsageError for those that the template or the tokenizer refuses."""
+    problems, sizes = Problems(), Sizes(array("q"), array("q"))
+    for index, number in enumerate(prompts.numbers):
+        if index and index % 1000 == 0:  # 0.2 s
+            line.show(f"checking the prompts: {index} of {len(prompts)}")
+        prompt = prompts[index]
+        try:
+            ids = encoder.encode(prompt.source)
+        except LocalLLMError as error:
+            problems.add(number, error)
+            continue
+        sizes.lengths.append(len(ids))
+        sizes.highest_ids.append(max((*ids, *prompt.sampling.logit_bias), default=0))
+    problems.refuse(prompts)
+    return sizes
+
+
+def require_room(prompts: Prompts, sizes: Sizes, encoder: Encoder, engine: Engine) -> None:
+    """Raises UsageError or ContextOverflowError for prompts that this engine cannot answer."""
+    problems, too_long = Problems(), []
+    vocabulary = engine.model.config.vocab_size
+    for index, (length, highest_id) in enumerate(zip(sizes.lengths, sizes.highest_ids, strict=True)):
+        if length >= engine.ctx:
+            too_long.append(f"line {prompts.numbers[index]} has {length} tokens")
+        elif length == 0 or highest_id >= vocabulary:
+            line = prompts[index]
+            try:
+                engine.check(Request(encoder.encode(line.source), line.sampling))
+            except UsageError as error:
+                problems.add(prompts.numbers[index], error)
+    problems.refuse(prompts)
+    if too_long:
+        longest, possible = max(sizes.lengths), engine.model.config.longest_context
+        rest = f", and {len(too_long) - TOLD} more" if len(too_long) > TOLD else ""
+        raise ContextOverflowError(
+            f"{len(too_long)} of {len(prompts)} prompts do not fit into the context of {engine.ctx} tokens",
+            why=f"{', '.join(too_long[:TOLD])}{rest}; nothing was cut",
+            fix=f"--ctx {min(possible, longest + DEFAULT_MAX_TOKENS)}" if longest < possible else "shorten them",
+        )
+
+
+def job_key(selection: Selection, rules: LineRules, prompts: Prompts, engine: Engine) -> str:
+    """A name for all that decides the texts of a job: what has another name is another job."""
+    files, texts = selection.files, hashlib.blake2b(digest_size=32)
+    for path in (files.directory / name for name in _TEXT_FILES):
+        texts.update(path.read_bytes() if path.is_file() else b"")
+        texts.update(path.name.encode())
+    decisive = {
+        "localllm": __version__,
+        "model": source_id(files),
+        "texts": texts.hexdigest(),
+        "weights": engine.weights,
+        "dtype": str(engine.model.dtype),
+        "device": engine.model.device.type,
+        "ctx": selection.settings.ctx,
+        "rules": asdict(rules),
+        "prompts": prompts.digest,
+    }
+    return hashlib.blake2b(json.dumps(decisive, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def report(front: Front, selection: Selection, job: Job, engine: Engine | None) -> None:
+    """What came of a job; with `engine`, its statistics too."""
+    tally, output, total = job.tally, front.output, job.num_prompts
+    if tally.num_cut_by_max_tokens and selection.settings.max_tokens is None:
+        cut = f"{tally.num_cut_by_max_tokens} of {total} answers were cut at {DEFAULT_MAX_TOKENS} tokens"
+        output.warn(f"{cut}: the most that --batch gives where nobody says (--max-tokens N)")
+    if tally.num_cut_by_context:
+        output.warn(f"{tally.num_cut_by_context} of {total} answers were cut: their context is full (--ctx N)")
+    if tally.num_failed:
+        kept = "the other answers are kept, and the same command tries again"
+        output.warn(f"{tally.num_failed} of {total} prompts failed; {kept}")
+    took = f"{tally.elapsed_s:.1f} s" if tally.elapsed_s < 60 else format_seconds(tally.elapsed_s)
+    rate = f"{tally.completion_tokens} tokens at {tally.tokens_per_s:.1f}/s in {took}"
+    output.note(f"{job.num_answers - job.num_before} of {total} prompts answered, {rate}")
+    if engine is not None:
+        seed = selection.settings.seed
+        seeds = f"{job.first_seed} + index" if seed is None else str(seed)
+        most = f"at most {engine.scheduler.limits.max_sequences} at once"
+        output.note(f"prompts {tally.prompt_tokens} tokens, {most}, load {engine.load_s:.2f} s, seed {seeds}")

@@ -1,0 +1,305 @@
+"""The prompts of a job: lines of JSON, each understood, or refused by its number, before any is answered.
+
+Owns what a line may say. Knows no engine. The lines lie in a temporary file, so that their number costs little memory,
+and a file that is written to meanwhile changes nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import re
+import shlex
+import sys
+import tempfile
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from localllm.cli.options import SAMPLING_SETTING_NAMES
+from localllm.cli.output import Output, format_bytes
+from localllm.cli.prompt import MAX_INPUT_BYTES, patience
+from localllm.cli.source import Source, asked
+from localllm.config import ACCEPTED, Accepts
+from localllm.engine.chat_template import as_chat_input
+from localllm.engine.request import MAX_BIAS, SamplingParams
+from localllm.errors import CheckpointError, LocalLLMError, UsageError
+from localllm.models.strict_json import JsonLimits, parse_json
+
+_LIMITS = JsonLimits(containers=300_000, elements=2_000_000)  # of one line; braces in its texts count as well
+_MEMORY_BYTES = 16 << 20  # of lines; more of them go to the disk
+TOLD = 5  # bad lines that an error describes
+_BOM = b"\xef\xbb\xbf"
+
+_SAMPLING: Mapping[str, Accepts] = {
+    **{name: ACCEPTED[name] for name in SAMPLING_SETTING_NAMES},
+    "dry_multiplier": Accepts("number", 0, 100),
+    "dry_base": Accepts("number", 1, 100),
+    "dry_allowed_length": Accepts("integer", 1, 2**31),
+    "logprobs": Accepts("integer", 0, 100),
+}
+_BIAS = Accepts("number", -MAX_BIAS, MAX_BIAS)
+_KEYS = ("id", "prompt", "messages", "tools", "system", "logit_bias", *_SAMPLING)
+_OPENAI_KEYS = ("custom_id", "method", "url", "body")
+_OPENAI_BODY_KEYS = ("model", "messages", "tools", "max_completion_tokens", "logit_bias", *_SAMPLING)
+_OPENAI_URL = "/v1/chat/completions"
+
+
+@dataclass(frozen=True)
+class LineRules:
+    """What the command line says about every line. system: typed, or the setting, as `system_is_typed` tells."""
+
+    model: str
+    sampling: SamplingParams
+    raw: bool = False
+    system: str | None = None
+    system_is_typed: bool = False
+
+
+@dataclass(frozen=True)
+class BatchLine:
+    """One prompt; its sampling has a seed only where the line, or the command line, names one."""
+
+    source: Source
+    sampling: SamplingParams
+    id: str | int | None = None
+
+
+class Prompts:
+    """The lines of a job that say something, by their index. `numbers`: which lines of the file they are, from 1."""
+
+    def __init__(self, name: str, rules: LineRules) -> None:
+        self.name = name
+        self.numbers = array("q")
+        self.rules = rules
+        self._file = tempfile.SpooledTemporaryFile(_MEMORY_BYTES)  # noqa: SIM115 (closed by `close`)
+        self._ends = array("q", [0])
+        self._hash = hashlib.blake2b(digest_size=32)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> BatchLine:
+        start = self._ends[index]
+        self._file.seek(start)
+        return parse_line(self._file.read(self._ends[index + 1] - start), self.rules)
+
+    @property
+    def digest(self) -> str:
+        """Of all lines: other prompts have another one."""
+        return self._hash.hexdigest()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def add(self, lines: Iterable[tuple[int, bytes]]) -> None:
+        """Takes lines in by their numbers. Raises UsageError that names those which are no prompts."""
+        problems = Problems()
+        for number, data in lines:
+            try:
+                parse_line(data, self.rules)
+            except UsageError as error:
+                problems.add(number, error)
+            self._keep(number, data)
+        problems.refuse(self)
+        if not self.numbers:
+            raise UsageError(f"{self.name} has no prompts", why="it is empty", fix=f"head {self.name}")
+
+    def _keep(self, number: int, data: bytes) -> None:
+        self._hash.update(data + b"\n")
+        self.numbers.append(number)
+        try:
+            self._ends.append(self._ends[-1] + self._file.write(data))
+        except OSError as error:
+            fix = "free some of it, or name another folder: TMPDIR=FOLDER"
+            raise LocalLLMError("the prompts cannot be held", why=error.strerror or str(error), fix=fix) from error
+
+
+class Problems:
+    """Lines that cannot be used, and why; of many only the first are told."""
+
+    def __init__(self) -> None:
+        self._numbers: list[int] = []
+        self._told: list[str] = []
+        self._count = 0
+
+    def add(self, number: int, error: LocalLLMError) -> None:
+        self._count += 1
+        if self._count <= TOLD:
+            self._numbers.append(number)
+            why = f": {error.why[:200]}" if error.why else ""
+            self._told.append(f"line {number}: {error.what[:200]}{why}")
+
+    def refuse(self, prompts: Prompts) -> None:
+        """Raises UsageError where there are any."""
+        if self._count:
+            what = f"{self._count} of {len(prompts)} lines of {prompts.name} cannot be used"
+            rest = self._count - len(self._told)
+            why = "; ".join([*self._told, *([f"and {rest} more"] if rest else [])])
+            lines = shlex.quote(";".join(f"{number}p" for number in self._numbers))
+            path = "FILE" if prompts.name == _STDIN else shlex.quote(prompts.name)
+            raise UsageError(what, why=why, fix=f"mend what this prints: sed -n {lines} {path}")
+
+
+_STDIN = "standard input"
+
+
+@contextmanager
+def read_prompts(path: Path, rules: LineRules, output: Output) -> Iterator[Prompts]:
+    """Every prompt of a file, `-` being standard input, each checked. Raises UsageError that names the bad ones."""
+    prompts = Prompts(_STDIN if str(path) == "-" else str(path), rules)
+    try:
+        with _opened(path, output) as stream:
+            prompts.add(_lines(stream, prompts.name))
+        yield prompts
+    finally:
+        prompts.close()
+
+
+@contextmanager
+def _opened(path: Path, output: Output) -> Iterator[BinaryIO]:
+    if str(path) == "-":
+        if sys.stdin is None or sys.stdin.isatty():
+            why = "standard input is a terminal" if sys.stdin else "standard input is closed"
+            raise UsageError("--batch - has nothing to read", why=why, fix="--batch FILE")
+        with patience(sys.stdin, output):
+            yield sys.stdin.buffer
+        return
+    try:
+        with path.open("rb") as stream:
+            yield stream
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        why = getattr(error, "strerror", None) or str(error)
+        fix = shlex.join(["ls", "-l", str(path.parent)])
+        raise UsageError(f"--batch cannot read {str(path)!r}", why=why, fix=fix) from error
+
+
+def _lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not blank, without what ends them, and their numbers."""
+    number = 0
+    while line := stream.readline(MAX_INPUT_BYTES + 1):
+        number += 1
+        if len(line) > MAX_INPUT_BYTES:
+            why = f"it has more than {format_bytes(MAX_INPUT_BYTES)}; no context holds that"
+            raise UsageError(f"line {number} of {name} is too long", why=why, fix=f"wc -L {shlex.quote(name)}")
+        data = (line.removeprefix(_BOM) if number == 1 else line).strip(b" \t\r\n")
+        if data:
+            yield number, data
+
+
+def parse_line(data: bytes, rules: LineRules) -> BatchLine:
+    """The prompt that a line is. Raises UsageError."""
+    value = _parsed(data)
+    if isinstance(value, str):
+        value = {"prompt": value}
+    if not isinstance(value, dict):
+        why = "the elements of an array go on lines of their own: jq -c '.[]' FILE" if isinstance(value, list) else ""
+        raise UsageError("it is neither a text nor an object", why=why)
+    if "body" in value or "custom_id" in value:
+        value = _from_openai(value, rules.model)
+    else:
+        _refuse_unknown(value, _KEYS)
+    given = {key: item for key, item in value.items() if item is not None}
+    line_id = given.get("id")
+    if line_id is not None and (isinstance(line_id, bool) or not isinstance(line_id, str | int)):
+        raise UsageError("its id is neither a text nor a whole number")
+    return BatchLine(_source(given, rules), _sampling(given, rules.sampling), line_id)
+
+
+def _parsed(data: bytes) -> object:
+    try:
+        return parse_json(data, "it", _LIMITS)
+    except CheckpointError as error:  # a line has no lines
+        why = re.sub(r": line 1 column (\d+) \(char \d+\)$", r" at column \1", error.why)
+        raise UsageError(error.what, why=why) from error
+
+
+def _from_openai(value: Mapping[str, Any], model: str) -> dict[str, Any]:
+    """A line of OpenAI's batch format as one of ours. Raises UsageError for what cannot be honoured."""
+    _refuse_unknown(value, _OPENAI_KEYS)
+    body = value.get("body")
+    if not isinstance(body, dict):
+        raise UsageError("it has no body", why='the object with the messages: "body": {"messages": [...]}')
+    _refuse_unknown(body, _OPENAI_BODY_KEYS)
+    for key, asked_for, served in (
+        ("method", value.get("method"), "POST"),
+        ("url", value.get("url"), _OPENAI_URL),
+        ("model", body.get("model"), model),
+    ):
+        if asked_for is not None and asked_for != served:
+            raise UsageError(f"its {key} is {str(asked_for)[:80]!r}", why=f"this job serves {served!r} alone")
+    line = {key: item for key, item in body.items() if key not in ("model", "max_completion_tokens")}
+    longest = body.get("max_completion_tokens")
+    if longest is not None:
+        if line.get("max_tokens") is not None:
+            raise UsageError("max_tokens and max_completion_tokens cannot go together", why="they are the same")
+        line["max_tokens"] = longest
+    return {**line, "id": value.get("custom_id")}
+
+
+def _refuse_unknown(value: Mapping[str, Any], known: Iterable[str]) -> None:
+    names = list(known)
+    for key in value:
+        if key not in names:
+            nearest = difflib.get_close_matches(key.casefold().replace("-", "_"), names, n=1, cutoff=0.0)[0]
+            raise UsageError(f"unknown key {key[:80]!r}", why=f"the nearest is {nearest!r}")
+
+
+def _source(given: Mapping[str, Any], rules: LineRules) -> Source:
+    if ("prompt" in given) == ("messages" in given):
+        both = "prompt" in given
+        raise UsageError("it has prompt and messages" if both else "it has no prompt", why="a line has one of the two")
+    if rules.raw:
+        templated = [key for key in ("messages", "system") if key in given]
+        if templated:
+            raise UsageError(f"--raw and {templated[0]} cannot go together", why="--raw knows no chat template")
+    if "messages" in given:
+        if "system" in given or rules.system_is_typed:
+            raise UsageError("messages and a system message cannot go together", why="write it into the messages")
+        return Source(chat=as_chat_input({"messages": given["messages"], "tools": given.get("tools")}))
+    if "tools" in given:
+        raise UsageError("tools without messages", why="a prompt is a text alone")
+    prompt, system = given["prompt"], given.get("system", rules.system)
+    for name, text in (("prompt", prompt), ("system", system)):
+        if text is not None and not isinstance(text, str):
+            raise UsageError(f"its {name} is no text")
+    if not (prompt if rules.raw else prompt.strip()):
+        raise UsageError("its prompt is blank")
+    return Source(raw=prompt) if rules.raw else asked(prompt, system)
+
+
+def _sampling(given: Mapping[str, Any], base: SamplingParams) -> SamplingParams:
+    values = {name: _accepted(name, given[name]) for name in _SAMPLING if name in given}
+    if "logit_bias" in given:
+        values["logit_bias"] = _logit_bias(given["logit_bias"])
+    sampling = replace(base, **values)
+    idle = [name for name in ("dry_base", "dry_allowed_length") if name in values]
+    if idle and not sampling.dry_multiplier:
+        raise UsageError(f"{idle[0]} without dry_multiplier above 0", why="it shapes the DRY penalty, which is off")
+    return sampling
+
+
+def _accepted(name: str, value: Any) -> Any:
+    accepts = _SAMPLING[name]
+    if name == "stop" and isinstance(value, str):
+        value = [value]
+    if not accepts.allows(value):
+        raise UsageError(f"{name} is {repr(value)[:80]}", why=f"it must be {accepts.describe()}")
+    if accepts.kind == "number":
+        return float(value)
+    return tuple(value) if accepts.kind == "texts" else value
+
+
+def _logit_bias(value: Any) -> dict[int, float]:
+    """`{"13": -100}` -> `{13: -100.0}`."""
+    pairs = value.items() if isinstance(value, dict) else [("", value)]
+    biases = {}
+    for token_id, bias in pairs:
+        if not (_BIAS.allows(bias) and re.fullmatch(r"[0-9]{1,9}", token_id)):
+            why = 'it must be an object of token ids and numbers: {"13": -100}'
+            raise UsageError(f"logit_bias is {repr(value)[:80]}", why=why)
+        biases[int(token_id)] = float(bias)
+    return biases

@@ -1,0 +1,49 @@
+"""A job's prompts, the command on them, and what it answers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from tests.cli_support import Result, run_cli
+
+# The second has more tokens than any other: see `fail_on` in test_resume.py.
+PROMPTS = [
+    "the fox",
+    "once upon a time there was a zebra with jokes",
+    "a lantern",
+    "who",
+    "the owl and the fox",
+    "the end",
+]
+
+
+START_S = 60.0  # torch's import on a loaded machine
+
+
+def batch(model: Path | str, path: Path | str, *arguments: str, stdin: bytes = b"") -> Result:
+    """`run --batch` with a seed and answers of four tokens."""
+    return run_cli("run", model, "--batch", path, "--max-tokens", "4", "--seed", "1", *arguments, stdin=stdin)
+
+
+def answers(result: Result) -> list[dict[str, Any]]:
+    """The lines of the output without what the clock says."""
+    lines = [json.loads(line) for line in result.out.splitlines()]
+    return [{key: value for key, value in line.items() if key != "timings"} for line in lines]
+
+
+def texts(result: Result) -> list[str]:
+    assert result.code == 0, result.err
+    return [line["text"] for line in answers(result)]
+
+
+def finish(process: subprocess.Popen[bytes]) -> Result:
+    out, err = process.communicate(timeout=START_S)
+    return Result(process.returncode, out, err.decode())
+
+
+def wait_for_lines(process: subprocess.Popen[bytes], count: int) -> bytes:
+    assert process.stdout is not None
+    return b"".join(process.stdout.readline() for _ in range(count))

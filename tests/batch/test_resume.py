@@ -1,0 +1,306 @@
+"""A job of `run --batch` that is interrupted, killed, damaged, or not alone."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localllm.cli.journal import LIFETIME_S, SYNC_S, open_journal
+from localllm.engine.engine import Engine
+from localllm.errors import LocalLLMError, NonFiniteError
+from tests.batch.support import PROMPTS, START_S, answers, batch, finish, wait_for_lines
+from tests.cli_support import Result, run_cli
+
+pytestmark = pytest.mark.usefixtures("own_folders", "own_jobs")
+Start = Callable[..., subprocess.Popen[bytes]]
+
+
+# One that fails
+
+
+def fail_on(prompt_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token after a prompt of this length is never drawn."""
+    from localllm.engine import engine
+
+    sample = engine.sample
+
+    def failing(logits: Any, params: Any, token_ids: Any, **options: Any) -> int:
+        if options["num_prompt_tokens"] == prompt_tokens:
+            raise NonFiniteError("the model computed a NaN", why="it was told to")
+        return sample(logits, params, token_ids, **options)
+
+    monkeypatch.setattr(engine, "sample", failing)
+
+
+def test_one_prompt_that_fails_does_not_end_the_job_and_is_tried_again(
+    model: Path, file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = file(*PROMPTS)
+    whole = batch(model, path)
+    with monkeypatch.context() as patch:
+        fail_on(answers(whole)[1]["usage"]["prompt_tokens"], patch)
+        failed = batch(model, path)
+    got = answers(failed)
+    assert failed.code == 1
+    assert [line["index"] for line in got] == list(range(6))
+    assert got[1]["finish_reason"] == "error"
+    assert got[1]["error"]["what"] == "the model computed a NaN"
+    assert got[:1] + got[2:] == answers(whole)[:1] + answers(whole)[2:]
+    assert "1 of 6 prompts failed" in failed.err
+    again = batch(model, path)
+    assert "5 of 6 answers were there" in again.err
+    assert "1 of 6 prompts answered, 4 tokens" in again.err
+    assert answers(again) == answers(whole)
+
+
+def test_an_engine_that_breaks_ends_the_job_and_what_was_answered_is_kept(
+    model: Path, file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, step, steps = file(*PROMPTS), Engine.step, iter(range(1000))
+
+    def breaking(engine: Engine) -> Any:
+        if next(steps) > 12:
+            raise LocalLLMError("the disk is gone")
+        return step(engine)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "step", breaking)
+        broken = batch(model, path, "--parallel", "1")
+    assert broken.code == 1
+    assert "interrupted; 3 of 6 answers are kept. To go on: the same command\nerror: the disk is gone" in broken.err
+    assert was_there(batch(model, path)) == len(answers(broken)) == 3
+
+
+# The journal
+
+
+def journal_in(jobs: Path) -> Path:
+    """The journal of the only job that was begun."""
+    (path,) = jobs.glob("*/answers")
+    return path
+
+
+@pytest.fixture
+def unfinished(
+    model: Path, file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, own_folders: None, own_jobs: Path
+) -> Path:
+    """A file of six prompts, of which a job has answered five."""
+    path = file(*PROMPTS)
+    with monkeypatch.context() as patch:
+        fail_on(answers(batch(model, path))[1]["usage"]["prompt_tokens"], patch)
+        assert batch(model, path).code == 1
+    return path
+
+
+def was_there(result: Result) -> int:
+    """How many answers came from an earlier run."""
+    found = re.search(r"(\d+) of \d+ answers were there", result.err)
+    return int(found[1]) if found else 0
+
+
+@pytest.mark.usefixtures("unfinished")
+def test_a_journal_is_its_owners_alone(own_jobs: Path) -> None:
+    path = journal_in(own_jobs)
+    assert [p.stat().st_mode & 0o777 for p in (path, path.parent, own_jobs)] == [0o600, 0o700, 0o700]
+
+
+def test_a_finished_job_leaves_nothing(model: Path, unfinished: Path, own_jobs: Path) -> None:
+    assert was_there(batch(model, unfinished)) == 5
+    assert list(own_jobs.iterdir()) == []
+    assert was_there(batch(model, unfinished)) == 0
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "zeros", "other"])
+def test_what_is_damaged_in_a_journal_is_computed_anew(
+    damage: str, model: Path, unfinished: Path, own_jobs: Path
+) -> None:
+    path = journal_in(own_jobs)
+    lines = path.read_bytes().splitlines(keepends=True)
+    last = lines[-1]
+    path.write_bytes(
+        b"".join(lines[:-1])
+        + {
+            "cut": last[:-9],
+            "flip": last.replace(b"text", b"tent"),
+            "zeros": bytes(len(last)),
+            "other": b'{"index": 1, "text": "never said"}\n',
+        }[damage]
+    )
+    result = batch(model, unfinished)
+    assert was_there(result) == 4
+    assert answers(result) == answers(batch(model, unfinished))
+
+
+def test_a_journal_without_its_beginning_counts_as_none(model: Path, unfinished: Path, own_jobs: Path) -> None:
+    path = journal_in(own_jobs)
+    path.write_bytes(path.read_bytes()[3:])
+    assert was_there(batch(model, unfinished)) == 0
+
+
+def test_fresh_computes_all_of_it(model: Path, unfinished: Path) -> None:
+    result = batch(model, unfinished, "--fresh")
+    assert (result.code, was_there(result)) == (0, 0)
+    assert "6 of 6 prompts answered" in result.err
+
+
+@pytest.mark.parametrize(
+    "change",
+    [["--temperature", "0.5"], ["--dtype", "fp32"], ["--ctx", "100"], ["-s", "be brief"], ["--raw"]],
+    ids=" ".join,
+)
+def test_what_changes_the_texts_makes_another_job(change: list[str], model: Path, unfinished: Path) -> None:
+    assert was_there(batch(model, unfinished, *change)) == 0
+    assert was_there(batch(model, unfinished)) == 5
+
+
+def test_another_prompt_makes_another_job(model: Path, unfinished: Path, file: Callable[..., Path]) -> None:
+    assert was_there(batch(model, file(*PROMPTS[:-1], "another end"))) == 0
+
+
+def test_what_changes_no_text_goes_on_with_the_job(model: Path, unfinished: Path) -> None:
+    assert was_there(batch(model, "-", "--parallel", "2", "--stats", stdin=unfinished.read_bytes())) == 5
+
+
+def test_a_drawn_seed_belongs_to_the_job(
+    model: Path, file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = ("run", model, "--batch", file(*PROMPTS), "--max-tokens", "4")
+    with monkeypatch.context() as patch:
+        fail_on(answers(run_cli(*line))[1]["usage"]["prompt_tokens"], patch)
+        first = answers(run_cli(*line))
+    second = answers(run_cli(*line))
+    assert (first[1]["finish_reason"], second[1]["finish_reason"]) == ("error", "length")
+    assert [line["seed"] for line in first] == [line["seed"] for line in second]
+    assert [line["seed"] - second[0]["seed"] for line in second] == [0, 1, 2, 3, 4, 5]
+
+
+def test_jobs_that_nobody_went_on_with_for_a_month_are_forgotten(
+    model: Path, unfinished: Path, own_jobs: Path, file: Callable[..., Path]
+) -> None:
+    long_ago = time.time() - LIFETIME_S - 60
+    os.utime(journal_in(own_jobs), (long_ago, long_ago))
+    assert batch(model, file("another job")).code == 0
+    assert list(own_jobs.iterdir()) == []
+
+
+def test_the_disk_has_an_answer_a_second_after_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    with open_journal("a job", 3, seed=1) as journal:
+        monkeypatch.setattr(os, "fsync", synced.append)
+        journal.append({"index": 2})
+        began = time.monotonic()
+        journal.sync()
+        assert synced == []
+        monkeypatch.setattr(time, "monotonic", lambda: began + SYNC_S)
+        journal.sync()
+        journal.sync()
+        assert len(synced) == 1
+        journal.append({"index": 0})
+    assert len(synced) == 2
+
+
+def test_a_journal_that_cannot_be_kept_is_an_error(model: Path, own_jobs: Path, file: Callable[..., Path]) -> None:
+    own_jobs.parent.mkdir(parents=True)
+    own_jobs.write_text("in the way")
+    result = batch(model, file("the fox"))
+    assert (result.code, result.out, len(result.error_lines)) == (1, b"", 4)
+    assert "the journal of this job cannot be kept" in result.err
+
+
+# Kills, signals and company
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [[], ["--seed", "3"]], ids=["drawn", "given"])
+def test_a_job_that_is_killed_again_and_again_prints_what_an_undisturbed_one_does(
+    seed: list[str], slow_model: Path, file: Callable[..., Path], start: Start
+) -> None:
+    path, flags = file(*PROMPTS * 3), ["--max-tokens", "60", *seed]
+    moment, printed = random.Random(), b""
+    for least in (1, 5, 9):
+        process = start(slow_model, path, *flags)
+        head = wait_for_lines(process, least)
+        time.sleep(moment.random() * 0.3)
+        process.send_signal(signal.SIGKILL)
+        whole_lines = (head + finish(process).out).rpartition(b"\n")[0]
+        assert whole_lines.startswith(printed) or printed.startswith(whole_lines)  # with the clock's own words
+        printed = max(printed, whole_lines, key=len)
+    resumed = finish(start(slow_model, path, *flags))
+    assert resumed.code == 0, resumed.err
+    assert resumed.out.startswith(printed)
+    assert was_there(resumed) >= printed.count(b"\n") + 1
+    first_seed = answers(resumed)[0]["seed"]
+    lines = [{"prompt": prompt, "seed": first_seed + (0 if seed else n)} for n, prompt in enumerate(PROMPTS * 3)]
+    undisturbed = finish(start(slow_model, file(*lines), "--max-tokens", "60"))
+    assert answers(resumed) == answers(undisturbed)
+
+
+def test_a_job_that_is_killed_goes_on_with_what_it_had(
+    slow_model: Path, file: Callable[..., Path], start: Start
+) -> None:
+    path = file(*PROMPTS * 3)
+    process = start(slow_model, path)
+    printed = wait_for_lines(process, 3)
+    process.kill()
+    finish(process)
+    resumed = finish(start(slow_model, path))
+    assert resumed.code == 0
+    assert resumed.out.startswith(printed)  # with the clock's own words
+    assert was_there(resumed) >= 3
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_job_and_says_how_it_goes_on(
+    number: signal.Signals, code: int, slow_model: Path, file: Callable[..., Path], start: Start
+) -> None:
+    path = file(*PROMPTS * 3)
+    process = start(slow_model, path)
+    head = wait_for_lines(process, 2)
+    sent = time.monotonic()
+    process.send_signal(number)
+    stopped = finish(process)
+    assert stopped.code == code
+    assert time.monotonic() - sent < 2.0
+    told = re.fullmatch(r"interrupted; (\d+) of 18 answers are kept. To go on: the same command\n", stopped.err)
+    assert told
+    assert int(told[1]) >= 2
+    resumed = finish(start(slow_model, path))
+    assert resumed.code == 0
+    assert resumed.out.startswith(head + stopped.out)
+    assert was_there(resumed) == int(told[1])
+
+
+def test_a_reader_that_goes_away_ends_a_job_in_silence(
+    slow_model: Path, file: Callable[..., Path], start: Start
+) -> None:
+    path = file(*PROMPTS * 3)
+    process = start(slow_model, path)
+    wait_for_lines(process, 1)
+    process.stdout.close()  # type: ignore[union-attr]
+    process.stdout = None
+    _, err = process.communicate(timeout=START_S)
+    assert (process.returncode, err) == (0, b"")
+    assert was_there(finish(start(slow_model, path))) >= 1
+
+
+def test_a_second_process_at_the_same_job_is_refused_with_the_firsts_number(
+    slow_model: Path, file: Callable[..., Path], start: Start, own_jobs: Path
+) -> None:
+    path = file(*PROMPTS * 3)
+    first = start(slow_model, path, "--max-tokens", "400")
+    while not list(own_jobs.glob("*/answers")):
+        assert first.poll() is None
+        time.sleep(0.05)
+    second = finish(start(slow_model, path, "--max-tokens", "400"))
+    assert (second.code, second.out, len(second.error_lines)) == (1, b"", 4)
+    assert f"process {first.pid} is at it" in second.err
+    assert first.poll() is None
