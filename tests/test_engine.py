@@ -263,10 +263,16 @@ def test_no_logprobs_without_being_asked(engine: Engine) -> None:
     assert all(event.logprob is None for event in run(engine, max_tokens=2) if isinstance(event, TokenEvent))
 
 
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path))
+
+
 def give_memory(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     monkeypatch.setattr(loading, "process_memory", lambda _cap: Memory(num_bytes, 0, num_bytes))
 
 
+@pytest.mark.usefixtures("own_cache")
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,6 +282,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(
     assert "GiB" in caught.value.why
 
 
+@pytest.mark.usefixtures("own_cache")
 def test_a_context_that_was_asked_for_and_does_not_fit_is_refused(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,6 +291,7 @@ def test_a_context_that_was_asked_for_and_does_not_fit_is_refused(
         Engine.load(directory, device="cpu", dtype="fp32", ctx=256)
 
 
+@pytest.mark.usefixtures("own_cache")
 def test_a_context_that_nobody_asked_for_shrinks_to_what_fits(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     give_memory(monkeypatch, 500_000)
     assert 100 < Engine.load(directory, device="cpu", dtype="fp32").ctx < 256

@@ -83,6 +83,8 @@ def test_unpacked_weights_have_the_type_of_the_activations(small):
         (["nf4", "int8"], "int8"),
         (["int3-of-another-version"], "bf16"),
         (["int3-of-another-version", "nf4"], "nf4"),
+        (["fp32"], "bf16"),  # packed to be streamed, which says nothing about what is wanted
+        (["bf16", "int8"], "int8"),
     ],
 )
 def test_what_is_packed_already_is_used_int4_before_the_others(small, packed, expected):

@@ -29,10 +29,12 @@ from localllm.cli.source import Encoder
 from localllm.engine.request import Request
 from localllm.errors import ContextOverflowError, LocalLLMError, UsageError
 from localllm.hub.packed import source_id
+from localllm.offload.plan import JobShape
 
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine
 
+_BYTES_A_TOKEN = 3  # of a prompt's line; English text has 4 to 5
 _WINDOW = 2  # times what is answered at once is handed to the engine: it never waits, and little is held
 # What makes text of ids and ids of text, beside the weights.
 _TEXT_FILES = (
@@ -47,7 +49,7 @@ def run_batch(front: Front, selection: Selection, flags: Mapping[str, Any]) -> N
     rules = line_rules(selection, flags)
     with (
         read_prompts(flags["batch"], rules, front.output) as prompts,
-        loading(front, selection, parallel) as load,
+        loading(front, selection, job_shape(prompts, rules, parallel)) as load,
     ):
         encoder = Encoder.load(selection.files.directory, is_raw=rules.raw)
         sizes = measure(prompts, encoder, load.line)
@@ -75,6 +77,13 @@ def line_rules(selection: Selection, flags: Mapping[str, Any]) -> LineRules:
         system=argument_text(system, "--system") if system else None,
         system_is_typed=flags["system"] is not None,
     )
+
+
+def job_shape(prompts: Prompts, rules: LineRules, parallel: int) -> JobShape:
+    """What the memory is shared out by, before anything is encoded."""
+    answer = rules.sampling.max_tokens or DEFAULT_MAX_TOKENS
+    mean, longest = (size // _BYTES_A_TOKEN + answer for size in (prompts.mean_bytes, prompts.longest_bytes))
+    return JobShape(min(parallel, len(prompts)), mean, longest)
 
 
 @dataclass(frozen=True)

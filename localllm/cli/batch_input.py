@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import itertools
 import re
 import shlex
 import sys
@@ -91,6 +92,14 @@ class Prompts:
     def digest(self) -> str:
         """Of all lines: other prompts have another one."""
         return self._hash.hexdigest()
+
+    @property
+    def mean_bytes(self) -> int:
+        return self._ends[-1] // len(self)
+
+    @property
+    def longest_bytes(self) -> int:
+        return max(end - begin for begin, end in itertools.pairwise(self._ends))
 
     def close(self) -> None:
         self._file.close()

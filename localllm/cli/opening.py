@@ -19,6 +19,7 @@ from localllm.cli.selection import Selection
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine
     from localllm.engine.service import EngineService
+    from localllm.offload.plan import JobShape
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,10 @@ class Loading:
 
 
 @contextlib.contextmanager
-def loading(front: Front, selection: Selection, max_sequences: int | None = None) -> Iterator[Loading]:
+def loading(front: Front, selection: Selection, job: JobShape | None = None) -> Iterator[Loading]:
     """Begins to load; what is done inside (reading the prompt) happens meanwhile. Ends the engine's thread.
 
-    max_sequences: how many requests may be answered at once; None: the engine's own number.
+    job: many prompts that are to be answered at once; None: single ones.
     """
     from localllm.engine.service import EngineService
     from localllm.models.families import load_config
@@ -60,7 +61,6 @@ def loading(front: Front, selection: Selection, max_sequences: int | None = None
         started = time.perf_counter()
         from localllm.engine.engine import Engine
         from localllm.engine.loading import Watcher
-        from localllm.engine.scheduler import Limits
 
         try:
             engine = Engine.load(
@@ -72,7 +72,7 @@ def loading(front: Front, selection: Selection, max_sequences: int | None = None
                 ram=settings.ram,
                 vram=settings.vram,
                 threads=settings.threads,
-                limits=None if max_sequences is None else Limits(max_sequences=max_sequences),
+                job=job,
                 watcher=Watcher(reading, packing.update, packing.wait, line.show),
             )
         finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -24,6 +24,7 @@ EXAMPLES = """Examples:
   localllm plan llama-3.1-8b --ram 4GiB --ctx 4096
   localllm plan qwen3-8b --weights bf16 --json
 """
+_JOB_TOKENS = 1024  # of a prompt and its answer together, in a job of which nothing more is known
 _BAR_COLUMNS = 30
 _MAP_COLUMNS = 64
 _SIGNS = {"vram": "@", "ram": "#", "disk": "."}
@@ -47,6 +48,14 @@ def plan_command(
     device: options.Device = None,
     dtype: options.Dtype = None,
     threads: options.Threads = None,
+    goal: Annotated[
+        Literal["latency", "throughput"],
+        typer.Option(
+            "--goal",
+            metavar="latency|throughput",
+            help="latency: one answer, as fast as can be. throughput: a job of many prompts, as `run --batch` has it.",
+        ),
+    ] = "latency",
     as_json: options.AsJson = False,
 ) -> None:
     """Show where a model would rest, and how fast it would be.
@@ -58,7 +67,7 @@ def plan_command(
     front = front_of(context)
     settings = load_settings(options.setting_flags(flags)).settings
     with front.output.progress("planning") as line:
-        planned = _planned(model, settings, line.show)
+        planned = _planned(model, settings, goal, line.show)
     if as_json:
         front.output.json({"schema_version": SCHEMA_VERSION, **_fields(planned)}, indent=2)
         if planned.refusal is not None:
@@ -69,12 +78,13 @@ def plan_command(
     _show(front.output, planned)
 
 
-def _planned(word: str | None, settings: Settings, say: Callable[[str], None]) -> Planned:
+def _planned(word: str | None, settings: Settings, goal: str, say: Callable[[str], None]) -> Planned:
     from localllm import hub
     from localllm.engine.planning import Wishes, plan_model
     from localllm.errors import ModelNotFoundError
     from localllm.hub.packed import packed_recipes
     from localllm.models.shapes import find_shape
+    from localllm.offload.plan import JobShape
 
     name = settings.model if word is None else word
     shape = find_shape(name)
@@ -82,8 +92,9 @@ def _planned(word: str | None, settings: Settings, say: Callable[[str], None]) -
         packed = tuple(packed_recipes(hub.locate(name, offline=True)))
     except ModelNotFoundError:
         packed = ()
-    wishes = {field: getattr(settings, field) for field in Wishes.__dataclass_fields__}
-    return plan_model(shape, packed, Wishes(**wishes), say)
+    wishes = {field: getattr(settings, field) for field in Wishes.__dataclass_fields__ if field != "job"}
+    job = JobShape(options.DEFAULT_PARALLEL, _JOB_TOKENS, _JOB_TOKENS) if goal == "throughput" else None
+    return plan_model(shape, packed, Wishes(**wishes, job=job), say)
 
 
 def _fields(planned: Planned) -> dict[str, Any]:
@@ -106,6 +117,7 @@ def _fields(planned: Planned) -> dict[str, Any]:
     return {
         **fields,
         "ctx": plan.ctx,
+        "sequences": plan.sequences,
         "blocks": [
             {"name": block.name, "bytes": block.num_bytes, "tier": block.tier, "exec": block.exec}
             for block in plan.blocks
@@ -134,7 +146,8 @@ def _show(output: Output, planned: Planned) -> None:
     _show_ledger(output, plan)
     _show_map(output, plan)
     rate, wait = planned.decode_tok_s, planned.ttft_s
-    output.line(f"decode       {_band(rate)} tok/s, bound by {_BOUNDS[plan.bound_by]}")
+    together = f" of {plan.sequences} sequences together" if plan.sequences > 1 else ""
+    output.line(f"decode       {_band(rate)} tok/s{together}, bound by {_BOUNDS[plan.bound_by]}")
     output.line(f"first token  {_band(wait)} s, after a prompt of {plan.prompt_tokens} tokens")
     for number, advice in enumerate(planned.advice):
         output.line(f"{'better' if number == 0 else '':<11}  {advice}")

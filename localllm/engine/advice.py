@@ -51,16 +51,19 @@ def _more_memory(search: Search, plan: Plan) -> Iterator[tuple[Advice, float]]:
     needed = search.memory.ram_bytes + missing
     gain = f"every block stays in memory, {_rate(better)}"
     if needed <= search.memory.most_bytes:
-        yield Advice(f"--ram {cap(needed)}", gain), better.decode_s
+        yield Advice(f"--ram {cap(needed)}", gain), 1 / better.decode_tok_s
     elif needed <= search.memory.total_bytes:
-        yield Advice(f"free {missing / GIB:.1f} GiB of memory (close other programs)", gain), better.decode_s
+        yield Advice(f"free {missing / GIB:.1f} GiB of memory (close other programs)", gain), 1 / better.decode_tok_s
 
 
 def _shorter_context(search: Search, plan: Plan) -> Iterator[tuple[Advice, float]]:
     ctx = max(256, 1 << ((plan.ctx - 1).bit_length() - 2))
     better = _tried(replace(search, ctx=ctx)) if ctx < plan.ctx else None
     if better is not None and _helps(better, plan):
-        yield Advice(f"--ctx {ctx}", f"a shorter context leaves room for weights, {_rate(better)}"), better.decode_s
+        yield (
+            Advice(f"--ctx {ctx}", f"a shorter context leaves room for weights, {_rate(better)}"),
+            1 / better.decode_tok_s,
+        )
 
 
 def _int4(search: Search, plan: Plan, int4: ModelShape | None) -> Iterator[tuple[Advice, float]]:
@@ -68,7 +71,7 @@ def _int4(search: Search, plan: Plan, int4: ModelShape | None) -> Iterator[tuple
     if better is not None and _helps(better, plan):
         yield (
             Advice("--weights int4", f"{better.shape.num_bytes / GIB:.1f} GiB of weights, {_rate(better)}"),
-            better.decode_s,
+            1 / better.decode_tok_s,
         )
 
 
@@ -76,7 +79,7 @@ def _other_model(search: Search, plan: Plan, others: Iterable[ModelShape]) -> It
     smaller = (other for other in others if other.num_bytes < plan.shape.num_bytes)
     better = largest_that_fits(search, smaller)
     if better is not None and _helps(better, plan):
-        yield Advice(better.shape.name, f"fits into this memory as a whole, {_rate(better)}"), better.decode_s
+        yield Advice(better.shape.name, f"fits into this memory as a whole, {_rate(better)}"), 1 / better.decode_tok_s
 
 
 def _without_streaming(search: Search, shape: ModelShape) -> Plan | None:
@@ -91,8 +94,8 @@ def _tried(search: Search) -> Plan | None:
 
 
 def _helps(better: Plan, plan: Plan) -> bool:
-    return better.decode_s * _WORTH < plan.decode_s
+    return better.decode_tok_s > _WORTH * plan.decode_tok_s
 
 
 def _rate(plan: Plan) -> str:
-    return f"about {1 / plan.decode_s:.3g} tok/s"
+    return f"about {plan.decode_tok_s:.3g} tok/s"

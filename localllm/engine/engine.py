@@ -43,7 +43,7 @@ from localllm.models.decoder import Decoder
 from localllm.models.families import load_config
 from localllm.models.load import Progress
 from localllm.offload.disk_stream import StreamClock
-from localllm.offload.plan import Plan
+from localllm.offload.plan import JobShape, Plan
 from localllm.quant.recipe import RECIPES
 
 
@@ -55,11 +55,14 @@ def _load_template(directory: Path, tokenizer: Tokenizer) -> ChatTemplate | Temp
 
 
 def _limited(limits: Limits, loaded: LoadedModel) -> Limits:
-    """Within the memory that there is; where blocks are streamed, a prompt passes as a whole between two reads."""
-    chunk_tokens = limits.chunk_tokens
-    if loaded.plan is not None:
-        chunk_tokens = loaded.plan.pass_tokens if loaded.plan.streamed else min(chunk_tokens, loaded.plan.batch_rows)
-    return dataclasses.replace(limits, kv_tokens=loaded.kv_tokens, chunk_tokens=chunk_tokens)
+    """Within the memory that there is; where blocks are streamed, as much as can be shares one reading of them."""
+    limits = dataclasses.replace(limits, kv_tokens=loaded.kv_tokens)
+    plan = loaded.plan
+    if plan is None:
+        return limits
+    if plan.streamed:
+        return dataclasses.replace(limits, chunk_tokens=plan.pass_tokens, shares_steps=True)
+    return dataclasses.replace(limits, chunk_tokens=min(limits.chunk_tokens, plan.batch_rows))
 
 
 def _forward_split(seconds: float, before: StreamClock, after: StreamClock) -> StepSplit:
@@ -118,6 +121,7 @@ class Engine:
         vram: int | None = None,
         threads: int | None = None,
         limits: Limits | None = None,
+        job: JobShape | None = None,
         watcher: Watcher | None = None,
     ) -> Engine:
         """Load a model by name, `org/repo`, directory, or files that were located before.
@@ -126,8 +130,11 @@ class Engine:
         they are used in, see `choose_recipe`; a packed one is made at first use. ctx: tokens of context; None takes
         what the model was trained for, at most 8192, or less where that costs much of the speed. ram, vram: the most
         bytes that this process may hold; blocks that do not fit are read from the disk at every step. threads: of the
-        CPU. watcher: hears of what takes long. Raises ModelNotFoundError, CheckpointError, UnsupportedModelError,
-        DoesNotFitError, UsageError; LocalLLMError where a packed model cannot be written.
+        CPU. limits: of what runs at once. job: many prompts; memory is then shared out for the most tokens a second of
+        all of them together, not for the fastest single one. watcher: hears of what takes long.
+
+        Raises ModelNotFoundError, CheckpointError, UnsupportedModelError, DoesNotFitError, UsageError; LocalLLMError
+        where a packed model cannot be written.
         """
         started = time.perf_counter()
         if threads is not None:
@@ -139,13 +146,14 @@ class Engine:
         tokenizer = Tokenizer.load(files.directory)
         on, of = choose_device(device), choose_dtype(weights if dtype == "auto" and weights in DTYPES else dtype)
         chosen = RECIPES[choose_recipe(weights, config, packed_recipes(files), of)]
-        loaded = Loading(files, chosen, of, on, ctx, ram, vram, watcher or Watcher()).load(config)
+        limits = limits or (Limits() if job is None else Limits(max_sequences=job.sequences))
+        loaded = Loading(files, chosen, of, on, ctx, ram, vram, job, watcher or Watcher()).load(config)
         return cls(
             loaded.decoder,
             tokenizer,
             _load_template(files.directory, tokenizer),
             ctx=loaded.ctx,
-            limits=_limited(limits or Limits(), loaded),
+            limits=_limited(limits, loaded),
             load_s=time.perf_counter() - started,
             plan=loaded.plan,
             held=loaded.held,

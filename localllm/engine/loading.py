@@ -20,7 +20,7 @@ from localllm.models.layout import model_bytes
 from localllm.models.load import Progress, load_decoder
 from localllm.models.packed import PackedModel
 from localllm.models.streamed import StreamedBlocks
-from localllm.offload.plan import Plan
+from localllm.offload.plan import JobShape, Plan
 from localllm.quant.recipe import DEFAULT, RECIPES, Recipe
 
 
@@ -65,6 +65,7 @@ class Loading:
     ctx: int | None
     ram: int | None
     vram: int | None
+    job: JobShape | None
     watcher: Watcher
 
     def load(self, config: ModelConfig) -> LoadedModel:
@@ -96,8 +97,12 @@ class Loading:
 
     def _loaded(self, config: ModelConfig, source: BlockSource, plan: Plan, held: ExitStack) -> LoadedModel:
         with held:
-            kv_tokens = plan.ctx if plan.streamed else plan.ctx + plan.free_bytes // plan.shape.kv_bytes_per_token
-            return LoadedModel(self._decoder(config, source), plan, plan.ctx, kv_tokens, held.pop_all())
+            spare = 0 if plan.streamed else plan.free_bytes // plan.shape.kv_bytes_per_token
+            kv_tokens = plan.kv_tokens + spare
+            ctx = plan.ctx
+            if self.job is not None and self.ctx is None:  # one sequence may have what several have together
+                ctx = max(ctx, min(kv_tokens, plan.shape.default_ctx))
+            return LoadedModel(self._decoder(config, source), plan, ctx, kv_tokens, held.pop_all())
 
     def _plan(self, config: ModelConfig) -> Plan:
         try:
@@ -110,7 +115,8 @@ class Loading:
 
     def _plan_in(self, config: ModelConfig, recipe: Recipe) -> Plan:
         shape = model_shape(config, recipe, self.dtype, self.files.name)
-        return find_plan(shape, recipe, self.dtype, process_memory(self.ram), self.ctx, self.watcher.measuring)
+        memory = process_memory(self.ram)
+        return find_plan(shape, recipe, self.dtype, memory, self.ctx, self.job, self.watcher.measuring)
 
     def _packed(self, config: ModelConfig) -> PackedModel:
         return open_packed(self.files, config, self.recipe, self.watcher.packing, self.watcher.waiting)

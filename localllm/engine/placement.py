@@ -16,8 +16,8 @@ from localllm.models.config import ModelConfig
 from localllm.models.cpu_step import native_row_bytes, supports_shape
 from localllm.models.layout import BlockLayout, block_layouts
 from localllm.models.packed_file import PackedFile
-from localllm.offload.plan import BlockShape, Memory, ModelShape, Plan, Rates, Search
-from localllm.offload.profile import Profile, kept_profile, measured
+from localllm.offload.plan import BlockShape, JobShape, Memory, ModelShape, Plan, Rates, Search
+from localllm.offload.profile import kept_profile, measured
 from localllm.quant.dense import Dense
 from localllm.quant.recipe import Recipe
 
@@ -82,20 +82,19 @@ def find_plan(
     dtype: torch.dtype,
     memory: Memory,
     ctx: int | None,
+    job: JobShape | None,
     say: Callable[[str], None],
-    *,
-    profile: Profile | None = None,
 ) -> Plan:
     """The best placement. What this machine does is measured only where something has to be chosen.
 
     Raises DoesNotFitError.
     """
-    profile = profile or kept_profile()
+    profile = kept_profile()
     rates = profile.rates(shape.weights)
     if rates is None:  # measuring takes seconds
-        plan = Search(shape, memory, _TYPICAL, ctx).best()
-        if not plan.streamed and plan.ctx >= min(ctx or shape.default_ctx, shape.default_ctx):
+        plan = Search(shape, memory, _TYPICAL, ctx, job).best()
+        if not plan.streamed and plan.ctx >= (ctx or shape.default_ctx):
             return plan
         rates = measured(profile, shape.weights, recipe.blocks, dtype, say).rates(shape.weights)
         assert rates is not None
-    return Search(shape, memory, rates, ctx, profile.corrections).best()
+    return Search(shape, memory, rates, ctx, job, profile.corrections).best()

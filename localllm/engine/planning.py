@@ -14,7 +14,7 @@ from localllm.engine.weights import choose_recipe
 from localllm.errors import DoesNotFitError, UsageError
 from localllm.models.families import parse_config
 from localllm.models.shapes import Shape, shipped_shapes
-from localllm.offload.plan import ModelShape, Plan, Search
+from localllm.offload.plan import JobShape, ModelShape, Plan, Search
 from localllm.offload.profile import Profile, kept_profile, measured
 from localllm.quant.recipe import DEFAULT, RECIPES
 
@@ -54,6 +54,7 @@ class Wishes:
     ram: int | None = None
     vram: int | None = None
     threads: int | None = None
+    job: JobShape | None = None
 
 
 def plan_model(model: Shape, packed: tuple[str, ...], wishes: Wishes, say: Callable[[str], None]) -> Planned:
@@ -75,7 +76,7 @@ def plan_model(model: Shape, packed: tuple[str, ...], wishes: Wishes, say: Calla
     memory = process_memory(wishes.ram)
     memory = replace(memory, program_bytes=memory.program_bytes + _TOKENIZER_BYTES * model.config.vocab_size)
     shape = model_shape(model.config, recipe, dtype, model.name)
-    search = Search(shape, memory, rates, wishes.ctx, profile.corrections)
+    search = Search(shape, memory, rates, wishes.ctx, wishes.job, profile.corrections)
     try:
         plan = search.best()
     except DoesNotFitError as error:
@@ -90,7 +91,7 @@ def plan_model(model: Shape, packed: tuple[str, ...], wishes: Wishes, say: Calla
 
 def _predictions(plan: Plan, profile: Profile) -> tuple[Prediction, Prediction]:
     band = profile.band(plan.bound_by)
-    rate = 1 / plan.decode_s
+    rate = plan.decode_tok_s
     decode = Prediction(rate / (1 + band), rate, rate * (1 + band))
     return decode, Prediction(plan.ttft_s / (1 + band), plan.ttft_s, plan.ttft_s * (1 + band))
 

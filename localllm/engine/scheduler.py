@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from localllm.cache.contiguous import ContiguousKV
@@ -16,13 +16,16 @@ class Limits:
     chunk_tokens: int = 512  # of a prompt, a step: it must not keep the running answers waiting
     max_sequences: int = 8  # as many rows as the CPU kernel computes without changing a bit of any
     kv_tokens: int = 1 << 62  # of all running sequences together: what was found to fit at load
+    # Whether prompts and answers share a step: where each reads blocks from the disk, one reading serves them all.
+    shares_steps: bool = False
 
 
 class Scheduler:
     """First come, first served. A step is one chunk of one prompt, or one token of every running answer, in turn.
 
-    Nothing else shares a prompt's forward, and the answers' forward is at most `max_sequences` rows: the arithmetic of
-    a request, and so its text, does not depend on what else is running.
+    With `shares_steps` it is a token of every answer and as much of the prompts as a chunk has tokens. Either way the
+    runner computes each prompt by itself: the arithmetic of a request, and so its text, does not depend on what else
+    is running.
     """
 
     def __init__(self, limits: Limits, new_kv: Callable[[int], ContiguousKV]) -> None:
@@ -39,15 +42,26 @@ class Scheduler:
     def schedule(self) -> list[tuple[Sequence, Chunk]]:
         """What the next step computes; [] where nothing is left to do."""
         self._admit()
-        reading = [sequence for sequence in self.running if _pending(sequence) > 1][:1]
+        reading = [sequence for sequence in self.running if _pending(sequence) > 1]
         answering = [sequence for sequence in self.running if _pending(sequence) == 1]
-        chosen = answering if answering and (self._answers_are_next or not reading) else reading
-        self._answers_are_next = chosen is reading
-        return [(sequence, self._chunk(sequence)) for sequence in chosen]
+        if self.limits.shares_steps:
+            return list(self._chunks([*answering, *reading], self.limits.chunk_tokens + len(answering)))
+        chosen = answering if answering and (self._answers_are_next or not reading) else reading[:1]
+        self._answers_are_next = chosen is not answering
+        return [(sequence, self._chunk(sequence, self.limits.chunk_tokens)) for sequence in chosen]
 
-    def _chunk(self, sequence: Sequence) -> Chunk:
+    def _chunks(self, sequences: Iterable[Sequence], num_tokens: int) -> Iterator[tuple[Sequence, Chunk]]:
+        """The next tokens of these sequences in turn, so many in all."""
+        for sequence in sequences:
+            if num_tokens <= 0:
+                return
+            chunk = self._chunk(sequence, num_tokens)
+            num_tokens -= chunk.num_tokens
+            yield sequence, chunk
+
+    def _chunk(self, sequence: Sequence, num_tokens: int) -> Chunk:
         assert sequence.kv is not None
-        return Chunk(sequence.token_ids, sequence.kv, min(_pending(sequence), self.limits.chunk_tokens))
+        return Chunk(sequence.token_ids, sequence.kv, min(_pending(sequence), num_tokens))
 
     def remove(self, sequences: Iterable[Sequence]) -> None:
         gone = {id(sequence) for sequence in sequences}

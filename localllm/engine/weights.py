@@ -41,7 +41,8 @@ def choose_recipe(weights: str, config: ModelConfig, packed: Sequence[str], dtyp
                 fix=f"--weights {name} --dtype {name}",
             )
         return name
-    usable = [name for name in (DEFAULT, *RECIPES) if name in packed]
+    # A copy of unquantized weights, in the order in which they are streamed, is no choice of a format.
+    usable = [name for name in (DEFAULT, *RECIPES) if name in packed and not is_unpacked(RECIPES[name])]
     if usable:
         return usable[0]
     matrices = (matrix for layout in block_layouts(config) for matrix in layout.matrices)

@@ -85,6 +85,18 @@ class Rates:
 
 
 @dataclass(frozen=True)
+class JobShape:
+    """Many prompts, of which so many may be answered at once; their tokens a second together are what counts.
+
+    tokens: of one of them, prompt and answer, as a rule. longest: of the longest.
+    """
+
+    sequences: int
+    tokens: int
+    longest: int
+
+
+@dataclass(frozen=True)
 class Placed:
     """A block, where its bytes rest between two steps, and who computes it."""
 
@@ -100,6 +112,8 @@ class Plan:
 
     shape: ModelShape
     ctx: int
+    kv_tokens: int  # of all sequences together
+    sequences: int  # that are answered at once, each with its share of them
     blocks: tuple[Placed, ...]
     ring_bytes: int
     batch_rows: int
@@ -111,8 +125,13 @@ class Plan:
 
     @property
     def decode_s(self) -> float:
-        """Of a token behind that prompt."""
-        return self.costs.decode_s(self.prompt_tokens)
+        """Of a step behind that prompt, which gives every sequence a token."""
+        return self.costs.decode_s(self.prompt_tokens, self.sequences)
+
+    @property
+    def decode_tok_s(self) -> float:
+        """Of all sequences together."""
+        return self.sequences / self.decode_s
 
     @property
     def ttft_s(self) -> float:
@@ -121,7 +140,7 @@ class Plan:
 
     @property
     def bound_by(self) -> Bound:
-        return self.costs.bound_by
+        return self.costs.bound_by(self.sequences)
 
     @property
     def streamed(self) -> tuple[str, ...]:
@@ -158,6 +177,7 @@ class Search:
     memory: Memory
     rates: Rates
     ctx: int | None = None  # asked for
+    job: JobShape | None = None  # None: one answer, as fast as can be
     corrections: Mapping[Bound, float] = field(default_factory=dict)  # measured over predicted seconds, of earlier runs
 
     def best(self) -> Plan:
@@ -165,6 +185,8 @@ class Search:
 
         Raises DoesNotFitError naming the least memory that would do.
         """
+        if self.job is not None:
+            return self._best_for(self.job)
         contexts = self._contexts()
         enough = min(CHAT_CTX, contexts[0])
         plans = [self._of_context(ctx) for ctx in contexts if ctx >= enough]
@@ -177,15 +199,27 @@ class Search:
             raise self._refusal()
         return best
 
+    def _best_for(self, job: JobShape) -> Plan:
+        """As many sequences as give the most tokens a second: each takes room from the weights."""
+        longest = self.ctx or min(job.longest, self.shape.default_ctx)
+        counts = [job.sequences]
+        while counts[-1] > 1:
+            counts.append(counts[-1] * 3 // 4)
+        amounts = ((count, max(longest, count * job.tokens)) for count in counts)
+        plans = [plan for amount in amounts if (plan := self._placed(longest, *amount)) is not None]
+        if not plans:
+            raise self._refusal()
+        return max(plans, key=lambda plan: plan.decode_tok_s)
+
     def resident_bytes(self, ctx: int) -> int:
         """What the process holds where no block is streamed."""
-        return sum(self._fixed(ctx, self.shape.batch_rows[0], 0).values()) + sum(
-            block.num_bytes for block in (*self.shape.blocks, self.shape.head)
-        )
+        blocks = (*self.shape.blocks, self.shape.head)
+        owners = self._owners(ctx, 1, self.shape.batch_rows[0], 0)
+        return sum(owners.values()) + sum(block.num_bytes for block in blocks)
 
     def least_bytes(self) -> int:
         """The least memory in which the model runs, with the context that was asked for."""
-        fixed = sum(self._fixed(self._contexts()[-1], self.shape.batch_rows[-1], 0).values())
+        fixed = sum(self._owners(self._contexts()[-1], 1, self.shape.batch_rows[-1], 0).values())
         blocks, head = self.shape.blocks, self.shape.head
         streams_head = least_ring_bytes([block.num_bytes for block in (*blocks, head)])
         keeps_head = least_ring_bytes([block.num_bytes for block in blocks]) + head.num_bytes
@@ -207,27 +241,30 @@ class Search:
         return [*((count, max(count, _PASS_TOKENS)) for count in rows), (rows[-1], rows[-1])]
 
     def _of_context(self, ctx: int) -> Plan | None:
+        return self._placed(ctx, 1, ctx)
+
+    def _placed(self, ctx: int, sequences: int, kv_tokens: int) -> Plan | None:
         """Computing fewer tokens at once is better than reading blocks at every step; else the most that fit."""
         for rows in self.shape.batch_rows:
-            owners = self._fixed(ctx, rows, 0)
+            owners = self._owners(kv_tokens, sequences, rows, 0)
             if (choice := self._everything(self._room(owners))) is not None:
-                return self._plan(ctx, rows, owners, choice)
+                return self._plan(ctx, sequences, kv_tokens, rows, owners, choice)
         for rows, pass_tokens in self._amounts():
-            owners = self._fixed(ctx, rows, min(pass_tokens, max(ctx, rows)))
+            owners = self._owners(kv_tokens, sequences, rows, min(pass_tokens, max(kv_tokens, rows)))
             if (choice := self._some(self._room(owners))) is not None:
-                return self._plan(ctx, rows, owners, choice)
+                return self._plan(ctx, sequences, kv_tokens, rows, owners, choice)
         return None
 
     def _room(self, owners: Mapping[str, int]) -> int:
         return self.memory.ram_bytes - sum(owners.values())
 
-    def _fixed(self, ctx: int, rows: int, pass_tokens: int) -> dict[str, int]:
+    def _owners(self, kv_tokens: int, sequences: int, rows: int, pass_tokens: int) -> dict[str, int]:
         """What every placement needs."""
-        shape = self.shape
+        shape, logit_rows = self.shape, max(_LOGIT_ROWS, 2 * sequences)
         return {
             "program": self.memory.program_bytes,
-            "kv": ctx * shape.kv_bytes_per_token,
-            "activations": rows * shape.row_bytes + pass_tokens * shape.state_bytes + _LOGIT_ROWS * shape.logits_bytes,
+            "kv": kv_tokens * shape.kv_bytes_per_token,
+            "activations": rows * shape.row_bytes + pass_tokens * shape.state_bytes + logit_rows * shape.logits_bytes,
             "embedding": shape.embed.num_bytes,
         }
 
@@ -263,7 +300,9 @@ class Search:
                 for kept in range(most, max(most - 3, -1), -1):
                     yield frozenset(names | _spread(attention, count) | _spread(mlp, kept))
 
-    def _plan(self, ctx: int, rows: int, owners: Mapping[str, int], choice: _Choice) -> Plan:
+    def _plan(
+        self, ctx: int, sequences: int, kv_tokens: int, rows: int, owners: Mapping[str, int], choice: _Choice
+    ) -> Plan:
         shape, memory = self.shape, self.memory
         placed = [Placed(shape.embed.name, shape.embed.num_bytes, "ram", "cpu")]
         for block in (*shape.blocks, shape.head):
@@ -277,10 +316,12 @@ class Search:
         return Plan(
             shape=shape,
             ctx=ctx,
+            kv_tokens=kv_tokens,
+            sequences=sequences,
             blocks=tuple(placed),
             ring_bytes=choice.ring_bytes,
             batch_rows=rows,
-            pass_tokens=max(rows, min(_PASS_TOKENS, ctx)) if streamed_bytes else rows,
+            pass_tokens=max(rows, min(_PASS_TOKENS, kv_tokens)) if streamed_bytes else rows,
             ledger={
                 "ram": {owner: count for owner, count in ram.items() if count},
                 "disk": {"weights": streamed_bytes},
@@ -322,10 +363,11 @@ class StepCosts:
         computing = flops / self.rates.compute_gops / 1e9 * self.corrections.get("compute", 1.0)
         return max(computing, passes * self._reading_s()) + _STEP_S
 
-    @property
-    def bound_by(self) -> Bound:
-        """What a step of one sequence waits for."""
-        return "disk" if self._reading_s() > self._computing_s(0, 1) else "memory"
+    def bound_by(self, rows: int = 1) -> Bound:
+        """What such a step waits for."""
+        if self._reading_s() > self._computing_s(0, rows):
+            return "disk"
+        return "memory" if self._computing_s(0, 1) * 1.5 > self._computing_s(0, rows) else "compute"
 
     def _computing_s(self, depth: int, rows: int) -> float:
         shape, rates = self.shape, self.rates
