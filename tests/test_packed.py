@@ -170,7 +170,7 @@ def test_a_load_that_is_given_up_leaves_no_descriptor_open(checkpoint, made):
 @pytest.mark.parametrize("way", ["no O_DIRECT", "refused when opened", "refused when read", "cached", "short reads"])
 def test_every_way_to_read_gives_the_same_bytes(checkpoint, made, monkeypatch, way):
     expected = read_all(open_packed(checkpoint, made))
-    monkeypatch.setattr(disk_read, "_is_cached", lambda *_: way == "cached")
+    monkeypatch.setattr(disk_read, "cached_share", lambda *_: float(way == "cached"))
     real_open, real_read = os.open, os.preadv
     direct: set[int] = set()
 
@@ -220,9 +220,9 @@ def test_the_page_cache_is_noticed(tmp_path):
     path.touch()
     os.truncate(path, 1 << 20)  # nothing but a hole: no page of it is anywhere
     with path.open("r+b", buffering=0) as file:
-        assert not disk_read._is_cached(file.fileno(), 1 << 20)
+        assert disk_read.cached_share(file.fileno(), 1 << 20) < 0.1
         file.write(bytes(1 << 20))
-        assert disk_read._is_cached(file.fileno(), 1 << 20)
+        assert disk_read.cached_share(file.fileno(), 1 << 20) > 0.9
 
 
 def test_memory_that_is_not_there_is_an_error():

@@ -88,7 +88,7 @@ class Loading:
                 if not plan.streamed:
                     return self._loaded(blocks.config, blocks, plan, ExitStack())
             packed = opened.enter_context(self._packed(config))
-            plan = self._plan(packed.config)
+            plan = self._plan(packed.config, packed)
             if not plan.streamed:
                 return self._loaded(packed.config, packed, plan, ExitStack())
             source = StreamedBlocks(packed, packed.config, plan.streamed, plan.ring_bytes)
@@ -104,19 +104,19 @@ class Loading:
                 ctx = max(ctx, min(kv_tokens, plan.shape.default_ctx))
             return LoadedModel(self._decoder(config, source), plan, ctx, kv_tokens, held.pop_all())
 
-    def _plan(self, config: ModelConfig) -> Plan:
+    def _plan(self, config: ModelConfig, packed: PackedModel | None = None) -> Plan:
         try:
-            return self._plan_in(config, self.recipe)
+            return self._plan_in(config, self.recipe, 0.0 if packed is None else packed.cached_share())
         except DoesNotFitError as error:
             with suppress(DoesNotFitError):
                 self._plan_in(config, RECIPES[DEFAULT])
                 error.fix = "--weights int4"
             raise
 
-    def _plan_in(self, config: ModelConfig, recipe: Recipe) -> Plan:
+    def _plan_in(self, config: ModelConfig, recipe: Recipe, cached_share: float = 0.0) -> Plan:
         shape = model_shape(config, recipe, self.dtype, self.files.name)
         memory = process_memory(self.ram)
-        return find_plan(shape, recipe, self.dtype, memory, self.ctx, self.job, self.watcher.measuring)
+        return find_plan(shape, recipe, self.dtype, memory, self.ctx, self.job, self.watcher.measuring, cached_share)
 
     def _packed(self, config: ModelConfig) -> PackedModel:
         return open_packed(self.files, config, self.recipe, self.watcher.packing, self.watcher.waiting)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import psutil
 import torch
@@ -84,8 +85,9 @@ def find_plan(
     ctx: int | None,
     job: JobShape | None,
     say: Callable[[str], None],
+    cached_share: float = 0.0,
 ) -> Plan:
-    """The best placement. What this machine does is measured only where something has to be chosen.
+    """The best placement. cached_share: of the packed files, in the page cache. What this machine does is measured only where something has to be chosen.
 
     Raises DoesNotFitError.
     """
@@ -97,4 +99,5 @@ def find_plan(
             return plan
         rates = measured(profile, shape.weights, recipe.blocks, dtype, say).rates(shape.weights)
         assert rates is not None
+    rates = replace(rates, cached_share=cached_share)
     return Search(shape, memory, rates, ctx, job, profile.corrections).best()

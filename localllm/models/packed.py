@@ -28,7 +28,7 @@ from localllm.models.fields import show
 from localllm.models.layout import BlockLayout, block_layouts
 from localllm.models.packed_file import CHECKSUM, DTYPES, LAYOUT_VERSION, PackedFile
 from localllm.models.strict_json import JsonLimits, read_json_object
-from localllm.offload.disk_read import READERS, FileRead
+from localllm.offload.disk_read import READERS, FileRead, cached_share
 from localllm.offload.disk_stream import StreamedFile
 from localllm.offload.host_buffer import host_buffer
 from localllm.quant.recipe import Recipe
@@ -183,6 +183,15 @@ class PackedModel:
     def read_ahead_only(self, names: Iterable[str]) -> None:
         """Of the blocks that follow each other, only these are begun before they are asked for."""
         self._next = dict(itertools.pairwise(names))
+
+    def cached_share(self) -> float:
+        """How much of the blocks lies in the page cache; 0 where that cannot be found out."""
+        cached = 0.0
+        with suppress(OSError):
+            for file in self._files.values():
+                with (self.directory / file.file_name).open("rb") as opened:
+                    cached += cached_share(opened.fileno(), file.file_bytes) * file.file_bytes
+        return cached / sum(file.file_bytes for file in self._files.values())
 
     def streamed_file(self, layout: BlockLayout) -> StreamedFile:
         """The block's file as a stream reads it: whole, again and again."""

@@ -19,7 +19,7 @@ from localllm.offload.host_buffer import PAGE_BYTES
 # alone; through the page cache it was 0.4 to 1.6 GB/s, and a core was busy copying.
 READERS = 4
 _MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES = 1 << 20, 8 << 20
-_CACHED_SHARE = 0.9  # below it the misses cost more than the hits save
+CACHED_SHARE = 0.9  # below it the misses cost more than the hits save
 
 
 class FileRead:
@@ -33,7 +33,7 @@ class FileRead:
         size = len(buffer)
         self._buffer = buffer
         self._cached = open_plain(path)
-        self._direct = None if _is_cached(self._cached, size) else open_direct(path)
+        self._direct = None if cached_share(self._cached, size) >= CACHED_SHARE else open_direct(path)
         pages = -(-size // (READERS * PAGE_BYTES))
         chunk = min(max(pages * PAGE_BYTES, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
         self._bounds = [(begin, min(begin + chunk, size)) for begin in range(0, size, chunk)]
@@ -94,11 +94,11 @@ def open_direct(path: Path) -> int | None:
         return None
 
 
-def _is_cached(descriptor: int, num_bytes: int) -> bool:
-    """Whether a file's first bytes lie in the page cache, as far as is known. The mapping is never read."""
+def cached_share(descriptor: int, num_bytes: int) -> float:
+    """How much of a file's first bytes lies in the page cache, as far as is known. The mapping is never read."""
     num_bytes = min(num_bytes, os.fstat(descriptor).st_size)
     if not num_bytes:
-        return True
+        return 1.0
     resident = numpy.zeros(-(-num_bytes // mmap.PAGESIZE), numpy.uint8)
     mincore = ctypes.CDLL(None).mincore
     mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
@@ -107,5 +107,5 @@ def _is_cached(descriptor: int, num_bytes: int) -> bool:
             address = numpy.frombuffer(mapping, numpy.uint8).ctypes.data
             failed = mincore(address, num_bytes, resident.ctypes.data)
     except (OSError, ValueError):  # a file system that maps nothing, or a file that has been cut since
-        return False
-    return not failed and float((resident & 1).mean()) >= _CACHED_SHARE
+        return 0.0
+    return 0.0 if failed else float((resident & 1).mean())

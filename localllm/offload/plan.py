@@ -26,6 +26,7 @@ PROMPT_TOKENS = 512  # of the prompt whose first token is predicted
 _SMALLER = "choose a smaller model: localllm list --all"
 _STEP_S = 0.7e-3  # of a step, beside its matrices and its attention: batch, rotations, sampling, events
 _LOGIT_ROWS = 16  # answers that a step may compute the logits of
+_COPY_SHARE = 0.35  # the page cache is copied at 15 GB/s where matrices are read at 42
 _ATTENTION_SHARE = 0.75  # of what the matrices reach, attention reads its keys and values at
 # Of a prompt, between two reads of what is streamed: to read 3 GB takes as long as to compute 270 tokens of a 7B model
 # on 2 cores; beyond that little is gained, and the states of all these tokens must be kept.
@@ -82,6 +83,7 @@ class Rates:
     matrix_gbs: float
     compute_gops: float
     disk_gbs: float
+    cached_share: float = 0.0  # of what is streamed, that the page cache holds
 
 
 @dataclass(frozen=True)
@@ -354,18 +356,18 @@ class StepCosts:
 
     def decode_s(self, depth: int, rows: int = 1) -> float:
         """Of a step of `rows` sequences, each with `depth` tokens behind it."""
-        return max(self._computing_s(depth, rows), self._reading_s())
+        return max(self._computing_s(depth, rows), self._disk_s()) + self._copying_s()
 
     def prompt_s(self, num_tokens: int) -> float:
         """Until a prompt is read and its first token drawn."""
         passes = -(-num_tokens // _PASS_TOKENS)
         flops = num_tokens * sum(block.flops for block in self.shape.blocks) + self.shape.head.flops
         computing = flops / self.rates.compute_gops / 1e9 * self.corrections.get("compute", 1.0)
-        return max(computing, passes * self._reading_s()) + _STEP_S
+        return max(computing, passes * self._disk_s()) + passes * self._copying_s() + _STEP_S
 
     def bound_by(self, rows: int = 1) -> Bound:
         """What such a step waits for."""
-        if self._reading_s() > self._computing_s(0, rows):
+        if self._disk_s() + self._copying_s() > self._computing_s(0, rows):
             return "disk"
         return "memory" if self._computing_s(0, 1) * 1.5 > self._computing_s(0, rows) else "compute"
 
@@ -377,8 +379,14 @@ class StepCosts:
         attention_s = rows * depth * shape.kv_bytes_per_token / (_ATTENTION_SHARE * rates.matrix_gbs) / 1e9
         return (max(read_s, many_s) + attention_s + _STEP_S) * self.corrections.get("memory", 1.0)
 
-    def _reading_s(self) -> float:
-        return self.streamed_bytes / self.rates.disk_gbs / 1e9 * self.corrections.get("disk", 1.0)
+    def _disk_s(self) -> float:
+        from_disk = self.streamed_bytes * (1 - self.rates.cached_share)
+        return from_disk / self.rates.disk_gbs / 1e9 * self.corrections.get("disk", 1.0)
+
+    def _copying_s(self) -> float:
+        """Out of the page cache: the cores do it, which else would compute."""
+        cached = self.streamed_bytes * self.rates.cached_share
+        return cached / (_COPY_SHARE * self.rates.matrix_gbs) / 1e9
 
 
 def _spread(blocks: tuple[BlockShape, ...], count: int) -> set[str]:

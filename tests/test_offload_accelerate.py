@@ -1,0 +1,154 @@
+"""accelerate's disk offload as a side of a comparison, and what is read of a side's process."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import mmap
+import os
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import peers_results
+from benchmarks.offload_accelerate import DROPPED, INSTALL, PLACEMENTS, Accelerate, contenders
+from benchmarks.peers import Match, num_weights
+from benchmarks.peers_protocol import REPOSITORY
+from benchmarks.process_memory import process_memory
+from tests.test_peers import TOY as TWO_LAYERS
+
+needs_accelerate = pytest.mark.skipif(
+    not all(importlib.util.find_spec(name) for name in ("accelerate", "transformers")),
+    reason="accelerate and transformers come with the extra `peers`",
+)
+TOY = {**TWO_LAYERS, "num_hidden_layers": 12}
+MATRIX_BYTES, EMBEDDING_BYTES = 2 * num_weights(TOY), 2 * TOY["vocab_size"] * TOY["hidden_size"]
+NORM_BYTES = 2 * (2 * TOY["num_hidden_layers"] + 1) * TOY["hidden_size"]
+CAP_BYTES = MATRIX_BYTES // 2
+PROBE_BYTES = 1 << 20
+
+
+@pytest.fixture
+def match() -> Iterator[Match]:
+    started = Match()
+    yield started
+    started.close()
+
+
+def loaded(directory: Path, placement: str) -> tuple[Accelerate, dict[str, Any]]:
+    side, threads = Accelerate(), torch.get_num_threads()
+    options = {"threads": threads, "directory": str(directory), "cap_bytes": CAP_BYTES, "placement": placement}
+    return side, side.load(shape=TOY, **options)
+
+
+@needs_accelerate
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_placement_obeys_the_cap_and_leaves_the_rest_on_the_disk(tmp_path: Path, placement: str) -> None:
+    _, facts = loaded(tmp_path, placement)
+    unread = EMBEDDING_BYTES if placement == "fitted" else 0
+    assert CAP_BYTES / 2 < facts["resident_bytes"] <= CAP_BYTES
+    assert facts["weight_bytes_per_token"] == MATRIX_BYTES + NORM_BYTES - EMBEDDING_BYTES
+    assert facts["resident_bytes"] + facts["disk_bytes_per_token"] + unread == MATRIX_BYTES + NORM_BYTES
+
+
+@needs_accelerate
+def test_the_fitted_placement_reads_the_least(tmp_path: Path) -> None:
+    read = {placement: loaded(tmp_path, placement)[1]["disk_bytes_per_token"] for placement in PLACEMENTS}
+    assert read["fitted"] < read["auto"] == read["copied"]
+
+
+@needs_accelerate
+def test_every_placement_computes_with_the_weights_of_the_checkpoint(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    ids = torch.arange(16)[None]
+    logits = {placement: loaded(tmp_path, placement)[0].model(ids).logits for placement in PLACEMENTS}
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    expected = whole(ids).logits
+    assert expected.std() > 0
+    for computed in logits.values():
+        torch.testing.assert_close(computed, expected, rtol=0, atol=0)
+
+
+@needs_accelerate
+def test_a_whole_checkpoint_is_kept_and_a_broken_one_is_written_anew(tmp_path: Path) -> None:
+    loaded(tmp_path, "auto")
+    layer = tmp_path / "model.layers.0.safetensors"
+    written = layer.read_bytes()
+    loaded(tmp_path, "auto")
+    assert layer.read_bytes() == written
+    (tmp_path / "config.json").unlink()
+    loaded(tmp_path, "auto")
+    assert layer.read_bytes() != written
+
+
+@needs_accelerate
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_with_its_pages_dropped_each_token_comes_from_the_disk(tmp_path: Path, placement: str) -> None:
+    if not reads_are_counted(tmp_path):
+        pytest.skip("reads of this file system are not reads of a disk")
+    side, facts = loaded(tmp_path, placement)
+    before = process_memory(os.getpid()).disk_read_bytes
+    assert side.decode(tokens=3, depth=16, drops_cache=False) > 0
+    warm = process_memory(os.getpid()).disk_read_bytes
+    assert side.decode(tokens=3, depth=16, drops_cache=True) > 0
+    dropped = process_memory(os.getpid()).disk_read_bytes
+    assert warm - before < facts["disk_bytes_per_token"]
+    assert dropped - warm >= 3 * facts["disk_bytes_per_token"]
+
+
+def reads_are_counted(directory: Path) -> bool:
+    probe = directory / "probe"
+    probe.write_bytes(os.urandom(PROBE_BYTES))
+    with probe.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        before = process_memory(os.getpid()).disk_read_bytes
+        file.read()
+    return process_memory(os.getpid()).disk_read_bytes - before >= PROBE_BYTES
+
+
+@needs_accelerate
+def test_its_worker_answers_to_every_task_in_both_ways(match: Match, tmp_path: Path) -> None:
+    sides = contenders(TOY, 1, tmp_path, CAP_BYTES)
+    assert len({side.options["directory"] for side in sides}) == len(PLACEMENTS)
+    match.start(sides[0])
+    assert not match.skipped
+    for options in sides[0].variants.values():
+        assert match.call(sides[0].name, "prefill", tokens=16, **options) > 0
+        assert match.call(sides[0].name, "decode", tokens=2, depth=16, **options) > 0
+    assert list(sides[0].variants) == ["page cache warm", DROPPED]
+
+
+def test_without_accelerate_its_side_says_how_to_install_what_the_page_and_the_extra_name(match: Match) -> None:
+    code = (
+        "import sys; sys.modules['accelerate'] = None; from benchmarks.offload_accelerate import *; serve(Accelerate())"
+    )
+    (side, *_) = contenders(TOY, 1, Path(), CAP_BYTES)
+    match.start(type(side)(side.name, "", [sys.executable, "-c", code], side.options, needed_bytes=0))
+    error = match.skipped[side.name]
+    assert "accelerate or transformers cannot be imported" in error.reason
+    assert error.fix == INSTALL
+    extra = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]["peers"]
+    wanted = [json.dumps(package) for package in extra if package.startswith(("accelerate", "transformers"))]
+    assert INSTALL == "pip install " + " ".join(wanted)
+    assert INSTALL in peers_results.PAGE.read_text()
+
+
+def test_memory_of_a_process_is_told_by_kind(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(32 << 20))
+    before = process_memory(os.getpid())
+    taken = bytearray(b"x") * (64 << 20)
+    anonymous = process_memory(os.getpid())
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
+        assert sum(pages[:: mmap.PAGESIZE]) == 0
+        mapped = process_memory(os.getpid())
+    assert anonymous.anonymous_bytes - before.anonymous_bytes > 0.9 * len(taken)
+    assert mapped.mapped_file_bytes - anonymous.mapped_file_bytes > 0.9 * (32 << 20)
+    assert mapped.peak_bytes >= mapped.anonymous_bytes + mapped.mapped_file_bytes
