@@ -33,6 +33,7 @@ from localllm.engine.request import Request, SamplingParams
 from localllm.engine.runner import BATCH_ROWS, Chunk, ModelRunner, StepCancelledError
 from localllm.engine.sampler import sample
 from localllm.engine.scheduler import Limits, Scheduler
+from localllm.engine.scores import Scores
 from localllm.engine.sequence import Sequence
 from localllm.engine.tokenizer import Tokenizer
 from localllm.engine.weights import choose_recipe
@@ -99,6 +100,7 @@ class Engine:
         self.load_s = load_s
         self.plan = plan
         self._held = held or ExitStack()
+        self._scores = Scores(plan)
         self.runner = ModelRunner(model, plan.batch_rows if plan else BATCH_ROWS)
         self.scheduler = Scheduler(limits or Limits(), self._new_kv)
         eos = (*model.config.eos_token_ids, tokenizer.eos_token_id)
@@ -160,8 +162,9 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Ends what reads blocks from the disk. The engine is not used after it."""
+        """Ends what reads blocks from the disk, and keeps how well the plan came true. The engine is not used after."""
         self._held.close()
+        self._scores.keep()
 
     def generate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[Event]:
         """Answer one prompt: a text to continue, token ids, or chat messages. Closing the iterator stops the request.
@@ -290,6 +293,7 @@ class Engine:
         split = _forward_split(time.perf_counter() - started, before, clock)
         for row, (sequence, chunk) in enumerate(scheduled):
             sequence.clock.split += split
+            sequence.clock.ran_alone &= len(scheduled) == 1
             try:
                 if not math.isfinite(totals[row]):
                     raise self.runner.locate_non_finite(chunk)
@@ -324,7 +328,9 @@ class Engine:
             yield event
         if sequence.finish_reason is not None:
             self._remove([sequence])
-            yield sequence.finished(self.load_s)
+            finished = sequence.finished(self.load_s)
+            self._scores.take(finished, alone=sequence.clock.ran_alone)
+            yield finished
         elif chunk.kv.length == self.model.config.rope_switch_length:
             # LongRoPE rotates all keys differently past its trained length: the old ones are computed anew.
             chunk.kv.trim(0)

@@ -91,7 +91,7 @@ class Loading:
             plan = self._plan(packed.config, packed)
             if not plan.streamed:
                 return self._loaded(packed.config, packed, plan, ExitStack())
-            source = StreamedBlocks(packed, packed.config, plan.streamed, plan.ring_bytes)
+            source = StreamedBlocks(packed, packed.config, plan.streamed)
             opened.callback(source.stream.close)
             return self._loaded(packed.config, source, plan, opened.pop_all())
 

@@ -25,7 +25,7 @@ from localllm.quant.recipe import Recipe
 # What a process comes to hold beside its model once it computes: compiled kernels, pages of libraries, stacks.
 _GROWTH_BYTES = 12 << 20
 # Where nothing is measured and nothing need be: everything fits, whatever the rates are.
-_TYPICAL = Rates(matrix_gbs=20.0, compute_gops=500.0, disk_gbs=1.0)
+_TYPICAL = Rates(matrix_gbs=20.0, compute_gops=500.0, disk_gbs=1.0, is_measured=False)
 
 
 def model_shape(config: ModelConfig, recipe: Recipe, dtype: torch.dtype, name: str) -> ModelShape:
@@ -87,9 +87,9 @@ def find_plan(
     say: Callable[[str], None],
     cached_share: float = 0.0,
 ) -> Plan:
-    """The best placement. cached_share: of the packed files, in the page cache. What this machine does is measured only where something has to be chosen.
+    """The best placement; what this machine does is measured only where something has to be chosen.
 
-    Raises DoesNotFitError.
+    cached_share: of the packed files, in the page cache. Raises DoesNotFitError.
     """
     profile = kept_profile()
     rates = profile.rates(shape.weights)

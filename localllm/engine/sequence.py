@@ -21,6 +21,7 @@ class Clock:
     first_token: float | None = None
     last_token: float | None = None
     split: StepSplit = field(default_factory=StepSplit)
+    ran_alone: bool = True  # no step served another request as well
 
     def timings(self, load_s: float, num_prompt_tokens: int, num_completion_tokens: int) -> Timings:
         if self.first_token is None or self.last_token is None or self.prefill_started is None:

@@ -11,21 +11,18 @@ from localllm.models.layout import BlockLayout, block_layouts
 from localllm.models.packed import PackedModel
 from localllm.offload.disk_stream import DiskStream
 from localllm.offload.host_buffer import host_buffer
-from localllm.offload.ring import ring
+from localllm.offload.ring import Ring
 
 
 class StreamedBlocks:
     """A BlockSource over a packed model, which must stay open as long as `stream` is used."""
 
-    def __init__(self, packed: PackedModel, config: ModelConfig, names: Collection[str], ring_bytes: int) -> None:
-        """names: of the blocks that are streamed. ring_bytes: at least those of the largest of their files.
-
-        Raises CheckpointError, and MemoryError where the ring has no room.
-        """
+    def __init__(self, packed: PackedModel, config: ModelConfig, names: Collection[str]) -> None:
+        """names: of the blocks that are streamed. Raises CheckpointError, MemoryError where the ring has no room."""
         self._packed = packed
         packed.read_ahead_only(layout.name for layout in block_layouts(config) if layout.name not in names)
         files = [packed.streamed_file(layout) for layout in block_layouts(config) if layout.name in names]
-        places = ring([file.num_bytes for file in files], ring_bytes)
+        places = Ring.of([file.num_bytes for file in files])
         memory = host_buffer(places.num_bytes)
         self._places = {
             file.name: memory[begin : begin + file.num_bytes] for file, begin in zip(files, places.offsets, strict=True)

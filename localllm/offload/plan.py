@@ -6,12 +6,13 @@ of blocks and rates, no tensors; works before any weight is there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from localllm.errors import DoesNotFitError
-from localllm.offload.ring import least_ring_bytes
+from localllm.offload.ring import ring_bytes
 
 Tier = Literal["vram", "ram", "disk"]
 Bound = Literal["memory", "compute", "disk", "link"]
@@ -26,7 +27,7 @@ PROMPT_TOKENS = 512  # of the prompt whose first token is predicted
 _SMALLER = "choose a smaller model: localllm list --all"
 _STEP_S = 0.7e-3  # of a step, beside its matrices and its attention: batch, rotations, sampling, events
 _LOGIT_ROWS = 16  # answers that a step may compute the logits of
-_COPY_SHARE = 0.35  # the page cache is copied at 15 GB/s where matrices are read at 42
+_COPY_SHARE = 0.24  # the page cache is copied at 10 GB/s beside a step that reads matrices at 42
 _ATTENTION_SHARE = 0.75  # of what the matrices reach, attention reads its keys and values at
 # Of a prompt, between two reads of what is streamed: to read 3 GB takes as long as to compute 270 tokens of a 7B model
 # on 2 cores; beyond that little is gained, and the states of all these tokens must be kept.
@@ -84,6 +85,7 @@ class Rates:
     compute_gops: float
     disk_gbs: float
     cached_share: float = 0.0  # of what is streamed, that the page cache holds
+    is_measured: bool = True  # and not a guess, for where nothing has to be chosen
 
 
 @dataclass(frozen=True)
@@ -222,11 +224,15 @@ class Search:
     def least_bytes(self) -> int:
         """The least memory in which the model runs, with the context that was asked for."""
         fixed = sum(self._owners(self._contexts()[-1], 1, self.shape.batch_rows[-1], 0).values())
-        blocks, head = self.shape.blocks, self.shape.head
-        streams_head = least_ring_bytes([block.num_bytes for block in (*blocks, head)])
-        keeps_head = least_ring_bytes([block.num_bytes for block in blocks]) + head.num_bytes
-        streams = min(streams_head, keeps_head) + self._amounts()[-1][1] * self.shape.state_bytes
-        return fixed + min(streams, self.shape.num_bytes - self.shape.embed.num_bytes)
+        # To keep a block takes more room than it saves in the ring, but where it is the last of its kind or the head.
+        kinds = (self.shape.blocks[::2], self.shape.blocks[1::2], (self.shape.head,))
+        needed_bytes = []
+        for kept in itertools.product((True, False), repeat=len(kinds)):
+            names = {block.name for kind, stays in zip(kinds, kept, strict=True) if stays for block in kind}
+            choice = self._choice(names)
+            needed_bytes.append(self._streamable_bytes - choice.streamed_bytes + choice.ring_bytes)
+        streams = min(needed_bytes) + self._amounts()[-1][1] * self.shape.state_bytes
+        return fixed + min(streams, self._streamable_bytes)
 
     def _contexts(self) -> list[int]:
         """Those that may be taken, the longest first."""
@@ -271,36 +277,38 @@ class Search:
         }
 
     def _everything(self, room_bytes: int) -> _Choice | None:
-        everything = (*self.shape.blocks, self.shape.head)
-        fits = sum(block.num_bytes for block in everything) <= room_bytes
-        return _Choice(frozenset(block.name for block in everything), (), 0) if fits else None
+        if self._streamable_bytes > room_bytes:
+            return None
+        return self._choice({block.name for block in (*self.shape.blocks, self.shape.head)})
+
+    def _choice(self, resident: set[str]) -> _Choice:
+        streamed = tuple(block for block in (*self.shape.blocks, self.shape.head) if block.name not in resident)
+        return _Choice(frozenset(resident), streamed, ring_bytes([block.num_bytes for block in streamed]))
 
     def _some(self, room_bytes: int) -> _Choice | None:
-        """What stays in the room that is left, so that as little as possible is read at every step."""
-        everything = (*self.shape.blocks, self.shape.head)
+        """What stays in the room that is left, so that as little as possible is read at every step.
+
+        Every number of attention blocks, with as many MLP blocks as then have room beside a ring for the rest.
+        """
+        attention, mlp, head = self.shape.blocks[::2], self.shape.blocks[1::2], self.shape.head
         best = None
-        for resident in self._residents(room_bytes):
-            streamed = tuple(block for block in everything if block.name not in resident)
-            kept_bytes = sum(block.num_bytes for block in everything if block.name in resident)
-            if best is not None and sum(block.num_bytes for block in streamed) >= best.streamed_bytes:
-                continue
-            ring_bytes = least_ring_bytes([block.num_bytes for block in streamed])
-            if kept_bytes + ring_bytes <= room_bytes:
-                best = _Choice(resident, streamed, ring_bytes)
+        for kept_head, count in itertools.product((head.num_bytes, 0), range(len(attention) + 1)):
+            kept_bytes = kept_head + count * attention[0].num_bytes
+            for more in range(min((room_bytes - kept_bytes) // mlp[0].num_bytes, len(mlp)), -1, -1):
+                streamed_bytes = self._streamable_bytes - kept_bytes - more * mlp[0].num_bytes
+                if best is not None and streamed_bytes >= best.streamed_bytes:
+                    break
+                resident = {head.name} if kept_head else set()
+                resident |= _spread(attention, count) | _spread(mlp, more)
+                choice = self._choice(resident)
+                if kept_bytes + more * mlp[0].num_bytes + choice.ring_bytes <= room_bytes:
+                    best = choice
+                    break
         return best
 
-    def _residents(self, room_bytes: int) -> Iterator[frozenset[str]]:
-        """Sets of blocks that may fit beside a ring for the others; the kept ones of a kind are spread evenly."""
-        attention, mlp, head = self.shape.blocks[::2], self.shape.blocks[1::2], self.shape.head
-        a, m = attention[0].num_bytes, mlp[0].num_bytes
-        for kept_head in (head, None):
-            room = room_bytes - max(a, m) - (kept_head.num_bytes if kept_head else 0)
-            names = {head.name} if kept_head else set()
-            for count in range(len(attention), -1, -1):
-                # What a ring takes is known when it is laid out: from one block of room for it to two.
-                most = min((room - count * a) // m, len(mlp))
-                for kept in range(most, max(most - 3, -1), -1):
-                    yield frozenset(names | _spread(attention, count) | _spread(mlp, kept))
+    @property
+    def _streamable_bytes(self) -> int:
+        return self.shape.num_bytes - self.shape.embed.num_bytes
 
     def _plan(
         self, ctx: int, sequences: int, kv_tokens: int, rows: int, owners: Mapping[str, int], choice: _Choice

@@ -64,12 +64,12 @@ class Profile:
             return None
         return Rates(found.matrix_gbs, found.compute_gops, self.disk_read_gbs)
 
-    def scored(self, bound: Bound, predicted_s: float, measured_s: float) -> Profile:
-        """With a prediction's error taken in. predicted_s: with the corrections of this profile."""
+    def scored(self, bound: Bound, ratio: float) -> Profile:
+        """With a prediction's error taken in. ratio: measured seconds over those predicted with these corrections."""
         before = self.corrections.get(bound, 1.0)
-        now = before * (measured_s / predicted_s) ** _NEW_WEIGHT
+        now = before * ratio**_NEW_WEIGHT
         now = min(max(now, 1 / _MOST_CORRECTION), _MOST_CORRECTION)
-        errors = (*self.errors.get(bound, ()), measured_s / predicted_s - 1)[-8:]
+        errors = (*self.errors.get(bound, ()), ratio - 1)[-8:]
         return replace(self, corrections={**self.corrections, bound: now}, errors={**self.errors, bound: errors})
 
     def band(self, bound: Bound) -> float:

@@ -1,0 +1,332 @@
+"""The plan: nothing beyond its limits, nothing faster left undone, and predictions that learn."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localllm.engine.advice import advise
+from localllm.engine.placement import model_shape
+from localllm.engine.planning import Wishes, plan_model
+from localllm.errors import DoesNotFitError, UsageError
+from localllm.models.families import parse_config
+from localllm.models.shapes import Shape, find_shape, shipped_shapes
+from localllm.offload import profile as profile_module
+from localllm.offload.plan import (
+    GIB,
+    BlockShape,
+    JobShape,
+    Memory,
+    ModelShape,
+    Plan,
+    Rates,
+    Search,
+    StepCosts,
+    cap,
+)
+from localllm.offload.profile import FormatRates, Profile, keep, kept_profile
+from localllm.offload.ring import ring_bytes
+from localllm.quant.recipe import RECIPES
+from tests.cli_support import run_cli
+
+RATES = Rates(matrix_gbs=40.0, compute_gops=1200.0, disk_gbs=1.5)
+PAGE = 4096
+
+
+def shape(layers: int = 4, attention: int = 2, mlp: int = 7, head: int = 9, embed: int = 9) -> ModelShape:
+    """Sizes in pages."""
+    kinds = itertools.cycle((("attention", attention), ("mlp", mlp)))
+    blocks = [
+        BlockShape(f"layers.{index // 2}.{name}", pages * PAGE, pages * 10_000)
+        for index, (name, pages) in zip(range(2 * layers), kinds, strict=False)
+    ]
+    return ModelShape(
+        name="it",
+        weights="int4-g64",
+        kv="bf16",
+        embed=BlockShape("embed", embed * PAGE, 0),
+        blocks=tuple(blocks),
+        head=BlockShape("head", head * PAGE, 90_000),
+        kv_bytes_per_token=64,
+        default_ctx=1024,
+        row_bytes=100,
+        state_bytes=16,
+        logits_bytes=128,
+        batch_rows=(64, 8),
+    )
+
+
+def search(it: ModelShape, ram_bytes: int, ctx: int | None = None, job: JobShape | None = None) -> Search:
+    return Search(it, Memory(ram_bytes, 1000, 1 << 40, 1 << 40), RATES, ctx, job)
+
+
+shapes = st.builds(
+    shape,
+    st.integers(1, 7),
+    attention=st.integers(1, 9),
+    mlp=st.integers(1, 9),
+    head=st.integers(1, 20),
+    embed=st.integers(1, 20),
+)
+
+
+def check(plan: Plan, ram_bytes: int) -> None:
+    names = [plan.shape.embed.name, *(block.name for block in plan.shape.blocks), plan.shape.head.name]
+    assert [block.name for block in plan.blocks] == names
+    assert plan.total_bytes("ram") <= ram_bytes == plan.limits["ram"]
+    kept = sum(block.num_bytes for block in plan.blocks if block.tier == "ram")
+    assert plan.ledger["ram"]["weights"] == kept
+    assert plan.total_bytes("disk") == plan.shape.num_bytes - kept
+    assert plan.ledger["ram"]["kv"] == plan.kv_tokens * plan.shape.kv_bytes_per_token
+    sizes = [block.num_bytes for block in plan.blocks if block.tier == "disk"]
+    assert plan.ring_bytes == ring_bytes(sizes) == plan.ledger["ram"].get("staging", 0)
+
+
+@given(shapes, st.integers(0, 1_200_000), st.none() | st.integers(1, 1024))
+def test_a_plan_stays_within_its_memory_and_there_is_one_from_the_least_on(
+    it: ModelShape, ram_bytes: int, ctx: int | None
+) -> None:
+    wanted = search(it, ram_bytes, ctx)
+    try:
+        plan = wanted.best()
+    except DoesNotFitError as error:
+        assert ram_bytes < wanted.least_bytes()
+        assert error.fix == f"--ram {cap(wanted.least_bytes())}"
+        return
+    assert ram_bytes >= wanted.least_bytes()
+    check(plan, ram_bytes)
+    assert ctx is None or plan.ctx == ctx
+
+
+@given(shapes, st.integers(0, 1_200_000))
+def test_no_other_choice_of_whole_kinds_would_stream_less(it: ModelShape, extra_bytes: int) -> None:
+    """Against every count of attention and MLP blocks, with and without the head."""
+    wanted = search(it, 0, 128)
+    ram_bytes = wanted.least_bytes() + extra_bytes
+    plan = search(it, ram_bytes, 128).best()
+    fixed = plan.total_bytes("ram") - plan.ledger["ram"]["weights"] - plan.ring_bytes
+    attention, mlp = it.blocks[::2], it.blocks[1::2]
+    least = plan.total_bytes("disk")
+    for kept_head, a, m in itertools.product((0, 1), range(len(attention) + 1), range(len(mlp) + 1)):
+        kept = a * attention[0].num_bytes + m * mlp[0].num_bytes + kept_head * it.head.num_bytes
+        streamed = it.num_bytes - it.embed.num_bytes - kept
+        # A ring takes two blocks at most, whatever the order is.
+        room = ram_bytes - fixed - it.embed.num_bytes - kept
+        if room >= 2 * max(block.num_bytes for block in (*it.blocks, it.head)) or streamed == 0 <= room:
+            assert least <= streamed
+
+
+def test_what_fits_stays_and_costs_no_reading() -> None:
+    plan = search(shape(), 1 << 30).best()
+    assert not plan.streamed and plan.ring_bytes == 0 and plan.bound_by == "memory"
+    assert plan.ctx == 1024
+
+
+def test_a_context_that_was_asked_for_is_kept_and_one_that_was_not_gives_way_to_speed() -> None:
+    large = replace(shape(layers=20, mlp=400), kv_bytes_per_token=3000, default_ctx=8192)
+    ram_bytes = large.num_bytes + 8 * (1 << 20)
+    assert search(large, ram_bytes, 8192).best().streamed
+    free = search(large, ram_bytes).best()
+    assert not free.streamed and free.ctx == 2048
+
+
+def test_a_conversation_has_room_before_weights_have() -> None:
+    large = replace(shape(layers=20, mlp=400), kv_bytes_per_token=3000, default_ctx=8192)
+    tight = search(large, search(large, 0, 2048).least_bytes()).best()
+    assert tight.ctx == 2048 and tight.streamed
+    assert search(large, search(large, 0, 2048).least_bytes() - 1).best().ctx < 2048
+
+
+def test_a_job_answers_as_many_at_once_as_give_the_most_tokens() -> None:
+    large = replace(shape(layers=20, mlp=400), kv_bytes_per_token=3000)
+    job = JobShape(sequences=32, tokens=100, longest=300)
+    ram_bytes = search(large, 0, 300).least_bytes() + (4 << 20)
+    plan = search(large, ram_bytes, None, job).best()
+    check(plan, ram_bytes)
+    alone = search(large, ram_bytes, 300).best()
+    assert plan.sequences > 4 and plan.kv_tokens >= plan.sequences * 100
+    assert plan.decode_tok_s > 4 * alone.decode_tok_s
+    assert plan.ctx >= 300
+
+
+def test_every_model_of_the_registry_is_planned_in_milliseconds() -> None:
+    for name, raw in shipped_shapes().items():
+        it = model_shape(parse_config(raw, name), RECIPES["int4-g64"], torch.bfloat16, name)
+        for gib in (1, 4, 16):
+            started = time.process_time()
+            try:
+                plan = Search(it, Memory(gib * GIB, 300 << 20, 1 << 40), RATES).best()
+                check(plan, gib * GIB)
+            except DoesNotFitError:
+                continue
+            assert time.process_time() - started < 0.5  # 50 ms on a machine that does nothing else
+
+
+def test_a_step_takes_the_longest_of_what_goes_on_side_by_side() -> None:
+    it = shape()
+    read = StepCosts(it, RATES, 3_000_000_000, {})
+    assert read.decode_s(0) == pytest.approx(2.0)
+    assert read.bound_by() == "disk"
+    assert StepCosts(it, RATES, 3_000_000_000, {"disk": 1.5}).decode_s(0) == pytest.approx(3.0)
+    assert StepCosts(it, RATES, 0, {}).bound_by() == "memory"
+    assert StepCosts(it, replace(RATES, compute_gops=1e-3), 0, {}).bound_by(rows=64) == "compute"
+    cached = StepCosts(it, replace(RATES, cached_share=1.0), 3_000_000_000, {})
+    assert cached.decode_s(0) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"), [(1, "1MiB"), (1 << 30, "1024MiB"), ((1 << 31) + 1, "2.1GiB"), (3 << 30, "3GiB")]
+)
+def test_a_cap_is_the_next_round_amount(num_bytes: int, text: str) -> None:
+    assert cap(num_bytes) == text
+
+
+# What would be better
+
+
+def test_advice_names_what_keeps_everything_and_nothing_where_all_is_well() -> None:
+    it = shape(layers=20, mlp=400)
+    tight = search(it, search(it, 0, 1024).least_bytes() + (3 << 20), 1024)
+    plan = tight.best()
+    texts = [str(advice) for advice in advise(tight, plan, None, [])]
+    assert any(text.startswith("--ram ") and "stays in memory" in text for text in texts)
+    whole = search(it, 1 << 30)
+    assert advise(whole, whole.best(), None, []) == []
+
+
+def test_advice_is_of_a_smaller_model_that_fits_and_of_int4() -> None:
+    big, small = replace(shape(layers=20, mlp=900), weights="bf16"), replace(shape(layers=2), name="small")
+    int4 = shape(layers=20, mlp=225)
+    tight = search(big, search(big, 0, 1024).least_bytes() + (1 << 20), 1024)
+    texts = [str(advice) for advice in advise(tight, tight.best(), int4, [small, big])]
+    assert any(text.startswith("small: fits") for text in texts)
+    assert any(text.startswith("--weights int4: ") for text in texts)
+
+
+# The profile
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_a_profile_is_kept_and_found_again_on_the_same_machine_only(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = kept_profile()
+    assert found.rates("int4-g64") is None
+    measured = replace(found, disk_read_gbs=1.5, formats={"int4-g64": FormatRates(30.0, 900.0)})
+    keep(measured.scored("disk", 1.2))
+    again = kept_profile()
+    assert again.rates("int4-g64") == Rates(30.0, 900.0, 1.5)
+    assert again.corrections["disk"] > 1
+    monkeypatch.setattr(profile_module, "_cpu_name", lambda: "another")
+    assert kept_profile().formats == {}
+
+
+@pytest.mark.parametrize("damage", ["", "[]", '{"machine": 3}', "{", '{"machine": "MACHINE", "formats": 3}', "\x00"])
+def test_a_damaged_profile_is_measured_anew(own_cache: Path, damage: str) -> None:
+    machine = kept_profile().machine
+    (own_cache / "profile.json").write_text(damage.replace("MACHINE", machine))
+    assert kept_profile() == Profile(machine)
+
+
+def test_a_cache_that_cannot_be_written_costs_nothing_but_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "file" / "below"))
+    keep(Profile("it"))
+
+
+def test_predictions_that_are_off_correct_themselves_and_one_bad_run_does_little() -> None:
+    profile = Profile("it")
+    true_s, predicted_s = 3.0, 2.0
+    for _ in range(12):
+        profile = profile.scored("disk", true_s / (predicted_s * profile.corrections.get("disk", 1.0)))
+    assert predicted_s * profile.corrections["disk"] == pytest.approx(true_s, rel=0.05)
+    before = profile.corrections["disk"]
+    assert profile.scored("disk", 3.0).corrections["disk"] < 1.5 * before
+    assert profile.scored("disk", 1e9).corrections["disk"] <= 4.0
+    assert profile.band("memory") == 0.25 and 0.05 <= profile.band("disk") <= 0.5
+
+
+# The command
+
+
+def planned(*arguments: str) -> tuple[int, dict[str, object]]:
+    result = run_cli("plan", *arguments, "--json")
+    return result.code, json.loads(result.out)
+
+
+def test_the_json_of_a_plan_has_the_keys_of_the_contract(own_cache: Path) -> None:
+    code, plan = planned("mistral-7b", "--ram", "1200MiB", "--weights", "int4", "--ctx", "512")
+    assert code == 0
+    assert plan["fits"] is True and plan["model"] == "mistral-7b" and plan["ctx"] == 512
+    assert (plan["weights"], plan["kv"], plan["bound_by"]) == ("int4-g64", "bf16", "disk")
+    blocks = plan["blocks"]
+    assert isinstance(blocks, list) and len(blocks) == 66
+    assert all(list(block) == ["name", "bytes", "tier", "exec"] for block in blocks)
+    ledger = plan["ledger"]
+    assert isinstance(ledger, dict) and list(ledger) == ["vram", "ram", "disk"]
+    assert sum(ledger["ram"].values()) <= 1200 << 20
+    predicted = plan["predicted"]
+    assert isinstance(predicted, dict)
+    for name in ("decode_tok_s", "ttft_s"):
+        assert 0 < predicted[name]["low"] < predicted[name]["mid"] < predicted[name]["high"]
+    assert isinstance(plan["advice"], list) and plan["advice"]
+
+
+def test_what_does_not_fit_exits_with_4_and_names_the_smallest_cap_that_would(own_cache: Path) -> None:
+    code, plan = planned("mistral-7b", "--ram", "500MiB", "--weights", "int4")
+    assert code == 4 and plan["fits"] is False
+    advice = plan["advice"]
+    assert isinstance(advice, list)
+    flag, least = advice[0].split()
+    assert flag == "--ram"
+    assert planned("mistral-7b", "--ram", least, "--weights", "int4")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--vram", "8GiB"), "--vram"),
+        (("--vram", "0"), "vram"),
+        (("--ram", "lots"), "ram"),
+        (("--ram", "900TiB"), "more than this machine has"),
+        (("--ctx", "100000000"), "context"),
+        (("--goal", "speed"), "goal"),
+    ],
+)
+def test_nonsense_is_refused_by_name(own_cache: Path, flags: tuple[str, ...], named: str) -> None:
+    result = run_cli("plan", "mistral-7b", "--device", "cpu", *flags)
+    assert result.code == 2 and named in result.err and "Traceback" not in result.err
+
+
+def test_the_text_of_a_plan_tells_memory_blocks_speed_and_what_would_help(own_cache: Path) -> None:
+    out = run_cli("plan", "mistral-7b", "--ram", "1200MiB", "--weights", "int4").out.decode()
+    for piece in (
+        "memory ",
+        "program",
+        "staging",
+        "read from the disk at every step",
+        "tok/s",
+        "first token",
+        "better",
+    ):
+        assert piece in out
+
+
+def test_wishes_are_refused_before_anything_is_measured(own_cache: Path) -> None:
+    with pytest.raises(UsageError):
+        plan_model(find_shape("mistral-7b"), (), Wishes(vram=8 << 30, device="cpu"), pytest.fail)
+    assert isinstance(find_shape("mistral-7b"), Shape)
+    assert not (own_cache / "profile.json").exists()
