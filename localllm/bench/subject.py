@@ -10,11 +10,11 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from localllm.bench.random_blocks import RandomBlocks
+from localllm.bench.random_model import word_vocabulary
 from localllm.cache.contiguous import kv_bytes_per_token
 from localllm.engine.engine import Engine
 from localllm.engine.loading import Watcher
@@ -90,13 +90,8 @@ def pack_ahead(
 
 
 def word_tokenizer(vocab_size: int) -> Tokenizer:
-    """One word an id: the engine must turn ids into text here as for any model."""
-    vocab = {f"w{token_id}": token_id for token_id in range(vocab_size)}
-    model = {"type": "WordLevel", "vocab": vocab, "unk_token": "w0"}
-    description: dict[str, Any] = {"version": "1.0", "model": model, "added_tokens": [], "normalizer": None}
-    description |= {"pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None, "decoder": None}
     with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "tokenizer.json").write_text(json.dumps(description), encoding="utf-8")
+        (Path(directory) / "tokenizer.json").write_text(json.dumps(word_vocabulary(vocab_size)), encoding="utf-8")
         return Tokenizer.load(Path(directory))
 
 

@@ -1,0 +1,153 @@
+"""One model under one cap in a process of its own: `python -m benchmarks.offload_worker SPEC`, a JSON object.
+
+Prints one JSON object: what was planned, what was measured, and what the streamed files give past the page cache,
+read between the stretches of decoding.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from localllm.bench.machine import PeakMemory
+from localllm.engine.engine import Engine
+from localllm.engine.events import FinishedEvent, TokenEvent
+from localllm.engine.request import Request, SamplingParams
+from localllm.hub import locate
+from localllm.hub.packed import packed_directory
+from localllm.offload.disk_speed import files_read_gbs
+from localllm.offload.plan import JobShape, Plan
+
+
+@dataclass(frozen=True)
+class Spec:
+    folder: str
+    weights: str
+    ram_bytes: int | None
+    ctx: int
+    prompt_tokens: int
+    gen_tokens: int
+    rounds: int = 5
+    sequences: int = 1  # more than one: a throughput job
+    is_cold: bool = True  # the page cache is emptied of the model's files first
+
+
+def measure(spec: Spec) -> dict[str, Any]:
+    files = locate(spec.folder)
+    packed = packed_directory(files, spec.weights)
+    paths = sorted(packed.glob("*.safetensors"))
+    if spec.is_cold:
+        drop(paths)
+    else:
+        warm(paths)
+    peak = PeakMemory(torch.device("cpu"))
+    job = JobShape(spec.sequences, spec.prompt_tokens + spec.gen_tokens, spec.ctx) if spec.sequences > 1 else None
+    dtype = "fp32" if spec.weights == "fp32" else "bf16"
+    started = time.perf_counter()
+    engine = Engine.load(files, weights=spec.weights, dtype=dtype, ram=spec.ram_bytes, ctx=spec.ctx, job=job)
+    load_s = time.perf_counter() - started
+    plan = engine.plan
+    assert plan is not None
+    streamed = [packed / f"{name}.safetensors" for name in plan.streamed]
+    prompts = [ids(spec.prompt_tokens, engine.model.config.vocab_size, seed) for seed in range(spec.sequences)]
+    answers = [answer(engine, prompts, spec.gen_tokens)]  # warm: kernels are compiled, the ring is full
+    floors = [files_read_gbs(streamed)] if streamed else []
+    for _ in range(spec.rounds):
+        answers.append(answer(engine, prompts, spec.gen_tokens))
+        floors += [files_read_gbs(streamed)] if streamed else []
+    engine.close()
+    rounds = answers[1:]
+    return {
+        "spec": asdict(spec),
+        "load_s": load_s,
+        "plan": planned(plan, spec),
+        "decode_tok_s": [each.decode_tok_s for each in rounds],
+        "job_tok_s": [each.job_tok_s for each in rounds],
+        "ttft_s": [each.ttft_s for each in rounds],
+        "streamed_bytes": plan.total_bytes("disk"),
+        "floor_gbs": [statistics.harmonic_mean(pair) for pair in itertools.pairwise(floors)],
+        "peak_rss_bytes": peak.rss_bytes(),
+        "token_ids": answers[0].token_ids,
+    }
+
+
+def planned(plan: Plan, spec: Spec) -> dict[str, Any]:
+    depth = spec.prompt_tokens + spec.gen_tokens // 2
+    return {
+        "decode_tok_s": plan.sequences / plan.costs.decode_s(depth, plan.sequences),
+        "bound_by": plan.bound_by,
+        "ledger_bytes": plan.total_bytes("ram"),
+        "limit_bytes": plan.limits["ram"],
+        "kv_bytes": plan.ledger["ram"]["kv"],
+        "batch_rows": plan.batch_rows,
+        "ctx": plan.ctx,
+        "sequences": plan.sequences,
+    }
+
+
+@dataclass(frozen=True)
+class Answer:
+    decode_tok_s: float
+    job_tok_s: float  # of all sequences, prompts included
+    ttft_s: float
+    token_ids: list[list[int]]
+
+
+def answer(engine: Engine, prompts: list[tuple[int, ...]], num_tokens: int) -> Answer:
+    sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    started = time.perf_counter()
+    answers: dict[int, list[int]] = {engine.submit(Request(prompt, sampling)): [] for prompt in prompts}
+    finished = []
+    while engine.has_work:
+        for event in engine.step():
+            if isinstance(event, TokenEvent):
+                answers[event.request_id].append(event.token_id)
+            elif isinstance(event, FinishedEvent):
+                if event.error is not None:
+                    raise event.error
+                finished.append(event)
+    elapsed = time.perf_counter() - started
+    rates = [event.timings.decode_tok_s or 0.0 for event in finished]
+    waits = [event.timings.ttft_s or 0.0 for event in finished]
+    total = sum(map(len, answers.values()))
+    return Answer(sum(rates) / len(rates), total / elapsed, max(waits), list(answers.values()))
+
+
+def ids(count: int, vocab_size: int, seed: int) -> tuple[int, ...]:
+    drawn: list[int] = torch.randint(0, vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return tuple(drawn)
+
+
+def drop(paths: list[Path]) -> None:
+    for descriptor in opened(paths):
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def warm(paths: list[Path]) -> None:
+    for descriptor in opened(paths):
+        while os.read(descriptor, 8 << 20):
+            pass
+
+
+def opened(paths: list[Path]) -> Iterator[int]:
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(Spec(**json.loads(sys.argv[1])))))
