@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -115,7 +116,7 @@ class Loading:
 
     def _plan_in(self, config: ModelConfig, recipe: Recipe, cached_share: float = 0.0) -> Plan:
         shape = model_shape(config, recipe, self.dtype, self.files.name)
-        memory = process_memory(self.ram)
+        memory = partial(process_memory, self.ram)
         return find_plan(shape, recipe, self.dtype, memory, self.ctx, self.job, self.watcher.measuring, cached_share)
 
     def _packed(self, config: ModelConfig) -> PackedModel:

@@ -81,7 +81,7 @@ def find_plan(
     shape: ModelShape,
     recipe: Recipe,
     dtype: torch.dtype,
-    memory: Memory,
+    memory: Callable[[], Memory],
     ctx: int | None,
     job: JobShape | None,
     say: Callable[[str], None],
@@ -89,15 +89,16 @@ def find_plan(
 ) -> Plan:
     """The best placement; what this machine does is measured only where something has to be chosen.
 
-    cached_share: of the packed files, in the page cache. Raises DoesNotFitError.
+    memory: what may be used, asked again after a measurement, which leaves something behind. cached_share: of the
+    packed files, in the page cache. Raises DoesNotFitError.
     """
     profile = kept_profile()
     rates = profile.rates(shape.weights)
     if rates is None:  # measuring takes seconds
-        plan = Search(shape, memory, _TYPICAL, ctx, job).best()
+        plan = Search(shape, memory(), _TYPICAL, ctx, job).best()
         if not plan.streamed and plan.ctx >= (ctx or shape.default_ctx):
             return plan
         rates = measured(profile, shape.weights, recipe.blocks, dtype, say).rates(shape.weights)
         assert rates is not None
     rates = replace(rates, cached_share=cached_share)
-    return Search(shape, memory, rates, ctx, job, profile.corrections).best()
+    return Search(shape, memory(), rates, ctx, job, profile.corrections).best()

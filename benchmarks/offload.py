@@ -1,0 +1,224 @@
+"""Models larger than their memory, beside the disk that they are read from and beside accelerate's disk offload.
+
+    python -m benchmarks.offload [--part stream|predict|accelerate|job ...] [--rounds 5]
+
+Random weights of real shapes, packed on the disk of the cache directory; every figure is taken in a process of its own
+under a cap (--ram), whose peak of resident memory is compared with the plan's ledger. Results go to
+benchmarks/results/offload.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import offload_accelerate
+from benchmarks.measure import Spread, machine, save, spread
+from benchmarks.offload_worker import Spec
+from benchmarks.peers import Match
+from benchmarks.peers_protocol import UnavailableError
+from benchmarks.process_memory import process_memory
+from localllm.bench.random_model import random_model
+from localllm.config import user_directories
+from localllm.hub import ModelFiles
+from localllm.models.shapes import shipped_shapes
+from localllm.quant.recipe import RECIPES
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+@contextlib.contextmanager
+def packed(shape: str, weights: str) -> Iterator[tuple[ModelFiles, int]]:
+    """A random model on the disk, and the bytes of its blocks."""
+    from localllm.hub.packed import packed_directory
+
+    with random_model(shipped_shapes()[shape], RECIPES[weights]) as files:
+        paths = packed_directory(files, weights).glob("*.safetensors")
+        yield files, sum(path.stat().st_size for path in paths)
+
+
+def run(spec: Spec) -> dict[str, Any]:
+    """The worker's object. Raises RuntimeError with what it said last where it failed."""
+    command = [sys.executable, "-m", "benchmarks.offload_worker", json.dumps(asdict(spec))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip().splitlines() or ["it said nothing"])[-1])
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def spec(files: ModelFiles, weights: str, ram_bytes: int | None, **rest: Any) -> Spec:
+    return Spec(folder=str(files.directory), weights=weights, ram_bytes=ram_bytes, **rest)
+
+
+def stream(rounds: int) -> dict[str, Any]:
+    """A 7B shape in INT4 under a quarter of its size, beside the read of its own blocks; its text beside the whole."""
+    with packed("mistral-7b", "int4-g64") as (files, num_bytes):
+        sizes = {"ctx": 256, "prompt_tokens": 200, "gen_tokens": 8}
+        capped = run(spec(files, "int4-g64", num_bytes // 4, rounds=rounds, **sizes))
+        whole = run(spec(files, "int4-g64", None, rounds=1, is_cold=False, **sizes))
+        cached = run(spec(files, "int4-g64", num_bytes // 4, rounds=2, is_cold=False, **sizes))
+    rates = [tok_s * capped["streamed_bytes"] / 1e9 for tok_s in capped["decode_tok_s"]]
+    shares = [rate / floor for rate, floor in zip(rates, capped["floor_gbs"], strict=True)]
+    return {
+        "cap_bytes": num_bytes // 4,
+        "decode_tok_s": spread(capped["decode_tok_s"]),
+        "streamed_bytes": capped["streamed_bytes"],
+        "disk_gbs": spread(capped["floor_gbs"]),
+        "share_of_disk": spread(shares),
+        "peak_rss_bytes": capped["peak_rss_bytes"],
+        "rss_over_cap": capped["peak_rss_bytes"] / (num_bytes // 4),
+        "same_text": capped["token_ids"] == whole["token_ids"],
+        "whole_decode_tok_s": spread(whole["decode_tok_s"]),
+        "from_page_cache_tok_s": spread(cached["decode_tok_s"]),
+    }
+
+
+@dataclass(frozen=True)
+class Case:
+    shape: str
+    weights: str
+    share: float  # of the model's bytes, that the cap leaves for the model
+
+
+CASES = [
+    *(Case("tinyllama-1.1b", "int4-g64", share) for share in (0.6, 0.8, 2.0)),
+    *(Case("tinyllama-1.1b", "bf16", share) for share in (0.3, 0.5, 0.8)),
+    *(Case("llama-3.2-3b", "int4-g64", share) for share in (0.5, 0.75, 2.0)),
+    *(Case("llama-3.2-3b", "int8", share) for share in (0.4, 0.7, 2.0)),
+]
+_PROGRAM_BYTES = 330 * MIB  # what a cap leaves no model
+
+
+def predict(_rounds: int) -> dict[str, Any]:
+    """Predicted and measured rates, the ledger and the peak, over shapes, formats and caps."""
+    rows = []
+    for case in CASES:
+        with packed(case.shape, case.weights) as (files, num_bytes):
+            cap = int(_PROGRAM_BYTES + case.share * num_bytes)
+            measure_machine(case, files)
+            sizes = {"ctx": 1024, "prompt_tokens": 960, "gen_tokens": 48, "rounds": 2}
+            result = run(spec(files, case.weights, cap, **sizes))
+        plan, measured = result["plan"], statistics.median(result["decode_tok_s"])
+        rows.append(
+            {
+                **asdict(case),
+                "cap_bytes": cap,
+                "streamed_bytes": result["streamed_bytes"],
+                "predicted_tok_s": plan["decode_tok_s"],
+                "measured_tok_s": measured,
+                "prediction_error": plan["decode_tok_s"] / measured - 1,
+                "ledger_bytes": plan["ledger_bytes"],
+                "peak_rss_bytes": result["peak_rss_bytes"],
+                "ledger_error": plan["ledger_bytes"] / result["peak_rss_bytes"] - 1,
+            }
+        )
+        tell(rows[-1])
+    errors = [abs(row["prediction_error"]) for row in rows]
+    return {
+        "rows": rows,
+        "median_prediction_error": statistics.median(errors),
+        "largest_prediction_error": max(errors),
+        "largest_ledger_error": max(abs(row["ledger_error"]) for row in rows),
+    }
+
+
+def measure_machine(case: Case, files: ModelFiles) -> None:
+    """Anew, in a process of its own: what else runs on a machine changes from minute to minute."""
+    (user_directories().cache / "profile.json").unlink(missing_ok=True)
+    command = [sys.executable, "-m", "localllm", "plan", str(files.directory), "--weights", case.weights, "--json"]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def job(_rounds: int) -> dict[str, Any]:
+    """16 prompts at once under the cap of `stream`, beside one."""
+    with packed("mistral-7b", "int4-g64") as (files, num_bytes):
+        sizes = {"ctx": 256, "prompt_tokens": 32, "gen_tokens": 32, "rounds": 2}
+        one = run(spec(files, "int4-g64", num_bytes // 4, **sizes))
+        many = run(spec(files, "int4-g64", num_bytes // 4, sequences=16, **sizes))
+    ratio = statistics.median(many["job_tok_s"]) / statistics.median(one["job_tok_s"])
+    return {
+        "one_tok_s": spread(one["job_tok_s"]),
+        "sixteen_tok_s": spread(many["job_tok_s"]),
+        "ratio": ratio,
+        "sequences_at_once": many["plan"]["sequences"],
+        "rss_over_cap": many["peak_rss_bytes"] / (num_bytes // 4),
+    }
+
+
+def accelerate(rounds: int) -> dict[str, Any]:
+    """A 1.1B shape in bf16: both sides under a cap of half its size, and ours under what accelerate really takes."""
+    shape = dict(shipped_shapes()["tinyllama-1.1b"])
+    speeds: dict[str, list[float]] = {}
+    peaks: dict[str, int] = {}
+    with packed("tinyllama-1.1b", "bf16") as (files, num_bytes), tempfile.TemporaryDirectory() as directory:
+        cap, match = num_bytes // 2, Match()
+        with contextlib.closing(match):
+            sides = offload_accelerate.contenders(shape, 2, Path(directory), cap)
+            for side in sides:
+                match.start(side)
+            for _ in range(rounds + 1):
+                for side in sides:
+                    for variant, options in side.variants.items():
+                        with contextlib.suppress(UnavailableError):
+                            took = match.call(side.name, "decode", tokens=side.gen_tokens, depth=128, **options)
+                            speeds.setdefault(f"{side.name}, {variant}", []).append(side.gen_tokens / took)
+            peaks = {name: process_memory(worker.pid).peak_bytes for name, (_, worker) in match.running.items()}
+        theirs = {name: spread(values[1:]) for name, values in speeds.items()}
+        ours = {}
+        for label, ram_bytes in (("the cap", cap), ("as much memory as accelerate takes", min(peaks.values()))):
+            for is_cold in (True, False):
+                sizes = {"ctx": 256, "prompt_tokens": 128, "gen_tokens": 16, "rounds": rounds}
+                result = run(spec(files, "bf16", ram_bytes, is_cold=is_cold, **sizes))
+                name = f"localllm under {label}, page cache {'dropped' if is_cold else 'warm'}"
+                ours[name] = {
+                    "decode_tok_s": spread(result["decode_tok_s"]),
+                    "streamed_bytes": result["streamed_bytes"],
+                    "peak_rss_bytes": result["peak_rss_bytes"],
+                }
+    return {"cap_bytes": cap, "accelerate": theirs, "accelerate_peak_rss_bytes": peaks, "localllm": ours}
+
+
+PARTS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "stream": stream,
+    "job": job,
+    "predict": predict,
+    "accelerate": accelerate,
+}
+
+
+def tell(value: object) -> None:
+    print(json.dumps(value, default=_plain), file=sys.stderr, flush=True)
+
+
+def _plain(value: object) -> object:
+    assert isinstance(value, Spread)
+    return {name: round(figure, 4) for name, figure in asdict(value).items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", action="append", choices=list(PARTS), help="may be repeated; default: all")
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    results: dict[str, Any] = {"machine": machine()}
+    for name in arguments.part or PARTS:
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        results[name] = json.loads(json.dumps(PARTS[name](arguments.rounds), default=_plain))
+        print(json.dumps({name: results[name]}, indent=1))
+    if not arguments.part:
+        save("offload", results)
+
+
+if __name__ == "__main__":
+    main()
