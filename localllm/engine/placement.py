@@ -13,6 +13,7 @@ from localllm.engine.memory import DEFAULT_CTX, HEADROOM, available_bytes
 from localllm.engine.runner import BATCH_ROWS
 from localllm.errors import UsageError
 from localllm.kernels.cpu_gemv import MAX_ROWS
+from localllm.kernels.cpu_linear import is_available
 from localllm.models.config import ModelConfig
 from localllm.models.cpu_step import native_row_bytes, supports_shape
 from localllm.models.layout import BlockLayout, block_layouts
@@ -56,7 +57,7 @@ def _block_shape(layout: BlockLayout, recipe: Recipe) -> BlockShape:
 
 def _operator_row_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """Of a row at its widest: gate and up, one of them activated, and what came before, some of it in fp32."""
-    wide = 3 * config.intermediate_size + 4 * config.hidden_size
+    wide = 4 * config.intermediate_size + 6 * config.hidden_size
     return wide * dtype.itemsize + 3 * config.hidden_size * 4
 
 
@@ -72,6 +73,7 @@ def process_memory(ram_bytes: int | None) -> Memory:
             why=f"it has {total / 2**30:.2f} GiB of memory",
             fix=f"--ram {total / 2**30 - 0.01:.2f}GiB",
         )
+    is_available()  # loads the compiler of the kernels, which takes 48 MB, before what is held is counted
     held = int(psutil.Process().memory_info().rss)
     free = held + int(HEADROOM * available_bytes(torch.device("cpu")))
     return Memory(min(ram_bytes or free, free), held + _GROWTH_BYTES, free, total)
