@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from localllm.engine import planning
 from localllm.engine.advice import advise
 from localllm.engine.placement import model_shape
 from localllm.engine.planning import Wishes, plan_model
@@ -262,12 +263,23 @@ def test_predictions_that_are_off_correct_themselves_and_one_bad_run_does_little
 # The command
 
 
+@pytest.fixture
+def small_process(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cap of the command line, in a process that holds 300 MiB, not what a test run holds."""
+
+    def memory(ram_bytes: int | None) -> Memory:
+        return Memory(ram_bytes or 20 * GIB, 300 << 20, 20 * GIB, 24 * GIB)
+
+    monkeypatch.setattr(planning, "process_memory", memory)
+
+
 def planned(*arguments: str) -> tuple[int, dict[str, object]]:
     result = run_cli("plan", *arguments, "--json")
     return result.code, json.loads(result.out)
 
 
-def test_the_json_of_a_plan_has_the_keys_of_the_contract(own_cache: Path) -> None:
+@pytest.mark.usefixtures("small_process")
+def test_the_json_of_a_plan_has_the_keys_of_the_contract() -> None:
     code, plan = planned("mistral-7b", "--ram", "1200MiB", "--weights", "int4", "--ctx", "512")
     assert code == 0
     assert plan["fits"] is True and plan["model"] == "mistral-7b" and plan["ctx"] == 512
@@ -285,7 +297,8 @@ def test_the_json_of_a_plan_has_the_keys_of_the_contract(own_cache: Path) -> Non
     assert isinstance(plan["advice"], list) and plan["advice"]
 
 
-def test_what_does_not_fit_exits_with_4_and_names_the_smallest_cap_that_would(own_cache: Path) -> None:
+@pytest.mark.usefixtures("small_process")
+def test_what_does_not_fit_exits_with_4_and_names_the_smallest_cap_that_would() -> None:
     code, plan = planned("mistral-7b", "--ram", "500MiB", "--weights", "int4")
     assert code == 4 and plan["fits"] is False
     advice = plan["advice"]
@@ -311,7 +324,8 @@ def test_nonsense_is_refused_by_name(own_cache: Path, flags: tuple[str, ...], na
     assert result.code == 2 and named in result.err and "Traceback" not in result.err
 
 
-def test_the_text_of_a_plan_tells_memory_blocks_speed_and_what_would_help(own_cache: Path) -> None:
+@pytest.mark.usefixtures("small_process")
+def test_the_text_of_a_plan_tells_memory_blocks_speed_and_what_would_help() -> None:
     out = run_cli("plan", "mistral-7b", "--ram", "1200MiB", "--weights", "int4").out.decode()
     for piece in (
         "memory ",

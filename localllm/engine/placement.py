@@ -46,7 +46,7 @@ def model_shape(config: ModelConfig, recipe: Recipe, dtype: torch.dtype, name: s
         state_bytes=config.hidden_size * (4 if is_native else dtype.itemsize),
         logits_bytes=config.vocab_size * 4,
         # The operators' sums change with the number of rows: another one is taken only where this one does not fit.
-        batch_rows=(BATCH_ROWS, BATCH_ROWS // 2, BATCH_ROWS // 4, BATCH_ROWS // 8, MAX_ROWS),
+        batch_rows=tuple(dict.fromkeys(max(BATCH_ROWS >> halvings, MAX_ROWS) for halvings in range(7))),
     )
 
 
