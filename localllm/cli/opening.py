@@ -45,7 +45,9 @@ def loading(front: Front, selection: Selection, job: JobShape | None = None) -> 
     """
     from localllm.engine.service import EngineService
     from localllm.models.families import load_config
+    from localllm.offload.machine_memory import require_address_space
 
+    require_address_space()
     load_config(selection.files.directory)  # a model that cannot run is refused before torch's second is spent
     settings = selection.settings
     name = selection.files.name

@@ -79,6 +79,9 @@ def plan_command(
 
 
 def _planned(word: str | None, settings: Settings, goal: str, say: Callable[[str], None]) -> Planned:
+    from localllm.offload.machine_memory import require_address_space
+
+    require_address_space()  # before torch is imported
     from localllm import hub
     from localllm.engine.planning import Wishes, plan_model
     from localllm.errors import ModelNotFoundError

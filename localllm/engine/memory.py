@@ -8,7 +8,7 @@ import torch
 from localllm.cache.contiguous import kv_bytes_per_token
 from localllm.errors import DoesNotFitError, UsageError
 from localllm.models.config import ModelConfig
-from localllm.offload.machine_memory import cgroup_free_bytes
+from localllm.offload.machine_memory import address_space_free_bytes, cgroup_free_bytes
 
 DEFAULT_CTX = 8192  # where nobody asked: long enough for a chat, 1 GiB of KV for an 8B model
 MIN_CTX = 128
@@ -42,25 +42,16 @@ def available_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _total = torch.cuda.mem_get_info(device)
         return free
-    limits = (int(psutil.virtual_memory().available), cgroup_free_bytes(), _address_space_free_bytes())
+    limits = (int(psutil.virtual_memory().available), cgroup_free_bytes(), address_space_free_bytes())
     return min(limit for limit in limits if limit is not None)
-
-
-def _address_space_free_bytes() -> int | None:
-    """What RLIMIT_AS (`ulimit -v`) leaves; None without one."""
-    try:
-        from resource import RLIM_INFINITY, RLIMIT_AS, getrlimit
-    except ImportError:  # not a Unix
-        return None
-    limit = getrlimit(RLIMIT_AS)[0]
-    return None if limit == RLIM_INFINITY else max(0, limit - int(psutil.Process().memory_info().vms))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed, on the device or on the host."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    signs = ("can't allocate memory", "can't start new thread")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
 def out_of_memory(device: torch.device, error: BaseException) -> DoesNotFitError:

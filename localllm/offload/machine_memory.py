@@ -1,4 +1,4 @@
-"""What the control groups of this process leave of the machine's memory: pure reading, version 1 and version 2.
+"""What limits leave this process of the machine's memory: control groups, version 1 and 2, and the address space.
 
 A process belongs to a group, the group to another, up to the root; each may have a limit, and the smallest rules. Knows
 nothing of the machine's own free memory, which is for the caller to set beside it.
@@ -10,6 +10,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from localllm.errors import DoesNotFitError
+
+# torch and its libraries map 700 MiB; a thread reserves 8 MiB of stack and up to 64 of heap, used or not.
+LEAST_ADDRESS_SPACE_BYTES = 1536 << 20
+_THREADS_BYTES = 512 << 20
 ROOT = Path("/sys/fs/cgroup")
 SELF_CGROUP = Path("/proc/self/cgroup")
 _NO_LIMIT = 1 << 62  # version 1 writes the largest number of whole pages for none
@@ -40,6 +45,36 @@ def cgroup_free_bytes(root: Path = ROOT, self_cgroup: Path = SELF_CGROUP) -> int
     A group may be nearly full while a smaller one inside it is not, so this need not belong to the smallest limit.
     """
     return min((limit.free_bytes for limit in memory_limits(root, self_cgroup)), default=None)
+
+
+def address_space_free_bytes() -> int | None:
+    """What RLIMIT_AS (`ulimit -v`) leaves beside libraries and threads; None without one."""
+    limit = address_space_limit_bytes()
+    if limit is None:
+        return None
+    import psutil
+
+    return max(0, limit - _THREADS_BYTES - int(psutil.Process().memory_info().vms))
+
+
+def address_space_limit_bytes() -> int | None:
+    try:
+        from resource import RLIM_INFINITY, RLIMIT_AS, getrlimit
+    except ImportError:  # not a Unix
+        return None
+    limit = getrlimit(RLIMIT_AS)[0]
+    return None if limit == RLIM_INFINITY else limit
+
+
+def require_address_space() -> None:
+    """Raises DoesNotFitError where not even the libraries have room: what they say themselves, nobody understands."""
+    limit = address_space_limit_bytes()
+    if limit is not None and limit < LEAST_ADDRESS_SPACE_BYTES:
+        raise DoesNotFitError(
+            f"the address space is limited to {limit >> 20} MiB",
+            why=f"libraries and threads alone need {LEAST_ADDRESS_SPACE_BYTES >> 20} MiB; `ulimit -v` shows the limit",
+            fix="ulimit -v unlimited",
+        )
 
 
 def memory_limits(root: Path = ROOT, self_cgroup: Path = SELF_CGROUP) -> tuple[MemoryLimit, ...]:
