@@ -72,7 +72,7 @@ class Transformers:
 def measure(rounds: int, prompt_tokens: int, gen_tokens: int) -> dict[str, object]:
     config = parse_config(SHAPE, f"the shape of {NAME}")
     device, ctx = torch.device("cpu"), config.max_position_embeddings
-    subject = random_subject(Shape(NAME, config), recipe("bf16"), torch.bfloat16, device, ctx)
+    subject = random_subject(Shape(NAME, config, {}), recipe("bf16"), torch.bfloat16, device, ctx)
     ours, peer = Ours(subject), Transformers()
     short = torch.randint(0, config.vocab_size, (DECODE_PROMPT,)).tolist()
     long = torch.randint(0, config.vocab_size, (prompt_tokens,)).tolist()

@@ -26,7 +26,7 @@ class Localllm:
 
     def load(self, *, shape: dict[str, Any], threads: int, weights: str, context: int) -> dict[str, Any]:
         torch.set_num_threads(threads)
-        shape_of = Shape("the benchmark's shape", parse_config(shape, "the benchmark's shape"))
+        shape_of = Shape("the benchmark's shape", parse_config(shape, "the benchmark's shape"), shape)
         subject = random_subject(shape_of, recipe(weights), torch.bfloat16, torch.device("cpu"), ctx=context)
         self.engine = subject.engine
         self.floor: MemoryFloor | None = None

@@ -25,6 +25,7 @@ from localllm.engine.engine import Engine
 from localllm.engine.events import Timings
 from localllm.engine.runner import Chunk
 from localllm.errors import ModelNotFoundError
+from localllm.models.decoder import ALL_RESIDENT
 from localllm.models.families import parse_config
 from localllm.models.layout import block_layouts, model_bytes
 from localllm.models.shapes import Shape, find_shape, shipped_shapes
@@ -74,11 +75,11 @@ NO_ARCHITECTURE = {"max_position_embeddings", "bos_token_id", "eos_token_ids", "
 
 
 def shape_of(name: str) -> Shape:
-    return Shape(name, parse_config(shipped_shapes()[name], name))
+    return Shape(name, parse_config(shipped_shapes()[name], name), shipped_shapes()[name])
 
 
 def odd_shape(**differences: Any) -> Shape:
-    return Shape("odd", parse_config({**ODD, **differences}, "odd"))
+    return Shape("odd", parse_config({**ODD, **differences}, "odd"), {**ODD, **differences})
 
 
 def made(shape: Shape, weights: str = "bf16", ctx: int = 64) -> Subject:
@@ -211,7 +212,7 @@ def test_the_bytes_of_a_token_count_scales_and_padding() -> None:
 
 def test_the_cache_is_read_as_far_as_each_layers_window_reaches() -> None:
     raw = {**ODD, "model_type": "mistral", "sliding_window": 12}
-    windowed = made(Shape("windowed", parse_config(raw, "windowed")))
+    windowed = made(Shape("windowed", parse_config(raw, "windowed"), raw))
     row = 2 * 1 * 10 * 2  # keys and values, heads, features, bytes
     lengths = [11, 12, 12, 12]  # 10 tokens in the cache, and the new one itself
     assert subject.mean_kv_bytes(windowed.engine.model, 10, 4) == 2 * row * sum(lengths) // 4
@@ -323,7 +324,8 @@ def test_the_read_of_the_matrices_is_the_median_of_half_a_second(monkeypatch: py
     times = iter([0.1, 0.3, 0.2, 9.0])
     monkeypatch.setattr(decoding, "seconds", lambda _action: next(times))
     step = SimpleNamespace(matrices_only=lambda: (SimpleNamespace(run=lambda: None), 10**9))
-    engine: Any = SimpleNamespace(runner=SimpleNamespace(cpu_step=step))
+    whole = SimpleNamespace(stream=ALL_RESIDENT)
+    engine: Any = SimpleNamespace(runner=SimpleNamespace(cpu_step=step), model=whole)
     assert decoding.matrices_gbs(engine) == pytest.approx(5.0)
 
 

@@ -20,6 +20,7 @@ from localllm.bench.workload import Workload
 from localllm.errors import ContextOverflowError, UsageError
 from localllm.models.shapes import find_shape
 from localllm.offload import floors
+from localllm.offload.plan import Memory
 from tests.cli_support import Result, run_cli, start_cli, write_checkpoint
 from tests.test_imports import HEAVY, loaded_by
 
@@ -337,3 +338,17 @@ def test_a_file_of_another_form_is_refused_by_name(
 def test_what_is_no_result_is_refused(result: Path, text: str) -> None:
     with pytest.raises(UsageError, match="is not a result"):
         compare.read_result(written(result.parent / "other.json", text))
+
+
+def test_under_a_cap_a_random_model_lies_on_the_disk_and_is_gone_afterwards(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_checkpoint(home / "shape", hidden=64, layers=4)
+    monkeypatch.setattr("localllm.engine.loading.process_memory", lambda _cap: Memory(180_000, 0, 1 << 30))
+    outcome = bench(folder, "--random-weights", "--weights", "int4", "--ram", "1GiB", *QUICK, "--json")
+    assert outcome.code == 0, outcome.err
+    run = outcome.json["runs"][0]
+    assert run["streamed_bytes"] > 0 and run["disk_fraction"] > 0
+    assert run["matrices_fraction"] is None
+    cache = home / "cache"
+    assert not list(cache.glob("random-*")) and not list(cache.rglob("*.safetensors"))

@@ -144,7 +144,8 @@ def test_memory_of_a_process_is_told_by_kind(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(32 << 20))
     before = process_memory(os.getpid())
-    taken = bytearray(b"x") * (64 << 20)
+    taken = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # nothing that was freed before
+    taken.write(b"x" * len(taken))
     anonymous = process_memory(os.getpid())
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
         assert sum(pages[:: mmap.PAGESIZE]) == 0

@@ -46,7 +46,7 @@ def read_prompt(engine: Engine, prompt: tuple[int, ...]) -> Timings:
 def matrices_gbs(engine: Engine) -> float | None:
     """The read of the blocks' matrices alone, one token's; None where they are not computed by one native call."""
     step = engine.runner.cpu_step
-    if step is None:
+    if step is None or engine.model.stream.names:
         return None
     tape, num_bytes = step.matrices_only()
     tape.run()

@@ -56,6 +56,8 @@ class Run:
     matrices_fraction: float | None  # as floor_fraction, of one token's matrices alone; None: not to be had apart
     random_weights: bool
     rounds: int
+    streamed_bytes: int = 0  # that every step reads from the disk
+    disk_fraction: float | None = None  # of the disk's read, by those bytes; None: nothing is streamed
 
 
 @dataclass(frozen=True)

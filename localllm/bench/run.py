@@ -75,7 +75,9 @@ def run_benchmark(
     for number in range(workload.rounds):
         say(f"round {number + 1} of {workload.rounds}")
         rounds.append(bench.round())
-    runs = [summary(subject, workload, rounds, index, peaks[index]) for index in range(len(depths))]
+    disk_gbs = median(disk_rates) if disk_rates else None
+    runs = [summary(subject, workload, rounds, index, peaks[index], disk_gbs) for index in range(len(depths))]
+    subject.engine.close()
     return Report(machine(device), _floors(rounds, disk_rates, disk_method), tuple(runs))
 
 
@@ -128,8 +130,12 @@ def _read_disk(directory: Path, rounds: int) -> tuple[list[float], str | None]:
         return [file.read_gbs() for _ in range(min(rounds, _MOST_DISK_READS))], file.method
 
 
-def summary(subject: Subject, workload: Workload, rounds: list[Round], index: int, peaks: Peaks) -> Run:
+def summary(
+    subject: Subject, workload: Workload, rounds: list[Round], index: int, peaks: Peaks, disk_gbs: float | None = None
+) -> Run:
     """Of the rounds at the workload's depth number `index`."""
+    plan = subject.engine.plan
+    streamed_bytes = plan.total_bytes("disk") if plan is not None else 0
     context = workload.contexts[index]
     samples = [each.depths[index] for each in rounds]
     bytes_per_token = subject.bytes_per_token(context, workload.gen_tokens)
@@ -161,6 +167,8 @@ def summary(subject: Subject, workload: Workload, rounds: list[Round], index: in
         matrices_fraction=median(matrices) if matrices else None,
         random_weights=subject.has_random_weights,
         rounds=workload.rounds,
+        streamed_bytes=streamed_bytes,
+        disk_fraction=median(decode) * streamed_bytes / 1e9 / disk_gbs if streamed_bytes and disk_gbs else None,
     )
 
 

@@ -19,6 +19,7 @@ from localllm.cache.contiguous import kv_bytes_per_token
 from localllm.engine.engine import Engine
 from localllm.engine.loading import Watcher
 from localllm.engine.memory import HEADROOM, available_bytes
+from localllm.engine.scheduler import Limits
 from localllm.engine.tokenizer import Tokenizer
 from localllm.engine.weights import is_unpacked, open_packed
 from localllm.errors import DoesNotFitError
@@ -30,6 +31,7 @@ from localllm.models.decoder import Decoder
 from localllm.models.layout import model_bytes
 from localllm.models.load import Progress, load_decoder
 from localllm.models.shapes import Shape
+from localllm.offload.plan import JobShape
 from localllm.quant.dense import Dense
 from localllm.quant.recipe import DEFAULT, RECIPES, Recipe
 
@@ -71,14 +73,45 @@ def random_subject(
     return Subject(shape.name, recipe.name, engine, has_random_weights=True)
 
 
+@dataclass(frozen=True)
+class Caps:
+    """ram_bytes, vram_bytes: as `Engine.load` has them. kv_tokens: of all caches that are held at once."""
+
+    ram_bytes: int | None
+    vram_bytes: int | None
+    kv_tokens: int
+
+    @property
+    def are_given(self) -> bool:
+        return self.ram_bytes is not None or self.vram_bytes is not None
+
+
 def installed_subject(
-    files: ModelFiles, recipe: Recipe, dtype: torch.dtype, device: torch.device, ctx: int, progress: Progress
+    files: ModelFiles,
+    recipe: Recipe,
+    dtype: torch.dtype,
+    device: torch.device,
+    ctx: int,
+    progress: Progress,
+    caps: Caps,
+    *,
+    name: str,
+    is_random: bool,
 ) -> Subject:
     """A model on this disk, loaded as any command does."""
     engine = Engine.load(
-        files, device=device.type, dtype=Dense(dtype).name, weights=recipe.name, ctx=ctx, watcher=Watcher(progress)
+        files,
+        device=device.type,
+        dtype=Dense(dtype).name,
+        weights=recipe.name,
+        ctx=ctx,
+        ram=caps.ram_bytes,
+        vram=caps.vram_bytes,
+        limits=Limits(max_sequences=1),
+        job=JobShape(1, caps.kv_tokens, ctx),
+        watcher=Watcher(progress),
     )
-    return Subject(files.name, recipe.name, engine, has_random_weights=False)
+    return Subject(name, recipe.name, engine, has_random_weights=is_random)
 
 
 def pack_ahead(

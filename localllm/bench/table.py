@@ -36,6 +36,9 @@ def _decode_rows(run: Run, floors: Floors) -> Iterator[Row]:
     on_device = floors.device_copy_gbs is not None
     memory = f"GPU copy {floors.device_copy_gbs:,.0f}" if on_device else f"DRAM read {floors.dram_read_gbs:.1f}"
     yield f"decode at {run.context}", _rate(run.decode_tok_s), f"{memory} GB/s", _share(run.floor_fraction)
+    if run.disk_fraction is not None:
+        read = f"{run.streamed_bytes / 1e9:.2f} GB"
+        yield "  read from the disk", read, f"disk read {floors.disk_read_gbs:.2f} GB/s", _share(run.disk_fraction)
     yield "  bytes of a token", f"{run.bytes_per_token / 1e9:.3f} GB", "", ""
     yield "  8 tokens at once", f"{run.verify_8_ratio} x one", "", ""
 

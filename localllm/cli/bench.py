@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 from collections.abc import Callable, Mapping
@@ -60,6 +61,15 @@ def bench_command(
         ),
     ] = None,
     rounds: Annotated[int | None, typer.Option("--rounds", metavar="N", help="Default: 5.")] = None,
+    ram: Annotated[
+        str | None,
+        typer.Option(
+            "--ram",
+            metavar="SIZE",
+            help="Most memory for the program and the model, 4GiB; 1.3 GiB come on top for what it is compared with.",
+        ),
+    ] = None,
+    vram: options.Vram = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
     threads: options.Threads = None,
@@ -113,6 +123,7 @@ class _Target:
     config: ModelConfig
     settings: Settings
     files: ModelFiles | None
+    raw_config: Mapping[str, Any]  # as config.json has it
 
 
 def _random_target(word: str | None, flags: Mapping[str, Any]) -> _Target:
@@ -120,7 +131,7 @@ def _random_target(word: str | None, flags: Mapping[str, Any]) -> _Target:
 
     settings = load_settings(options.setting_flags(flags)).settings
     shape = find_shape(settings.model if word is None else word)
-    return _Target(shape.name, shape.config, settings, None)
+    return _Target(shape.name, shape.config, settings, None, shape.raw_config)
 
 
 def _installed_target(front: Front, word: str | None, flags: Mapping[str, Any]) -> _Target:
@@ -128,7 +139,7 @@ def _installed_target(front: Front, word: str | None, flags: Mapping[str, Any]) 
 
     selection = select(front, word, flags)
     files = selection.files
-    return _Target(files.name, load_config(files.directory), selection.settings, files)
+    return _Target(files.name, load_config(files.directory), selection.settings, files, {})
 
 
 def _measure(front: Front, target: _Target, workload: Workload) -> Report:
@@ -145,8 +156,9 @@ def _run(output: Output, target: _Target, workload: Workload, packing: Packing, 
     """All that needs torch, on one thread: the number of threads is set for that one alone."""
     import torch
 
+    from localllm.bench.random_model import random_model
     from localllm.bench.run import run_benchmark
-    from localllm.bench.subject import installed_subject, pack_ahead, random_subject, require_room
+    from localllm.bench.subject import Caps, installed_subject, pack_ahead, random_subject, require_room
     from localllm.engine.memory import choose_device, choose_dtype
     from localllm.engine.weights import choose_recipe
     from localllm.hub.packed import packed_recipes, packed_root
@@ -158,15 +170,24 @@ def _run(output: Output, target: _Target, workload: Workload, packing: Packing, 
         torch.set_num_threads(settings.threads)
     device, dtype = choose_device(settings.device), choose_dtype(settings.dtype)
     chosen = recipe(choose_recipe(settings.weights, config, packed_recipes(files) if files else (), dtype))
-    require_room(config, chosen, dtype, device, workload.kv_tokens)
+    caps = Caps(settings.ram, settings.vram, workload.kv_tokens)
+    held = contextlib.ExitStack()
     if files is not None:
         pack_ahead(files, config, chosen, packing.update, packing.wait)
         packing.end()
+    elif caps.are_given:  # blocks are streamed from files
+        files = held.enter_context(random_model(target.raw_config, chosen, line.update))
+    else:
+        require_room(config, chosen, dtype, device, workload.kv_tokens)
 
     def load() -> Subject:
         if files is not None:
-            return installed_subject(files, chosen, dtype, device, workload.ctx, line.update)
-        return random_subject(Shape(target.name, config), chosen, dtype, device, workload.ctx, line.update)
+            is_random = target.files is None
+            return installed_subject(
+                files, chosen, dtype, device, workload.ctx, line.update, caps, name=target.name, is_random=is_random
+            )
+        shape = Shape(target.name, config, target.raw_config)
+        return random_subject(shape, chosen, dtype, device, workload.ctx, line.update)
 
     def say(text: str) -> None:
         if output.animated:
@@ -174,7 +195,8 @@ def _run(output: Output, target: _Target, workload: Workload, packing: Packing, 
         else:
             output.note(text)
 
-    return run_benchmark(load, workload, device=device, disk=packed_root(), say=say)
+    with held:
+        return run_benchmark(load, workload, device=device, disk=packed_root(), say=say)
 
 
 def _on_a_thread(work: Callable[[], Report]) -> Report:

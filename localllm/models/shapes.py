@@ -6,6 +6,7 @@ shapes.json holds, under each name, the numbers of that model's config.json; the
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,11 @@ SHAPES = Path(__file__).parent / "shapes.json"
 
 @dataclass(frozen=True)
 class Shape:
+    """raw_config: as config.json has it."""
+
     name: str
     config: ModelConfig
+    raw_config: Mapping[str, Any]
 
 
 def shipped_shapes() -> dict[str, dict[str, Any]]:
@@ -40,6 +44,7 @@ def find_shape(name: str, registry: Registry | None = None) -> Shape:
     reference = understand(name, registry)
     raw = shipped_shapes().get(reference.entry.name) if reference.entry else None
     if raw is not None:
-        return Shape(reference.name, parse_config(raw, f"the shape of {reference.name}"))
+        return Shape(reference.name, parse_config(raw, f"the shape of {reference.name}"), raw)
     files = hub.locate(name, registry=registry)
-    return Shape(files.name, load_config(files.directory))
+    config = load_config(files.directory)
+    return Shape(files.name, config, json.loads((files.directory / "config.json").read_text(encoding="utf-8")))
