@@ -179,12 +179,11 @@ class Subjects:
             source = CheckpointBlocks(checkpoint, config, loaded)
             decoder = load_decoder(source, config, loaded, dtype=dtype, device=cpu)
         kv = ContiguousKV(
-            num_layers=config.num_layers,
+            devices=decoder.kv_devices,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             capacity=config.max_position_embeddings,
             dtype=dtype,
-            device=cpu,
         )
         names = recipe.blocks.name, recipe.embedding.name
         return Subject(*names, activations, model_bytes(config, recipe), ModelRunner(decoder), kv)

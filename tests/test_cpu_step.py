@@ -64,12 +64,11 @@ def decoder(description: dict[str, Any], weights: str, dtype: torch.dtype = torc
 def new_kv(model: Decoder, capacity: int = 128) -> ContiguousKV:
     config = model.config
     return ContiguousKV(
-        num_layers=config.num_layers,
+        devices=model.kv_devices,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         capacity=capacity,
         dtype=model.dtype,
-        device=model.device,
     )
 
 

@@ -24,7 +24,6 @@ from localllm.engine.tokenizer import Tokenizer
 from localllm.engine.weights import is_unpacked, open_packed
 from localllm.errors import DoesNotFitError
 from localllm.hub import ModelFiles
-from localllm.layers.attention import Attention
 from localllm.layers.linear import Linear
 from localllm.models.config import ModelConfig
 from localllm.models.decoder import Decoder
@@ -130,8 +129,7 @@ def word_tokenizer(vocab_size: int) -> Tokenizer:
 
 def block_linears(model: Decoder) -> Iterator[Linear]:
     for block in model.blocks:
-        body = block.body
-        yield from (body.qkv_proj, body.o_proj) if isinstance(body, Attention) else (body.gate_up_proj, body.down_proj)
+        yield from block.body.linears
 
 
 def matrix_bytes(model: Decoder) -> int:

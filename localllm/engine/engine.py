@@ -389,10 +389,9 @@ class Engine:
     def _new_kv(self, capacity: int) -> ContiguousKV:
         config = self.model.config
         return ContiguousKV(
-            num_layers=config.num_layers,
+            devices=self.model.kv_devices,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             capacity=capacity,
             dtype=self.model.dtype,
-            device=self.model.device,
         )

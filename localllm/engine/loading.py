@@ -16,11 +16,11 @@ from localllm.errors import DoesNotFitError, UsageError
 from localllm.hub import ModelFiles
 from localllm.models.block_source import BlockSource
 from localllm.models.config import ModelConfig
-from localllm.models.decoder import ALL_RESIDENT, Decoder
+from localllm.models.decoder import Decoder
 from localllm.models.layout import model_bytes
-from localllm.models.load import Progress, load_decoder
+from localllm.models.load import DecoderParts, Progress, load_decoder
 from localllm.models.packed import PackedModel
-from localllm.models.streamed import StreamedBlocks
+from localllm.models.placed import PlacedModel
 from localllm.offload.plan import JobShape, Plan
 from localllm.quant.recipe import DEFAULT, RECIPES, Recipe
 
@@ -46,12 +46,14 @@ class Watcher:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """kv_tokens: that all sequences may have together. held: what is closed when the model is no longer used."""
+    """kv_tokens: that all sequences may have together. placed: what can move its blocks, where they need not all be in
+    one place. held: what is closed when the model is no longer used."""
 
     decoder: Decoder
     plan: Plan | None
     ctx: int
     kv_tokens: int
+    placed: PlacedModel | None
     held: ExitStack
 
 
@@ -87,23 +89,30 @@ class Loading:
                 blocks = opened.enter_context(open_checkpoint(self.files, config, self.recipe))
                 plan = self._plan(blocks.config)
                 if not plan.streamed:
-                    return self._loaded(blocks.config, blocks, plan, ExitStack())
+                    return self._loaded(plan, self._decoder(blocks.config, blocks))
             packed = opened.enter_context(self._packed(config))
             plan = self._plan(packed.config, packed)
             if not plan.streamed:
-                return self._loaded(packed.config, packed, plan, ExitStack())
-            source = StreamedBlocks(packed, packed.config, plan.streamed)
-            opened.callback(source.stream.close)
-            return self._loaded(packed.config, source, plan, opened.pop_all())
+                return self._loaded(plan, self._decoder(packed.config, packed))
+            placed = opened.enter_context(self._placed(packed, plan))
+            return self._loaded(plan, placed.few, placed, opened.pop_all())
 
-    def _loaded(self, config: ModelConfig, source: BlockSource, plan: Plan, held: ExitStack) -> LoadedModel:
-        with held:
-            spare = 0 if plan.streamed else plan.free_bytes // plan.shape.kv_bytes_per_token
-            kv_tokens = plan.kv_tokens + spare
-            ctx = plan.ctx
-            if self.job is not None and self.ctx is None:  # one sequence may have what several have together
-                ctx = max(ctx, min(kv_tokens, plan.shape.default_ctx))
-            return LoadedModel(self._decoder(config, source), plan, ctx, kv_tokens, held.pop_all())
+    def _loaded(
+        self, plan: Plan, decoder: Decoder, placed: PlacedModel | None = None, held: ExitStack | None = None
+    ) -> LoadedModel:
+        spare = 0 if plan.streamed else plan.free_bytes // plan.shape.kv_bytes_per_token
+        kv_tokens = plan.kv_tokens + spare
+        ctx = plan.ctx
+        if self.job is not None and self.ctx is None:  # one sequence may have what several have together
+            ctx = max(ctx, min(kv_tokens, plan.shape.default_ctx))
+        return LoadedModel(decoder, plan, ctx, kv_tokens, placed, held or ExitStack())
+
+    def _placed(self, packed: PackedModel, plan: Plan) -> PlacedModel:
+        accelerator = None if self.device.type == "cpu" else self.device
+        parts = DecoderParts(packed.config, self.recipe, self.dtype, self.device)
+        placed = PlacedModel(packed, parts, accelerator)
+        placed.place(plan.blocks, self.watcher.reading)
+        return placed
 
     def _plan(self, config: ModelConfig, packed: PackedModel | None = None) -> Plan:
         try:
@@ -130,7 +139,6 @@ class Loading:
             dtype=self.dtype,
             device=self.device,
             progress=self.watcher.reading,
-            stream=source.stream if isinstance(source, StreamedBlocks) else ALL_RESIDENT,
         )
 
     def _on_gpu(self, config: ModelConfig) -> LoadedModel:
@@ -143,4 +151,4 @@ class Loading:
         opened = open_checkpoint(self.files, config, self.recipe) if is_unpacked(self.recipe) else self._packed(config)
         with opened as source:
             ctx, kv_tokens = fit(source.config)
-            return LoadedModel(self._decoder(source.config, source), None, ctx, kv_tokens, ExitStack())
+            return LoadedModel(self._decoder(source.config, source), None, ctx, kv_tokens, None, ExitStack())

@@ -56,10 +56,17 @@ def _parts(chunk: Chunk, num_tokens: int) -> Iterator[_Part]:
 
 
 class ModelRunner:
-    def __init__(self, model: Decoder, batch_rows: int = BATCH_ROWS) -> None:
-        """batch_rows: tokens that are computed at once; what a chunk has beyond them follows block by block."""
+    def __init__(
+        self, model: Decoder, batch_rows: int = BATCH_ROWS, many: Decoder | None = None, many_rows: int = 1 << 62
+    ) -> None:
+        """batch_rows: tokens that are computed at once; what a chunk has beyond them follows block by block.
+
+        many: the same model as it computes a forward of `many_rows` tokens or more, where that is another one.
+        """
         self.model = model
         self.batch_rows = batch_rows
+        self.many = model if many is None else many
+        self.many_rows = many_rows
         self.cpu_step = CpuStep(model) if CpuStep.supports(model) else None
 
     @torch.inference_mode()
@@ -86,6 +93,8 @@ class ModelRunner:
         return logits
 
     def _logits(self, batches: Sequence[Batch], on_block: Callable[[Block, Tensor], None] | None) -> Tensor:
+        if self.many is not self.model and sum(map(len, batches)) >= self.many_rows:
+            return self.many.forward(batches, on_block)
         return (self.model.forward if self.cpu_step is None else self.cpu_step.logits)(batches, on_block)
 
     def _batches(self, chunks: Sequence[Chunk], all_logits: bool) -> list[Batch]:
@@ -138,7 +147,7 @@ class ModelRunner:
 
         batches = self._batches([chunk], all_logits=True)
         try:
-            if not all(bool(self.model.embed(batch.token_ids).isfinite().all()) for batch in batches):
+            if not all(bool(self.model.embedded(batch).isfinite().all()) for batch in batches):
                 culprit = "the embedding"
             else:
                 self._logits(batches, look)

@@ -42,6 +42,14 @@ class Attention:
         self.q_norm = q_norm
         self.k_norm = k_norm
 
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.qkv_proj, self.o_proj
+
+    @property
+    def device(self) -> torch.device:
+        return self.qkv_proj.device
+
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
         shape, T = self.shape, len(batch)

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
 class KVStore(Protocol):
     """Keys and values of one sequence. `write` may be repeated for the same tokens: only the owner advances it.
 
-    keys, values: [layers, KH, capacity, D].
+    keys, values: [layers, KH, capacity, D], where all layers have them on one device.
     """
 
-    keys: Tensor
-    values: Tensor
     capacity: int
 
+    @property
+    def keys(self) -> Tensor: ...
+
+    @property
+    def values(self) -> Tensor: ...
+
     def write(self, layer: int, past: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k, v [T, KH, D] behind the first `past` tokens; return those and these, each [KH, past + T, D]."""
+        """Store k, v [T, KH, D] behind the first `past` tokens; return those and these, each [KH, past + T, D]
+        on the device of k."""
         ...
 
 
@@ -44,3 +50,15 @@ class Batch:
 
     def __len__(self) -> int:
         return self.token_ids.shape[0]
+
+    def on(self, device: torch.device) -> Batch:
+        """The same batch with its tensors there; the keys and values stay where they are."""
+        if self.token_ids.device == device:
+            return self
+        return replace(
+            self,
+            token_ids=self.token_ids.to(device),
+            positions=self.positions.to(device),
+            logit_rows=self.logit_rows.to(device),
+            rotations=tuple((cos.to(device), sin.to(device)) for cos, sin in self.rotations),
+        )

@@ -16,6 +16,10 @@ class Embedding:
         self.dtype = dtype
         self.scale = scale
 
+    @property
+    def device(self) -> torch.device:
+        return self.matrix.device
+
     def __call__(self, token_ids: Tensor) -> Tensor:
         """token_ids [T] int64 -> [T, hidden] of `dtype`."""
         rows = self.matrix.rows(token_ids).to(self.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from localllm.quant.weight_format import WeightFormat
@@ -23,6 +24,10 @@ class Linear:
         self.out_features = out_features
         self.in_features = in_features
         self.bias = bias
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.tensors.values())).device
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in_features] -> [T, out_features]."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -24,8 +25,39 @@ class MLP:
         self.down_proj = down_proj
         self.activation = ACTIVATIONS[activation]
 
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.gate_up_proj, self.down_proj
+
+    @property
+    def device(self) -> torch.device:
+        return self.gate_up_proj.device
+
     def __call__(self, x: Tensor, _batch: Batch) -> Tensor:
         """x [T, hidden] -> [T, hidden]; the rows do not see each other, so the batch does not matter."""
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)  # [T, intermediate] each
         # In place: a prompt's temporaries are fresh pages every time, and faulting them in costs more than the product.
         return self.down_proj(self.activation(gate).mul_(up))
+
+
+class SplitMLP:
+    """An MLP of which some of the intermediate features are computed on one device and the others on another, at the
+    same time: their outputs add up to that of the whole."""
+
+    def __init__(self, here: MLP, there: MLP) -> None:
+        """here: on the device of input and output."""
+        self.here = here
+        self.there = there
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return *self.here.linears, *self.there.linears
+
+    @property
+    def device(self) -> torch.device:
+        return self.here.device
+
+    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
+        """x [T, hidden] -> [T, hidden]."""
+        taken = x.to(self.there.device)  # before `here` is begun: its end would be waited for
+        return self.here(x, batch) + self.there(taken, batch).to(x.device)

@@ -23,7 +23,7 @@ from localllm.kernels.tile16 import TILE
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch
 from localllm.layers.linear import Linear
-from localllm.layers.mlp import MLP
+from localllm.layers.mlp import SplitMLP
 from localllm.layers.norm import RMSNorm
 from localllm.models.config import ModelConfig
 from localllm.models.decoder import Block, Decoder
@@ -81,7 +81,8 @@ class CpuStep:
             and config.head_dim % HALF_VECTOR == 0
             and config.rotary_dim % HALF_VECTOR == 0
             and is_available()
-            and all(_fills_tiles(linear) for block in decoder.blocks for linear in _linears(block))
+            and not any(isinstance(block.body, SplitMLP) for block in decoder.blocks)
+            and all(_fills_tiles(linear) for block in decoder.blocks for linear in block.body.linears)
         )
 
     def logits(self, batches: Sequence[Batch], on_block: Callable[[Block, Tensor], None] | None = None) -> Tensor:
@@ -177,7 +178,7 @@ class CpuStep:
         room.batch = None
         rows = room.activations.resize(1, self.isa)
         recorder = _Recorder(self.decoder, self.isa, room, rows, 1)
-        linears = [linear for block in self.decoder.blocks for linear in _linears(block)]
+        linears = [linear for block in self.decoder.blocks for linear in block.body.linears]
         tape = Tape([recorder.multiply(linear, room.wide, adds=False) for linear in linears])
         return tape, sum(tensor.nbytes for linear in linears for tensor in linear.tensors.values())
 
@@ -215,7 +216,7 @@ class _Room:
         config = decoder.config
         self.rows = rows
         padded = rows + MOST_ROWS
-        linears = [linear for block in decoder.blocks for linear in _linears(block)]
+        linears = [linear for block in decoder.blocks for linear in block.body.linears]
         matrices = [*linears, decoder.head]
         groups = [matrix.group for linear in matrices if (matrix := _packed(linear)) is not None]
         self.x = torch.zeros(padded, config.hidden_size)
@@ -289,7 +290,7 @@ class _Recorder:
     def block(self, block: Block) -> Iterator[Step]:
         """x += norm_out(body(norm_in(x)))."""
         body = block.body
-        first, last = _linears(block)
+        first, last = body.linears
         yield self.quantize(first, self.room.x, block.norm_in)
         yield self.multiply(first, self.room.wide, adds=False)
         if isinstance(body, Attention):
@@ -386,13 +387,6 @@ class _Recorder:
             y_stride=stride,
             eps=float_bits(norm.eps),
         )
-
-
-def _linears(block: Block) -> tuple[Linear, Linear]:
-    body = block.body
-    if isinstance(body, MLP):
-        return body.gate_up_proj, body.down_proj
-    return body.qkv_proj, body.o_proj
 
 
 def _packed(linear: Linear) -> PackedMatrix | None:

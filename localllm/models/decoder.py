@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -18,7 +19,7 @@ from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch
 from localllm.layers.embedding import Embedding
 from localllm.layers.linear import Linear
-from localllm.layers.mlp import MLP
+from localllm.layers.mlp import MLP, SplitMLP
 from localllm.layers.norm import RMSNorm
 from localllm.layers.rotary import Rotary
 from localllm.models.config import ModelConfig
@@ -31,9 +32,14 @@ class Block:
     """x + norm_out(body(norm_in(x))); a family has one of the two norms, or both."""
 
     name: str  # "layers.3.attention", "layers.3.mlp"
-    body: Attention | MLP
+    body: Attention | MLP | SplitMLP
     norm_in: RMSNorm | None
     norm_out: RMSNorm | None
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is computed, with its tensors and its input."""
+        return self.body.device
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
@@ -44,7 +50,10 @@ class Block:
 class BlockStream(Protocol):
     """Brings blocks that do not stay in memory to where their layers expect them, in the order of a forward."""
 
-    clock: StreamClock
+    @property
+    def clock(self) -> StreamClock:
+        """What it has taken so far."""
+        ...
 
     @property
     def names(self) -> frozenset[str]:
@@ -78,6 +87,9 @@ ALL_RESIDENT = AllResident()
 
 @dataclass(frozen=True)
 class Decoder:
+    """device: where batches are made and hidden states are between blocks that are computed there; a block, the
+    embedding and the head may each be somewhere else."""
+
     config: ModelConfig
     embed: Embedding
     blocks: tuple[Block, ...]
@@ -88,9 +100,23 @@ class Decoder:
     device: torch.device
     stream: BlockStream = ALL_RESIDENT
 
+    @cached_property
+    def devices(self) -> frozenset[torch.device]:
+        """Of all that is computed but the head."""
+        return frozenset((self.device, self.embed.device, *(block.device for block in self.blocks)))
+
+    @cached_property
+    def kv_devices(self) -> tuple[torch.device, ...]:
+        """Where each layer's keys and values are used."""
+        return tuple(block.device for block in self.blocks if isinstance(block.body, Attention))
+
+    def embedded(self, batch: Batch) -> Tensor:
+        """[T, hidden] on the embedding's device."""
+        return self.embed(batch.on(self.embed.device).token_ids)
+
     def logits(self, hidden_states: Tensor) -> Tensor:
-        """hidden_states [R, hidden] -> fp32 [R, V]."""
-        return self.capped(self.head(self.final_norm(hidden_states)).float())
+        """hidden_states [R, hidden] -> fp32 [R, V] on the head's device."""
+        return self.capped(self.head(self.final_norm(hidden_states.to(self.head.device))).float())
 
     def capped(self, logits: Tensor) -> Tensor:
         """Logits as the family bounds them."""
@@ -107,11 +133,12 @@ class Decoder:
         """
         self.stream.begin()
         with self.stream.held(EMBED):
-            states = [self.embed(batch.token_ids) for batch in batches]  # [T, hidden] each
+            states = [self.embedded(batch) for batch in batches]  # [T, hidden] each
+        there = {device: [batch.on(device) for batch in batches] for device in self.devices}
         for block in self.blocks:
             with self.stream.held(block.name):
-                for index, batch in enumerate(batches):
-                    states[index] = block(states[index], batch)
+                for index, batch in enumerate(there[block.device]):
+                    states[index] = block(_moved(states[index], block.device), batch)
                     if on_block is not None:
                         on_block(block, states[index])
         return states
@@ -119,6 +146,11 @@ class Decoder:
     def forward(self, batches: Sequence[Batch], on_block: Callable[[Block, Tensor], None] | None = None) -> Tensor:
         """fp32 logits [R, V] of the batches' `logit_rows`, in order."""
         states = self.hidden_states(batches, on_block)
-        wanted = torch.cat([x[batch.logit_rows] for batch, x in zip(batches, states, strict=True)])
+        wanted = torch.cat([x[batch.on(x.device).logit_rows] for batch, x in zip(batches, states, strict=True)])
         with self.stream.held(HEAD):
             return self.logits(wanted)
+
+
+def _moved(x: Tensor, device: torch.device) -> Tensor:
+    """x there; towards the host the values are waited for, who would else be read too early."""
+    return x.to(device, non_blocking=device.type != "cpu")

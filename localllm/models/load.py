@@ -1,9 +1,9 @@
-"""A decoder from the tensors of its blocks, wherever those come from."""
+"""A decoder from the tensors of its blocks, wherever those come from and rest."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from localllm.layers.attention import Attention, AttentionShape
 from localllm.layers.embedding import Embedding
 from localllm.layers.linear import Linear
-from localllm.layers.mlp import MLP
+from localllm.layers.mlp import MLP, SplitMLP
 from localllm.layers.norm import RMSNorm
 from localllm.layers.rotary import Rotary
 from localllm.models.block_source import BlockSource
@@ -21,6 +21,18 @@ from localllm.models.layout import BlockLayout, block_layouts, model_bytes
 from localllm.quant.recipe import Recipe
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
+
+
+@dataclass(frozen=True)
+class BlockTensors:
+    """The tensors of one block, by the names of `layout.specs(recipe)`, all on one device.
+
+    beside: of an MLP block whose intermediate features are split, those that another device computes.
+    """
+
+    layout: BlockLayout
+    tensors: Mapping[str, Tensor]
+    beside: BlockTensors | None = None
 
 
 def load_decoder(
@@ -38,68 +50,90 @@ def load_decoder(
     stream: brings the blocks of its `names`, of which `source` gives tensors that are filled later.
     Raises what the source raises: CheckpointError naming a tensor that is missing, misshapen or not of this family.
     """
-    layouts = block_layouts(config)
     total, done = model_bytes(config, recipe), 0
-    loaded: list[_Loaded] = []
-    for layout in layouts:
+    loaded: list[BlockTensors] = []
+    for layout in block_layouts(config):
         tensors = {name: tensor.to(device) for name, tensor in source.tensors(layout).items()}
-        loaded.append(_Loaded(layout, tensors, recipe, config, dtype))
+        loaded.append(BlockTensors(layout, tensors))
         done += layout.nbytes(recipe)
         progress(done, total)
     source.finish()
-    embed, *blocks, head = loaded
-    ropes = tuple(dict.fromkeys(config.ropes))
-    embedding = embed.linear("embed_tokens")
-    return Decoder(
-        config=config,
-        embed=Embedding(embedding, dtype, config.embedding_scale),
-        blocks=tuple(_block(block, index, ropes.index(config.ropes[index // 2])) for index, block in enumerate(blocks)),
-        final_norm=head.norm("final_norm"),
-        head=embedding if config.tie_word_embeddings else head.linear("lm_head"),
-        rotaries=tuple(Rotary(rope, config.rotary_dim, device) for rope in ropes),
-        dtype=dtype,
-        device=device,
-        stream=stream,
-    )
+    return DecoderParts(config, recipe, dtype, device).assembled(loaded, stream)
+
+
+@dataclass(frozen=True)
+class DecoderParts:
+    """What is alike in all decoders of a model. device: where batches are made."""
+
+    config: ModelConfig
+    recipe: Recipe
+    dtype: torch.dtype
+    device: torch.device
+
+    def assembled(self, blocks: list[BlockTensors], stream: BlockStream) -> Decoder:
+        """blocks: the embedding, each attention and MLP block, the head, as `block_layouts` has them."""
+        config = self.config
+        embed, *middle, head = [_Loaded(block, self) for block in blocks]
+        ropes = tuple(dict.fromkeys(config.ropes))
+        embedding = embed.linear("embed_tokens")
+        return Decoder(
+            config=config,
+            embed=Embedding(embedding, self.dtype, config.embedding_scale),
+            blocks=tuple(
+                _block(block, index, ropes.index(config.ropes[index // 2])) for index, block in enumerate(middle)
+            ),
+            final_norm=head.norm("final_norm"),
+            head=embedding if config.tie_word_embeddings else head.linear("lm_head"),
+            rotaries=tuple(Rotary(rope, config.rotary_dim, self.device) for rope in ropes),
+            dtype=self.dtype,
+            device=self.device,
+            stream=stream,
+        )
 
 
 @dataclass(frozen=True)
 class _Loaded:
-    """The tensors of one block, and the layers that they make."""
+    """One block, and the layers that its tensors make."""
 
-    layout: BlockLayout
-    tensors: dict[str, Tensor]
-    recipe: Recipe
-    config: ModelConfig
-    dtype: torch.dtype
+    block: BlockTensors
+    parts: DecoderParts
 
     def linear(self, name: str) -> Linear:
-        matrix = next(matrix for matrix in self.layout.matrices if matrix.name == name)
-        weight_format = matrix.format(self.recipe)
+        matrix = next(matrix for matrix in self.block.layout.matrices if matrix.name == name)
+        weight_format = matrix.format(self.parts.recipe)
         specs = weight_format.specs(matrix.out_features, matrix.in_features)
-        bias = self.tensors[f"{name}.linear_bias"].to(self.dtype) if matrix.has_bias else None
-        tensors = {part: self.tensors[f"{name}.{part}"] for part in specs}
+        given = self.block.tensors
+        bias = given[f"{name}.linear_bias"].to(self.parts.dtype) if matrix.has_bias else None
+        tensors = {part: given[f"{name}.{part}"] for part in specs}
         return Linear(weight_format, tensors, matrix.out_features, matrix.in_features, bias)
 
     def norm(self, name: str) -> RMSNorm:
-        return RMSNorm(self.tensors[name], self.config.rms_norm_eps)
+        return RMSNorm(self.block.tensors[name], self.parts.config.rms_norm_eps)
 
     def optional_norm(self, name: str) -> RMSNorm | None:
-        return self.norm(name) if name in self.tensors else None
+        return self.norm(name) if name in self.block.tensors else None
+
+    def mlp(self) -> MLP | SplitMLP:
+        whole = MLP(self.linear("gate_up_proj"), self.linear("down_proj"), self.parts.config.activation)
+        if self.block.beside is None:
+            return whole
+        there = replace(self, block=self.block.beside).mlp()
+        assert isinstance(there, MLP)
+        return SplitMLP(whole, there)
 
 
 def _block(loaded: _Loaded, index: int, rotation: int) -> Block:
     is_attention = index % 2 == 0
     return Block(
-        name=loaded.layout.name,
-        body=_attention(loaded, index // 2, rotation) if is_attention else _mlp(loaded),
+        name=loaded.block.layout.name,
+        body=_attention(loaded, index // 2, rotation) if is_attention else loaded.mlp(),
         norm_in=loaded.optional_norm("norm_in"),
         norm_out=loaded.optional_norm("norm_out"),
     )
 
 
 def _attention(loaded: _Loaded, layer: int, rotation: int) -> Attention:
-    config = loaded.config
+    config = loaded.parts.config
     shape = AttentionShape(
         layer=layer,
         num_heads=config.num_heads,
@@ -113,7 +147,3 @@ def _attention(loaded: _Loaded, layer: int, rotation: int) -> Attention:
     )
     q_norm, k_norm = loaded.optional_norm("q_norm"), loaded.optional_norm("k_norm")
     return Attention(shape, loaded.linear("qkv_proj"), loaded.linear("o_proj"), q_norm, k_norm)
-
-
-def _mlp(loaded: _Loaded) -> MLP:
-    return MLP(loaded.linear("gate_up_proj"), loaded.linear("down_proj"), loaded.config.activation)

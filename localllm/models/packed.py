@@ -164,6 +164,10 @@ class PackedModel:
 
     def tensors(self, layout: BlockLayout) -> dict[str, Tensor]:
         """As BlockSource says. Raises MemoryError, and CheckpointError with the file and the command that helps."""
+        return self.views(layout, self.content(layout))
+
+    def content(self, layout: BlockLayout) -> Tensor:
+        """The block as it lies on the disk, uint8, whole pages of its own, checked. Raises as `tensors` does."""
         file = self._files[layout.name]
         buffer, read = self._begun(file)
         try:
@@ -175,7 +179,11 @@ class PackedModel:
             raise self._refusal(file, "cannot be read", str(error)) from None
         finally:
             read.close()
-        return file.views(buffer)
+        return buffer
+
+    def views(self, layout: BlockLayout, memory: Tensor) -> dict[str, Tensor]:
+        """The block's tensors, where `memory`, on whatever device, holds its content or will."""
+        return self._files[layout.name].views(memory)
 
     def finish(self) -> None:
         """Nothing is left over: the index names every file."""
@@ -204,20 +212,17 @@ class PackedModel:
             fix=self._plan.command,
         )
 
-    def streamed_tensors(self, layout: BlockLayout, place: Tensor) -> dict[str, Tensor]:
-        """The block's tensors: its matrices' as views of `place`, through which its file is streamed, and its norms
-        and biases, which are read now and stay. Raises CheckpointError.
-        """
+    def small_tensors(self, layout: BlockLayout) -> dict[str, Tensor]:
+        """The block's norms and biases, which stay where its matrices are streamed. Raises CheckpointError."""
         file = self._files[layout.name]
         path = self.directory / file.file_name
         try:
             with path.open("rb", buffering=0) as opened:
-                small = {
+                return {
                     name: file.tensors[name].read(opened.fileno(), file.data_begin) for name in layout.small_tensors()
                 }
         except (OSError, EOFError) as error:
             raise self._refusal(file, "cannot be read", str(error)) from None
-        return file.views(place) | small
 
     def _begun(self, file: PackedFile) -> tuple[Tensor, FileRead]:
         """What was begun ahead, if it is this file."""

@@ -43,11 +43,14 @@ class StreamedFile:
 
 @dataclass
 class StreamClock:
-    """Since the stream began. reading_s: in which anything was being read. wait_s: in which a run was waited for."""
+    """Since the stream began. reading_s: in which anything was being read. wait_s: in which a run was waited for.
+    bytes_sent, sending_s: to a device, and how long that took, which goes on beside the rest."""
 
     bytes_read: int = 0
     reading_s: float = 0.0
     wait_s: float = 0.0
+    bytes_sent: int = 0
+    sending_s: float = 0.0
 
 
 class DiskStream:

@@ -102,12 +102,16 @@ class JobShape:
 
 @dataclass(frozen=True)
 class Placed:
-    """A block, where its bytes rest between two steps, and who computes it."""
+    """A block, where its bytes rest between two steps, and who computes it in a step of a few tokens.
+
+    split: both, side by side; of its bytes in RAM the device has a copy of `device_bytes`.
+    """
 
     name: str
     num_bytes: int
     tier: Tier
-    exec: Literal["cpu", "gpu"]
+    exec: Literal["cpu", "gpu", "split"]
+    device_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,213 @@
+"""A packed model whose blocks rest in a device's memory, in the host's or on the disk, and are computed where a plan
+says; what rests elsewhere tomorrow is moved, not loaded anew.
+
+Two decoders share the bytes. `few` is for steps of a few tokens: there the host computes blocks that it reads faster
+than they could be copied. `many` is for prompts: the device computes everything, and what it does not hold passes
+through its ring once for all tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from localllm.models.decoder import ALL_RESIDENT, BlockStream, Decoder
+from localllm.models.layout import EMBED, HEAD, BlockLayout, block_layouts
+from localllm.models.load import BlockTensors, DecoderParts, Progress
+from localllm.models.packed import PackedModel
+from localllm.models.split_mlp import MlpCut, split_features
+from localllm.offload.device_stream import DeviceStream, HostRun, Lane
+from localllm.offload.disk_stream import DiskStream
+from localllm.offload.host_buffer import host_buffer
+from localllm.offload.pinned import Pinning
+from localllm.offload.plan import Placed
+from localllm.offload.ring import Ring
+
+HOST = torch.device("cpu")
+
+
+class _Rings(NamedTuple):
+    """Where what is streamed passes: its places in the host's memory, and in the device's for either decoder."""
+
+    host: dict[str, Tensor]
+    few: dict[str, Tensor]
+    many: dict[str, Tensor]
+
+
+class PlacedModel:
+    """The packed model must stay open as long as this is used. One forward at a time, of either decoder."""
+
+    few: Decoder
+    many: Decoder
+
+    def __init__(self, packed: PackedModel, parts: DecoderParts, accelerator: torch.device | None) -> None:
+        """accelerator: the device beside the host, if there is one; blocks computed on the "gpu" are there."""
+        self._packed = packed
+        self._parts = parts
+        self._device = accelerator or HOST
+        self._has_device = accelerator is not None
+        self._layouts = {layout.name: layout for layout in block_layouts(parts.config)}
+        self._runs: dict[str, Tensor] = {}  # the content of each block that does not rest on the disk
+        self._split: dict[str, tuple[int, BlockTensors]] = {}  # in two parts, with the features of the first
+        self._disk: DiskStream | None = None
+        self._pinning = Pinning(self._device)
+        self._lane = Lane(self._device)
+        self.blocks: tuple[Placed, ...] = ()
+
+    def __enter__(self) -> PlacedModel:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def place(self, blocks: Sequence[Placed], progress: Progress = lambda _done, _total: None) -> None:
+        """Bring every block where it shall rest, and make the decoders anew: whoever has the old ones lets go before.
+
+        Raises CheckpointError, and what an allocation raises where there is no room; may be called with less then.
+        """
+        self.release()
+        self._move(blocks, progress)
+        self.blocks = tuple(blocks)
+        rings, streams = self._streamed(blocks)
+        self.few = self._parts.assembled([self._few(block, rings) for block in blocks], streams[0])
+        self.many = self.few
+        if any(self._passes(block) and block.exec != "gpu" for block in blocks):
+            self.many = self._parts.assembled([self._many(block, rings) for block in blocks], streams[1])
+
+    def release(self) -> None:
+        """Let the decoders and the rings go; the blocks stay where they are."""
+        for name in ("few", "many"):
+            self.__dict__.pop(name, None)
+        if self._disk is not None:
+            self._disk.close()
+            self._disk = None
+
+    def close(self) -> None:
+        self.release()
+        self._pinning.close()
+
+    # Bytes.
+
+    def _move(self, blocks: Sequence[Placed], progress: Progress) -> None:
+        """What is given up first, so that there is room for what comes."""
+        for block in blocks:
+            if block.exec != "split":
+                self._split.pop(block.name, None)
+            if block.tier == "disk" and block.name in self._runs:
+                self._forget(self._runs.pop(block.name))
+        missing = [block.name for block in blocks if block.tier != "disk" and block.name not in self._runs]
+        self._packed.read_ahead_only(missing)
+        total, done = sum(block.num_bytes for block in blocks), 0
+        for block in sorted(blocks, key=lambda block: block.tier == "vram"):
+            if block.name in self._runs:
+                self._bring(block)
+        for block in blocks:
+            if block.name in missing:
+                self._bring(block)
+            done += block.num_bytes
+            progress(done, total)
+
+    def _bring(self, block: Placed) -> None:
+        """A block that does not rest on the disk."""
+        home = self._device if block.tier == "vram" else HOST
+        run = self._runs.get(block.name)
+        if run is None:
+            run = self._packed.content(self._layouts[block.name])
+            if home == HOST:
+                self._pinning.add(run)
+        if run.device != home:
+            moved = host_buffer(run.nbytes) if home == HOST else torch.empty_like(run, device=home)
+            moved.copy_(run)
+            if home == HOST:
+                self._pinning.add(moved)
+            else:
+                self._forget(run)
+            run = moved
+        self._runs[block.name] = run
+        if block.exec == "split":
+            self._cut(block, run)
+
+    def _cut(self, block: Placed, run: Tensor) -> None:
+        config, layout = self._parts.config, self._layouts[block.name]
+        features = split_features(config, block.device_bytes / block.num_bytes)
+        if self._split.get(block.name, (0,))[0] != features:
+            cut = MlpCut(layout, self._packed.views(layout, run), config, self._parts.recipe)
+            self._split[block.name] = features, cut.at(features, self._device)
+
+    def _forget(self, run: Tensor) -> None:
+        if run.device == HOST:
+            self._pinning.remove(run)
+
+    # Streams.
+
+    def _passes(self, block: Placed) -> bool:
+        """Whether the device, to compute the block, needs it copied. An embedding's rows are looked up where it is."""
+        stays = (EMBED, HEAD) if self._parts.config.tie_word_embeddings else (EMBED,)
+        return self._has_device and block.tier != "vram" and block.name not in stays
+
+    def _streamed(self, blocks: Sequence[Placed]) -> tuple[_Rings, tuple[BlockStream, BlockStream]]:
+        from_disk = [block for block in blocks if block.tier == "disk"]
+        host: dict[str, Tensor] = {}
+        if from_disk:
+            files = [self._packed.streamed_file(self._layouts[block.name]) for block in from_disk]
+            ring = Ring.of([file.num_bytes for file in files])
+            memory = host_buffer(ring.num_bytes)
+            self._pinning.add(memory)
+            host = _places(from_disk, ring, memory)
+            self._disk = DiskStream(files, ring, memory)
+        passing = [block for block in blocks if self._passes(block)]
+        by_few = [block for block in passing if block.exec == "gpu"]
+        if not passing:
+            stream = self._disk or ALL_RESIDENT
+            return _Rings(host, {}, {}), (stream, stream)
+        rings = [Ring.of([block.num_bytes for block in some]) for some in (by_few, passing)]
+        memory = torch.empty(max(ring.num_bytes for ring in rings), dtype=torch.uint8, device=self._device)
+        runs = {
+            block.name: HostRun(block.name, host[block.name], from_disk=True)
+            if block.tier == "disk"
+            else HostRun(block.name, self._runs[block.name])
+            for block in passing
+        }
+        few, many = (
+            DeviceStream([runs[block.name] for block in some], ring, memory, self._lane, self._disk)
+            for some, ring in zip((by_few, passing), rings, strict=True)
+        )
+        return _Rings(host, _places(by_few, rings[0], memory), _places(passing, rings[1], memory)), (few, many)
+
+    # Tensors.
+
+    def _few(self, block: Placed, rings: _Rings) -> BlockTensors:
+        layout = self._layouts[block.name]
+        if block.exec == "split":
+            return self._split[block.name][1]
+        if block.name in rings.few:
+            return self._passing(layout, rings.few[block.name])
+        if block.tier == "disk":
+            return self._passing(layout, rings.host[block.name])
+        return BlockTensors(layout, self._packed.views(layout, self._runs[block.name]))
+
+    def _many(self, block: Placed, rings: _Rings) -> BlockTensors:
+        layout = self._layouts[block.name]
+        if block.name in rings.many:
+            return self._passing(layout, rings.many[block.name])
+        return BlockTensors(layout, self._packed.views(layout, self._runs[block.name]))
+
+    def _passing(self, layout: BlockLayout, place: Tensor) -> BlockTensors:
+        """Its matrices where they pass; its norms and biases stay."""
+        run = self._runs.get(layout.name)
+        if run is None:
+            small = self._packed.small_tensors(layout)
+        else:
+            views = self._packed.views(layout, run)
+            small = {name: views[name] for name in layout.small_tensors()}
+        staying = {name: tensor.to(place.device) for name, tensor in small.items()}
+        return BlockTensors(layout, self._packed.views(layout, place) | staying)
+
+
+def _places(blocks: Sequence[Placed], ring: Ring, memory: Tensor) -> dict[str, Tensor]:
+    return {
+        block.name: memory[begin : begin + block.num_bytes] for block, begin in zip(blocks, ring.offsets, strict=True)
+    }
