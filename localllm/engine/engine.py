@@ -30,7 +30,7 @@ from localllm.engine.loading import LoadedModel, Loading, Watcher
 from localllm.engine.memory import DTYPES, choose_device, choose_dtype, is_out_of_memory, out_of_memory
 from localllm.engine.perplexity import Perplexity, perplexity
 from localllm.engine.request import Request, SamplingParams
-from localllm.engine.runner import BATCH_ROWS, Chunk, ModelRunner, StepCancelledError
+from localllm.engine.runner import BATCH_ROWS, NEVER, Chunk, ModelRunner, StepCancelledError
 from localllm.engine.sampler import sample
 from localllm.engine.scheduler import Limits, Scheduler
 from localllm.engine.scores import Scores
@@ -43,8 +43,9 @@ from localllm.layers.attention import Attention
 from localllm.models.decoder import Decoder
 from localllm.models.families import load_config
 from localllm.models.load import Progress
+from localllm.models.placed import PlacedModel
 from localllm.offload.disk_stream import StreamClock
-from localllm.offload.plan import JobShape, Plan
+from localllm.offload.plan import JobShape, Placed, Plan
 from localllm.quant.recipe import RECIPES
 
 
@@ -90,10 +91,12 @@ class Engine:
         limits: Limits | None = None,
         load_s: float = 0.0,
         plan: Plan | None = None,
+        placed: PlacedModel | None = None,
         held: ExitStack | None = None,
     ) -> None:
-        """plan: where the blocks are, if one was made. held: what must stay open as long as the engine is used."""
-        self.model = model
+        """plan: where the blocks are, if one was made. placed: what can move them; `model` is its `few` then. held:
+        what must stay open as long as the engine is used."""
+        self._placed = placed
         self.tokenizer = tokenizer
         self._template = template
         self.ctx = ctx
@@ -101,7 +104,8 @@ class Engine:
         self.plan = plan
         self._held = held or ExitStack()
         self._scores = Scores(plan)
-        self.runner = ModelRunner(model, plan.batch_rows if plan else BATCH_ROWS)
+        self._batch_rows = plan.batch_rows if plan else BATCH_ROWS
+        self._use(model)
         self.scheduler = Scheduler(limits or Limits(), self._new_kv)
         eos = (*model.config.eos_token_ids, tokenizer.eos_token_id)
         self.eos_ids = frozenset(token_id for token_id in eos if token_id is not None)
@@ -158,6 +162,7 @@ class Engine:
             limits=_limited(limits, loaded),
             load_s=time.perf_counter() - started,
             plan=loaded.plan,
+            placed=loaded.placed,
             held=loaded.held,
         )
 
@@ -253,6 +258,23 @@ class Engine:
         """Stop a request between two blocks of the running forward; its last event says "cancelled"."""
         with self._lock:
             self._aborted.add(request_id)
+
+    def _use(self, model: Decoder) -> None:
+        many, rows = (model, NEVER) if self._placed is None else (self._placed.many, self._placed.many_rows)
+        self.model = model
+        self.runner = ModelRunner(model, self._batch_rows, many, rows)
+
+    def move(self, blocks: SequenceOf[Placed]) -> None:
+        """Let the model's blocks rest elsewhere from the next step on; answers go on as they were, keys and values come
+        along. Raises what an allocation raises, and CheckpointError; only another `move` helps then."""
+        assert self._placed is not None, "nothing can be moved"
+        self.__dict__.pop("model", None)  # the old decoders hold the memory that the new ones need
+        self.__dict__.pop("runner", None)
+        self._placed.place(blocks, self._placed.many_rows)
+        self._use(self._placed.few)
+        for sequence in self.scheduler.running:
+            if sequence.kv is not None:
+                sequence.kv.move(self.model.kv_devices)
 
     @property
     def weights(self) -> str:

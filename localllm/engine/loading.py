@@ -111,7 +111,7 @@ class Loading:
         accelerator = None if self.device.type == "cpu" else self.device
         parts = DecoderParts(packed.config, self.recipe, self.dtype, self.device)
         placed = PlacedModel(packed, parts, accelerator)
-        placed.place(plan.blocks, self.watcher.reading)
+        placed.place(plan.blocks, plan.many_rows, self.watcher.reading)
         return placed
 
     def _plan(self, config: ModelConfig, packed: PackedModel | None = None) -> Plan:

@@ -21,6 +21,7 @@ SINGLE_CALL_ROWS = 16
 # Tokens of a prompt that are computed at once: the matrices are read once for all of them, and what is between two
 # matrices still fits into the caches.
 BATCH_ROWS = 512
+NEVER = 1 << 62  # rows that no forward has
 
 
 class StepCancelledError(Exception):
@@ -57,7 +58,7 @@ def _parts(chunk: Chunk, num_tokens: int) -> Iterator[_Part]:
 
 class ModelRunner:
     def __init__(
-        self, model: Decoder, batch_rows: int = BATCH_ROWS, many: Decoder | None = None, many_rows: int = 1 << 62
+        self, model: Decoder, batch_rows: int = BATCH_ROWS, many: Decoder | None = None, many_rows: int = NEVER
     ) -> None:
         """batch_rows: tokens that are computed at once; what a chunk has beyond them follows block by block.
 

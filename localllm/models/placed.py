@@ -42,6 +42,7 @@ class PlacedModel:
 
     few: Decoder
     many: Decoder
+    many_rows: int  # of a forward, from which on `many` is faster
 
     def __init__(self, packed: PackedModel, parts: DecoderParts, accelerator: torch.device | None) -> None:
         """accelerator: the device beside the host, if there is one; blocks computed on the "gpu" are there."""
@@ -63,14 +64,14 @@ class PlacedModel:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def place(self, blocks: Sequence[Placed], progress: Progress = lambda _done, _total: None) -> None:
+    def place(self, blocks: Sequence[Placed], many_rows: int, progress: Progress = lambda _done, _total: None) -> None:
         """Bring every block where it shall rest, and make the decoders anew: whoever has the old ones lets go before.
 
         Raises CheckpointError, and what an allocation raises where there is no room; may be called with less then.
         """
         self.release()
         self._move(blocks, progress)
-        self.blocks = tuple(blocks)
+        self.blocks, self.many_rows = tuple(blocks), many_rows
         rings, streams = self._streamed(blocks)
         self.few = self._parts.assembled([self._few(block, rings) for block in blocks], streams[0])
         self.many = self.few
@@ -132,7 +133,7 @@ class PlacedModel:
 
     def _cut(self, block: Placed, run: Tensor) -> None:
         config, layout = self._parts.config, self._layouts[block.name]
-        features = split_features(config, block.device_bytes / block.num_bytes)
+        features = split_features(config, self._parts.recipe, block.device_bytes / block.num_bytes)
         if self._split.get(block.name, (0,))[0] != features:
             cut = MlpCut(layout, self._packed.views(layout, run), config, self._parts.recipe)
             self._split[block.name] = features, cut.at(features, self._device)

@@ -14,17 +14,17 @@ from localllm.models.load import BlockTensors
 from localllm.quant import part
 from localllm.quant.recipe import Recipe
 
-PART_FEATURES = 128  # a cut falls where every format's tiles and groups end
-
 
 def can_be_split(config: ModelConfig, recipe: Recipe) -> bool:
-    return config.intermediate_size % PART_FEATURES == 0 and part.can_be_cut(recipe.blocks)
+    steps = config.intermediate_size / part.step(recipe.blocks)
+    return part.can_be_cut(recipe.blocks) and steps.is_integer() and steps > 1
 
 
-def split_features(config: ModelConfig, share: float) -> int:
-    """How many features come nearest to this share of a block, without being more; at least one part of them."""
-    parts = int(share * config.intermediate_size / PART_FEATURES)
-    return min(max(parts, 1) * PART_FEATURES, config.intermediate_size - PART_FEATURES)
+def split_features(config: ModelConfig, recipe: Recipe, share: float) -> int:
+    """How many features come nearest to this share of a block without being more, but some of them."""
+    step = part.step(recipe.blocks)
+    steps = int(share * config.intermediate_size / step)
+    return min(max(steps, 1) * step, config.intermediate_size - step)
 
 
 @dataclasses.dataclass(frozen=True)

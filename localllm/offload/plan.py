@@ -126,6 +126,7 @@ class Plan:
     ring_bytes: int
     batch_rows: int
     pass_tokens: int
+    many_rows: int  # of a forward, from which on a device computes what else the host does
     ledger: Mapping[Tier, Mapping[str, int]]
     limits: Mapping[Tier, int]
     prompt_tokens: int  # of the prompt whose first token is predicted
@@ -336,6 +337,7 @@ class Search:
             ring_bytes=choice.ring_bytes,
             batch_rows=rows,
             pass_tokens=max(rows, min(_PASS_TOKENS, kv_tokens)) if streamed_bytes else rows,
+            many_rows=1 << 62,
             ledger={
                 "ram": {owner: count for owner, count in ram.items() if count},
                 "disk": {"weights": streamed_bytes},

@@ -1,0 +1,249 @@
+"""Wherever a model's blocks rest and whoever computes them, the text is the same; a CPU stands in for the device.
+
+On a CPU torch's streams do nothing and copies are done at once. Where it matters what waits for what, streams are
+played here: each does its work in order, and which one goes on is drawn, as far as the events between them allow.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from localllm import Engine, FinishedEvent, SamplingParams, TokenEvent
+from localllm.engine.placement import model_shape
+from localllm.engine.runner import NEVER
+from localllm.engine.tokenizer import Tokenizer
+from localllm.hub import locate
+from localllm.models.families import load_config
+from localllm.models.load import DecoderParts
+from localllm.models.placed import PlacedModel
+from localllm.models.split_mlp import can_be_split
+from localllm.offload.device_stream import DeviceStream, HostRun, Lane
+from localllm.offload.plan import Placed
+from localllm.offload.ring import Ring
+from localllm.quant.recipe import RECIPES
+from tests.packed_support import open_packed, pack, small_checkpoint
+
+CPU = torch.device("cpu")
+KINDS: dict[str, tuple[str, str]] = {  # tier, exec
+    "resident": ("vram", "gpu"),
+    "streamed": ("ram", "gpu"),
+    "computed": ("ram", "cpu"),
+    "split": ("ram", "split"),
+    "disk": ("disk", "gpu"),
+    "disk-computed": ("disk", "cpu"),
+}
+
+
+class Event:
+    """Has come when its stream has done what was given to it before."""
+
+    def record(self, stream: Stream) -> None:
+        self.stream, self.position = stream, stream.given
+
+    @property
+    def has_come(self) -> bool:
+        return self.stream.done >= self.position
+
+    def synchronize(self) -> None:
+        self.stream.device.run_until(lambda: self.has_come)
+
+
+class Stream:
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.queue: list[Event | Callable[[], object]] = []
+        self.given = self.done = 0
+
+    def add(self, work: Event | Callable[[], object]) -> None:
+        self.queue.append(work)
+        self.given += 1
+
+    def wait_event(self, event: Event) -> None:
+        self.add(event)
+
+    @property
+    def can_go_on(self) -> bool:
+        return bool(self.queue) and (not isinstance(self.queue[0], Event) or self.queue[0].has_come)
+
+    def go_on(self) -> None:
+        work = self.queue.pop(0)
+        if not isinstance(work, Event):
+            work()
+        self.done += 1
+
+
+class Device:
+    """What `torch.get_device_module` gives, played."""
+
+    Event = Event
+
+    def __init__(self, choose: random.Random) -> None:
+        self.choose = choose
+        self.streams: list[Stream] = []
+        self.compute = self.Stream()
+        self.copying: Stream | None = None
+
+    def Stream(self) -> Stream:
+        self.streams.append(Stream(self))
+        return self.streams[-1]
+
+    def current_stream(self) -> Stream:
+        return self.compute
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        self.copying = stream
+        yield
+        self.copying = None
+
+    def run_until(self, is_enough: Callable[[], bool]) -> None:
+        while not is_enough():
+            self.choose.choice([stream for stream in self.streams if stream.can_go_on]).go_on()
+
+    def run_some(self) -> None:
+        steps = self.choose.randrange(6)
+        for _ in range(steps):
+            if ready := [stream for stream in self.streams if stream.can_go_on]:
+                self.choose.choice(ready).go_on()
+
+    def copy(self, into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        assert non_blocking and self.copying is not None
+        self.copying.add(lambda: into.__setitem__(slice(None), source))
+        return into
+
+
+@settings(max_examples=200, deadline=None)
+@given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=7), seed=st.integers(0, 1 << 20))
+def test_a_run_is_in_its_place_while_it_is_computed(sizes: list[int], seed: int) -> None:
+    """Over forwards that end, forwards that are given up, and two streams that share one ring."""
+    choose = random.Random(seed)
+    device = Device(choose)
+    contents = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
+    runs = [HostRun(str(index), content) for index, content in enumerate(contents)]
+    some = [run for run in runs if choose.random() < 0.6] or runs[:1]
+    rings = [Ring.of([run.content.numel() for run in chosen]) for chosen in (runs, some)]
+    memory = torch.zeros(max(ring.num_bytes for ring in rings), dtype=torch.uint8)
+    seen: list[bool] = []
+
+    def look(begin: int, expected: Tensor) -> None:
+        seen.append(torch.equal(memory[begin : begin + expected.numel()], expected))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "get_device_module", lambda _device: device)
+        patch.setattr(Tensor, "copy_", lambda into, source, non_blocking: device.copy(into, source, non_blocking))
+        lane = Lane(CPU)
+        streams = [DeviceStream(chosen, ring, memory, lane) for chosen, ring in zip((runs, some), rings, strict=True)]
+        held = 0
+        for _ in range(10):
+            which = choose.randrange(2)
+            stream, ring, chosen = streams[which], rings[which], (runs, some)[which]
+            stream.begin()
+            end = choose.randrange(len(chosen) + 1) if choose.random() < 0.3 else len(chosen)
+            for run, begin in zip(chosen[:end], ring.offsets, strict=False):
+                with stream.held(run.name), stream.held("what is not streamed"):
+                    for _ in range(3):
+                        device.compute.add(partial(look, begin, run.content))
+                    held += 3
+                device.run_some()
+        device.run_until(lambda: len(seen) == held)
+    assert all(seen)
+
+
+FAMILIES = ["llama", "qwen2", "gemma2", "olmo2", "tiny"]
+PROMPT = tuple(range(3, 45))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if request.param == "tiny":
+        return locate("tiny").directory
+    return small_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module", params=["fp32", "int4-g32", "int8"])
+def packed(request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Packed:
+    folder = pack(checkpoint, tmp_path_factory.mktemp("packed") / "model", request.param)
+    return Packed(checkpoint, folder, request.param)
+
+
+@dataclass(frozen=True)
+class Packed:
+    checkpoint: Path
+    folder: Path
+    weights: str
+
+    @contextmanager
+    def opened(self) -> Iterator[PlacedModel]:
+        with open_packed(self.checkpoint, self.folder, self.weights) as model:
+            parts = DecoderParts(model.config, RECIPES[self.weights], torch.float32, CPU)
+            with PlacedModel(model, parts, CPU) as placed:
+                yield placed
+
+    @property
+    def can_be_split(self) -> bool:
+        return can_be_split(load_config(self.checkpoint), RECIPES[self.weights])
+
+    def blocks(self, kinds: Callable[[int], str]) -> list[Placed]:
+        """The kind of each block by its number; what a kind does not suit stays on the device."""
+        shape = model_shape(load_config(self.checkpoint), RECIPES[self.weights], torch.float32, "it")
+        placed = [Placed(shape.embed.name, shape.embed.num_bytes, "ram", "cpu")]
+        is_tied = load_config(self.checkpoint).tie_word_embeddings
+        for index, block in enumerate((*shape.blocks, shape.head)):
+            kind = kinds(index)
+            if kind == "split" and not (block.name.endswith("mlp") and self.can_be_split):
+                kind = "resident"
+            tier, computed_by = KINDS["computed" if block.name == "head" and is_tied else kind]
+            device_bytes = block.num_bytes // 2 if kind == "split" else 0
+            placed.append(Placed(block.name, block.num_bytes, tier, computed_by, device_bytes))
+        return placed
+
+
+def text(placed: PlacedModel, checkpoint: Path, max_tokens: int = 12) -> list[int]:
+    engine = Engine(placed.few, Tokenizer.load(checkpoint), ctx=128, placed=placed)
+    events = list(engine.generate(PROMPT, SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)))
+    assert isinstance(events[-1], FinishedEvent) and events[-1].error is None
+    return [event.token_id for event in events if isinstance(event, TokenEvent)]
+
+
+def mixed(seed: int) -> Callable[[int], str]:
+    choose = random.Random(seed)
+    return lambda _index: choose.choice(list(KINDS))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "mixed"])
+def test_the_text_is_the_same_wherever_blocks_are(packed: Packed, kind: str) -> None:
+    with packed.opened() as placed:
+        placed.place(packed.blocks(lambda _index: "resident"), 8)
+        expected = text(placed, packed.checkpoint)
+        for seed in range(4 if kind == "mixed" else 1):
+            kinds = mixed(seed) if kind == "mixed" else lambda _index: kind
+            for many_rows in (NEVER, 8):
+                placed.place(packed.blocks(kinds), many_rows)
+                assert text(placed, packed.checkpoint) == expected
+
+
+def test_blocks_are_moved_while_an_answer_is_written(packed: Packed) -> None:
+    """Every few tokens to other places, keys and values with them."""
+    greedy = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    with packed.opened() as placed:
+        placed.place(packed.blocks(lambda _index: "resident"), 8)
+        expected = text(placed, packed.checkpoint, max_tokens=24)
+        engine = Engine(placed.few, Tokenizer.load(packed.checkpoint), ctx=128, placed=placed)
+        answer = []
+        for event in engine.generate(PROMPT, greedy):
+            if isinstance(event, TokenEvent):
+                answer.append(event.token_id)
+                if len(answer) % 4 == 0:
+                    engine.move(packed.blocks(mixed(len(answer))))
+        assert answer == expected
