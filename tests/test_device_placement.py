@@ -21,7 +21,6 @@ from torch import Tensor
 
 from localllm import Engine, FinishedEvent, SamplingParams, TokenEvent
 from localllm.engine.placement import model_shape
-from localllm.engine.runner import NEVER
 from localllm.engine.tokenizer import Tokenizer
 from localllm.hub import locate
 from localllm.models.families import load_config
@@ -29,7 +28,7 @@ from localllm.models.load import DecoderParts
 from localllm.models.placed import PlacedModel
 from localllm.models.split_mlp import can_be_split
 from localllm.offload.device_stream import DeviceStream, HostRun, Lane
-from localllm.offload.plan import Placed
+from localllm.offload.plan import NEVER, Placed
 from localllm.offload.ring import Ring
 from localllm.quant.recipe import RECIPES
 from tests.packed_support import open_packed, pack, small_checkpoint

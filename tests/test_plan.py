@@ -21,6 +21,7 @@ from localllm.errors import DoesNotFitError, UsageError
 from localllm.models.families import parse_config
 from localllm.models.shapes import Shape, find_shape, shipped_shapes
 from localllm.offload import profile as profile_module
+from localllm.offload.costs import StepCosts
 from localllm.offload.plan import (
     GIB,
     BlockShape,
@@ -29,12 +30,11 @@ from localllm.offload.plan import (
     ModelShape,
     Plan,
     Rates,
-    Search,
-    StepCosts,
     cap,
 )
 from localllm.offload.profile import FormatRates, Profile, keep, kept_profile
 from localllm.offload.ring import ring_bytes
+from localllm.offload.search import Search
 from localllm.quant.recipe import RECIPES
 from tests.cli_support import run_cli
 

@@ -7,7 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from localllm.errors import DoesNotFitError
-from localllm.offload.plan import GIB, ModelShape, Plan, Search, cap
+from localllm.offload.plan import GIB, ModelShape, Plan, cap
+from localllm.offload.search import Search
 
 _WORTH = 1.05  # what gains less is not said
 

@@ -30,7 +30,7 @@ from localllm.engine.loading import LoadedModel, Loading, Watcher
 from localllm.engine.memory import DTYPES, choose_device, choose_dtype, is_out_of_memory, out_of_memory
 from localllm.engine.perplexity import Perplexity, perplexity
 from localllm.engine.request import Request, SamplingParams
-from localllm.engine.runner import BATCH_ROWS, NEVER, Chunk, ModelRunner, StepCancelledError
+from localllm.engine.runner import BATCH_ROWS, Chunk, ModelRunner, StepCancelledError
 from localllm.engine.sampler import sample
 from localllm.engine.scheduler import Limits, Scheduler
 from localllm.engine.scores import Scores
@@ -45,7 +45,7 @@ from localllm.models.families import load_config
 from localllm.models.load import Progress
 from localllm.models.placed import PlacedModel
 from localllm.offload.disk_stream import StreamClock
-from localllm.offload.plan import JobShape, Placed, Plan
+from localllm.offload.plan import NEVER, JobShape, Placed, Plan
 from localllm.quant.recipe import RECIPES
 
 

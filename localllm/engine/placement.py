@@ -18,8 +18,9 @@ from localllm.models.config import ModelConfig
 from localllm.models.cpu_step import native_row_bytes, supports_shape
 from localllm.models.layout import BlockLayout, block_layouts
 from localllm.models.packed_file import PackedFile
-from localllm.offload.plan import BlockShape, JobShape, Memory, ModelShape, Plan, Rates, Search
+from localllm.offload.plan import BlockShape, JobShape, Memory, ModelShape, Plan, Rates
 from localllm.offload.profile import kept_profile, measured
+from localllm.offload.search import Search
 from localllm.quant.dense import Dense
 from localllm.quant.recipe import Recipe
 

@@ -14,8 +14,9 @@ from localllm.engine.weights import choose_recipe
 from localllm.errors import DoesNotFitError, UsageError
 from localllm.models.families import parse_config
 from localllm.models.shapes import Shape, shipped_shapes
-from localllm.offload.plan import JobShape, ModelShape, Plan, Search
+from localllm.offload.plan import JobShape, ModelShape, Plan
 from localllm.offload.profile import Profile, kept_profile, measured
+from localllm.offload.search import Search
 from localllm.quant.recipe import DEFAULT, RECIPES
 
 # A tokenizer's tables, for each entry of its vocabulary: 60 MB at 128,000.

@@ -14,6 +14,7 @@ from localllm.kernels.cpu_gemv import MAX_ROWS
 from localllm.layers.batch import Batch, Segment
 from localllm.models.cpu_step import CpuStep
 from localllm.models.decoder import Block, Decoder
+from localllm.offload.plan import NEVER
 
 # Of a native step that is not stopped between blocks: it takes hardly longer than one of one row, and stopping 44 times
 # costs 0.4 ms of 13.
@@ -21,7 +22,6 @@ SINGLE_CALL_ROWS = 16
 # Tokens of a prompt that are computed at once: the matrices are read once for all of them, and what is between two
 # matrices still fits into the caches.
 BATCH_ROWS = 512
-NEVER = 1 << 62  # rows that no forward has
 
 
 class StepCancelledError(Exception):

@@ -1,0 +1,59 @@
+"""What a step costs where the host computes alone: the longest of what goes on side by side, and what cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from localllm.offload.plan import Bound, ModelShape, Rates
+
+STEP_S = 0.7e-3  # of a step, beside its matrices and its attention: batch, rotations, sampling, events
+ATTENTION_SHARE = 0.75  # of what the matrices reach, attention reads its keys and values at
+# Of a prompt, between two reads of what is streamed: to read 3 GB takes as long as to compute 270 tokens of a 7B model
+# on 2 cores; beyond that little is gained, and the states of all these tokens must be kept.
+PASS_TOKENS = 2048
+_COPY_SHARE = 0.24  # the page cache is copied at 10 GB/s beside a step that reads matrices at 42
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Of a plan that reads `streamed_bytes` from the disk at every step."""
+
+    shape: ModelShape
+    rates: Rates
+    streamed_bytes: int
+    corrections: Mapping[Bound, float]
+
+    def decode_s(self, depth: int, rows: int = 1) -> float:
+        """Of a step of `rows` sequences, each with `depth` tokens behind it."""
+        return max(self._computing_s(depth, rows), self._disk_s()) + self._copying_s()
+
+    def prompt_s(self, num_tokens: int) -> float:
+        """Until a prompt is read and its first token drawn."""
+        passes = -(-num_tokens // PASS_TOKENS)
+        flops = num_tokens * sum(block.flops for block in self.shape.blocks) + self.shape.head.flops
+        computing = flops / self.rates.compute_gops / 1e9 * self.corrections.get("compute", 1.0)
+        return max(computing, passes * self._disk_s()) + passes * self._copying_s() + STEP_S
+
+    def bound_by(self, rows: int = 1) -> Bound:
+        """What such a step waits for."""
+        if self._disk_s() + self._copying_s() > self._computing_s(0, rows):
+            return "disk"
+        return "memory" if self._computing_s(0, 1) * 1.5 > self._computing_s(0, rows) else "compute"
+
+    def _computing_s(self, depth: int, rows: int) -> float:
+        shape, rates = self.shape, self.rates
+        matrices = (*shape.blocks, shape.head)
+        read_s = sum(block.num_bytes for block in matrices) / rates.matrix_gbs / 1e9
+        many_s = rows * sum(block.flops for block in matrices) / rates.compute_gops / 1e9
+        attention_s = rows * depth * shape.kv_bytes_per_token / (ATTENTION_SHARE * rates.matrix_gbs) / 1e9
+        return (max(read_s, many_s) + attention_s + STEP_S) * self.corrections.get("memory", 1.0)
+
+    def _disk_s(self) -> float:
+        from_disk = self.streamed_bytes * (1 - self.rates.cached_share)
+        return from_disk / self.rates.disk_gbs / 1e9 * self.corrections.get("disk", 1.0)
+
+    def _copying_s(self) -> float:
+        """Out of the page cache: the cores do it, which else would compute."""
+        cached = self.streamed_bytes * self.rates.cached_share
+        return cached / (_COPY_SHARE * self.rates.matrix_gbs) / 1e9

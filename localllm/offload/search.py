@@ -1,0 +1,264 @@
+"""The best placement of a model on a machine without a GPU, by trying all that are worth a thought.
+
+Layers are alike, so that these are a few hundred, tried in milliseconds. Works before any weight is there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from localllm.errors import DoesNotFitError
+from localllm.offload.costs import PASS_TOKENS, StepCosts
+from localllm.offload.plan import (
+    GIB,
+    NEVER,
+    BlockShape,
+    Bound,
+    JobShape,
+    Memory,
+    ModelShape,
+    Placed,
+    Plan,
+    Rates,
+    cap,
+)
+from localllm.offload.ring import ring_bytes
+
+LEAST_CTX = 128
+CHAT_CTX = 2048  # a conversation has room in it; a shorter context is taken only where this one does not fit
+PROMPT_TOKENS = 512  # of the prompt whose first token is predicted
+LOGIT_ROWS = 16  # answers that a step may compute the logits of
+SMALLER = "choose a smaller model: localllm list --all"
+# Where nobody asked for a context: a longer one than this share of the best speed allows is not taken.
+_WORTH = 0.9
+
+
+class Placements(Protocol):
+    """Of one model on one machine. ctx: what was asked for. job: None for one answer, as fast as can be."""
+
+    @property
+    def shape(self) -> ModelShape: ...
+
+    @property
+    def ctx(self) -> int | None: ...
+
+    @property
+    def job(self) -> JobShape | None: ...
+
+    def placed(self, ctx: int, sequences: int, kv_tokens: int) -> Plan | None:
+        """The fastest with room for so many tokens of so many sequences; None where none fits."""
+        ...
+
+    def refusal(self) -> DoesNotFitError:
+        """Where nothing fits: what is missing, and the least that would do."""
+        ...
+
+
+def best_plan(of: Placements) -> Plan:
+    """The longest context that costs little of the speed, or the one that was asked for, placed as fast as can be.
+
+    Raises DoesNotFitError.
+    """
+    if of.job is not None:
+        return _best_for(of, of.job)
+    possible = contexts(of.shape, of.ctx)
+    enough = min(CHAT_CTX, possible[0])
+    plans = [of.placed(ctx, 1, ctx) for ctx in possible if ctx >= enough]
+    fitting = [plan for plan in plans if plan is not None]
+    if fitting:
+        return next(plan for plan in fitting if plan.decode_s * _WORTH <= fitting[-1].decode_s)
+    shorter = (of.placed(ctx, 1, ctx) for ctx in possible if ctx < enough)
+    best = next((plan for plan in shorter if plan is not None), None)
+    if best is None:
+        raise of.refusal()
+    return best
+
+
+def _best_for(of: Placements, job: JobShape) -> Plan:
+    """As many sequences as give the most tokens a second: each takes room from the weights."""
+    longest = of.ctx or min(job.longest, of.shape.default_ctx)
+    counts = [job.sequences]
+    while counts[-1] > 1:
+        counts.append(counts[-1] * 3 // 4)
+    amounts = ((count, max(longest, count * job.tokens)) for count in counts)
+    plans = [plan for amount in amounts if (plan := of.placed(longest, *amount)) is not None]
+    if not plans:
+        raise of.refusal()
+    return max(plans, key=lambda plan: plan.decode_tok_s)
+
+
+def contexts(shape: ModelShape, asked: int | None) -> list[int]:
+    """Those that may be taken, the longest first."""
+    if asked is not None:
+        return [asked]
+    found = [shape.default_ctx]
+    while found[-1] > LEAST_CTX:
+        found.append(max(LEAST_CTX, 1 << ((found[-1] - 1).bit_length() - 1)))
+    return found
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """One placement of the search."""
+
+    resident: frozenset[str]
+    streamed: tuple[BlockShape, ...]  # in the order of a forward
+    ring_bytes: int
+
+    @property
+    def streamed_bytes(self) -> int:
+        return sum(block.num_bytes for block in self.streamed)
+
+
+@dataclass(frozen=True)
+class Search:
+    """All plans of a model in the memory of a machine without a GPU; `best` is the answer."""
+
+    shape: ModelShape
+    memory: Memory
+    rates: Rates
+    ctx: int | None = None  # asked for
+    job: JobShape | None = None  # None: one answer, as fast as can be
+    corrections: Mapping[Bound, float] = field(default_factory=dict)  # measured over predicted seconds, of earlier runs
+
+    def best(self) -> Plan:
+        """As `best_plan` has it. Raises DoesNotFitError naming the least memory that would do."""
+        return best_plan(self)
+
+    def resident_bytes(self, ctx: int) -> int:
+        """What the process holds where no block is streamed."""
+        blocks = (*self.shape.blocks, self.shape.head)
+        owners = self._owners(ctx, 1, self.shape.batch_rows[0], 0)
+        return sum(owners.values()) + sum(block.num_bytes for block in blocks)
+
+    def least_bytes(self) -> int:
+        """The least memory in which the model runs, with the context that was asked for."""
+        fixed = sum(self._owners(contexts(self.shape, self.ctx)[-1], 1, self.shape.batch_rows[-1], 0).values())
+        # To keep a block takes more room than it saves in the ring, but where it is the last of its kind or the head.
+        kinds = (self.shape.blocks[::2], self.shape.blocks[1::2], (self.shape.head,))
+        needed_bytes = []
+        for kept in itertools.product((True, False), repeat=len(kinds)):
+            names = {block.name for kind, stays in zip(kinds, kept, strict=True) if stays for block in kind}
+            choice = self._choice(names)
+            needed_bytes.append(self._streamable_bytes - choice.streamed_bytes + choice.ring_bytes)
+        streams = min(needed_bytes) + self._amounts()[-1][1] * self.shape.state_bytes
+        return fixed + min(streams, self._streamable_bytes)
+
+    def _amounts(self) -> list[tuple[int, int]]:
+        """How many tokens are computed at once, and how many pass between two reads: the best first."""
+        rows = self.shape.batch_rows
+        return [*((count, max(count, PASS_TOKENS)) for count in rows), (rows[-1], rows[-1])]
+
+    def placed(self, ctx: int, sequences: int, kv_tokens: int) -> Plan | None:
+        """Computing fewer tokens at once is better than reading blocks at every step; else the most that fit."""
+        for rows in self.shape.batch_rows:
+            owners = self._owners(kv_tokens, sequences, rows, 0)
+            if (choice := self._everything(self._room(owners))) is not None:
+                return self._plan(ctx, sequences, kv_tokens, rows, owners, choice)
+        for rows, pass_tokens in self._amounts():
+            owners = self._owners(kv_tokens, sequences, rows, min(pass_tokens, max(kv_tokens, rows)))
+            if (choice := self._some(self._room(owners))) is not None:
+                return self._plan(ctx, sequences, kv_tokens, rows, owners, choice)
+        return None
+
+    def _room(self, owners: Mapping[str, int]) -> int:
+        return self.memory.ram_bytes - sum(owners.values())
+
+    def _owners(self, kv_tokens: int, sequences: int, rows: int, pass_tokens: int) -> dict[str, int]:
+        """What every placement needs."""
+        shape, logit_rows = self.shape, max(LOGIT_ROWS, 2 * sequences)
+        return {
+            "program": self.memory.program_bytes,
+            "kv": kv_tokens * shape.kv_bytes_per_token,
+            "activations": rows * shape.row_bytes + pass_tokens * shape.state_bytes + logit_rows * shape.logits_bytes,
+            "embedding": shape.embed.num_bytes,
+        }
+
+    def _everything(self, room_bytes: int) -> _Choice | None:
+        if self._streamable_bytes > room_bytes:
+            return None
+        return self._choice({block.name for block in (*self.shape.blocks, self.shape.head)})
+
+    def _choice(self, resident: set[str]) -> _Choice:
+        streamed = tuple(block for block in (*self.shape.blocks, self.shape.head) if block.name not in resident)
+        return _Choice(frozenset(resident), streamed, ring_bytes([block.num_bytes for block in streamed]))
+
+    def _some(self, room_bytes: int) -> _Choice | None:
+        """What stays in the room that is left, so that as little as possible is read at every step.
+
+        Every number of attention blocks, with as many MLP blocks as then have room beside a ring for the rest.
+        """
+        attention, mlp, head = self.shape.blocks[::2], self.shape.blocks[1::2], self.shape.head
+        best = None
+        for kept_head, count in itertools.product((head.num_bytes, 0), range(len(attention) + 1)):
+            kept_bytes = kept_head + count * attention[0].num_bytes
+            for more in range(min((room_bytes - kept_bytes) // mlp[0].num_bytes, len(mlp)), -1, -1):
+                streamed_bytes = self._streamable_bytes - kept_bytes - more * mlp[0].num_bytes
+                if best is not None and streamed_bytes >= best.streamed_bytes:
+                    break
+                resident = {head.name} if kept_head else set()
+                resident |= _spread(attention, count) | _spread(mlp, more)
+                choice = self._choice(resident)
+                if kept_bytes + more * mlp[0].num_bytes + choice.ring_bytes <= room_bytes:
+                    best = choice
+                    break
+        return best
+
+    @property
+    def _streamable_bytes(self) -> int:
+        return self.shape.num_bytes - self.shape.embed.num_bytes
+
+    def _plan(
+        self, ctx: int, sequences: int, kv_tokens: int, rows: int, owners: Mapping[str, int], choice: _Choice
+    ) -> Plan:
+        shape, memory = self.shape, self.memory
+        placed = [Placed(shape.embed.name, shape.embed.num_bytes, "ram", "cpu")]
+        for block in (*shape.blocks, shape.head):
+            placed.append(
+                Placed(block.name, block.num_bytes, "ram" if block.name in choice.resident else "disk", "cpu")
+            )
+        kept_bytes = sum(block.num_bytes for block in placed if block.tier == "ram")
+        ram = {**owners, "weights": kept_bytes, "staging": choice.ring_bytes}
+        del ram["embedding"]
+        streamed_bytes = choice.streamed_bytes
+        return Plan(
+            shape=shape,
+            ctx=ctx,
+            kv_tokens=kv_tokens,
+            sequences=sequences,
+            blocks=tuple(placed),
+            ring_bytes=choice.ring_bytes,
+            batch_rows=rows,
+            pass_tokens=max(rows, min(PASS_TOKENS, kv_tokens)) if streamed_bytes else rows,
+            many_rows=NEVER,
+            ledger={
+                "ram": {owner: count for owner, count in ram.items() if count},
+                "disk": {"weights": streamed_bytes},
+            },
+            limits={"ram": memory.ram_bytes},
+            prompt_tokens=max(1, min(PROMPT_TOKENS, ctx // 2)),
+            costs=StepCosts(shape, self.rates, streamed_bytes, self.corrections),
+        )
+
+    def refusal(self) -> DoesNotFitError:
+        least, shape = self.least_bytes(), self.shape
+        largest = max((shape.embed, *shape.blocks, shape.head), key=lambda block: block.num_bytes)
+        return DoesNotFitError(
+            f"{shape.name} does not fit into {gib(self.memory.ram_bytes)} of memory",
+            why=f"in {shape.weights} it needs {gib(least)} even where all blocks are streamed from the disk: the "
+            f"program has {gib(self.memory.program_bytes)}, the embedding {gib(shape.embed.num_bytes)}, the "
+            f"largest block, {largest.name}, {gib(largest.num_bytes)}",
+            fix=f"--ram {cap(least)}" if least <= self.memory.most_bytes else SMALLER,
+        )
+
+
+def _spread(blocks: tuple[BlockShape, ...], count: int) -> set[str]:
+    """The names of so many of the blocks, at even distances."""
+    return {blocks[(2 * index + 1) * len(blocks) // (2 * count)].name for index in range(count)}
+
+
+def gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB"
