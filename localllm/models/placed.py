@@ -145,9 +145,10 @@ class PlacedModel:
     # Streams.
 
     def _passes(self, block: Placed) -> bool:
-        """Whether the device, to compute the block, needs it copied. An embedding's rows are looked up where it is."""
-        stays = (EMBED, HEAD) if self._parts.config.tie_word_embeddings else (EMBED,)
-        return self._has_device and block.tier != "vram" and block.name not in stays
+        """Whether it is copied to the device for a forward of many. Of an embedding rows are looked up where it is, and
+        of a prompt only a few have logits: a head that the host computes is computed there always."""
+        stays = block.name == EMBED or (block.name == HEAD and block.exec == "cpu")
+        return self._has_device and block.tier != "vram" and not stays
 
     def _streamed(self, blocks: Sequence[Placed]) -> tuple[_Rings, tuple[BlockStream, BlockStream]]:
         from_disk = [block for block in blocks if block.tier == "disk"]

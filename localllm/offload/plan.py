@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, Protocol
 
 Tier = Literal["vram", "ram", "disk"]
@@ -41,9 +42,18 @@ class ModelShape:
     logits_bytes: int  # of one token's
     batch_rows: tuple[int, ...]  # how many tokens may be computed at once, the best first
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         return sum(block.num_bytes for block in (self.embed, *self.blocks, self.head))
+
+    @cached_property
+    def block_bytes(self) -> int:
+        """Of all attention and MLP blocks."""
+        return sum(block.num_bytes for block in self.blocks)
+
+    @cached_property
+    def block_flops(self) -> int:
+        return sum(block.flops for block in self.blocks)
 
 
 @dataclass(frozen=True)

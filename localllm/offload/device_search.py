@@ -1,0 +1,342 @@
+"""The best placement of a model over a GPU's memory, the host's and the disk, by trying all that are worth a thought.
+
+The device keeps what there is room for: attention first, whose keys and values it then has beside it. Of what it does
+not keep, every number of blocks that the host computes, while the others are copied, is a candidate; so is letting the
+host have the keys and values of some layers and compute their attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple, cast
+
+from localllm.errors import DoesNotFitError
+from localllm.offload.costs import PASS_TOKENS
+from localllm.offload.device_costs import CardRates, DeviceCosts, Work
+from localllm.offload.plan import NEVER, BlockShape, Bound, JobShape, Memory, ModelShape, Placed, Plan, Rates, cap
+from localllm.offload.ring import ring_bytes
+from localllm.offload.search import LOGIT_ROWS, PROMPT_TOKENS, SMALLER, best_plan, contexts, gib
+
+_MIB = 1 << 20
+_ALLOCATOR_BYTES = 2 * _MIB  # to which torch's allocator rounds a large run up
+_KV_SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)  # of the layers whose keys and values are on the device
+_LEAST_SPLIT = 0.1  # of a block: less of it on the device does not pay for handing over
+_ROWS_WORTH = 0.95  # fewer tokens at once are taken only where decoding gets so much faster
+
+Head = Literal["resident", "computed"]
+Kind = Literal["resident", "streamed", "computed", "split", "disk"]
+_PLACES: Mapping[Kind, tuple[Literal["vram", "ram", "disk"], Literal["gpu", "cpu", "split"]]] = {
+    "resident": ("vram", "gpu"),
+    "streamed": ("ram", "gpu"),
+    "computed": ("ram", "cpu"),
+    "split": ("ram", "split"),
+    "disk": ("disk", "gpu"),
+}
+
+
+@dataclass(frozen=True)
+class CardMemory:
+    """vram_bytes: what this process may hold on the card. context_bytes: what it holds there without a model, and
+    workspace_bytes what a matrix product takes in passing. most_bytes: what it could hold now; total_bytes: the card's.
+    """
+
+    vram_bytes: int
+    context_bytes: int
+    workspace_bytes: int
+    most_bytes: int
+    total_bytes: int
+
+
+class _Counts(NamedTuple):
+    """Of the attention or the MLP blocks, how many are of each kind."""
+
+    resident: int = 0
+    computed: int = 0
+    split: int = 0
+    disk: int = 0
+    streamed: int = 0
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """split_bytes: of the split block, on the device."""
+
+    attention: _Counts
+    mlp: _Counts
+    head: Head
+    split_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class _Amount:
+    """What a plan must have room for. kv_layers: whose keys and values are on the device."""
+
+    ctx: int
+    sequences: int
+    kv_tokens: int
+    rows: int
+    pass_tokens: int
+    kv_layers: int
+
+
+@dataclass(frozen=True)
+class DeviceSearch:
+    """All plans of a model on a machine with a GPU; `best` is the answer. can_split: whether an MLP block may be."""
+
+    shape: ModelShape
+    memory: Memory
+    card: CardMemory
+    rates: Rates
+    card_rates: CardRates
+    can_split: bool = False
+    is_tied: bool = False  # the embedding is the head's matrix
+    ctx: int | None = None  # asked for
+    job: JobShape | None = None
+    corrections: Mapping[Bound, float] = field(default_factory=dict)
+
+    def best(self) -> Plan:
+        """As `best_plan` has it. Raises DoesNotFitError naming the least memory that would do."""
+        return best_plan(self)
+
+    def placed(self, ctx: int, sequences: int, kv_tokens: int) -> Plan | None:
+        found: tuple[float, _Amount, _Choice] | None = None
+        for rows, pass_tokens in self._amounts(kv_tokens):
+            if found is not None and rows == self.shape.batch_rows[-1]:  # only where nothing else fits
+                break
+            for layers in dict.fromkeys(round(share * self._num_layers) for share in _KV_SHARES):
+                amount = _Amount(ctx, sequences, kv_tokens, rows, pass_tokens, layers)
+                best = self._fastest(amount)
+                worth = 1.0 if found is None or found[1].rows == rows else _ROWS_WORTH
+                if best is not None and (found is None or best[0] < worth * found[0]):
+                    found = best[0], amount, best[1]
+        return None if found is None else self._plan(*found[1:])
+
+    def _amounts(self, kv_tokens: int) -> list[tuple[int, int]]:
+        """How many tokens are computed at once, and how many pass while blocks are copied once: the best first."""
+        most, *_, least = rows = self.shape.batch_rows
+        middling = rows[len(rows) // 2]
+        passing = min(PASS_TOKENS, kv_tokens)
+        return [(most, max(most, passing)), (middling, max(middling, passing)), (least, least)]
+
+    def least_vram_bytes(self) -> int:
+        """With which a model runs of which the device keeps nothing, and no keys and values either."""
+        ctx, rows = contexts(self.shape, self.ctx)[-1], self.shape.batch_rows[-1]
+        passing = [block.num_bytes for block in self.shape.blocks]
+        return sum(self._vram_owners(_Amount(ctx, 1, ctx, rows, rows, 0)).values()) + ring_bytes(passing)
+
+    def refusal(self) -> DoesNotFitError:
+        shape, least = self.shape, self.least_vram_bytes()
+        if least > self.card.vram_bytes:
+            largest = max((*shape.blocks, shape.head), key=lambda block: block.num_bytes)
+            return DoesNotFitError(
+                f"{shape.name} does not fit into {gib(self.card.vram_bytes)} of the GPU's memory",
+                why=f"in {shape.weights} it needs {gib(least)} even where no block stays there: CUDA has "
+                f"{gib(self.card.context_bytes)}, a matrix product takes {gib(self.card.workspace_bytes)}, and two "
+                f"blocks must have room, of which the largest, {largest.name}, has {gib(largest.num_bytes)}",
+                fix=f"--vram {cap(least)}" if least <= self.card.most_bytes else "--device cpu",
+            )
+        return DoesNotFitError(
+            f"{shape.name} does not fit into {gib(self.memory.ram_bytes)} of memory beside the GPU",
+            why=f"the program has {gib(self.memory.program_bytes)}, the embedding {gib(shape.embed.num_bytes)}, and "
+            "what streams from the disk needs room for two blocks",
+            fix=SMALLER,
+        )
+
+    @property
+    def _num_layers(self) -> int:
+        return len(self.shape.blocks) // 2
+
+    def _fastest(self, amount: _Amount) -> tuple[float, _Choice] | None:
+        """The choice that makes a step the shortest, and how long that is."""
+        room = self._room(amount)
+        heads: tuple[Head, ...] = ("resident",) if self.is_tied else ("resident", "computed")
+        found = [best for head in heads for best in self._of_head(amount, room, head)]
+        return min(found, key=lambda pair: pair[0], default=None)
+
+    def _of_head(self, amount: _Amount, room: tuple[int, int], head: Head) -> Iterator[tuple[float, _Choice]]:
+        """What the device has no room for, computed by the host in part: more of it takes the host longer and the link
+        less long, so that a step is the shortest where the two meet."""
+        base = self._without_computing(amount, room, head)
+        if base is None:
+            return
+        for split in dict.fromkeys((0, base.mlp.split)):
+            free = base.mlp.streamed + base.mlp.split - split
+
+            def choice(computed: int, split: int = split, free: int = free) -> _Choice:
+                mlp = base.mlp._replace(computed=computed, split=split, streamed=free - computed)
+                return replace(base, mlp=mlp, split_bytes=base.split_bytes if split else 0)
+
+            def step_s(computed: int) -> float:
+                return self._costs(amount, choice(computed)).decode_s(amount.ctx // 2, amount.sequences)
+
+            low, high = 0, free
+            while low < high:
+                middle = (low + high) // 2
+                if step_s(middle) <= step_s(middle + 1):
+                    high = middle
+                else:
+                    low = middle + 1
+            yield step_s(low), choice(low)
+
+    def _without_computing(self, amount: _Amount, room: tuple[int, int], head: Head) -> _Choice | None:
+        """As many blocks as have room on the device, then in the host's memory; split: 1 where a block may be."""
+        attention, mlp = self.shape.blocks[0].num_bytes, self.shape.blocks[1].num_bytes
+        layers, (vram, ram) = self._num_layers, room
+        if head == "resident":
+            vram -= self.shape.head.num_bytes + _ALLOCATOR_BYTES
+        else:
+            ram -= self.shape.head.num_bytes
+        if ram < 0:
+            return None
+        whole = amount.kv_layers * (attention + _ALLOCATOR_BYTES) + layers * (mlp + _ALLOCATOR_BYTES)
+        if amount.kv_layers == layers and whole <= vram:
+            return _Choice(_Counts(resident=layers), _Counts(resident=layers), head)
+        if vram < ring_bytes([attention, mlp]):
+            return None
+        vram = max(0, vram - ring_bytes([mlp, mlp]))  # where attention stays, MLPs follow each other through the ring
+        kept = min(amount.kv_layers, vram // (attention + _ALLOCATOR_BYTES))
+        vram -= kept * (attention + _ALLOCATOR_BYTES)
+        kept_mlp = min(layers, vram // (mlp + _ALLOCATOR_BYTES))
+        vram -= kept_mlp * (mlp + _ALLOCATOR_BYTES) + _ALLOCATOR_BYTES
+        splits = self.can_split and kept_mlp < layers and _LEAST_SPLIT * mlp < vram < mlp
+        to_disk = self._to_disk(ram - mlp * splits, attention, mlp, layers - kept, layers - kept_mlp)
+        if to_disk is None:
+            return None
+        disk, disk_mlp = to_disk
+        computed = layers - amount.kv_layers
+        if disk > amount.kv_layers - kept:  # the device computes what is from the disk, and needs its keys and values
+            return None
+        splits = splits and disk_mlp < layers - kept_mlp
+        return _Choice(
+            _Counts(kept, computed, 0, disk, layers - kept - computed - disk),
+            _Counts(kept_mlp, 0, int(splits), disk_mlp, layers - kept_mlp - disk_mlp - splits),
+            head,
+            vram if splits else 0,
+        )
+
+    def _costs(self, amount: _Amount, choice: _Choice) -> DeviceCosts:
+        shape, (attention, mlp) = self.shape, (self.shape.blocks[0].num_bytes, self.shape.blocks[1].num_bytes)
+        pairs = ((choice.attention, attention), (choice.mlp, mlp))
+        head_bytes = shape.embed.num_bytes if self.is_tied else shape.head.num_bytes
+        on_device, on_host = (head_bytes, 0) if choice.head == "resident" else (0, head_bytes)
+        split = choice.mlp.split * mlp - choice.split_bytes
+        streamed = sum((counts.streamed + counts.disk) * size for counts, size in pairs)
+        blocks = [counts.resident + counts.streamed + counts.disk for counts, _ in pairs]
+        computed = choice.attention.computed + choice.mlp.computed
+        work = Work(
+            device_bytes=on_device + streamed + sum(counts.resident * size for counts, size in pairs),
+            device_blocks=sum(blocks) + choice.mlp.split,
+            host_bytes=on_host + split + sum(counts.computed * size for counts, size in pairs),
+            copied_bytes=streamed,
+            disk_bytes=sum(counts.disk * size for counts, size in pairs),
+            passing_bytes=sum((sum(counts) - counts.resident) * size for counts, size in pairs),
+            hops=min(computed, sum(blocks) + 1) + choice.mlp.split + (choice.head == "computed"),
+            kv_share=amount.kv_layers / self._num_layers,
+        )
+        return DeviceCosts(shape, self.rates, self.card_rates, work, amount.pass_tokens, self.corrections)
+
+    def _to_disk(self, ram: int, attention: int, mlp: int, num_attention: int, num_mlp: int) -> tuple[int, int] | None:
+        """How many of the blocks that the device does not keep do not fit into the host's memory either: MLPs first."""
+        missing = num_attention * attention + num_mlp * mlp - ram
+        if missing <= 0:
+            return 0, 0
+        missing += ring_bytes([mlp, mlp] if num_mlp > 1 else [attention, mlp])
+        disk_mlp = min(num_mlp, -(-missing // mlp))
+        missing -= disk_mlp * mlp
+        disk = max(0, -(-missing // attention))
+        return (disk, disk_mlp) if disk <= num_attention else None
+
+    def _room(self, amount: _Amount) -> tuple[int, int]:
+        """On the device and on the host, for blocks."""
+        vram = self.card.vram_bytes - sum(self._vram_owners(amount).values())
+        return vram, self.memory.ram_bytes - sum(self._ram_owners(amount).values())
+
+    def _vram_owners(self, amount: _Amount) -> dict[str, int]:
+        shape = self.shape
+        logits = max(LOGIT_ROWS, 2 * amount.sequences) * shape.logits_bytes
+        kv = amount.kv_tokens * shape.kv_bytes_per_token * amount.kv_layers // self._num_layers
+        owners = {
+            "context": self.card.context_bytes,
+            "kv": kv,
+            "activations": amount.rows * shape.row_bytes + amount.pass_tokens * shape.state_bytes,
+            "logits": logits,
+            "workspace": self.card.workspace_bytes,
+        }
+        return owners | ({"embedding": shape.embed.num_bytes} if self.is_tied else {})
+
+    def _ram_owners(self, amount: _Amount) -> dict[str, int]:
+        shape = self.shape
+        layers = self._num_layers - amount.kv_layers
+        return {
+            "program": self.memory.program_bytes,
+            "kv": amount.kv_tokens * shape.kv_bytes_per_token * layers // self._num_layers,
+            "loading": ring_bytes([block.num_bytes for block in (*shape.blocks, shape.head)]),
+        } | ({} if self.is_tied else {"embedding": shape.embed.num_bytes})
+
+    def _plan(self, amount: _Amount, choice: _Choice) -> Plan:
+        shape, costs = self.shape, self._costs(amount, choice)
+        pairs = zip(_interleaved(choice.attention), _interleaved(choice.mlp), strict=True)
+        kinds = [kind for pair in pairs for kind in pair]
+        blocks = [_placed(shape.embed, "resident" if self.is_tied else "computed")]
+        blocks += [_placed(block, kind, choice.split_bytes) for block, kind in zip(shape.blocks, kinds, strict=True)]
+        blocks.append(_placed(shape.head, choice.head))
+        vram, ram, disk = self._ledger(amount, blocks)
+        return Plan(
+            shape=shape,
+            ctx=amount.ctx,
+            kv_tokens=amount.kv_tokens,
+            sequences=amount.sequences,
+            blocks=tuple(blocks),
+            ring_bytes=vram["staging"],
+            batch_rows=amount.rows,
+            pass_tokens=amount.pass_tokens if vram["staging"] else amount.rows,
+            many_rows=costs.many_rows if vram["staging"] else NEVER,
+            ledger={
+                "vram": {owner: count for owner, count in vram.items() if count},
+                "ram": {owner: count for owner, count in ram.items() if count},
+                "disk": disk,
+            },
+            limits={"vram": self.card.vram_bytes, "ram": self.memory.ram_bytes},
+            prompt_tokens=max(1, min(PROMPT_TOKENS, amount.ctx // 2)),
+            costs=costs,
+        )
+
+    def _ledger(
+        self, amount: _Amount, blocks: Sequence[Placed]
+    ) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+        vram, ram = self._vram_owners(amount), self._ram_owners(amount)
+        kept = [block for block in blocks[1:] if block.tier == "vram"]
+        rest = [block for block in blocks[1:] if block.tier != "vram"]
+        from_disk = [block.num_bytes for block in rest if block.tier == "disk"]
+        split_bytes = sum(block.device_bytes for block in rest)
+        embedding = (vram if self.is_tied else ram).pop("embedding")
+        vram["weights"] = sum(block.num_bytes for block in kept) + split_bytes + (embedding if self.is_tied else 0)
+        vram["slack"] = _ALLOCATOR_BYTES * (len(kept) + bool(split_bytes))
+        # The host computes a head that the device does not keep: of a prompt, too, only a few rows are wanted.
+        vram["staging"] = ring_bytes([block.num_bytes for block in rest if block.name != self.shape.head.name])
+        in_ram = sum(
+            block.num_bytes + (block.num_bytes - block.device_bytes) * bool(block.device_bytes)
+            for block in rest
+            if block.tier == "ram"
+        )
+        ram["weights"] = in_ram + (0 if self.is_tied else embedding)
+        ram["staging"] = ring_bytes(from_disk)
+        return vram, ram, {"weights": sum(from_disk)}
+
+
+def _placed(block: BlockShape, kind: Kind, split_bytes: int = 0) -> Placed:
+    tier, computed_by = _PLACES[kind]
+    return Placed(block.name, block.num_bytes, tier, computed_by, split_bytes if kind == "split" else 0)
+
+
+def _interleaved(counts: _Counts) -> list[Kind]:
+    """So many of each kind, each as evenly as can be among the others: what is copied comes while others compute."""
+    total, given = sum(counts), dict.fromkeys(counts._fields, 0)
+    order: list[Kind] = []
+    for place in range(1, total + 1):
+        owed = {kind: place * count / total - given[kind] for kind, count in counts._asdict().items()}
+        most = max(owed, key=lambda kind: owed[kind])
+        given[most] += 1
+        order.append(cast(Kind, most))
+    return order

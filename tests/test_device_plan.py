@@ -1,0 +1,152 @@
+"""The plan of a machine with a GPU: nothing beyond its limits, and never slower than one kind of placement alone."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localllm.engine.placement import model_shape
+from localllm.errors import DoesNotFitError
+from localllm.models.families import parse_config
+from localllm.models.shapes import shipped_shapes
+from localllm.offload.device_costs import CardRates, DeviceCosts, Work
+from localllm.offload.device_search import CardMemory, DeviceSearch
+from localllm.offload.plan import GIB, JobShape, Memory, ModelShape, Plan, Rates
+from localllm.offload.ring import ring_bytes
+from localllm.quant.recipe import RECIPES
+
+RATES = Rates(matrix_gbs=45.0, compute_gops=1200.0, disk_gbs=3.0)
+CARD = CardRates(matrix_gbs=400.0, compute_gops=40_000.0, link_gbs=24.0, launch_s=5e-6, hop_s=60e-6)
+CONTEXT = 500 << 20
+
+
+def registry_shape(name: str, weights: str = "int4-g64") -> tuple[ModelShape, bool]:
+    config = parse_config(shipped_shapes()[name], name)
+    return model_shape(config, RECIPES[weights], torch.bfloat16, name), config.tie_word_embeddings
+
+
+SHAPES = {name: registry_shape(name) for name in ("llama-3.1-8b", "llama-3.3-70b", "qwen3-0.6b", "mistral-7b")}
+
+
+def search(
+    name: str, vram: float, ram: float = 32.0, ctx: int | None = None, job: JobShape | None = None, **changes: object
+) -> DeviceSearch:
+    """vram, ram: GiB."""
+    shape, is_tied = SHAPES[name]
+    card = CardMemory(int(vram * GIB), CONTEXT, 64 << 20, 80 * GIB, 80 * GIB)
+    found = DeviceSearch(
+        shape, Memory(int(ram * GIB), GIB, 64 * GIB, 64 * GIB), card, RATES, CARD, True, is_tied, ctx, job
+    )
+    return replace(found, **changes)  # type: ignore[arg-type]
+
+
+def check(plan: Plan) -> None:
+    """Every byte is in the ledger once, and no limit is passed."""
+    shape = plan.shape
+    assert [block.name for block in plan.blocks] == [b.name for b in (shape.embed, *shape.blocks, shape.head)]
+    for tier in ("vram", "ram"):
+        assert plan.total_bytes(tier) <= plan.limits[tier], tier
+    held = {tier: [block for block in plan.blocks if block.tier == tier] for tier in ("vram", "ram", "disk")}
+    device_bytes = sum(block.device_bytes for block in held["ram"])
+    rest = sum(block.num_bytes - block.device_bytes for block in held["ram"] if block.exec == "split")
+    assert plan.ledger["vram"].get("weights", 0) == sum(block.num_bytes for block in held["vram"]) + device_bytes
+    assert plan.ledger["ram"].get("weights", 0) == sum(block.num_bytes for block in held["ram"]) + rest
+    assert plan.ledger["disk"]["weights"] == sum(block.num_bytes for block in held["disk"])
+    passing = [block.num_bytes for block in plan.blocks[1:] if block.tier != "vram" and block.name != "head"]
+    assert plan.ring_bytes == ring_bytes(passing) == plan.ledger["vram"].get("staging", 0)
+    on_device = [block.exec == "gpu" for block in plan.blocks[1:-1:2]]
+    kv_bytes = plan.kv_tokens * shape.kv_bytes_per_token
+    assert plan.ledger["vram"].get("kv", 0) == pytest.approx(kv_bytes * sum(on_device) / len(on_device), abs=1)
+    assert (plan.ledger["vram"].get("kv", 0) + plan.ledger["ram"].get("kv", 0)) == pytest.approx(kv_bytes, abs=1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(sorted(SHAPES)),
+    vram=st.floats(0.6, 30),
+    ram=st.floats(2, 64),
+    ctx=st.sampled_from([None, 256, 4096]),
+    sequences=st.sampled_from([1, 8]),
+)
+def test_a_plan_stays_within_both_memories_or_says_what_would_do(
+    name: str, vram: float, ram: float, ctx: int | None, sequences: int
+) -> None:
+    job = None if sequences == 1 else JobShape(sequences, 300, 600)
+    of = search(name, vram, ram, ctx, job)
+    try:
+        plan = of.best()
+    except DoesNotFitError as error:
+        assert "GiB" in error.why
+        if error.fix.startswith("--vram"):
+            least = replace(of, card=replace(of.card, vram_bytes=of.least_vram_bytes() + (16 << 20)), job=None)
+            check(replace(least, memory=replace(least.memory, ram_bytes=64 * GIB)).best())
+        return
+    check(plan)
+
+
+@pytest.mark.parametrize("vram", [2.5, 4, 6, 8, 12])
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "llama-3.3-70b"])
+def test_a_plan_is_as_fast_as_streaming_alone_and_as_the_host_alone(name: str, vram: float) -> None:
+    """Where the host is too slow to help, and where the link is, other plans are made; the best is never worse."""
+    best = search(name, vram, ram=48.0, ctx=2048).best()
+    streaming = search(name, vram, ram=48.0, ctx=2048, rates=replace(RATES, compute_gops=1e-3)).best()
+    computing = search(name, vram, ram=48.0, ctx=2048, card_rates=replace(CARD, link_gbs=1e-3)).best()
+    for other in (streaming, computing):
+        check(other)
+        work = other.costs.work  # type: ignore[attr-defined]
+        again = DeviceCosts(other.shape, RATES, CARD, work, other.pass_tokens, {})
+        assert best.decode_s <= 1.02 * again.decode_s(best.prompt_tokens)
+
+
+def test_what_fits_stays_on_the_device_and_more_memory_never_makes_it_slower() -> None:
+    whole = search("llama-3.1-8b", 12).best()
+    assert whole.is_whole and whole.ring_bytes == 0 and whole.bound_by == "memory"
+    rates = [search("llama-3.3-70b", vram, ram=64, ctx=2048).best().decode_tok_s for vram in (4, 6, 8, 12, 16, 24, 48)]
+    assert rates == sorted(rates) and rates[-1] > 5 * rates[0]
+
+
+def test_keys_and_values_go_to_the_host_where_a_long_context_leaves_no_room() -> None:
+    plan = search("llama-3.1-8b", 4, ctx=65536).best()
+    check(plan)
+    assert plan.ledger["ram"]["kv"] > plan.ledger["vram"].get("kv", 0)
+    assert {"cpu", "gpu"} == {block.exec for block in plan.blocks[1:] if block.exec != "split"}
+
+
+def test_a_prompt_is_copied_once_for_all_its_tokens() -> None:
+    plan = search("llama-3.1-8b", 4, ctx=4096).best()
+    assert 2 <= plan.many_rows <= 512
+    assert plan.costs.prompt_s(2048) < 4 * plan.costs.prompt_s(512)
+    assert plan.costs.prompt_s(512) < 512 * plan.costs.decode_s(256) / 20
+
+
+def test_a_step_costs_the_longest_of_what_goes_on_side_by_side() -> None:
+    shape = SHAPES["llama-3.1-8b"][0]
+    work = Work(2_000_000_000, 20, 900_000_000, 1_200_000_000, 0, 2_100_000_000, 10, 1.0)
+    card = replace(CARD, launch_s=0.0, hop_s=1e-4)
+    costs = DeviceCosts(shape, RATES, card, work, 2048, {})
+    serial = 2 / 400 + 0.9 / 45 + 10e-4 + 0.7e-3
+    assert costs.decode_s(0) == pytest.approx(max(serial, 1.2 / 24), rel=1e-6) and costs.bound_by() == "link"
+    faster = replace(costs, card_rates=replace(card, link_gbs=240.0))
+    assert faster.decode_s(0) == pytest.approx(max(serial, 2.1 / 45), rel=1e-6)
+    assert replace(costs, work=replace(work, copied_bytes=0)).decode_s(0) == pytest.approx(serial, rel=1e-6)
+    assert replace(costs, work=replace(work, disk_bytes=900_000_000)).bound_by() == "disk"
+    assert replace(costs, corrections={"link": 1.5}).decode_s(0) == pytest.approx(1.5 * 1.2 / 24)
+
+
+def test_every_model_of_the_registry_is_planned_within_50_ms() -> None:
+    for name, raw in shipped_shapes().items():
+        config = parse_config(raw, name)
+        shape = model_shape(config, RECIPES["int4-g64"], torch.bfloat16, name)
+        of = replace(search("mistral-7b", 8), shape=shape, is_tied=config.tie_word_embeddings)
+        times = []
+        for _ in range(3):
+            started = time.perf_counter()
+            check(of.best())
+            times.append(time.perf_counter() - started)
+        assert statistics.median(times) < 0.05, name
