@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,8 +22,11 @@ from torch import Tensor
 
 from localllm import Engine, FinishedEvent, SamplingParams, TokenEvent
 from localllm.engine.placement import model_shape
+from localllm.engine.runner import ModelRunner
 from localllm.engine.tokenizer import Tokenizer
+from localllm.errors import DoesNotFitError
 from localllm.hub import locate
+from localllm.kernels.cpu_gemv import MAX_ROWS
 from localllm.models.families import load_config
 from localllm.models.load import DecoderParts
 from localllm.models.placed import PlacedModel
@@ -246,3 +250,41 @@ def test_blocks_are_moved_while_an_answer_is_written(packed: Packed) -> None:
                 if len(answer) % 4 == 0:
                     engine.move(packed.blocks(mixed(len(answer))))
         assert answer == expected
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("none left there"), MemoryError("none left here")])
+def test_where_memory_is_taken_away_blocks_go_down_until_a_forward_comes_through(
+    packed: Packed, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First fewer tokens at once, then blocks to the host, then to the disk; what nothing helps is one error."""
+    right, left_to_fail = ModelRunner.forward, 0
+    rows: list[int] = []
+
+    def forward(runner: ModelRunner, *arguments: Any, **named: Any) -> Tensor:
+        nonlocal left_to_fail
+        rows.append(runner.batch_rows)
+        if left_to_fail:
+            left_to_fail -= 1
+            raise error
+        return right(runner, *arguments, **named)
+
+    monkeypatch.setattr(ModelRunner, "forward", forward)
+    with packed.opened() as placed:
+        start = packed.blocks(lambda index: "resident" if index % 4 < 2 else "computed")
+        for failures in (0, 1, 3, 4, 5, 40):
+            placed.place(start, 8)
+            engine = Engine(placed.few, Tokenizer.load(packed.checkpoint), ctx=128, placed=placed)
+            left_to_fail = failures
+            greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+            finished = [event for event in engine.generate(PROMPT, greedy) if isinstance(event, FinishedEvent)][-1]
+            if failures == 0:
+                expected = finished.text
+            if failures == 40:
+                assert isinstance(finished.error, DoesNotFitError)
+                left_to_fail = 0
+                events = list(engine.generate(PROMPT, greedy))
+                assert isinstance(events[-1], FinishedEvent) and events[-1].error is None
+            else:
+                assert finished.error is None and finished.text == expected
+            assert (list(placed.blocks) != start) == (failures > 3)
+    assert min(rows) == MAX_ROWS

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from localllm.engine.loading import LoadedModel, Loading, Watcher
 from localllm.engine.memory import DTYPES, choose_device, choose_dtype, is_out_of_memory, out_of_memory
 from localllm.engine.perplexity import Perplexity, perplexity
 from localllm.engine.request import Request, SamplingParams
+from localllm.engine.residency import Residency
 from localllm.engine.runner import BATCH_ROWS, Chunk, ModelRunner, StepCancelledError
 from localllm.engine.sampler import sample
 from localllm.engine.scheduler import Limits, Scheduler
@@ -45,7 +46,7 @@ from localllm.models.families import load_config
 from localllm.models.load import Progress
 from localllm.models.placed import PlacedModel
 from localllm.offload.disk_stream import StreamClock
-from localllm.offload.plan import NEVER, JobShape, Placed, Plan
+from localllm.offload.plan import JobShape, Placed, Plan
 from localllm.quant.recipe import RECIPES
 
 
@@ -96,7 +97,6 @@ class Engine:
     ) -> None:
         """plan: where the blocks are, if one was made. placed: what can move them; `model` is its `few` then. held:
         what must stay open as long as the engine is used."""
-        self._placed = placed
         self.tokenizer = tokenizer
         self._template = template
         self.ctx = ctx
@@ -104,8 +104,7 @@ class Engine:
         self.plan = plan
         self._held = held or ExitStack()
         self._scores = Scores(plan)
-        self._batch_rows = plan.batch_rows if plan else BATCH_ROWS
-        self._use(model)
+        self.residency = Residency(model, plan.batch_rows if plan else BATCH_ROWS, placed)
         self.scheduler = Scheduler(limits or Limits(), self._new_kv)
         eos = (*model.config.eos_token_ids, tokenizer.eos_token_id)
         self.eos_ids = frozenset(token_id for token_id in eos if token_id is not None)
@@ -259,22 +258,21 @@ class Engine:
         with self._lock:
             self._aborted.add(request_id)
 
-    def _use(self, model: Decoder) -> None:
-        many, rows = (model, NEVER) if self._placed is None else (self._placed.many, self._placed.many_rows)
-        self.model = model
-        self.runner = ModelRunner(model, self._batch_rows, many, rows)
+    @property
+    def model(self) -> Decoder:
+        return self.residency.model
+
+    @property
+    def runner(self) -> ModelRunner:
+        return self.residency.runner
 
     def move(self, blocks: SequenceOf[Placed]) -> None:
-        """Let the model's blocks rest elsewhere from the next step on; answers go on as they were, keys and values come
-        along. Raises what an allocation raises, and CheckpointError; only another `move` helps then."""
-        assert self._placed is not None, "nothing can be moved"
-        self.__dict__.pop("model", None)  # the old decoders hold the memory that the new ones need
-        self.__dict__.pop("runner", None)
-        self._placed.place(blocks, self._placed.many_rows)
-        self._use(self._placed.few)
-        for sequence in self.scheduler.running:
-            if sequence.kv is not None:
-                sequence.kv.move(self.model.kv_devices)
+        """Let the model's blocks rest elsewhere from the next step on; answers go on as they were. See Residency."""
+        self.residency.move(blocks, self._held_kv)
+
+    @property
+    def _held_kv(self) -> list[ContiguousKV]:
+        return [sequence.kv for sequence in self.scheduler.running if sequence.kv is not None]
 
     @property
     def weights(self) -> str:
@@ -294,7 +292,7 @@ class Engine:
             with self._lock:
                 scheduled = self.scheduler.schedule()
         except (MemoryError, RuntimeError) as error:
-            return [*events, self._fail(self.scheduler.waiting[0], self._named(error))]
+            return events if self._gives_way(error, 0) else [*events, self._fail(self.scheduler.waiting[0], error)]
         if not scheduled:
             return events
         for sequence, _ in scheduled:
@@ -310,8 +308,9 @@ class Engine:
         except StepCancelledError:
             return events + self._drop_aborted()
         except (MemoryError, RuntimeError, LocalLLMError) as error:
-            named = self._named(error)
-            return events + [self._fail(sequence, named) for sequence, _ in scheduled]
+            if self._gives_way(error, sum(chunk.num_tokens for _, chunk in scheduled)):
+                return events
+            return events + [self._fail(sequence, error) for sequence, _ in scheduled]
         split = _forward_split(time.perf_counter() - started, before, clock)
         for row, (sequence, chunk) in enumerate(scheduled):
             sequence.clock.split += split
@@ -324,8 +323,11 @@ class Engine:
                 events.append(self._fail(sequence, error))
         return events
 
-    def _named(self, error: Exception) -> Exception:
-        return out_of_memory(self.model.device, error) if is_out_of_memory(error) else error
+    def _gives_way(self, error: Exception, rows: int) -> bool:
+        """Whether memory ran out and something could be given up for it: the next step tries again."""
+        with suppress(LocalLLMError):  # nothing is left to give up: the first error is the one to tell
+            return is_out_of_memory(error) and self.residency.give_way(error, rows, self._held_kv)
+        return False
 
     def _take(self, sequence: Sequence, chunk: Chunk, logits: Tensor) -> Iterator[Event]:
         """Tell how far a prompt has come; draw a token where the chunk reached the sequence's end."""
@@ -359,6 +361,8 @@ class Engine:
 
     def _fail(self, sequence: Sequence, error: Exception) -> FinishedEvent:
         self._remove([sequence])
+        if is_out_of_memory(error):
+            error = out_of_memory(self.residency.device, error)
         sequence.finish_reason = "error"
         return sequence.finished(self.load_s, error)
 
@@ -409,11 +413,4 @@ class Engine:
         return frozenset(ids[-1] for ids in encoded if ids)
 
     def _new_kv(self, capacity: int) -> ContiguousKV:
-        config = self.model.config
-        return ContiguousKV(
-            devices=self.model.kv_devices,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            capacity=capacity,
-            dtype=self.model.dtype,
-        )
+        return self.residency.new_kv(capacity)

@@ -70,6 +70,11 @@ class ModelRunner:
         self.many_rows = many_rows
         self.cpu_step = CpuStep(model) if CpuStep.supports(model) else None
 
+    def shrink(self, batch_rows: int) -> None:
+        """Compute fewer tokens at once from now on, in less memory."""
+        self.batch_rows = batch_rows
+        self.cpu_step = None if self.cpu_step is None else CpuStep(self.model)
+
     @torch.inference_mode()
     def forward(
         self, chunks: Sequence[Chunk], *, cancelled: Callable[[], bool] = lambda: False, all_logits: bool = False

@@ -35,11 +35,7 @@ class Block:
     body: Attention | MLP | SplitMLP
     norm_in: RMSNorm | None
     norm_out: RMSNorm | None
-
-    @property
-    def device(self) -> torch.device:
-        """Where it is computed, with its tensors and its input."""
-        return self.body.device
+    device: torch.device  # where it is computed, with its tensors and its input
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""

@@ -123,12 +123,13 @@ class _Loaded:
 
 
 def _block(loaded: _Loaded, index: int, rotation: int) -> Block:
-    is_attention = index % 2 == 0
+    body = _attention(loaded, index // 2, rotation) if index % 2 == 0 else loaded.mlp()
     return Block(
         name=loaded.block.layout.name,
-        body=_attention(loaded, index // 2, rotation) if is_attention else loaded.mlp(),
+        body=body,
         norm_in=loaded.optional_norm("norm_in"),
         norm_out=loaded.optional_norm("norm_out"),
+        device=body.device,
     )
 
 

@@ -192,10 +192,8 @@ class PlacedModel:
         return BlockTensors(layout, self._packed.views(layout, self._runs[block.name]))
 
     def _many(self, block: Placed, rings: _Rings) -> BlockTensors:
-        layout = self._layouts[block.name]
-        if block.name in rings.many:
-            return self._passing(layout, rings.many[block.name])
-        return BlockTensors(layout, self._packed.views(layout, self._runs[block.name]))
+        place = rings.many.get(block.name)
+        return self._few(block, rings) if place is None else self._passing(self._layouts[block.name], place)
 
     def _passing(self, layout: BlockLayout, place: Tensor) -> BlockTensors:
         """Its matrices where they pass; its norms and biases stay."""

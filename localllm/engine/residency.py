@@ -1,0 +1,106 @@
+"""The model as it is placed now, and what gives way when memory that was there at the start is taken away."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from localllm.cache.contiguous import ContiguousKV
+from localllm.engine.memory import is_out_of_memory
+from localllm.engine.runner import ModelRunner
+from localllm.errors import DoesNotFitError
+from localllm.kernels.cpu_gemv import MAX_ROWS
+from localllm.models.decoder import Decoder
+from localllm.models.placed import HOST, PlacedModel
+from localllm.offload.plan import NEVER, Placed
+from localllm.offload.relief import demoted
+
+
+class Residency:
+    """model, runner: as they are until the next call of `move` or `give_way`."""
+
+    model: Decoder
+    runner: ModelRunner
+
+    def __init__(self, model: Decoder, batch_rows: int, placed: PlacedModel | None = None) -> None:
+        """placed: what can move the blocks; `model` is its `few` then."""
+        self.device = model.device
+        self.placed = placed
+        self._batch_rows = batch_rows
+        self._has_kv_on_host = False
+        self._use(model)
+
+    @property
+    def kv_devices(self) -> Sequence[torch.device]:
+        """Where each layer's keys and values rest."""
+        return [HOST] * len(self.model.kv_devices) if self._has_kv_on_host else self.model.kv_devices
+
+    def new_kv(self, capacity: int) -> ContiguousKV:
+        config = self.model.config
+        return ContiguousKV(
+            devices=self.kv_devices,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            capacity=capacity,
+            dtype=self.model.dtype,
+        )
+
+    def move(self, blocks: Sequence[Placed], held: Iterable[ContiguousKV] = ()) -> None:
+        """Let the blocks rest elsewhere from the next step on, and the keys and values that are `held` with them.
+
+        Where there is too little memory for that, more of them go further down. Raises DoesNotFitError where nothing is
+        left to give up, CheckpointError where a block cannot be read: the model is lost then until a `move` succeeds.
+        """
+        assert self.placed is not None, "nothing can be moved"
+        asked: Sequence[Placed] | None = blocks
+        while asked is not None:
+            self.__dict__.pop("model", None)  # the old decoders hold the memory that the new ones need
+            self.__dict__.pop("runner", None)
+            try:
+                self.placed.place(asked, self.placed.many_rows)
+                break
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                on_device = isinstance(error, torch.OutOfMemoryError)
+                _give_back(error)
+            asked = demoted(asked, "vram" if on_device else "ram")
+        else:
+            raise DoesNotFitError("the memory ran out", why="no block has room any more", fix="close other programs")
+        self._use(self.placed.few)
+        for kv in held:
+            kv.move(self.kv_devices)
+
+    def give_way(self, error: BaseException, rows: int, held: Sequence[ContiguousKV]) -> bool:
+        """Make do with less than a forward of `rows` tokens found too little of: a smaller chunk, then keys and values
+        on the host, then blocks one tier down. Returns whether the forward is worth another try; raises as `move`."""
+        _give_back(error)
+        if rows > MAX_ROWS and self._batch_rows > MAX_ROWS:
+            self._batch_rows = max(MAX_ROWS, min(self._batch_rows, rows) // 2)
+            self.runner.shrink(self._batch_rows)
+            return True
+        on_device = isinstance(error, torch.OutOfMemoryError)
+        if on_device and not self._has_kv_on_host and any(device != HOST for device in self.kv_devices):
+            self._has_kv_on_host = True
+            for kv in held:
+                kv.move(self.kv_devices)
+            _give_back(error)
+            return True
+        blocks = None if self.placed is None else demoted(self.placed.blocks, "vram" if on_device else "ram")
+        if blocks is None:
+            return False
+        self.move(blocks, held)
+        return True
+
+    def _use(self, model: Decoder) -> None:
+        many, rows = (model, NEVER) if self.placed is None else (self.placed.many, self.placed.many_rows)
+        self.model = model
+        self.runner = ModelRunner(model, self._batch_rows, many, rows)
+
+
+def _give_back(error: BaseException) -> None:
+    """What a failed forward still holds, in the frames of its error and in what torch keeps for later."""
+    traceback.clear_frames(error.__traceback__)
+    torch.cuda.empty_cache()  # nothing where there is no GPU
