@@ -33,6 +33,7 @@ CARD = Gpu(
     uuid="GPU-0a1b",
     total_bytes=24 * GIB,
     free_bytes=23 * GIB,
+    own_bytes=0,
     used_by_others_bytes=GIB // 2,
     compute_capability=(8, 9),
     driver_version="580.65.06",

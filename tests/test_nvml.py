@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from localllm.offload.nvml import gpus, refusal
+from localllm.offload.nvml import gpu_of, gpus, refusal
 from tests.fake_nvml import GIB, FakeCard, FakeNvml
 from tests.test_imports import HEAVY, loaded_by
 
@@ -19,7 +19,7 @@ def test_a_card_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     (card,) = gpus()
     assert (card.index, card.name, card.uuid) == (0, "NVIDIA GeForce RTX 4090", "GPU-0a1b")
     assert (card.total_bytes, card.free_bytes) == (24 * GIB, 24 * GIB - 3 * GIB - GIB // 2)
-    assert card.used_by_others_bytes == 2 * GIB
+    assert (card.own_bytes, card.used_by_others_bytes) == (GIB, 2 * GIB)
     assert (card.compute_capability, card.driver_version, card.driver_cuda) == ((8, 9), "580.65.06", (13, 0))
     assert (card.pcie_generation, card.pcie_generation_max) == (1, 4)
     assert (card.pcie_width, card.pcie_width_max) == (8, 16)
@@ -38,7 +38,8 @@ def test_what_a_card_does_not_tell_is_none_and_the_rest_is_there(monkeypatch: py
     FakeNvml([FakeCard(silent=silent)]).install(monkeypatch)
     (card,) = gpus()
     unknown = {field for field, value in dataclasses.asdict(card).items() if value is None}
-    assert unknown == {"total_bytes", "free_bytes", "used_by_others_bytes", "pcie_generation", "drives_display"}
+    memory = {"total_bytes", "free_bytes", "own_bytes", "used_by_others_bytes"}
+    assert unknown == memory | {"pcie_generation", "drives_display"}
 
 
 def test_an_older_driver_counts_its_own_share_as_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,6 +50,15 @@ def test_an_older_driver_counts_its_own_share_as_used(monkeypatch: pytest.Monkey
 def test_a_lost_card_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeNvml([FakeCard(lost=True), FakeCard(uuid="GPU-second")]).install(monkeypatch)
     assert [(card.index, card.uuid) for card in gpus()] == [(1, "GPU-second")]
+
+
+def test_a_card_is_found_by_the_uuid_that_cuda_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeNvml([FakeCard(uuid="GPU-0a1b"), FakeCard(uuid="GPU-2c3d"), FakeCard(silent=frozenset({"UUID"}))]).install(
+        monkeypatch
+    )
+    found = gpu_of("2c3d")
+    assert found is not None and found.index == 1
+    assert gpu_of("4e5f") is None
 
 
 def test_a_driver_that_refuses_has_no_cards_and_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,9 @@ from localllm.engine.placement import model_shape
 from localllm.engine.scheduler import Limits
 from localllm.errors import CheckpointError, DoesNotFitError, UsageError
 from localllm.models.families import load_config
+from localllm.offload.format_rates import FormatRates
 from localllm.offload.plan import Memory, ModelShape, Plan, Rates
-from localllm.offload.profile import FormatRates, Profile
+from localllm.offload.profile import Profile
 from localllm.offload.search import Search
 from localllm.quant.recipe import RECIPES
 from tests.packed_support import small_checkpoint

@@ -22,6 +22,7 @@ from localllm.models.families import parse_config
 from localllm.models.shapes import Shape, find_shape, shipped_shapes
 from localllm.offload import profile as profile_module
 from localllm.offload.costs import StepCosts
+from localllm.offload.format_rates import FormatRates
 from localllm.offload.plan import (
     GIB,
     BlockShape,
@@ -32,7 +33,7 @@ from localllm.offload.plan import (
     Rates,
     cap,
 )
-from localllm.offload.profile import FormatRates, Profile, keep, kept_profile
+from localllm.offload.profile import Profile, keep, kept_profile
 from localllm.offload.ring import ring_bytes
 from localllm.offload.search import Search
 from localllm.quant.recipe import RECIPES

@@ -17,6 +17,7 @@ _MEMORY_STREAMS = (1, 8, 64, 512)
 _MEMORY_TRIALS = 3
 _NOISE_VALUES = 1 << 16
 DEVICE_BYTES = 1 << 29
+_AWAKE_S = 0.2
 MATMUL_SHAPE = (512, 4096, 4096)  # M, N, K
 MATMUL_COPIES = 4  # of the weights, in turn: 128 MiB that no cache keeps
 
@@ -59,7 +60,7 @@ class MatmulFloor:
 
     def gflops(self) -> float:
         flops = 2 * MATMUL_SHAPE[0] * MATMUL_SHAPE[1] * MATMUL_SHAPE[2] * MATMUL_COPIES
-        return flops / _device_seconds(self._x.device, self._products) / 1e9
+        return flops / device_seconds(self._x.device, self._products) / 1e9
 
     def _products(self) -> None:
         for weight in self._weights:
@@ -67,29 +68,43 @@ class MatmulFloor:
 
 
 class DeviceFloors:
-    """Copies on a GPU, and to it from pinned memory."""
+    """Copies on a GPU, and between it and pinned memory. A CPU may stand in for one: then they are plain copies."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, num_bytes: int | None = None) -> None:
         self.device = device
-        self._pinned = torch.empty(DEVICE_BYTES, dtype=torch.uint8, pin_memory=True).random_()
-        self._from, self._to = self._pinned.to(device), torch.empty(DEVICE_BYTES, dtype=torch.uint8, device=device)
+        self._num_bytes = num_bytes or DEVICE_BYTES
+        self._pinned = torch.ones(self._num_bytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
+        self._from, self._to = (torch.ones(self._num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
 
     def device_copy_gbs(self) -> float:
         """Bytes read and bytes written, both counted."""
-        return 2 * DEVICE_BYTES / _device_seconds(self.device, lambda: self._to.copy_(self._from)) / 1e9
+        return 2 * self._gbs(lambda: self._to.copy_(self._from))
 
     def h2d_gbs(self) -> float:
-        return DEVICE_BYTES / _device_seconds(self.device, lambda: self._to.copy_(self._pinned, True)) / 1e9
+        return self._gbs(lambda: self._to.copy_(self._pinned, non_blocking=True))
+
+    def d2h_gbs(self) -> float:
+        return self._gbs(lambda: self._pinned.copy_(self._to, non_blocking=True))
+
+    def _gbs(self, copy: Callable[[], object]) -> float:
+        return self._num_bytes / device_seconds(self.device, copy) / 1e9
 
 
-def _device_seconds(device: torch.device, action: Callable[[], object]) -> float:
-    """Until the device is done, where it works on its own."""
-    if device.type == "cpu":
-        return seconds(action)
-    torch.cuda.synchronize(device)
+def device_seconds(device: torch.device, action: Callable[[], object]) -> float:
+    """From when the device has nothing to do until it has done this."""
+    synchronize = torch.get_device_module(device).synchronize
 
     def finish() -> None:
         action()
-        torch.cuda.synchronize(device)
+        synchronize(device)
 
+    synchronize(device)
     return seconds(finish)
+
+
+def warm_up(device: torch.device, action: Callable[[], object]) -> None:
+    """Once on a CPU; on a GPU until its clocks and its link are awake, which they are not while it has no work."""
+    started = time.perf_counter()
+    device_seconds(device, action)
+    while device.type != "cpu" and time.perf_counter() - started < _AWAKE_S:
+        device_seconds(device, action)

@@ -19,6 +19,7 @@ class Gpu:
     """One card as it is now; a field is None where this card, or its driver, does not tell.
 
     total_bytes: the memory on the card; what the driver keeps for itself is neither free nor used by others.
+    own_bytes: used by this process; None, too, where its number is another one outside its container, and in WSL.
     used_by_others_bytes: used, and not by this process: other programs and the display.
     pcie_..._max: of the card in this slot. A card that has nothing to do lets its link sleep at a lower generation.
     """
@@ -28,6 +29,7 @@ class Gpu:
     uuid: str | None
     total_bytes: int | None
     free_bytes: int | None
+    own_bytes: int | None
     used_by_others_bytes: int | None
     compute_capability: tuple[int, int] | None
     driver_version: str | None
@@ -43,6 +45,11 @@ def gpus() -> tuple[Gpu, ...]:
     """Every card that answers; () where there is no driver, or NVML says no."""
     found, _ = _read()
     return found
+
+
+def gpu_of(uuid: str) -> Gpu | None:
+    """uuid: as CUDA writes it, without NVML's prefix. None where no such card answers."""
+    return next((gpu for gpu in gpus() if gpu.uuid is not None and uuid in gpu.uuid), None)
 
 
 def refusal() -> str:
@@ -72,13 +79,15 @@ def _gpu(nvml: Any, index: int, handle: Any) -> Gpu:
     if memory is None:  # a driver before 510, which counts its own share as used
         memory = _told(nvml.nvmlDeviceGetMemoryInfo, handle)
     display = _told(nvml.nvmlDeviceGetDisplayActive, handle)
+    own_bytes = _own_bytes(nvml, handle)
     return Gpu(
         index=index,
         name=_told(nvml.nvmlDeviceGetName, handle),
         uuid=_told(nvml.nvmlDeviceGetUUID, handle),
         total_bytes=None if memory is None else int(memory.total),
         free_bytes=None if memory is None else int(memory.free),
-        used_by_others_bytes=None if memory is None else max(0, int(memory.used) - _own_bytes(nvml, handle)),
+        own_bytes=own_bytes,
+        used_by_others_bytes=None if memory is None else max(0, int(memory.used) - (own_bytes or 0)),
         compute_capability=_told(nvml.nvmlDeviceGetCudaComputeCapability, handle),
         driver_version=_told(nvml.nvmlSystemGetDriverVersion),
         driver_cuda=None if version is None else (version // 1000, version % 1000 // 10),
@@ -90,11 +99,11 @@ def _gpu(nvml: Any, index: int, handle: Any) -> Gpu:
     )
 
 
-def _own_bytes(nvml: Any, handle: Any) -> int:
-    """What this process holds on the card; 0 where its number is another one outside its container."""
+def _own_bytes(nvml: Any, handle: Any) -> int | None:
     lists = (nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses)
     processes = [process for ask in lists for process in _told(ask, handle) or ()]
-    return max((process.usedGpuMemory or 0 for process in processes if process.pid == os.getpid()), default=0)
+    used = [process.usedGpuMemory for process in processes if process.pid == os.getpid()]
+    return max((num_bytes for num_bytes in used if num_bytes is not None), default=None)
 
 
 def _told(ask: Callable[..., _T], *arguments: Any) -> _T | None:

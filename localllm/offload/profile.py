@@ -20,16 +20,15 @@ import psutil
 import torch
 
 from localllm.config import user_directories
+from localllm.offload.device_rates import DeviceRates, device_rates, give_back_cached, gpu
 from localllm.offload.disk_speed import disk_file
-from localllm.offload.floors import MemoryFloor, seconds
+from localllm.offload.floors import MemoryFloor
+from localllm.offload.format_rates import FormatRates, format_rates
 from localllm.offload.host_buffer import give_back_freed
 from localllm.offload.plan import Bound, Rates
 from localllm.quant.weight_format import WeightFormat
 
-_VERSION = 1
-_MATRIX = (8192, 4096)  # N, K of a matrix that stands for all of a model's
-_WORKING_SET_BYTES = 128 << 20  # more than a cache holds; in INT4 copies of 19 MB
-_MANY_ROWS = 128
+_VERSION = 2
 _MEMORY_BYTES = 256 << 20
 _DISK_BYTES = 512 << 20
 _DISK_READS = 3
@@ -40,21 +39,14 @@ _MOST_CORRECTION = 4.0
 
 
 @dataclass(frozen=True)
-class FormatRates:
-    """Of one weight format on the CPU: bytes of one row's matrices, operations of many rows', in 1e9 a second."""
-
-    matrix_gbs: float
-    compute_gops: float
-
-
-@dataclass(frozen=True)
 class Profile:
     """machine: what the figures are of. corrections: measured over predicted seconds, by what bound the step."""
 
     machine: str
     dram_read_gbs: float | None = None
     disk_read_gbs: float | None = None
-    formats: Mapping[str, FormatRates] = field(default_factory=dict)
+    formats: Mapping[str, FormatRates] = field(default_factory=dict)  # on the CPU
+    device: DeviceRates | None = None
     corrections: Mapping[Bound, float] = field(default_factory=dict)
     errors: Mapping[Bound, tuple[float, ...]] = field(default_factory=dict)  # of the last predictions, as shares
 
@@ -84,6 +76,8 @@ def machine_key() -> str:
     parts = [str(_VERSION), _cpu_name(), str(torch.get_num_threads()), str(psutil.virtual_memory().total >> 28)]
     if torch.cuda.is_available():
         parts += [torch.cuda.get_device_name(), str(torch.version.cuda)]
+        if (card := gpu(torch.device("cuda"))) is not None:
+            parts += [f"driver {card.driver_version}", f"PCIe {card.pcie_generation_max} x{card.pcie_width_max}"]
     return ", ".join((*parts, f"torch {torch.__version__}", f"disk {_disk_number()}"))
 
 
@@ -122,7 +116,7 @@ def measured(
         profile = replace(profile, disk_read_gbs=_disk_gbs(user_directories().cache))
     if weights not in profile.formats:
         say(f"measuring {weights} matrices")
-        rates = format_rates(weight_format, dtype)
+        rates = format_rates(weight_format, dtype, torch.device("cpu"))
         profile = replace(profile, formats={**profile.formats, weights: rates})
     if profile != before:
         keep(profile)
@@ -130,28 +124,29 @@ def measured(
     return profile
 
 
-@torch.inference_mode()
-def format_rates(weight_format: WeightFormat, dtype: torch.dtype) -> FormatRates:
-    """Matrices of this format times one row and times many, by the way that a model of it goes."""
-    N, K = _MATRIX
-    one = weight_format.quantize((torch.randn(N // 8, K) * K**-0.5).repeat(8, 1))
-    num_bytes = sum(tensor.nbytes for tensor in one.values())
-    copies = [one] + [
-        {name: tensor.clone() for name, tensor in one.items()} for _ in range(_WORKING_SET_BYTES // num_bytes)
-    ]
-
-    def multiply(x: torch.Tensor) -> None:
-        for tensors in copies:
-            weight_format.linear(x, tensors, N, None)
-
-    def rate(rows: int) -> float:
-        """Products with all copies in a second."""
-        x = torch.randn(rows, K).to(dtype)
-        multiply(x)
-        return 1 / min(seconds(lambda: multiply(x)) for _ in range(_REPEATS))
-
-    total_bytes, total_flops = num_bytes * len(copies), 2 * N * K * len(copies)
-    return FormatRates(rate(1) * total_bytes / 1e9, rate(_MANY_ROWS) * _MANY_ROWS * total_flops / 1e9)
+def device_measured(
+    profile: Profile,
+    device: torch.device,
+    weights: str,
+    weight_format: WeightFormat,
+    dtype: torch.dtype,
+    say: Callable[[str], None],
+) -> Profile:
+    """The profile with all that a plan for such weights needs to know of the device; what was missing is kept."""
+    rates = profile.device
+    if rates is None:
+        say("measuring the graphics card")
+        rates = device_rates(device)
+    if weights not in rates.formats:
+        say(f"measuring {weights} matrices on the graphics card")
+        found = format_rates(weight_format, dtype, device)
+        rates = replace(rates, formats={**rates.formats, weights: found})
+    if rates != profile.device:
+        profile = replace(profile, device=rates)
+        keep(profile)
+        give_back_cached(device)
+        give_back_freed()
+    return profile
 
 
 def _best(sample: Callable[[], float]) -> float:
@@ -168,9 +163,15 @@ _UNKNOWN_DISK_GBS = 0.5  # where no file can be written: an old SATA disk
 
 
 def _parsed(found: Mapping[str, Any]) -> Profile:
-    formats = {name: FormatRates(**rates) for name, rates in found["formats"].items()}
+    device = found["device"]
+    if device is not None:
+        device = DeviceRates(**{**device, "formats": _parsed_formats(device["formats"])})
     errors = {bound: tuple(values) for bound, values in found["errors"].items()}
-    return Profile(**{**found, "formats": formats, "errors": errors})
+    return Profile(**{**found, "formats": _parsed_formats(found["formats"]), "device": device, "errors": errors})
+
+
+def _parsed_formats(found: Mapping[str, Any]) -> dict[str, FormatRates]:
+    return {name: FormatRates(**rates) for name, rates in found.items()}
 
 
 def _path() -> Path:
