@@ -173,7 +173,7 @@ def _run(output: Output, target: _Target, workload: Workload, packing: Packing, 
     caps = Caps(settings.ram, settings.vram, workload.kv_tokens)
     held = contextlib.ExitStack()
     if files is not None:
-        pack_ahead(files, config, chosen, packing.update, packing.wait)
+        pack_ahead(files, config, chosen, packing.update, packing.wait, caps.ram_bytes)
         packing.end()
     elif caps.are_given:  # blocks are streamed from files
         files = held.enter_context(random_model(target.raw_config, chosen, line.update))
