@@ -42,7 +42,7 @@ def packed(shape: str, weights: str) -> Iterator[tuple[ModelFiles, int]]:
     """A random model on the disk, and the bytes of its blocks."""
     from localllm.hub.packed import packed_directory
 
-    with random_model(shipped_shapes()[shape], RECIPES[weights]) as files:
+    with random_model(shape, shipped_shapes()[shape], RECIPES[weights]) as files:
         paths = packed_directory(files, weights).glob("*.safetensors")
         yield files, sum(path.stat().st_size for path in paths)
 

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,14 @@ from typing import Any
 import pytest
 
 from localllm.bench import compare, subject
+from localllm.bench.random_model import random_model
 from localllm.bench.workload import Workload
 from localllm.errors import ContextOverflowError, UsageError
 from localllm.models.shapes import find_shape
 from localllm.offload import floors
 from localllm.offload.plan import Memory
-from tests.cli_support import Result, run_cli, start_cli, write_checkpoint
+from localllm.quant.recipe import recipe
+from tests.cli_support import Result, environment, run_cli, start_cli, write_checkpoint
 from tests.test_imports import HEAVY, loaded_by
 
 QUICK = ("--prompt-tokens", "12", "--gen-tokens", "4", "--rounds", "2", "--device", "cpu")
@@ -352,3 +355,53 @@ def test_under_a_cap_a_random_model_lies_on_the_disk_and_is_gone_afterwards(
     assert run["matrices_fraction"] is None
     cache = home / "cache"
     assert not list(cache.glob("random-*")) and not list(cache.rglob("*.safetensors"))
+
+
+DYING = """
+import json, os, pathlib, signal, sys
+from localllm.bench.random_model import random_model
+from localllm.quant.recipe import recipe
+raw_config = json.loads(pathlib.Path(sys.argv[1], "config.json").read_text())
+with random_model("a model", raw_config, recipe("int4-g64")):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def random_folders(cache: Path) -> list[Path]:
+    return list(cache.glob("random-*"))
+
+
+def test_the_next_bench_removes_what_a_killed_one_left_behind(home: Path, shape_folder: Path) -> None:
+    environ = environment(home)
+    killed = subprocess.run([sys.executable, "-c", DYING, str(shape_folder)], env=environ, check=False)
+    cache = home / "cache"
+    assert killed.returncode == -signal.SIGKILL
+    assert random_folders(cache) and list(cache.rglob("*.safetensors"))
+    assert bench(shape_folder, "--random-weights", *QUICK).code == 0
+    assert not random_folders(cache) and not list(cache.rglob("*.safetensors"))
+
+
+def test_a_random_model_that_a_living_process_uses_stays(home: Path, shape_folder: Path) -> None:
+    raw_config = json.loads((shape_folder / "config.json").read_text())
+    with random_model("a model", raw_config, recipe("int4-g64")) as files:
+        before = sorted((home / "cache").rglob("*"))
+        assert bench(shape_folder, "--random-weights", *QUICK).code == 0
+        assert files.directory in before
+        assert set(before) <= set((home / "cache").rglob("*"))
+    assert not random_folders(home / "cache")
+
+
+@pytest.mark.parametrize("name", ["random-forests", "random-abcd0123"])
+def test_a_folder_that_only_looks_like_a_random_model_stays(home: Path, shape_folder: Path, name: str) -> None:
+    mine = home / "cache" / name / "thesis.txt"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("years")
+    assert bench(shape_folder, "--random-weights", *QUICK).code == 0
+    assert mine.read_text() == "years"
+
+
+def test_under_a_cap_that_is_too_small_the_error_names_the_model(home: Path, shape_folder: Path) -> None:
+    outcome = bench(shape_folder, "--random-weights", "--weights", "int4", "--ram", "16MiB", *QUICK)
+    assert outcome.code == 4
+    assert outcome.error_lines[0].startswith(f"error: {shape_folder} does not fit into 0.02 GiB")
+    assert "cache/random-" not in outcome.err

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from localllm.cli.answer import Answer, statistics
 from localllm.cli.help import read_sections
+from localllm.engine.events import FinishedEvent, StepSplit, Timings, Usage
 from localllm.errors import LocalLLMError
 from tests.cli_support import REPOSITORY, TEMPLATE, ask, run_cli, write_checkpoint
 
@@ -58,6 +60,13 @@ def test_statistics_go_to_stderr(model: Path) -> None:
     assert result.out == ask(model).out
     assert "answer 4 tokens" in result.err
     assert result.err.endswith("seed 1, ended by length\n")
+
+
+def test_statistics_share_out_the_time_of_the_steps_and_name_the_copying_beside_it() -> None:
+    split = StepSplit(compute_s=2.0, wait_s=7.0, sample_s=1.0, copy_s=8.0, copied_bytes=16_000_000_000)
+    finished = FinishedEvent(0, "stop", Usage(), Timings(split=split))
+    shares = "20% computing, 10% sampling, 70% waiting for the disk, 80% copying beside it (16.0 GB at 2.0 GB/s)"
+    assert shares in statistics(Answer(0, finished=finished))
 
 
 def test_the_same_seed_gives_the_same_text_and_another_seed_another(model: Path) -> None:

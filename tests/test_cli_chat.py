@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,18 @@ def test_set_changes_the_sampling_and_refuses_what_it_does_not_know(talk) -> Non
     unset = talk("/set").err.splitlines()
     assert "top_k = -" in unset
     assert "stop = -" in unset
+
+
+def test_stats_on_prints_where_the_time_went_after_each_answer_until_stats_off(talk) -> None:
+    result = talk("one", "/stats on", "two", "three", "/stats off", "four", "/stats")
+    counted = [line for line in result.err.splitlines() if "answer 4 tokens" in line]
+    assert len(counted) == 3  # of two, three, and the last one once more
+    assert all(re.search(r"\d+% computing, \d+% sampling, ", line) for line in counted)
+
+
+def test_stats_takes_on_or_off_and_nothing_else(talk) -> None:
+    result = talk("/stats maybe")
+    assert (result.code, result.error_lines[2]) == (2, "fix:   /stats on")
 
 
 @pytest.mark.parametrize(

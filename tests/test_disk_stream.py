@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -96,6 +97,24 @@ def test_every_lap_sees_the_bytes_of_every_file(
                     continue
     finally:
         disk_stream._PIECE_BYTES = before
+
+
+def test_the_time_of_reading_counts_while_more_is_being_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = written(tmp_path, [1, 1])
+    finish, read = threading.Event(), disk_stream._OpenFile.read
+
+    def read_slowly(file: disk_stream._OpenFile, begin: int, into: memoryview) -> None:
+        time.sleep(0.02)
+        if file._file is second:
+            finish.wait(5)
+        read(file, begin, into)
+
+    monkeypatch.setattr(disk_stream._OpenFile, "read", read_slowly)
+    with opened([first, second]) as it:
+        it.stream.begin()
+        with it.stream.held(first.name):
+            assert it.stream.clock.reading_s >= 0.02  # a slow disk's readers are never all idle before the last step
+        finish.set()
 
 
 def test_what_is_not_streamed_is_always_there(tmp_path: Path) -> None:

@@ -95,6 +95,34 @@ def test_prefill_is_reported_until_the_prompt_is_read(directory: Path) -> None:
     assert [(e.done, e.total) for e in events if isinstance(e, PrefillEvent)] == [(16, 40), (32, 40), (40, 40)]
 
 
+def test_a_long_forward_tells_how_far_the_prompt_is_and_ends_with_what_is_true(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("localllm.engine.engine._TELL_S", 0.0)
+    engine = Engine.load(directory, device="cpu", dtype="fp32", limits=Limits(chunk_tokens=32))
+    engine.submit(Request((1,) * 40, SamplingParams(max_tokens=2, ignore_eos=True)))
+    told: list[Event] = []
+    while engine.has_work:
+        told += engine.step(told.append)
+    prompts = [event for event in told if isinstance(event, PrefillEvent)]
+    counts = [event.done for event in prompts]
+    blocks = len(engine.model.blocks)
+    assert counts[: blocks - 1] == [32 * done // blocks for done in range(1, blocks)]
+    assert counts == sorted(counts)
+    assert counts[blocks - 1] == 32
+    assert (counts[-1], prompts[-1].total) == (40, 40)
+    assert not any(isinstance(event, PrefillEvent) for event in told[told.index(prompts[-1]) + 1 :])
+
+
+def test_a_service_passes_on_how_far_a_prompt_is_before_its_forward_has_ended(
+    service: EngineService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("localllm.engine.engine._TELL_S", 0.0)
+    events = list(service.submit(Request((1,) * 40, SamplingParams(max_tokens=1))))
+    first = events[0]
+    assert isinstance(first, PrefillEvent) and 0 < first.done < 40
+
+
 def test_an_end_of_sequence_token_stops_and_is_no_part_of_the_answer(engine: Engine) -> None:
     first = tokens(run(engine, max_tokens=8, temperature=0, ignore_eos=True))
     engine.eos_ids = frozenset({first[3]})

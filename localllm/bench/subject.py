@@ -114,11 +114,16 @@ def installed_subject(
 
 
 def pack_ahead(
-    files: ModelFiles, config: ModelConfig, recipe: Recipe, progress: Progress, waiting: Callable[[str], None]
+    files: ModelFiles,
+    config: ModelConfig,
+    recipe: Recipe,
+    progress: Progress,
+    waiting: Callable[[str], None],
+    ram_bytes: int | None,
 ) -> None:
     """Pack the model if it is not: the memory that a conversion takes is no part of what is measured."""
     if not is_unpacked(recipe):
-        open_packed(files, config, recipe, progress, waiting).close()
+        open_packed(files, config, recipe, progress, waiting, ram_bytes).close()
 
 
 def word_tokenizer(vocab_size: int) -> Tokenizer:

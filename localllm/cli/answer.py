@@ -142,13 +142,11 @@ def _spent(split: StepSplit) -> str:
     if not total_s:
         return ""
     shares = {"computing": split.compute_s, "sampling": split.sample_s, "waiting for the disk": split.wait_s}
-    text = ", ".join(f"{share / total_s:.0%} {name}" for name, share in shares.items() if share >= 0.005 * total_s)
+    parts = [f"{share / total_s:.0%} {name}" for name, share in shares.items() if share >= 0.005 * total_s]
     if split.copied_bytes:
-        read = (
-            f"{split.copied_bytes / 1e9:.1f} GB read at {split.copied_bytes / max(split.copy_s, 1e-9) / 1e9:.1f} GB/s"
-        )
-        text += f" ({read})"
-    return text
+        rate = f"{split.copied_bytes / 1e9:.1f} GB at {split.copied_bytes / max(split.copy_s, 1e-9) / 1e9:.1f} GB/s"
+        parts.append(f"{split.copy_s / total_s:.0%} copying beside it ({rate})")
+    return ", ".join(parts)
 
 
 def _rate(tokens_per_s: float | None) -> str:

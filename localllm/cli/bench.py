@@ -156,7 +156,7 @@ def _run(output: Output, target: _Target, workload: Workload, packing: Packing, 
     """All that needs torch, on one thread: the number of threads is set for that one alone."""
     import torch
 
-    from localllm.bench.random_model import random_model
+    from localllm.bench.random_model import random_model, remove_abandoned
     from localllm.bench.run import run_benchmark
     from localllm.bench.subject import Caps, installed_subject, pack_ahead, random_subject, require_room
     from localllm.engine.memory import choose_device, choose_dtype
@@ -171,12 +171,13 @@ def _run(output: Output, target: _Target, workload: Workload, packing: Packing, 
     device, dtype = choose_device(settings.device), choose_dtype(settings.dtype)
     chosen = recipe(choose_recipe(settings.weights, config, packed_recipes(files) if files else (), dtype))
     caps = Caps(settings.ram, settings.vram, workload.kv_tokens)
+    remove_abandoned()
     held = contextlib.ExitStack()
     if files is not None:
-        pack_ahead(files, config, chosen, packing.update, packing.wait)
+        pack_ahead(files, config, chosen, packing.update, packing.wait, caps.ram_bytes)
         packing.end()
     elif caps.are_given:  # blocks are streamed from files
-        files = held.enter_context(random_model(target.raw_config, chosen, line.update))
+        files = held.enter_context(random_model(target.name, target.raw_config, chosen, line.update))
     else:
         require_room(config, chosen, dtype, device, workload.kv_tokens)
 

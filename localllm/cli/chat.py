@@ -126,6 +126,7 @@ class Chat:
         self._engine = engine
         self._reader = reader
         self._flags = flags
+        self._shows_statistics = bool(flags["stats"])
         self._last: Answer | None = None
         self._leaving = False
         self._exit_code = 0
@@ -186,7 +187,7 @@ class Chat:
             selection = Selection(self._selection.files, self.dialogue.resolved)
             request = Request(tuple(ids), selection.sampling(self._flags))
             stream = self._service.submit(request)
-            printing = Printing(statistics=bool(self._flags["stats"]))
+            printing = Printing(statistics=self._shows_statistics)
             answer = print_answer(self._front, self._selection.files, stream, request, printing)
         except LocalLLMError:
             if len(self.dialogue.turns) == before:
@@ -263,8 +264,15 @@ class Chat:
         self._do_system("")
         self._do_set("")
 
-    def _do_stats(self, _: str) -> None:
-        self._output.note(statistics(self._last) if self._last else "there is no answer yet")
+    def _do_stats(self, switch: str) -> None:
+        if not switch:
+            self._output.note(statistics(self._last) if self._last else "there is no answer yet")
+            return
+        if switch not in ("on", "off"):
+            why = "on: statistics after each answer; off: none; nothing behind it: of the last answer"
+            raise UsageError(f"/stats is followed by {switch!r}", why=why, fix="/stats on")
+        self._shows_statistics = switch == "on"
+        self._output.note(f"statistics after each answer: {switch}")
 
     def _do_tokens(self, _: str) -> None:
         count = len(self._prompt_ids()) if self.dialogue.messages else 0

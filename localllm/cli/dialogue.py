@@ -131,7 +131,7 @@ COMMANDS: Mapping[str, Command] = {
     "load": Command("PATH", "go on from a conversation in JSON"),
     "set": Command("[KEY VALUE]", "show or change sampling settings"),
     "show": Command("", "model, context, system message and settings"),
-    "stats": Command("", "tokens and times of the last answer"),
+    "stats": Command("[on|off]", "rates and times of the last answer, or after each: copy, compute, sample, wait"),
     "tokens": Command("", "how full the context is"),
     "bye": Command("", "leave (also Ctrl-D)"),
 }

@@ -51,6 +51,9 @@ def quantize_command(
         Literal["hqq", "rtn"] | None,
         typer.Option("--method", metavar="hqq|rtn", help="int4: half-quadratic, or round to nearest. Default: hqq."),
     ] = None,
+    ram: Annotated[
+        str | None, typer.Option("--ram", metavar="SIZE", help="Most memory that this process may hold: 2GiB.")
+    ] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Pack a model's weights ahead of time.
@@ -61,12 +64,12 @@ def quantize_command(
     from localllm.hub.packed import own_bytes, packed_directory, packed_recipes
 
     front = front_of(context)
-    selection = select(front, model, {"weights": weights})
+    selection = select(front, model, {"weights": weights, "ram": ram})
     name = recipe_name(weights, selection.settings.weights, group, method)
     files = selection.files
     target = packed_directory(files, name)
     was_there = name in packed_recipes(files)
-    was_packed = not _convert(front, files, name, was_there=was_there)
+    was_packed = not _convert(front, files, name, selection.settings.ram, was_there=was_there)
     sizes = {"size_bytes": own_bytes(target), "checkpoint_bytes": hub.describe(model).size_bytes}
     if as_json:
         fields = {"model": files.name, "weights": name, "was_packed": was_packed, "directory": str(target)}
@@ -98,9 +101,9 @@ def recipe_name(weights: str | None, setting: str, group: int | None, method: st
     return asked
 
 
-def _convert(front: Front, files: ModelFiles, name: str, *, was_there: bool) -> bool:
+def _convert(front: Front, files: ModelFiles, name: str, ram_bytes: int | None, *, was_there: bool) -> bool:
     """Makes the packed model, or verifies the one that is there and mends it; returns whether anything was written."""
-    from localllm.hub.packed import packed_directory, source_id
+    from localllm.hub.packed import packed_directory
     from localllm.models.families import load_config
 
     load_config(files.directory)  # a model that cannot run is refused before torch's second is spent
@@ -113,12 +116,12 @@ def _convert(front: Front, files: ModelFiles, name: str, *, was_there: bool) -> 
     packing = Packing(front, label, again=again, is_first_use=False)
     packing.begin()
     try:
-        from localllm.models.convert import convert
+        from localllm.engine.weights import pack_model
         from localllm.quant.recipe import recipe
 
-        weights, source = recipe(name), source_id(files)
+        weights = recipe(name)
         before = _last_written(target)
-        convert(files.directory, target, weights, source, packing.update, packing.wait, model=files.name)
+        pack_model(files, weights, packing.update, packing.wait, ram_bytes)
     finally:
         packing.leave()
     front.interrupts.farewell = ""

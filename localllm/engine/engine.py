@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -49,6 +49,8 @@ from localllm.offload.disk_stream import StreamClock
 from localllm.offload.plan import JobShape, Placed, Plan
 from localllm.quant.recipe import RECIPES
 
+_TELL_S = 0.2  # between two pieces of news of one forward
+
 
 def _load_template(directory: Path, tokenizer: Tokenizer) -> ChatTemplate | TemplateError:
     try:
@@ -76,6 +78,28 @@ def _forward_split(seconds: float, before: StreamClock, after: StreamClock) -> S
         copy_s=after.reading_s - before.reading_s,
         copied_bytes=after.bytes_read - before.bytes_read,
     )
+
+
+def _untold(_event: Event) -> None:
+    """Nobody listens."""
+
+
+def _telling(scheduled: SequenceOf[tuple[Sequence, Chunk]], tell: Callable[[Event], None]) -> Progress:
+    """Tells how far a forward is through its prompts, by its share of the blocks; what came of it tells its end."""
+    prompts = [(sequence, chunk) for sequence, chunk in scheduled if not sequence.num_completion_tokens]
+    told_at = time.perf_counter()
+
+    def progress(done: int, total: int) -> None:
+        nonlocal told_at
+        now = time.perf_counter()
+        if done == total or now - told_at < _TELL_S:
+            return
+        told_at = now
+        for sequence, chunk in prompts:
+            so_far = chunk.kv.length + chunk.num_tokens * done // total
+            tell(PrefillEvent(sequence.request_id, so_far, sequence.num_prompt_tokens))
+
+    return progress
 
 
 Prompt = str | SequenceOf[int] | SequenceOf[dict[str, Any]]
@@ -285,8 +309,11 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
-    def step(self) -> list[Event]:
-        """Run one forward and return what came of it; [] where there is nothing to do."""
+    def step(self, tell: Callable[[Event], None] = _untold) -> list[Event]:
+        """Run one forward and return what came of it; [] where there is nothing to do.
+
+        `tell` hears while it runs, a few times a second, how far the prompts are.
+        """
         events = self._drop_aborted()
         try:
             with self._lock:
@@ -302,7 +329,9 @@ class Engine:
         before = dataclasses.replace(clock)
         try:
             logits = self.runner.forward(
-                [chunk for _, chunk in scheduled], cancelled=lambda: not ids.isdisjoint(self._aborted)
+                [chunk for _, chunk in scheduled],
+                cancelled=lambda: not ids.isdisjoint(self._aborted),
+                progress=_telling(scheduled, tell),
             )
             totals = logits.sum(dim=-1).tolist()  # a NaN or an infinity stays what it is in a sum
         except StepCancelledError:

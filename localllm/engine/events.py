@@ -53,7 +53,8 @@ class Timings:
 
 @dataclass(frozen=True)
 class PrefillEvent:
-    """The prompt is being read: `done` of `total` tokens are in the KV cache."""
+    """The prompt is being read: `done` of `total` tokens are in the KV cache. Of a forward that is under way, its share
+    of the blocks counts for as large a share of its tokens."""
 
     request_id: int
     done: int

@@ -129,7 +129,7 @@ class Loading:
         return find_plan(shape, recipe, self.dtype, memory, self.ctx, self.job, self.watcher.measuring, cached_share)
 
     def _packed(self, config: ModelConfig) -> PackedModel:
-        return open_packed(self.files, config, self.recipe, self.watcher.packing, self.watcher.waiting)
+        return open_packed(self.files, config, self.recipe, self.watcher.packing, self.watcher.waiting, self.ram)
 
     def _decoder(self, config: ModelConfig, source: BlockSource) -> Decoder:
         return load_decoder(

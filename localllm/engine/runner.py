@@ -14,6 +14,7 @@ from localllm.kernels.cpu_gemv import MAX_ROWS
 from localllm.layers.batch import Batch, Segment
 from localllm.models.cpu_step import CpuStep
 from localllm.models.decoder import Block, Decoder
+from localllm.models.load import Progress
 from localllm.offload.plan import NEVER
 
 # Of a native step that is not stopped between blocks: it takes hardly longer than one of one row, and stopping 44 times
@@ -77,23 +78,32 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(
-        self, chunks: Sequence[Chunk], *, cancelled: Callable[[], bool] = lambda: False, all_logits: bool = False
+        self,
+        chunks: Sequence[Chunk],
+        *,
+        cancelled: Callable[[], bool] = lambda: False,
+        progress: Progress = lambda _done, _total: None,
+        all_logits: bool = False,
     ) -> Tensor:
         """Logits, fp32 [chunks, V], after the last token of each chunk (of every token, if all); caches have advanced.
 
         `cancelled` is asked between blocks, of a native step of a few rows only before it begins; raises
-        StepCancelledError when it says so.
+        StepCancelledError when it says so. There `progress` hears of how many runs of a block are done, and of all.
         """
-
-        def give_up(_block: Block, _x: Tensor) -> None:
-            if cancelled():
-                raise StepCancelledError
-
         if cancelled():
             raise StepCancelledError
         batches = self._batches(chunks, all_logits)
+        num_runs, num_done = len(batches) * len(self.model.blocks), 0
+
+        def between_blocks(_block: Block, _x: Tensor) -> None:
+            nonlocal num_done
+            if cancelled():
+                raise StepCancelledError
+            num_done += 1
+            progress(num_done, num_runs)
+
         is_single_call = self.cpu_step is not None and sum(map(len, batches)) <= SINGLE_CALL_ROWS
-        logits = self._logits(batches, None if is_single_call else give_up)
+        logits = self._logits(batches, None if is_single_call else between_blocks)
         for chunk in chunks:
             chunk.kv.advance(chunk.num_tokens)
         return logits

@@ -118,9 +118,12 @@ class EngineService:
             if not engine.has_work:
                 self._wake.wait()
                 self._wake.clear()
-            for event in engine.step():
-                with self._lock:
-                    stream = self._streams[event.request_id]
-                    if isinstance(event, FinishedEvent):
-                        del self._streams[event.request_id]
-                stream.events.put(event)
+            for event in engine.step(self._pass_on):
+                self._pass_on(event)
+
+    def _pass_on(self, event: Event) -> None:
+        with self._lock:
+            stream = self._streams[event.request_id]
+            if isinstance(event, FinishedEvent):
+                del self._streams[event.request_id]
+        stream.events.put(event)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from localllm.errors import UsageError
+from localllm.engine.placement import process_memory
+from localllm.errors import DoesNotFitError, UsageError
 from localllm.hub import ModelFiles
 from localllm.hub.packed import packed_directory, source_id
 from localllm.models.block_source import CheckpointBlocks
@@ -17,12 +19,17 @@ from localllm.models.convert import convert
 from localllm.models.layout import block_layouts
 from localllm.models.load import Progress
 from localllm.models.packed import PackedModel, needs_conversion
+from localllm.offload.host_buffer import give_back_freed
+from localllm.offload.plan import Memory, cap
 from localllm.quant.dense import Dense
 from localllm.quant.recipe import DEFAULT, RECIPES, Recipe, recipe
 
 # Below it a packed model saves less time than it takes to explain: such weights are read in a second, and a step of
 # them is fast.
 UNPACKED_BYTES = 512 << 20
+# Of a conversion, beside its matrix: pieces that are read and written, what the C library keeps between two matrices.
+_BESIDE_BYTES = 24 << 20
+_SPREAD_BYTES = 8 << 20  # what the same program holds differs by some MB: the cap that is named must do the next time
 
 
 def choose_recipe(weights: str, config: ModelConfig, packed: Sequence[str], dtype: torch.dtype = torch.bfloat16) -> str:
@@ -63,13 +70,61 @@ def open_checkpoint(files: ModelFiles, config: ModelConfig, weights: Recipe) -> 
 
 
 def open_packed(
-    files: ModelFiles, config: ModelConfig, weights: Recipe, converting: Progress, waiting: Callable[[str], None]
+    files: ModelFiles,
+    config: ModelConfig,
+    weights: Recipe,
+    converting: Progress,
+    waiting: Callable[[str], None],
+    ram_bytes: int | None = None,
 ) -> PackedModel:
-    """The packed model, made first where it is not there yet: `converting` and `waiting` are as in `convert`.
+    """The packed model, made first where it is not there yet: the rest is as in `pack_model`.
 
-    Raises what `convert` and `PackedModel.open` raise.
+    Raises what `pack_model` and `PackedModel.open` raise.
     """
-    directory, source = packed_directory(files, weights.name), source_id(files)
+    directory = packed_directory(files, weights.name)
     if needs_conversion(directory):
-        convert(files.directory, directory, weights, source, converting, waiting, model=files.name)
-    return PackedModel.open(directory, config, weights, source, model=files.name)
+        pack_model(files, weights, converting, waiting, ram_bytes)
+    return PackedModel.open(directory, config, weights, source_id(files), model=files.name)
+
+
+def pack_model(
+    files: ModelFiles,
+    weights: Recipe,
+    converting: Progress,
+    waiting: Callable[[str], None],
+    ram_bytes: int | None = None,
+) -> None:
+    """Make, finish or mend the packed model: `converting` and `waiting` are as in `convert`.
+
+    ram_bytes: the most that this process may hold; None: most of what is free. Raises UsageError for more than the
+    machine has, DoesNotFitError where that is too little, before anything is written, and what `convert` raises.
+    """
+    process_memory(ram_bytes)
+
+    def require_memory(held_bytes: int) -> None:
+        # Compiles and loads what they need, bitsandbytes 190 MB of it, before what the program holds is counted.
+        for weight_format in (weights.blocks, weights.embedding):
+            weight_format.quantize(torch.zeros(1, 64))
+        give_back_freed()
+        memory = process_memory(ram_bytes)
+        if memory.program_bytes + held_bytes + _BESIDE_BYTES > memory.ram_bytes:
+            raise _packing_refusal(files.name, weights, memory, held_bytes + _BESIDE_BYTES)
+
+    directory, source = packed_directory(files, weights.name), source_id(files)
+    convert(files.directory, directory, weights, source, converting, waiting, require_memory, model=files.name)
+    give_back_freed()
+
+
+def _packing_refusal(model: str, weights: Recipe, memory: Memory, held_bytes: int) -> DoesNotFitError:
+    least = memory.program_bytes + held_bytes + _SPREAD_BYTES
+    fix = f"localllm quantize {shlex.quote(model)} --weights {weights.name} --ram {cap(least)}"
+    return DoesNotFitError(
+        f"{model} cannot be packed in {_gib(memory.ram_bytes)} of memory",
+        why=f"{weights.name} needs {_gib(least)}: the program has {_gib(memory.program_bytes)}, the largest matrix "
+        f"and what is made of it take {_gib(held_bytes)}",
+        fix=fix if least <= memory.most_bytes else "close other programs, or choose a smaller model: localllm list",
+    )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

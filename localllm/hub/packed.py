@@ -71,6 +71,12 @@ def packed_directory(files: ModelFiles, recipe_name: str) -> Path:
     return _place(files) / recipe_name
 
 
+def packed_of_folder(folder: Path) -> Path:
+    """Where all is that was packed of a folder with a model, as it is and as it was. Creates nothing."""
+    folder = folder.resolve()
+    return packed_root() / "folders" / folder.relative_to(folder.anchor)
+
+
 def source_id(files: ModelFiles) -> str:
     """The checkpoint as it is now, in one line: "ORG/REPO@COMMIT", "/a/folder@FINGERPRINT"."""
     place = _place(files)
@@ -159,8 +165,7 @@ def remove_packed(models: Iterable[PackedWeights]) -> int:
 def _place(files: ModelFiles) -> Path:
     root = packed_root()
     if files.repo is None:
-        folder = files.directory.resolve()
-        return root / "folders" / folder.relative_to(folder.anchor) / f"@{fingerprint(folder)}"
+        return packed_of_folder(files.directory) / f"@{fingerprint(files.directory.resolve())}"
     if not REPO_ID.fullmatch(files.repo) or not COMMIT.fullmatch(files.revision or ""):
         raise UsageError(f"{files.repo[:80]!r} at {str(files.revision)[:80]!r} is no model of the hub")
     return root / "hub" / files.repo / f"@{files.revision}"

@@ -73,6 +73,20 @@ class CheckpointBlocks:
             weight = self._finite(stored, self.checkpoint.read(stored, (norm.features,), torch.float32))
             yield {norm.name: weight + self.config.norm_weight_offset}
 
+    def held_bytes(self, layout: BlockLayout) -> int:
+        """The most that is there at once while `parts` is gone through: a matrix as it is stored, what is made of it,
+        and what was made of the one before. Norms and biases are not worth counting."""
+        most = before = 0
+        for matrix in layout.matrices:
+            weight_format = matrix.format(self.recipe)
+            N, K = matrix.out_features, matrix.in_features
+            specs = weight_format.specs(N, K)
+            made = sum(spec.nbytes for spec in specs.values())
+            beside = 0 if "weight" in specs else made + weight_format.working_bytes(K)  # "weight" is read into place
+            most = max(most, before + N * K * self._weight_dtype(matrix).itemsize + beside)
+            before = made
+        return most
+
     def finish(self) -> None:
         unused = self.checkpoint.unused()
         if unused:
@@ -100,15 +114,18 @@ class CheckpointBlocks:
         return zip(rows, torch.split(tensor, [*rows.values()]), strict=True)
 
     def _weight(self, matrix: Matrix) -> Tensor:
-        """[N, K] in the format's own dtype where it has one `weight`, else as stored, for the format to quantize."""
+        """[N, K], see `_weight_dtype`."""
         fused, parts = f"{matrix.stored}.weight", _named(matrix.parts, "weight")
+        return self.checkpoint.read_fused(fused, parts, (matrix.in_features,), self._weight_dtype(matrix))
+
+    def _weight_dtype(self, matrix: Matrix) -> torch.dtype:
+        """The format's own where it has one `weight`, else as stored, for the format to quantize."""
         specs = matrix.format(self.recipe).specs(matrix.out_features, matrix.in_features)
         if "weight" in specs:
-            dtype = specs["weight"].dtype
-        else:
-            stored = [fused] if self.checkpoint.has(fused) else parts
-            dtype = reduce(torch.promote_types, map(self.checkpoint.dtype, stored))
-        return self.checkpoint.read_fused(fused, parts, (matrix.in_features,), dtype)
+            return specs["weight"].dtype
+        fused = f"{matrix.stored}.weight"
+        stored = [fused] if self.checkpoint.has(fused) else _named(matrix.parts, "weight")
+        return reduce(torch.promote_types, map(self.checkpoint.dtype, stored))
 
     def _finite(self, stored: str, tensor: Tensor) -> Tensor:
         with self._blaming(stored):

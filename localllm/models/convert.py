@@ -26,6 +26,7 @@ from localllm.models.layout import BlockLayout, block_layouts, model_bytes
 from localllm.models.load import Progress
 from localllm.models.packed import PackedModel, PackedPlan, read_index
 from localllm.models.packed_file import TEMPORARY, NewFile, PackedFile, write_block
+from localllm.offload.host_buffer import give_back_freed
 from localllm.quant.recipe import Recipe
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -39,25 +40,32 @@ def convert(
     source: str,
     progress: Progress = lambda _done, _total: None,
     waiting: Callable[[str], None] = lambda _process: None,
+    require_memory: Callable[[int], None] = lambda _bytes: None,
     *,
     model: str = "MODEL",
 ) -> None:
     """Make, finish or mend the packed model in `target`. source: identifies the checkpoint in `source_directory`.
 
     progress(done_bytes, total_bytes), in packed bytes, hears of every matrix. waiting(process id) is called again and
-    again while another process converts into `target`. model: the name in commands. Raises CheckpointError for a
-    checkpoint that is not whole or holds a NaN, of which nothing is kept; DoesNotFitError where the disk is too small,
-    LocalLLMError where it fails: then the blocks that were finished serve the next call.
+    again while another process converts into `target`. require_memory(bytes) hears, before anything is written, of the
+    most that will be held at once beside the program, and may raise. model: the name in commands.
+
+    Raises CheckpointError for a checkpoint that is not whole or holds a NaN, of which nothing is kept; DoesNotFitError
+    where the disk is too small, LocalLLMError where it fails: then the blocks that were finished serve the next call.
     """
     with Checkpoint.open(source_directory) as checkpoint:
         blocks = CheckpointBlocks(checkpoint, load_config(source_directory), recipe)
         blocks.check()
-        pack(blocks, PackedPlan(blocks.config, recipe, source, model), target, progress, waiting)
+        pack(blocks, PackedPlan(blocks.config, recipe, source, model), target, progress, waiting, require_memory)
 
 
 class BlockParts(Protocol):
     def parts(self, layout: BlockLayout) -> Iterator[dict[str, Tensor]]:
         """The block's tensors as BlockSource has them, in a few pieces and in the order of the layout."""
+        ...
+
+    def held_bytes(self, layout: BlockLayout) -> int:
+        """The most that is there at once while its parts are gone through."""
         ...
 
 
@@ -67,9 +75,10 @@ def pack(
     target: Path,
     progress: Progress = lambda _done, _total: None,
     waiting: Callable[[str], None] = lambda _process: None,
+    require_memory: Callable[[int], None] = lambda _bytes: None,
 ) -> None:
     """As `convert`, from blocks of any origin."""
-    conversion = _Conversion(blocks, plan, target, progress)
+    conversion = _Conversion(blocks, plan, target, progress, require_memory)
 
     def wait(process: str) -> None:
         waiting(process)
@@ -86,11 +95,19 @@ def pack(
 class _Conversion:
     """One process's work in a folder that it holds. Raises OSError for what the disk refuses."""
 
-    def __init__(self, blocks: BlockParts, plan: PackedPlan, target: Path, progress: Progress) -> None:
+    def __init__(
+        self,
+        blocks: BlockParts,
+        plan: PackedPlan,
+        target: Path,
+        progress: Progress,
+        require_memory: Callable[[int], None],
+    ) -> None:
         self._blocks = blocks
         self._plan = plan
         self._target = target
         self._progress = progress
+        self._require_memory = require_memory
         self._layouts = block_layouts(plan.config)
         self._done_bytes, self._total_bytes = 0, model_bytes(plan.config, plan.recipe)
         # That are still to be written, the index among them.
@@ -115,6 +132,7 @@ class _Conversion:
         missing = [layout for layout in self._layouts if layout.name not in checksums]
         if not missing and self._has_index(checksums):
             return
+        self._require_memory(max((self._blocks.held_bytes(layout) for layout in missing), default=0))
         self._discard(missing)
         self._require_space()
         try:
@@ -171,6 +189,7 @@ class _Conversion:
             raise _no_space(self._target, self.missing_bytes)
 
     def _advance(self, num_bytes: int) -> None:
+        give_back_freed()  # of the slabs of a matrix, the C library would keep up to 100 MB beside the next one
         self._done_bytes += num_bytes
         self._progress(self._done_bytes, self._total_bytes)
 

@@ -156,8 +156,9 @@ class DiskStream:
                 failure = file.refusal("cannot be read", str(error))
             with self._changed:
                 self._under_way -= 1
-                if not self._under_way:
-                    self.clock.reading_s += time.perf_counter() - self._reading_since
+                now = time.perf_counter()
+                self.clock.reading_s += now - self._reading_since
+                self._reading_since = now
                 self._failure = self._failure or failure
                 self._missing[number] -= 1
                 self.clock.bytes_read += end - begin

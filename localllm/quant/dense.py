@@ -28,6 +28,9 @@ class Dense:
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         return {"weight": weight.to(self.dtype)}
 
+    def working_bytes(self, _in_features: int, /) -> int:
+        return 0
+
     def dequantize(self, tensors: dict[str, Tensor], out_features: int, in_features: int) -> Tensor:
         assert tensors["weight"].shape == (out_features, in_features)
         return tensors["weight"]

@@ -22,6 +22,7 @@ _STARTS: dict[Calibration, tuple[tuple[float, float], ...]] = {"hqq": hqq.STARTS
 # Calibrated at once: a few fp32 copies in the cores' L2 for torch's operations, enough for each to be worth its launch
 # on a GPU; the native kernel copies nothing.
 _SLAB_WEIGHTS = {"torch": 1 << 17, "cuda": 1 << 22, "native": 1 << 22}
+_SLABS = 2  # fp32 copies of the native ones that are there at once: the slab before and this one
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,9 @@ class Int4:
             if whole < K:  # a group that K ends within is calibrated as the smaller group that it is
                 self._fill(rows[:, whole:], slab, whole // self.group)
         return tensors
+
+    def working_bytes(self, in_features: int, /) -> int:
+        return _SLABS * 4 * max(_SLAB_WEIGHTS["native"], TILE * in_features)
 
     def _fill(self, rows: Tensor, tensors: dict[str, Tensor], first_group: int) -> None:
         """rows fp32 [R, C], C a multiple of the group or less than one: their part of the tensors."""

@@ -16,6 +16,7 @@ from localllm.quant.weight_format import TensorSpec
 COLUMNS = 64  # K is padded to a multiple of it
 LEVELS = 127
 SLAB_WEIGHTS = 1 << 18  # quantized at once: 1 MiB of fp32
+_SLABS = 6  # fp32 copies of them that are there at once
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,9 @@ class Int8:
             tensors["qweight"][part] = int8.pack(codes.to(torch.int8))
             tiled_scale.copy_(scale.view_as(tiled_scale))
         return tensors
+
+    def working_bytes(self, in_features: int, /) -> int:
+        return _SLABS * 4 * max(SLAB_WEIGHTS, TILE * in_features)
 
     def dequantize(self, tensors: dict[str, Tensor], out_features: int, in_features: int) -> Tensor:
         return int8.dequantize(tensors["qweight"], tensors["scale"], out_features, in_features, torch.float32)

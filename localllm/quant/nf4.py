@@ -23,6 +23,7 @@ from localllm.quant.weight_format import TensorSpec
 
 BLOCK = 64  # weights that share one absmax
 SLAB_WEIGHTS = 1 << 22  # dequantized for one matrix product: 8 MiB of bf16
+_SLABS = 7  # fp32 copies of them that are there at once when they are quantized, most of them bitsandbytes' own
 
 
 class MissingBitsandbytesError(UsageError):
@@ -58,6 +59,9 @@ class NF4:
             tensors["qweight"][begin // 2 :][: packed.numel()] = packed.view(-1)
             tensors["absmax"][begin // BLOCK :][: state.absmax.numel()] = state.absmax
         return tensors
+
+    def working_bytes(self, in_features: int, /) -> int:
+        return _SLABS * 4 * _whole_blocks(in_features) * in_features
 
     def dequantize(self, tensors: dict[str, Tensor], out_features: int, in_features: int) -> Tensor:
         return _dequantize(tensors, 0, out_features * in_features, torch.float32).view(out_features, in_features)

@@ -38,6 +38,10 @@ class WeightFormat(Protocol):
         """weight [N, K], any float dtype, finite. Returns tensors as `specs` says, on the weight's device."""
         ...
 
+    def working_bytes(self, in_features: int, /) -> int:
+        """The most that `quantize` holds at once on a CPU, beside the weight and the tensors that it returns."""
+        ...
+
     def dequantize(self, tensors: dict[str, Tensor], out_features: int, in_features: int) -> Tensor:
         """[N, K] fp32 (Dense: its own dtype): what the tensors mean."""
         ...

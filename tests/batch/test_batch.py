@@ -326,8 +326,8 @@ def test_parallel_bounds_what_runs_and_what_waits(
 ) -> None:
     step, running, held = Engine.step, [], []
 
-    def watched(engine: Engine) -> Any:
-        events = step(engine)
+    def watched(engine: Engine, tell: Any) -> Any:
+        events = step(engine, tell)
         running.append(len(engine.scheduler.running))
         held.append(len(engine.scheduler.sequences))
         return events

@@ -67,10 +67,10 @@ def test_an_engine_that_breaks_ends_the_job_and_what_was_answered_is_kept(
 ) -> None:
     path, step, steps = file(*PROMPTS), Engine.step, iter(range(1000))
 
-    def breaking(engine: Engine) -> Any:
+    def breaking(engine: Engine, tell: Any) -> Any:
         if next(steps) > 12:
             raise LocalLLMError("the disk is gone")
-        return step(engine)
+        return step(engine, tell)
 
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "step", breaking)

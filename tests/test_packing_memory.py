@@ -1,0 +1,102 @@
+"""Packing under a cap: it holds what it said, or it is refused before anything is written."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from localllm.config import parse_bytes
+from localllm.offload.plan import Memory
+from tests.cli_support import environment, run_cli, write_checkpoint
+
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its largest matrix takes 33 MB, which no other part of a conversion hides."""
+    return write_checkpoint(tmp_path_factory.mktemp("wide"), hidden=2048, layers=1)
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LOCALLLM_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def quantized(home: Path, *arguments: str | Path) -> tuple[int, str, int]:
+    """In a process of its own: exit code, stderr, the most bytes that it ever held."""
+    line = [sys.executable, "-m", "localllm", "quantize", *map(str, arguments)]
+    process = subprocess.Popen(line, env=environment(home), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    assert process.stderr is not None
+    with process.stderr:
+        err = process.stderr.read().decode()
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return process.returncode, err, usage.ru_maxrss * 1024
+
+
+def written(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file() and "packed" in path.parts]
+
+
+@pytest.mark.parametrize("weights", ["int4", "nf4"])
+def test_packing_is_refused_below_the_cap_that_it_names_and_holds_no_more_than_that_one(
+    wide: Path, tmp_path: Path, weights: str
+) -> None:
+    quantized(tmp_path, wide, "--weights", weights, "--ram", "64MiB")  # compiles kernels, which costs once
+    code, err, _ = quantized(tmp_path, wide, "--weights", weights, "--ram", "64MiB")
+    assert (code, written(tmp_path)) == (4, [])
+    named = re.search(r"fix: .*quantize \S+ --weights \S+ --ram (\S+)", err)
+    assert named is not None, err
+    least_bytes = parse_bytes(named[1])
+    assert least_bytes is not None
+    code, err, _ = quantized(tmp_path, wide, "--weights", weights, "--ram", f"{(least_bytes >> 20) - 32}MiB")
+    assert (code, written(tmp_path)) == (4, []), err
+    code, err, peak_bytes = quantized(tmp_path, wide, "--weights", weights, "--ram", named[1])
+    assert code == 0, err
+    assert peak_bytes <= 1.05 * least_bytes
+
+
+def too_small(_ram_bytes: int | None) -> Memory:
+    return Memory(ram_bytes=1 << 20, program_bytes=0, most_bytes=GIB)
+
+
+@pytest.mark.parametrize("command", [["quantize"], ["run", "-p", "x", "--weights", "int4"]], ids=["quantize", "run"])
+def test_first_use_obeys_the_need_of_packing_too(
+    model: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.setattr("localllm.engine.weights.process_memory", too_small)
+    result = run_cli(command[0], model, *command[1:])
+    assert (result.code, written(own_cache)) == (4, [])
+    assert "cannot be packed in 0.00 GiB" in result.err
+    assert f"localllm quantize {model} --weights int4-g64 --ram " in result.err
+
+
+def test_the_setting_and_the_variable_cap_packing(
+    model: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCALLLM_RAM", "32MiB")
+    assert run_cli("quantize", model).code == 4
+    assert run_cli("quantize", model, "--ram", "4GiB").code == 0
+    assert written(own_cache)
+
+
+def test_what_is_packed_is_verified_under_any_cap(model: Path, own_cache: Path) -> None:
+    assert run_cli("quantize", model).code == 0
+    result = run_cli("quantize", model, "--ram", "32MiB")
+    assert result.code == 0
+    assert b"is whole" in result.out
+    assert written(own_cache)
+
+
+def test_a_cap_above_what_the_machine_has_is_refused(model: Path, own_cache: Path) -> None:
+    result = run_cli("quantize", model, "--ram", "99999GiB")
+    assert (result.code, written(own_cache)) == (2, [])
+    assert "more than this machine has" in result.err
