@@ -26,9 +26,9 @@ CARD = CardRates(matrix_gbs=400.0, compute_gops=40_000.0, link_gbs=24.0, launch_
 CONTEXT = 500 << 20
 
 
-def registry_shape(name: str, weights: str = "int4-g64") -> tuple[ModelShape, bool]:
+def registry_shape(name: str) -> ModelShape:
     config = parse_config(shipped_shapes()[name], name)
-    return model_shape(config, RECIPES[weights], torch.bfloat16, name), config.tie_word_embeddings
+    return model_shape(config, RECIPES["int4-g64"], torch.bfloat16, name)
 
 
 SHAPES = {name: registry_shape(name) for name in ("llama-3.1-8b", "llama-3.3-70b", "qwen3-0.6b", "mistral-7b")}
@@ -38,11 +38,9 @@ def search(
     name: str, vram: float, ram: float = 32.0, ctx: int | None = None, job: JobShape | None = None, **changes: object
 ) -> DeviceSearch:
     """vram, ram: GiB."""
-    shape, is_tied = SHAPES[name]
+    shape = SHAPES[name]
     card = CardMemory(int(vram * GIB), CONTEXT, 64 << 20, 80 * GIB, 80 * GIB)
-    found = DeviceSearch(
-        shape, Memory(int(ram * GIB), GIB, 64 * GIB, 64 * GIB), card, RATES, CARD, True, is_tied, ctx, job
-    )
+    found = DeviceSearch(shape, Memory(int(ram * GIB), GIB, 64 * GIB, 64 * GIB), card, RATES, CARD, ctx, job)
     return replace(found, **changes)  # type: ignore[arg-type]
 
 
@@ -126,7 +124,7 @@ def test_a_prompt_is_copied_once_for_all_its_tokens() -> None:
 
 
 def test_a_step_costs_the_longest_of_what_goes_on_side_by_side() -> None:
-    shape = SHAPES["llama-3.1-8b"][0]
+    shape = SHAPES["llama-3.1-8b"]
     work = Work(2_000_000_000, 20, 900_000_000, 1_200_000_000, 0, 2_100_000_000, 10, 1.0)
     card = replace(CARD, launch_s=0.0, hop_s=1e-4)
     costs = DeviceCosts(shape, RATES, card, work, 2048, {})
@@ -140,10 +138,8 @@ def test_a_step_costs_the_longest_of_what_goes_on_side_by_side() -> None:
 
 
 def test_every_model_of_the_registry_is_planned_within_50_ms() -> None:
-    for name, raw in shipped_shapes().items():
-        config = parse_config(raw, name)
-        shape = model_shape(config, RECIPES["int4-g64"], torch.bfloat16, name)
-        of = replace(search("mistral-7b", 8), shape=shape, is_tied=config.tie_word_embeddings)
+    for name in shipped_shapes():
+        of = replace(search("mistral-7b", 8), shape=registry_shape(name))
         times = []
         for _ in range(3):
             started = time.perf_counter()

@@ -141,7 +141,7 @@ def _spent(split: StepSplit) -> str:
     total_s = split.compute_s + split.wait_s + split.sample_s
     if not total_s:
         return ""
-    shares = {"computing": split.compute_s, "sampling": split.sample_s, "waiting for the disk": split.wait_s}
+    shares = {"computing": split.compute_s, "sampling": split.sample_s, "waiting for blocks": split.wait_s}
     parts = [f"{share / total_s:.0%} {name}" for name, share in shares.items() if share >= 0.005 * total_s]
     if split.copied_bytes:
         rate = f"{split.copied_bytes / 1e9:.1f} GB at {split.copied_bytes / max(split.copy_s, 1e-9) / 1e9:.1f} GB/s"

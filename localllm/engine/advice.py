@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from localllm.errors import DoesNotFitError
+from localllm.offload.device_search import AnySearch
 from localllm.offload.plan import GIB, ModelShape, Plan, cap
-from localllm.offload.search import Search
 
 _WORTH = 1.05  # what gains less is not said
 
@@ -24,9 +24,9 @@ class Advice:
         return f"{self.change}: {self.gain}"
 
 
-def advise(search: Search, plan: Plan, int4: ModelShape | None, others: Iterable[ModelShape]) -> list[Advice]:
+def advise(search: AnySearch, plan: Plan, int4: ModelShape | None, others: Iterable[ModelShape]) -> list[Advice]:
     """What helps most first. int4: the same model in INT4, where that is not what was planned; others: other models."""
-    if not plan.streamed:
+    if plan.is_whole:
         return []
     found = [
         *_more_memory(search, plan),
@@ -37,27 +37,28 @@ def advise(search: Search, plan: Plan, int4: ModelShape | None, others: Iterable
     return [advice for advice, _ in sorted(found, key=lambda pair: pair[1])]
 
 
-def largest_that_fits(search: Search, others: Iterable[ModelShape]) -> Plan | None:
+def largest_that_fits(search: AnySearch, others: Iterable[ModelShape]) -> Plan | None:
     """The plan of the largest of these models that stays in memory as a whole; None where none does."""
     plans = (_without_streaming(search, other) for other in others)
     return max((plan for plan in plans if plan is not None), key=lambda plan: plan.shape.num_bytes, default=None)
 
 
-def _more_memory(search: Search, plan: Plan) -> Iterator[tuple[Advice, float]]:
+def _more_memory(search: AnySearch, plan: Plan) -> Iterator[tuple[Advice, float]]:
     """To keep everything; where the machine has not so much, as much as it has."""
-    missing = search.resident_bytes(plan.ctx) - search.memory.ram_bytes
-    better = _tried(replace(search, ctx=plan.ctx, memory=replace(search.memory, ram_bytes=1 << 62)))
+    better = _tried(replace(search.with_room(), ctx=plan.ctx))
     if better is None or not _helps(better, plan):
         return
-    needed = search.memory.ram_bytes + missing
-    gain = f"every block stays in memory, {_rate(better)}"
-    if needed <= search.memory.most_bytes:
-        yield Advice(f"--ram {cap(needed)}", gain), 1 / better.decode_tok_s
-    elif needed <= search.memory.total_bytes:
-        yield Advice(f"free {missing / GIB:.1f} GiB of memory (close other programs)", gain), 1 / better.decode_tok_s
+    needed, room = better.total_bytes(better.fast), search.room
+    gain = f"every block stays {'on the GPU' if better.fast == 'vram' else 'in memory'}, {_rate(better)}"
+    if needed <= room.most_bytes:
+        yield Advice(f"--{better.fast} {cap(needed)}", gain), 1 / better.decode_tok_s
+    elif needed <= room.total_bytes:
+        missing = needed - plan.limits[plan.fast]
+        kind = "the GPU's memory" if better.fast == "vram" else "memory"
+        yield Advice(f"free {missing / GIB:.1f} GiB of {kind} (close other programs)", gain), 1 / better.decode_tok_s
 
 
-def _shorter_context(search: Search, plan: Plan) -> Iterator[tuple[Advice, float]]:
+def _shorter_context(search: AnySearch, plan: Plan) -> Iterator[tuple[Advice, float]]:
     ctx = max(256, 1 << ((plan.ctx - 1).bit_length() - 2))
     better = _tried(replace(search, ctx=ctx)) if ctx < plan.ctx else None
     if better is not None and _helps(better, plan):
@@ -67,7 +68,7 @@ def _shorter_context(search: Search, plan: Plan) -> Iterator[tuple[Advice, float
         )
 
 
-def _int4(search: Search, plan: Plan, int4: ModelShape | None) -> Iterator[tuple[Advice, float]]:
+def _int4(search: AnySearch, plan: Plan, int4: ModelShape | None) -> Iterator[tuple[Advice, float]]:
     better = None if int4 is None else _tried(replace(search, shape=int4, ctx=plan.ctx))
     if better is not None and _helps(better, plan):
         yield (
@@ -76,19 +77,19 @@ def _int4(search: Search, plan: Plan, int4: ModelShape | None) -> Iterator[tuple
         )
 
 
-def _other_model(search: Search, plan: Plan, others: Iterable[ModelShape]) -> Iterator[tuple[Advice, float]]:
+def _other_model(search: AnySearch, plan: Plan, others: Iterable[ModelShape]) -> Iterator[tuple[Advice, float]]:
     smaller = (other for other in others if other.num_bytes < plan.shape.num_bytes)
     better = largest_that_fits(search, smaller)
     if better is not None and _helps(better, plan):
         yield Advice(better.shape.name, f"fits into this memory as a whole, {_rate(better)}"), 1 / better.decode_tok_s
 
 
-def _without_streaming(search: Search, shape: ModelShape) -> Plan | None:
+def _without_streaming(search: AnySearch, shape: ModelShape) -> Plan | None:
     plan = _tried(replace(search, shape=shape, ctx=min(2048, shape.default_ctx)))
-    return plan if plan is not None and not plan.streamed else None
+    return plan if plan is not None and plan.is_whole else None
 
 
-def _tried(search: Search) -> Plan | None:
+def _tried(search: AnySearch) -> Plan | None:
     with suppress(DoesNotFitError):
         return search.best()
     return None

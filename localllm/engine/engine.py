@@ -65,7 +65,7 @@ def _limited(limits: Limits, loaded: LoadedModel) -> Limits:
     plan = loaded.plan
     if plan is None:
         return limits
-    if plan.streamed:
+    if plan.ring_bytes:
         return dataclasses.replace(limits, chunk_tokens=plan.pass_tokens, shares_steps=True)
     return dataclasses.replace(limits, chunk_tokens=min(limits.chunk_tokens, plan.batch_rows))
 
@@ -75,8 +75,8 @@ def _forward_split(seconds: float, before: StreamClock, after: StreamClock) -> S
     return StepSplit(
         compute_s=seconds - wait_s,
         wait_s=wait_s,
-        copy_s=after.reading_s - before.reading_s,
-        copied_bytes=after.bytes_read - before.bytes_read,
+        copy_s=after.reading_s - before.reading_s + after.sending_s - before.sending_s,
+        copied_bytes=after.bytes_read - before.bytes_read + after.bytes_sent - before.bytes_sent,
     )
 
 
@@ -325,8 +325,7 @@ class Engine:
         for sequence, _ in scheduled:
             sequence.clock.prefill_started = sequence.clock.prefill_started or time.perf_counter()
         ids = {sequence.request_id for sequence, _ in scheduled}
-        clock, started = self.model.stream.clock, time.perf_counter()
-        before = dataclasses.replace(clock)
+        before, started = dataclasses.replace(self.model.stream.clock), time.perf_counter()
         try:
             logits = self.runner.forward(
                 [chunk for _, chunk in scheduled],
@@ -340,7 +339,7 @@ class Engine:
             if self._gives_way(error, sum(chunk.num_tokens for _, chunk in scheduled)):
                 return events
             return events + [self._fail(sequence, error) for sequence, _ in scheduled]
-        split = _forward_split(time.perf_counter() - started, before, clock)
+        split = _forward_split(time.perf_counter() - started, before, self.model.stream.clock)
         for row, (sequence, chunk) in enumerate(scheduled):
             sequence.clock.split += split
             sequence.clock.ran_alone &= len(scheduled) == 1

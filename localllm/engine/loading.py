@@ -9,7 +9,8 @@ from functools import partial
 
 import torch
 
-from localllm.engine.memory import available_bytes, choose_ctx, is_out_of_memory, out_of_memory, require_context
+from localllm.engine.card import CardPlanning, cap_allocator
+from localllm.engine.memory import is_out_of_memory, out_of_memory, require_context
 from localllm.engine.placement import find_plan, model_shape, process_memory
 from localllm.engine.weights import is_unpacked, open_checkpoint, open_packed
 from localllm.errors import DoesNotFitError, UsageError
@@ -17,7 +18,6 @@ from localllm.hub import ModelFiles
 from localllm.models.block_source import BlockSource
 from localllm.models.config import ModelConfig
 from localllm.models.decoder import Decoder
-from localllm.models.layout import model_bytes
 from localllm.models.load import DecoderParts, Progress, load_decoder
 from localllm.models.packed import PackedModel
 from localllm.models.placed import PlacedModel
@@ -73,34 +73,34 @@ class Loading:
 
     def load(self, config: ModelConfig) -> LoadedModel:
         """Raises what is listed at `Engine.load`."""
-        if self.vram is not None and self.device.type == "cpu":
+        if self.vram is not None and not has_card(self.device):
             why = "the model runs on the CPU; --ram limits the memory that it takes there"
             raise UsageError("--vram is a limit for a GPU, and none is used", why=why, fix="leave --vram out")
         try:
-            return self._on_gpu(config) if self.device.type == "cuda" else self._on_cpu(config)
+            return self._load(config)
         except (MemoryError, RuntimeError) as error:
             raise out_of_memory(self.device, error) if is_out_of_memory(error) else error from None
 
-    def _on_cpu(self, config: ModelConfig) -> LoadedModel:
+    def _load(self, config: ModelConfig) -> LoadedModel:
         require_context(config, self.ctx)
         plan = self._plan(config)  # before minutes of conversion, not after
         with ExitStack() as opened:
-            if is_unpacked(self.recipe) and not plan.streamed:
+            if is_unpacked(self.recipe) and plan.is_whole:
                 blocks = opened.enter_context(open_checkpoint(self.files, config, self.recipe))
                 plan = self._plan(blocks.config)
-                if not plan.streamed:
-                    return self._loaded(plan, self._decoder(blocks.config, blocks))
+                if plan.is_whole:
+                    return self._loaded(plan, self._decoder(blocks.config, blocks, plan))
             packed = opened.enter_context(self._packed(config))
             plan = self._plan(packed.config, packed)
-            if not plan.streamed:
-                return self._loaded(plan, self._decoder(packed.config, packed))
+            if plan.is_whole and not has_card(self.device):
+                return self._loaded(plan, self._decoder(packed.config, packed, plan))
             placed = opened.enter_context(self._placed(packed, plan))
             return self._loaded(plan, placed.few, placed, opened.pop_all())
 
     def _loaded(
         self, plan: Plan, decoder: Decoder, placed: PlacedModel | None = None, held: ExitStack | None = None
     ) -> LoadedModel:
-        spare = 0 if plan.streamed else plan.free_bytes // plan.shape.kv_bytes_per_token
+        spare = 0 if plan.ring_bytes else plan.free_bytes // plan.shape.kv_bytes_per_token
         kv_tokens = plan.kv_tokens + spare
         ctx = plan.ctx
         if self.job is not None and self.ctx is None:  # one sequence may have what several have together
@@ -108,7 +108,7 @@ class Loading:
         return LoadedModel(decoder, plan, ctx, kv_tokens, placed, held or ExitStack())
 
     def _placed(self, packed: PackedModel, plan: Plan) -> PlacedModel:
-        accelerator = None if self.device.type == "cpu" else self.device
+        accelerator = self.device if has_card(self.device) else None
         parts = DecoderParts(packed.config, self.recipe, self.dtype, self.device)
         placed = PlacedModel(packed, parts, accelerator)
         placed.place(plan.blocks, plan.many_rows, self.watcher.reading)
@@ -124,6 +124,12 @@ class Loading:
             raise
 
     def _plan_in(self, config: ModelConfig, recipe: Recipe, cached_share: float = 0.0) -> Plan:
+        if has_card(self.device):
+            say = self.watcher.measuring
+            card = CardPlanning(self.device, self.dtype, self.ctx, self.ram, self.vram, self.job, say)
+            search = card.search(config, recipe, self.files.name, cached_share=cached_share)
+            cap_allocator(self.device, search.card)
+            return search.best()
         shape = model_shape(config, recipe, self.dtype, self.files.name)
         memory = partial(process_memory, self.ram)
         return find_plan(shape, recipe, self.dtype, memory, self.ctx, self.job, self.watcher.measuring, cached_share)
@@ -131,24 +137,19 @@ class Loading:
     def _packed(self, config: ModelConfig) -> PackedModel:
         return open_packed(self.files, config, self.recipe, self.watcher.packing, self.watcher.waiting, self.ram)
 
-    def _decoder(self, config: ModelConfig, source: BlockSource) -> Decoder:
+    def _decoder(self, config: ModelConfig, source: BlockSource, plan: Plan) -> Decoder:
+        """Of a plan that keeps every block where it is computed fastest."""
         return load_decoder(
             source,
             config,
             self.recipe,
             dtype=self.dtype,
             device=self.device,
+            on_host=frozenset(block.name for block in plan.blocks if block.tier == "ram"),
             progress=self.watcher.reading,
         )
 
-    def _on_gpu(self, config: ModelConfig) -> LoadedModel:
-        def fit(config: ModelConfig) -> tuple[int, int]:
-            weight_bytes, int4_bytes = (model_bytes(config, either) for either in (self.recipe, RECIPES[DEFAULT]))
-            free = min(available_bytes(self.device), self.vram or available_bytes(self.device))
-            return choose_ctx(config, weight_bytes, free, self.dtype, self.ctx, int4_bytes)
 
-        fit(config)
-        opened = open_checkpoint(self.files, config, self.recipe) if is_unpacked(self.recipe) else self._packed(config)
-        with opened as source:
-            ctx, kv_tokens = fit(source.config)
-            return LoadedModel(self._decoder(source.config, source), None, ctx, kv_tokens, None, ExitStack())
+def has_card(device: torch.device) -> bool:
+    """Whether the device has memory of its own, beside the host's."""
+    return device.type != "cpu"

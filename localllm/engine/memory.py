@@ -5,14 +5,11 @@ from __future__ import annotations
 import psutil
 import torch
 
-from localllm.cache.contiguous import kv_bytes_per_token
 from localllm.errors import DoesNotFitError, UsageError
 from localllm.models.config import ModelConfig
 from localllm.offload.machine_memory import address_space_free_bytes, cgroup_free_bytes
 
 DEFAULT_CTX = 8192  # where nobody asked: long enough for a chat, 1 GiB of KV for an 8B model
-MIN_CTX = 128
-NO_LIMIT = 1 << 62
 HEADROOM = 0.9  # of what is free; the rest is activations, the allocator's slack and the other programs
 
 
@@ -71,40 +68,6 @@ def require_context(config: ModelConfig, asked: int | None) -> None:
             why=f"it was trained for at most {longest}",
             fix=f"--ctx {longest}",
         )
-
-
-def choose_ctx(
-    config: ModelConfig,
-    weight_bytes: int,
-    free_bytes: int,
-    dtype: torch.dtype,
-    asked: int | None,
-    int4_bytes: int = NO_LIMIT,
-) -> tuple[int, int]:
-    """The context length, and how many KV tokens fit beside the weights.
-
-    int4_bytes: what the weights would take as int4, to say whether that helps. Raises DoesNotFitError where the
-    weights, or the context that was asked for, do not fit; UsageError for a context that the model was not made for.
-    """
-    per_token = kv_bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
-    usable = int(free_bytes * HEADROOM)
-    kv_tokens = (usable - weight_bytes) // per_token
-    require_context(config, asked)
-    wanted = asked if asked is not None else min(config.max_position_embeddings, DEFAULT_CTX)
-    least = wanted if asked is not None else min(wanted, MIN_CTX)
-    if kv_tokens < least:
-        fix = "choose a smaller model: localllm list --all"
-        if kv_tokens >= MIN_CTX:
-            fix = f"--ctx {kv_tokens}"
-        elif (usable - int4_bytes) // per_token >= least:
-            fix = "--weights int4"
-        raise DoesNotFitError(
-            "the model does not fit into memory",
-            why=f"weights {_gib(weight_bytes)} + KV cache {_gib(least * per_token)} for {least} tokens; "
-            f"free: {_gib(free_bytes)}, of which {HEADROOM:.0%} may be used",
-            fix=fix,
-        )
-    return min(wanted, kv_tokens), kv_tokens
 
 
 def _gib(num_bytes: int) -> str:

@@ -18,6 +18,7 @@ from localllm.models.config import ModelConfig
 from localllm.models.cpu_step import native_row_bytes, supports_shape
 from localllm.models.layout import BlockLayout, block_layouts
 from localllm.models.packed_file import PackedFile
+from localllm.models.split_mlp import can_be_split
 from localllm.offload.plan import BlockShape, JobShape, Memory, ModelShape, Plan, Rates
 from localllm.offload.profile import kept_profile, measured
 from localllm.offload.search import Search
@@ -30,10 +31,15 @@ _GROWTH_BYTES = 12 << 20
 _TYPICAL = Rates(matrix_gbs=20.0, compute_gops=500.0, disk_gbs=1.0, is_measured=False)
 
 
-def model_shape(config: ModelConfig, recipe: Recipe, dtype: torch.dtype, name: str) -> ModelShape:
-    """What the plan needs to know of a model whose activations and KV cache are of `dtype`."""
+HOST = torch.device("cpu")
+
+
+def model_shape(
+    config: ModelConfig, recipe: Recipe, dtype: torch.dtype, name: str, device: torch.device = HOST
+) -> ModelShape:
+    """What the plan needs to know of a model whose activations and KV cache are of `dtype`, computed on `device`."""
     blocks = [_block_shape(layout, recipe) for layout in block_layouts(config)]
-    is_native = supports_shape(config, recipe, dtype)
+    is_native = device.type == "cpu" and supports_shape(config, recipe, dtype)
     return ModelShape(
         name=name,
         weights=recipe.name,
@@ -48,6 +54,8 @@ def model_shape(config: ModelConfig, recipe: Recipe, dtype: torch.dtype, name: s
         logits_bytes=config.vocab_size * 4,
         # The operators' sums change with the number of rows: another one is taken only where this one does not fit.
         batch_rows=tuple(dict.fromkeys(max(BATCH_ROWS >> halvings, MAX_ROWS) for halvings in range(7))),
+        is_tied=config.tie_word_embeddings,
+        can_split=can_be_split(config, recipe),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -42,23 +42,24 @@ def load_decoder(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    on_host: Collection[str] = (),
     progress: Progress = lambda _done, _total: None,
-    stream: BlockStream = ALL_RESIDENT,
 ) -> Decoder:
     """Read every block once, in the order in which a forward needs them. dtype: of activations and KV cache.
 
-    stream: brings the blocks of its `names`, of which `source` gives tensors that are filled later.
+    on_host: names of blocks that are computed there, whatever the device is.
     Raises what the source raises: CheckpointError naming a tensor that is missing, misshapen or not of this family.
     """
     total, done = model_bytes(config, recipe), 0
     loaded: list[BlockTensors] = []
     for layout in block_layouts(config):
-        tensors = {name: tensor.to(device) for name, tensor in source.tensors(layout).items()}
+        home = torch.device("cpu") if layout.name in on_host else device
+        tensors = {name: tensor.to(home) for name, tensor in source.tensors(layout).items()}
         loaded.append(BlockTensors(layout, tensors))
         done += layout.nbytes(recipe)
         progress(done, total)
     source.finish()
-    return DecoderParts(config, recipe, dtype, device).assembled(loaded, stream)
+    return DecoderParts(config, recipe, dtype, device).assembled(loaded, ALL_RESIDENT)
 
 
 @dataclass(frozen=True)

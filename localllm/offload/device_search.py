@@ -16,7 +16,7 @@ from localllm.offload.costs import PASS_TOKENS
 from localllm.offload.device_costs import CardRates, DeviceCosts, Work
 from localllm.offload.plan import NEVER, BlockShape, Bound, JobShape, Memory, ModelShape, Placed, Plan, Rates, cap
 from localllm.offload.ring import ring_bytes
-from localllm.offload.search import LOGIT_ROWS, PROMPT_TOKENS, SMALLER, best_plan, contexts, gib
+from localllm.offload.search import LOGIT_ROWS, PROMPT_TOKENS, SMALLER, Search, best_plan, contexts, gib
 
 _MIB = 1 << 20
 _ALLOCATOR_BYTES = 2 * _MIB  # to which torch's allocator rounds a large run up
@@ -82,18 +82,25 @@ class _Amount:
 
 @dataclass(frozen=True)
 class DeviceSearch:
-    """All plans of a model on a machine with a GPU; `best` is the answer. can_split: whether an MLP block may be."""
+    """All plans of a model on a machine with a GPU; `best` is the answer."""
 
     shape: ModelShape
     memory: Memory
     card: CardMemory
     rates: Rates
     card_rates: CardRates
-    can_split: bool = False
-    is_tied: bool = False  # the embedding is the head's matrix
     ctx: int | None = None  # asked for
     job: JobShape | None = None
     corrections: Mapping[Bound, float] = field(default_factory=dict)
+
+    @property
+    def room(self) -> CardMemory:
+        """Where blocks stay, and how much of that there is."""
+        return self.card
+
+    def with_room(self) -> DeviceSearch:
+        """As if there were as much of it as may be wanted."""
+        return replace(self, card=replace(self.card, vram_bytes=1 << 62))
 
     def best(self) -> Plan:
         """As `best_plan` has it. Raises DoesNotFitError naming the least memory that would do."""
@@ -150,7 +157,7 @@ class DeviceSearch:
     def _fastest(self, amount: _Amount) -> tuple[float, _Choice] | None:
         """The choice that makes a step the shortest, and how long that is."""
         room = self._room(amount)
-        heads: tuple[Head, ...] = ("resident",) if self.is_tied else ("resident", "computed")
+        heads: tuple[Head, ...] = ("resident",) if self.shape.is_tied else ("resident", "computed")
         found = [best for head in heads for best in self._of_head(amount, room, head)]
         return min(found, key=lambda pair: pair[0], default=None)
 
@@ -199,7 +206,7 @@ class DeviceSearch:
         vram -= kept * (attention + _ALLOCATOR_BYTES)
         kept_mlp = min(layers, vram // (mlp + _ALLOCATOR_BYTES))
         vram -= kept_mlp * (mlp + _ALLOCATOR_BYTES) + _ALLOCATOR_BYTES
-        splits = self.can_split and kept_mlp < layers and _LEAST_SPLIT * mlp < vram < mlp
+        splits = self.shape.can_split and kept_mlp < layers and _LEAST_SPLIT * mlp < vram < mlp
         to_disk = self._to_disk(ram - mlp * splits, attention, mlp, layers - kept, layers - kept_mlp)
         if to_disk is None:
             return None
@@ -218,7 +225,7 @@ class DeviceSearch:
     def _costs(self, amount: _Amount, choice: _Choice) -> DeviceCosts:
         shape, (attention, mlp) = self.shape, (self.shape.blocks[0].num_bytes, self.shape.blocks[1].num_bytes)
         pairs = ((choice.attention, attention), (choice.mlp, mlp))
-        head_bytes = shape.embed.num_bytes if self.is_tied else shape.head.num_bytes
+        head_bytes = shape.embed.num_bytes if self.shape.is_tied else shape.head.num_bytes
         on_device, on_host = (head_bytes, 0) if choice.head == "resident" else (0, head_bytes)
         split = choice.mlp.split * mlp - choice.split_bytes
         streamed = sum((counts.streamed + counts.disk) * size for counts, size in pairs)
@@ -263,7 +270,7 @@ class DeviceSearch:
             "logits": logits,
             "workspace": self.card.workspace_bytes,
         }
-        return owners | ({"embedding": shape.embed.num_bytes} if self.is_tied else {})
+        return owners | ({"embedding": shape.embed.num_bytes} if self.shape.is_tied else {})
 
     def _ram_owners(self, amount: _Amount) -> dict[str, int]:
         shape = self.shape
@@ -272,13 +279,13 @@ class DeviceSearch:
             "program": self.memory.program_bytes,
             "kv": amount.kv_tokens * shape.kv_bytes_per_token * layers // self._num_layers,
             "loading": ring_bytes([block.num_bytes for block in (*shape.blocks, shape.head)]),
-        } | ({} if self.is_tied else {"embedding": shape.embed.num_bytes})
+        } | ({} if self.shape.is_tied else {"embedding": shape.embed.num_bytes})
 
     def _plan(self, amount: _Amount, choice: _Choice) -> Plan:
         shape, costs = self.shape, self._costs(amount, choice)
         pairs = zip(_interleaved(choice.attention), _interleaved(choice.mlp), strict=True)
         kinds = [kind for pair in pairs for kind in pair]
-        blocks = [_placed(shape.embed, "resident" if self.is_tied else "computed")]
+        blocks = [_placed(shape.embed, "resident" if self.shape.is_tied else "computed")]
         blocks += [_placed(block, kind, choice.split_bytes) for block, kind in zip(shape.blocks, kinds, strict=True)]
         blocks.append(_placed(shape.head, choice.head))
         vram, ram, disk = self._ledger(amount, blocks)
@@ -310,8 +317,10 @@ class DeviceSearch:
         rest = [block for block in blocks[1:] if block.tier != "vram"]
         from_disk = [block.num_bytes for block in rest if block.tier == "disk"]
         split_bytes = sum(block.device_bytes for block in rest)
-        embedding = (vram if self.is_tied else ram).pop("embedding")
-        vram["weights"] = sum(block.num_bytes for block in kept) + split_bytes + (embedding if self.is_tied else 0)
+        embedding = (vram if self.shape.is_tied else ram).pop("embedding")
+        vram["weights"] = (
+            sum(block.num_bytes for block in kept) + split_bytes + (embedding if self.shape.is_tied else 0)
+        )
         vram["slack"] = _ALLOCATOR_BYTES * (len(kept) + bool(split_bytes))
         # The host computes a head that the device does not keep: of a prompt, too, only a few rows are wanted.
         vram["staging"] = ring_bytes([block.num_bytes for block in rest if block.name != self.shape.head.name])
@@ -320,7 +329,7 @@ class DeviceSearch:
             for block in rest
             if block.tier == "ram"
         )
-        ram["weights"] = in_ram + (0 if self.is_tied else embedding)
+        ram["weights"] = in_ram + (0 if self.shape.is_tied else embedding)
         ram["staging"] = ring_bytes(from_disk)
         return vram, ram, {"weights": sum(from_disk)}
 
@@ -340,3 +349,6 @@ def _interleaved(counts: _Counts) -> list[Kind]:
         given[most] += 1
         order.append(cast(Kind, most))
     return order
+
+
+AnySearch = Search | DeviceSearch

@@ -7,7 +7,6 @@ but for what comes from the disk. Knows nothing of what the bytes hold.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,12 +40,43 @@ class Lane:
         self.module: Any = torch.get_device_module(device)
         self.stream: Any = self.module.Stream()
         self.user: DeviceStream | None = None
+        self._clock = StreamClock()
+        self._is_timed = device.type == "cuda"
+        self._sending: list[tuple[Any, Any]] = []  # events before and behind what is not in the clock yet
+        self._waiting: list[tuple[Any, Any]] = []
 
-    def mark(self) -> Any:
-        """Of what the device was given to compute so far."""
-        event = self.module.Event()
-        event.record(self.module.current_stream())
+    @property
+    def clock(self) -> StreamClock:
+        """What has taken place so far, by the device's own time."""
+        self._clock.sending_s += _ended(self._sending)
+        self._clock.wait_s += _ended(self._waiting)
+        return self._clock
+
+    def mark(self, stream: Any = None) -> Any:
+        """An event behind all that `stream`, or where the device computes, was given so far."""
+        event = self.module.Event(enable_timing=True) if self._is_timed else self.module.Event()
+        event.record(self.module.current_stream() if stream is None else stream)
         return event
+
+    def copy(self, content: Tensor, into: Tensor, after: Any | None) -> Any:
+        """Begin it once `after` has come; the event behind it."""
+        with self.module.stream(self.stream):
+            if after is not None:
+                self.stream.wait_event(after)
+            began = self.mark(self.stream) if self._is_timed else None
+            into.copy_(content, non_blocking=True)
+            arrived = self.mark(self.stream)
+        self._clock.bytes_sent += content.numel()
+        if began is not None:
+            self._sending.append((began, arrived))
+        return arrived
+
+    def wait(self, arrived: Any) -> None:
+        """What is computed from here on comes after that."""
+        began = self.mark() if self._is_timed else None
+        self.module.current_stream().wait_event(arrived)
+        if began is not None:
+            self._waiting.append((began, self.mark()))
 
 
 class DeviceStream:
@@ -56,7 +86,6 @@ class DeviceStream:
         self, runs: Sequence[HostRun], ring: Ring, memory: Tensor, lane: Lane, disk: DiskStream | None = None
     ) -> None:
         """disk: brings the runs that are from the disk, and what is read there but computed on the host."""
-        self.clock = StreamClock() if disk is None else disk.clock
         self.names = frozenset(run.name for run in runs) | (frozenset() if disk is None else disk.names)
         self._runs = runs
         self._index = {run.name: index for index, run in enumerate(runs)}
@@ -70,6 +99,10 @@ class DeviceStream:
         self._next = 0  # the run that is needed next; those before it are released
         self._arrived: dict[int, Any] = {}  # of the copies that were begun
         self._released: dict[int, Any] = {}
+
+    @property
+    def clock(self) -> StreamClock:
+        return self._lane.clock if self._disk is None else self._lane.clock + self._disk.clock
 
     def begin(self) -> None:
         """As BlockStream says. Copies that were begun for a forward that was given up are dropped."""
@@ -96,7 +129,7 @@ class DeviceStream:
         assert self._index[name] == number % len(self._runs), "runs are asked for in their order"
         if number not in self._arrived:
             self._copy(number)
-        self._lane.module.current_stream().wait_event(self._arrived.pop(number))
+        self._lane.wait(self._arrived.pop(number))
         yield
         self._released[number] = self._lane.mark()
         self._next = number + 1
@@ -122,22 +155,19 @@ class DeviceStream:
         """Of a run from the disk, the copy is waited for: its place on the host is for the next one then."""
         run, index = self._run(number), number % len(self._runs)
         before = self._released.pop(number - self._reach[index], None)
-        with self._disk_held(run.name) if run.from_disk else self._nothing():
-            with self._lane.module.stream(self._lane.stream):
-                if before is not None:
-                    self._lane.stream.wait_event(before)
-                self._places[index].copy_(run.content, non_blocking=True)
-                arrived = self._arrived[number] = self._lane.module.Event()
-                arrived.record(self._lane.stream)
-            if run.from_disk:
-                started = time.perf_counter()
-                arrived.synchronize()
-                self.clock.wait_s += time.perf_counter() - started
-        self.clock.bytes_sent += run.content.numel()
-
-    @contextmanager
-    def _nothing(self) -> Iterator[None]:
-        yield
+        if not run.from_disk:
+            self._arrived[number] = self._lane.copy(run.content, self._places[index], before)
+            return
+        with self._disk_held(run.name):
+            arrived = self._arrived[number] = self._lane.copy(run.content, self._places[index], before)
+            arrived.synchronize()
 
     def _run(self, number: int) -> HostRun:
         return self._runs[number % len(self._runs)]
+
+
+def _ended(pairs: list[tuple[Any, Any]]) -> float:
+    """Seconds between the events of those pairs that have come, which are dropped."""
+    ended = [pair for pair in pairs if pair[1].query()]
+    pairs[:] = [pair for pair in pairs if pair not in ended]
+    return float(sum(began.elapsed_time(end) for began, end in ended)) / 1e3

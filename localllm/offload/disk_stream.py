@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -51,6 +51,9 @@ class StreamClock:
     wait_s: float = 0.0
     bytes_sent: int = 0
     sending_s: float = 0.0
+
+    def __add__(self, other: StreamClock) -> StreamClock:
+        return StreamClock(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 class DiskStream:

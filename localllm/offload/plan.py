@@ -41,6 +41,8 @@ class ModelShape:
     state_bytes: int  # of a token that waits between two blocks while others pass
     logits_bytes: int  # of one token's
     batch_rows: tuple[int, ...]  # how many tokens may be computed at once, the best first
+    is_tied: bool = False  # the embedding is the head's matrix
+    can_split: bool = False  # an MLP block, between a device and the host
 
     @cached_property
     def num_bytes(self) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from localllm.errors import DoesNotFitError
@@ -128,11 +128,14 @@ class Search:
         """As `best_plan` has it. Raises DoesNotFitError naming the least memory that would do."""
         return best_plan(self)
 
-    def resident_bytes(self, ctx: int) -> int:
-        """What the process holds where no block is streamed."""
-        blocks = (*self.shape.blocks, self.shape.head)
-        owners = self._owners(ctx, 1, self.shape.batch_rows[0], 0)
-        return sum(owners.values()) + sum(block.num_bytes for block in blocks)
+    @property
+    def room(self) -> Memory:
+        """Where blocks stay, and how much of that there is."""
+        return self.memory
+
+    def with_room(self) -> Search:
+        """As if there were as much of it as may be wanted."""
+        return replace(self, memory=replace(self.memory, ram_bytes=1 << 62))
 
     def least_bytes(self) -> int:
         """The least memory in which the model runs, with the context that was asked for."""

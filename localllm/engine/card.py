@@ -1,0 +1,80 @@
+"""A GPU as a plan sees it: what this process may hold there, and what it was measured to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from localllm.engine.memory import HEADROOM, out_of_memory
+from localllm.engine.placement import model_shape, process_memory
+from localllm.errors import UsageError
+from localllm.models.config import ModelConfig
+from localllm.offload.device_costs import CardRates
+from localllm.offload.device_rates import DeviceRates
+from localllm.offload.device_search import CardMemory, DeviceSearch
+from localllm.offload.plan import JobShape
+from localllm.offload.profile import device_measured, kept_profile, measured
+from localllm.quant.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class CardPlanning:
+    """What a plan on `device` is asked for; ram, vram: caps in bytes."""
+
+    device: torch.device
+    dtype: torch.dtype
+    ctx: int | None
+    ram: int | None
+    vram: int | None
+    job: JobShape | None
+    say: Callable[[str], None]
+
+    def search(
+        self, config: ModelConfig, recipe: Recipe, name: str, *, cached_share: float = 0.0, beside_bytes: int = 0
+    ) -> DeviceSearch:
+        """What the machine does is measured where it is not known, once. beside_bytes: of the host's memory, for what
+        is loaded after the model. Raises UsageError for a cap above what exists, DoesNotFitError where the card has
+        not even room for a measurement.
+        """
+        try:
+            profile = measured(kept_profile(), recipe.name, recipe.blocks, self.dtype, self.say)
+            profile = device_measured(profile, self.device, recipe.name, recipe.blocks, self.dtype, self.say)
+        except torch.OutOfMemoryError as error:
+            raise out_of_memory(self.device, error) from None
+        rates, card = profile.rates(recipe.name), profile.device
+        assert rates is not None and card is not None
+        found = card.formats[recipe.name]
+        vram = card_memory(self.device, self.vram, card, found.workspace_bytes)
+        memory = process_memory(self.ram)
+        return DeviceSearch(
+            shape=model_shape(config, recipe, self.dtype, name, self.device),
+            memory=replace(memory, program_bytes=memory.program_bytes + beside_bytes),
+            card=vram,
+            rates=replace(rates, cached_share=cached_share),
+            card_rates=CardRates(found.matrix_gbs, found.compute_gops, card.h2d_gbs, card.launch_s, card.hop_s),
+            ctx=self.ctx,
+            job=self.job,
+            corrections=profile.corrections,
+        )
+
+
+def card_memory(device: torch.device, vram_bytes: int | None, rates: DeviceRates, workspace_bytes: int) -> CardMemory:
+    """vram_bytes: the cap. Raises UsageError for more than the card has."""
+    torch.ones(1, device=device)  # makes the context, which what is free is counted without then
+    free, total = torch.cuda.mem_get_info(device)
+    if vram_bytes is not None and vram_bytes > total:
+        raise UsageError(
+            f"--vram {vram_bytes / 2**30:.2f}GiB is more than this card has",
+            why=f"it has {total / 2**30:.2f} GiB of memory",
+            fix=f"--vram {total / 2**30 - 0.01:.2f}GiB",
+        )
+    most = rates.context_bytes + int(HEADROOM * free) + torch.cuda.memory_reserved(device)
+    return CardMemory(min(vram_bytes or most, most), rates.context_bytes, workspace_bytes, most, total)
+
+
+def cap_allocator(device: torch.device, card: CardMemory) -> None:
+    """What torch takes on the card stays within the plan's share of it; more is torch's error for want of memory."""
+    share = (card.vram_bytes - card.context_bytes) / card.total_bytes
+    torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, share)), device)
