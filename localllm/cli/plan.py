@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -15,7 +16,7 @@ from localllm.config import Settings, load_settings
 
 if TYPE_CHECKING:
     from localllm.engine.planning import Planned, Prediction
-    from localllm.offload.plan import Plan
+    from localllm.offload.plan import Plan, Tier
 
 EXAMPLES = """Examples:
 
@@ -27,9 +28,16 @@ EXAMPLES = """Examples:
 _JOB_TOKENS = 1024  # of a prompt and its answer together, in a job of which nothing more is known
 _BAR_COLUMNS = 30
 _MAP_COLUMNS = 64
-_SIGNS = {"vram": "@", "ram": "#", "disk": "."}
-_MEANINGS = {"vram": "on the GPU", "ram": "stays in memory", "disk": "read from the disk at every step"}
-_TONES: Mapping[str, Tone] = {"vram": "good", "ram": "good", "disk": "poor"}
+# Of a block by its tier and who computes it: its sign on the map, the sign's tone, what it means.
+_KINDS: Mapping[tuple[str, str], tuple[str, Tone, str]] = {
+    ("vram", "gpu"): ("@", "good", "on the GPU"),
+    ("ram", "cpu"): ("#", "good", "in memory, computed by the CPU"),
+    ("ram", "split"): ("%", "good", "in memory, computed by the CPU and the GPU"),
+    ("ram", "gpu"): (">", "fair", "in memory, copied to the GPU at every step"),
+    ("disk", "gpu"): (".", "poor", "read from the disk at every step"),
+    ("disk", "cpu"): (".", "poor", "read from the disk at every step"),
+}
+_MEMORIES: Mapping[Tier, str] = {"vram": "GPU memory", "ram": "memory"}
 _BOUNDS = {
     "memory": "reading the weights from memory",
     "compute": "computing",
@@ -157,11 +165,14 @@ def _show(output: Output, planned: Planned) -> None:
 
 
 def _show_ledger(output: Output, plan: Plan) -> None:
-    limit = plan.limits["ram"]
-    output.line(f"memory       {format_bytes(plan.total_bytes('ram'))} of {format_bytes(limit)}")
-    for owner, count in plan.ledger["ram"].items():
-        bar = "#" * max(1, round(_BAR_COLUMNS * count / limit))
-        output.line(f"  {owner:<11}{format_bytes(count):>10}  {bar}")
+    for tier, name in _MEMORIES.items():
+        limit = plan.limits.get(tier)
+        if limit is None:
+            continue
+        output.line(f"{name:<11}  {format_bytes(plan.total_bytes(tier))} of {format_bytes(limit)}")
+        for owner, count in plan.ledger[tier].items():
+            bar = "#" * max(1, round(_BAR_COLUMNS * count / limit))
+            output.line(f"  {owner:<11}{format_bytes(count):>10}  {bar}")
     streamed = plan.total_bytes("disk")
     if streamed:
         output.line(f"disk         {format_bytes(streamed)} are read at every step")
@@ -172,12 +183,11 @@ def _show_map(output: Output, plan: Plan) -> None:
     """A sign a block, in the order of a forward."""
     for begin in range(0, len(plan.blocks), _MAP_COLUMNS):
         row = plan.blocks[begin : begin + _MAP_COLUMNS]
-        parts = [(_SIGNS[block.tier], _TONES[block.tier]) for block in row]
+        parts = [_KINDS[block.tier, block.exec][:2] for block in row]
         output.toned_line([("blocks       " if begin == 0 else " " * 13, "plain"), *parts])
-    tiers = dict.fromkeys(block.tier for block in plan.blocks)
-    for tier in tiers:
-        count = sum(block.tier == tier for block in plan.blocks)
-        output.toned_line([(" " * 13, "plain"), (_SIGNS[tier], _TONES[tier]), (f" {count} {_MEANINGS[tier]}", "plain")])
+    counts = Counter(_KINDS[block.tier, block.exec] for block in plan.blocks)
+    for (sign, tone, meaning), count in counts.items():
+        output.toned_line([(" " * 13, "plain"), (sign, tone), (f" {count} {meaning}", "plain")])
     output.line()
 
 

@@ -114,6 +114,8 @@ class DeviceSearch:
             for layers in dict.fromkeys(round(share * self._num_layers) for share in _KV_SHARES):
                 amount = _Amount(ctx, sequences, kv_tokens, rows, pass_tokens, layers)
                 best = self._fastest(amount)
+                if best is not None and self._is_whole(best[1]):  # a device that holds everything is not second-guessed
+                    return self._plan(amount, best[1])
                 worth = 1.0 if found is None or found[1].rows == rows else _ROWS_WORTH
                 if best is not None and (found is None or best[0] < worth * found[0]):
                     found = best[0], amount, best[1]
@@ -157,9 +159,17 @@ class DeviceSearch:
     def _fastest(self, amount: _Amount) -> tuple[float, _Choice] | None:
         """The choice that makes a step the shortest, and how long that is."""
         room = self._room(amount)
-        heads: tuple[Head, ...] = ("resident",) if self.shape.is_tied else ("resident", "computed")
-        found = [best for head in heads for best in self._of_head(amount, room, head)]
+        heads: tuple[Head, ...] = ("resident", "computed")
+        found: list[tuple[float, _Choice]] = []
+        for head in heads:
+            found += self._of_head(amount, room, head)
+            if found and self._is_whole(found[-1][1]):
+                return found[-1]
         return min(found, key=lambda pair: pair[0], default=None)
+
+    def _is_whole(self, choice: _Choice) -> bool:
+        kept = choice.attention.resident + choice.mlp.resident
+        return choice.head == "resident" and kept == len(self.shape.blocks)
 
     def _of_head(self, amount: _Amount, room: tuple[int, int], head: Head) -> Iterator[tuple[float, _Choice]]:
         """What the device has no room for, computed by the host in part: more of it takes the host longer and the link
@@ -190,10 +200,15 @@ class DeviceSearch:
         """As many blocks as have room on the device, then in the host's memory; split: 1 where a block may be."""
         attention, mlp = self.shape.blocks[0].num_bytes, self.shape.blocks[1].num_bytes
         layers, (vram, ram) = self._num_layers, room
-        if head == "resident":
-            vram -= self.shape.head.num_bytes + _ALLOCATOR_BYTES
+        vocabulary = self.shape.head.num_bytes + _ALLOCATOR_BYTES
+        if self.shape.is_tied:
+            vocabulary += self.shape.embed.num_bytes + _ALLOCATOR_BYTES
         else:
-            ram -= self.shape.head.num_bytes
+            ram -= self.shape.embed.num_bytes
+        if head == "resident":
+            vram -= vocabulary
+        else:
+            ram -= vocabulary
         if ram < 0:
             return None
         whole = amount.kv_layers * (attention + _ALLOCATOR_BYTES) + layers * (mlp + _ALLOCATOR_BYTES)
@@ -263,14 +278,13 @@ class DeviceSearch:
         shape = self.shape
         logits = max(LOGIT_ROWS, 2 * amount.sequences) * shape.logits_bytes
         kv = amount.kv_tokens * shape.kv_bytes_per_token * amount.kv_layers // self._num_layers
-        owners = {
+        return {
             "context": self.card.context_bytes,
             "kv": kv,
             "activations": amount.rows * shape.row_bytes + amount.pass_tokens * shape.state_bytes,
             "logits": logits,
             "workspace": self.card.workspace_bytes,
         }
-        return owners | ({"embedding": shape.embed.num_bytes} if self.shape.is_tied else {})
 
     def _ram_owners(self, amount: _Amount) -> dict[str, int]:
         shape = self.shape
@@ -279,13 +293,13 @@ class DeviceSearch:
             "program": self.memory.program_bytes,
             "kv": amount.kv_tokens * shape.kv_bytes_per_token * layers // self._num_layers,
             "loading": ring_bytes([block.num_bytes for block in (*shape.blocks, shape.head)]),
-        } | ({} if self.shape.is_tied else {"embedding": shape.embed.num_bytes})
+        }
 
     def _plan(self, amount: _Amount, choice: _Choice) -> Plan:
         shape, costs = self.shape, self._costs(amount, choice)
         pairs = zip(_interleaved(choice.attention), _interleaved(choice.mlp), strict=True)
         kinds = [kind for pair in pairs for kind in pair]
-        blocks = [_placed(shape.embed, "resident" if self.shape.is_tied else "computed")]
+        blocks = [_placed(shape.embed, choice.head if shape.is_tied else "computed")]
         blocks += [_placed(block, kind, choice.split_bytes) for block, kind in zip(shape.blocks, kinds, strict=True)]
         blocks.append(_placed(shape.head, choice.head))
         vram, ram, disk = self._ledger(amount, blocks)
@@ -313,23 +327,16 @@ class DeviceSearch:
         self, amount: _Amount, blocks: Sequence[Placed]
     ) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
         vram, ram = self._vram_owners(amount), self._ram_owners(amount)
-        kept = [block for block in blocks[1:] if block.tier == "vram"]
-        rest = [block for block in blocks[1:] if block.tier != "vram"]
-        from_disk = [block.num_bytes for block in rest if block.tier == "disk"]
-        split_bytes = sum(block.device_bytes for block in rest)
-        embedding = (vram if self.shape.is_tied else ram).pop("embedding")
-        vram["weights"] = (
-            sum(block.num_bytes for block in kept) + split_bytes + (embedding if self.shape.is_tied else 0)
-        )
-        vram["slack"] = _ALLOCATOR_BYTES * (len(kept) + bool(split_bytes))
+        kept = [block.num_bytes for block in blocks if block.tier == "vram"]
+        in_ram = [block.num_bytes for block in blocks if block.tier == "ram"]
+        from_disk = [block.num_bytes for block in blocks if block.tier == "disk"]
+        split = [block for block in blocks if block.exec == "split"]
+        vram["weights"] = sum(kept) + sum(block.device_bytes for block in split)
+        vram["slack"] = _ALLOCATOR_BYTES * (len(kept) + len(split))
         # The host computes a head that the device does not keep: of a prompt, too, only a few rows are wanted.
-        vram["staging"] = ring_bytes([block.num_bytes for block in rest if block.name != self.shape.head.name])
-        in_ram = sum(
-            block.num_bytes + (block.num_bytes - block.device_bytes) * bool(block.device_bytes)
-            for block in rest
-            if block.tier == "ram"
-        )
-        ram["weights"] = in_ram + (0 if self.shape.is_tied else embedding)
+        vram["staging"] = ring_bytes([block.num_bytes for block in blocks[1:-1] if block.tier != "vram"])
+        # Of a split block the host has all, for prompts, and what it computes of it in memory of its own.
+        ram["weights"] = sum(in_ram) + sum(block.num_bytes - block.device_bytes for block in split)
         ram["staging"] = ring_bytes(from_disk)
         return vram, ram, {"weights": sum(from_disk)}
 

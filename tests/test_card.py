@@ -1,0 +1,124 @@
+"""A machine with a GPU from the outside, a CPU standing in for it: what is planned is what is loaded and obeyed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from localllm import Engine, FinishedEvent, SamplingParams
+from localllm.engine import card, loading, planning
+from localllm.errors import DoesNotFitError
+from localllm.offload import device_rates
+from localllm.offload.device_search import CardMemory
+from localllm.offload.format_rates import FormatRates
+from localllm.offload.plan import GIB, Memory
+from localllm.offload.profile import Profile
+from localllm.quant.recipe import RECIPES
+from tests.cli_support import run_cli
+from tests.packed_support import small_checkpoint
+
+CONTEXT = 1000
+PROMPT = tuple(range(3, 45))
+
+
+@pytest.fixture(autouse=True)
+def stand_in(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU that is taken for a card of 80 GiB, with a machine around it whose rates are known."""
+    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
+    rates = dict.fromkeys(RECIPES, FormatRates(45.0, 1200.0, 0))
+    fast = dict.fromkeys(RECIPES, FormatRates(400.0, 40_000.0, 1000))
+    known = device_rates.DeviceRates(800.0, 24.0, 24.0, 0.0, 1e-9, CONTEXT, fast)
+    profile = Profile("this machine", 45.0, 3.0, formats=rates, device=known)
+
+    def card_memory(_device: object, vram: int | None, found: device_rates.DeviceRates, workspace: int) -> CardMemory:
+        return CardMemory(vram or 80 * GIB, found.context_bytes, workspace, 80 * GIB, 80 * GIB)
+
+    for module in (card, planning):
+        monkeypatch.setattr(module, "kept_profile", lambda: profile)
+    for module in (loading, planning):
+        monkeypatch.setattr(module, "has_card", lambda _device: True)
+    monkeypatch.setattr(card, "process_memory", lambda cap: Memory(cap or 32 * GIB, 1000, 32 * GIB, 32 * GIB))
+    monkeypatch.setattr(card, "card_memory", card_memory)
+    monkeypatch.setattr(loading, "cap_allocator", lambda _device, _card: None)
+
+
+@pytest.fixture(params=["llama", "gemma2"])
+def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return small_checkpoint(tmp_path, request.param)
+
+
+def answer(directory: Path, **options: object) -> tuple[str, Engine]:
+    engine = Engine.load(directory, device="cpu", ctx=128, **options)  # type: ignore[arg-type]
+    sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    finished = [event for event in engine.generate(PROMPT, sampling) if isinstance(event, FinishedEvent)][-1]
+    assert finished.error is None
+    text = engine.generate(PROMPT, sampling)
+    ids = [event.token_id for event in text if hasattr(event, "token_id")]
+    engine.close()
+    return str(ids), engine
+
+
+@pytest.mark.parametrize("weights", ["fp32", "int4-g32", "int8"])
+def test_under_any_cap_the_text_is_that_of_the_whole_model(directory: Path, weights: str) -> None:
+    expected, whole = answer(directory, weights=weights, dtype="fp32")
+    assert whole.plan is not None and whole.plan.is_whole and whole.plan.fast == "vram"
+    least = _least(directory, weights)
+    most = whole.plan.total_bytes("vram")
+    kinds = set()
+    for step in range(6):
+        vram = least + step * (most - least) // 6
+        text, engine = answer(directory, weights=weights, dtype="fp32", vram=vram)
+        assert engine.plan is not None and engine.plan.total_bytes("vram") <= vram
+        kinds |= {(block.tier, block.exec) for block in engine.plan.blocks[1:]}
+        assert text == expected
+    assert ("vram", "gpu") in kinds and len(kinds) > 1
+
+
+def _least(directory: Path, weights: str) -> int:
+    """The smallest cap, as the refusal of a smaller one names it."""
+    with pytest.raises(DoesNotFitError) as caught:
+        answer(directory, weights=weights, vram=CONTEXT)
+    flag, amount = caught.value.fix.split()
+    assert flag == "--vram" and amount.endswith("MiB")
+    return int(amount.removesuffix("MiB")) << 20
+
+
+def test_where_the_hosts_memory_is_short_too_blocks_come_from_the_disk(directory: Path) -> None:
+    vram = _least(directory, "int8") + (1 << 20)  # room for keys and values, not for a block
+    expected, roomy = answer(directory, weights="int8", vram=vram)
+    assert roomy.plan is not None and not roomy.plan.streamed
+    mlp = roomy.plan.shape.blocks[1].num_bytes
+    for fewer in (1, 2):
+        text, engine = answer(directory, weights="int8", vram=vram, ram=roomy.plan.total_bytes("ram") - fewer * mlp)
+        assert engine.plan is not None and engine.plan.streamed
+        assert text == expected
+
+
+def test_the_plan_of_a_card_shows_both_memories_and_where_blocks_are() -> None:
+    out = run_cli("plan", "llama-3.1-8b", "--vram", "4GiB", "--weights", "int4", "--ctx", "4096").out.decode()
+    for piece in ("GPU memory", "4.0 GiB", "memory ", "context", "workspace", "on the GPU", "in memory,", "--vram"):
+        assert piece in out, out
+    result = run_cli("plan", "llama-3.1-8b", "--vram", "4GiB", "--weights", "int4", "--ctx", "4096", "--json")
+    plan = json.loads(result.out)
+    assert plan["fits"] and plan["bound_by"] in ("link", "memory")
+    assert sum(plan["ledger"]["vram"].values()) <= plan["limits"]["vram"] == 4 * GIB
+    assert {block["exec"] for block in plan["blocks"]} >= {"gpu", "cpu"}
+
+
+def test_a_cap_too_small_for_two_blocks_names_the_smallest_that_would_do() -> None:
+    result = run_cli("plan", "llama-3.1-8b", "--vram", "100MiB", "--weights", "int4")
+    assert result.code == 4 and "the GPU's memory" in result.err
+    least = result.err.split("--vram ")[1].split()[0]
+    assert run_cli("plan", "llama-3.1-8b", "--vram", least, "--weights", "int4").code == 0
+
+
+def test_a_device_that_is_full_is_one_error(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+    def full(*_arguments: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 512.00 MiB")
+
+    monkeypatch.setattr(card, "device_measured", full)
+    with pytest.raises(DoesNotFitError, match="the memory ran out"):
+        answer(directory)
