@@ -200,15 +200,13 @@ class DeviceSearch:
         """As many blocks as have room on the device, then in the host's memory; split: 1 where a block may be."""
         attention, mlp = self.shape.blocks[0].num_bytes, self.shape.blocks[1].num_bytes
         layers, (vram, ram) = self._num_layers, room
-        vocabulary = self.shape.head.num_bytes + _ALLOCATOR_BYTES
-        if self.shape.is_tied:
-            vocabulary += self.shape.embed.num_bytes + _ALLOCATOR_BYTES
-        else:
-            ram -= self.shape.embed.num_bytes
+        vocabulary = [self.shape.head.num_bytes, *([self.shape.embed.num_bytes] if self.shape.is_tied else [])]
         if head == "resident":
-            vram -= vocabulary
+            vram -= sum(vocabulary) + _ALLOCATOR_BYTES * len(vocabulary)
         else:
-            ram -= vocabulary
+            ram -= sum(vocabulary)
+        if not self.shape.is_tied:
+            ram -= self.shape.embed.num_bytes
         if ram < 0:
             return None
         whole = amount.kv_layers * (attention + _ALLOCATOR_BYTES) + layers * (mlp + _ALLOCATOR_BYTES)
