@@ -74,7 +74,7 @@ def measure(spec: Spec) -> dict[str, Any]:
         "decode_tok_s": [each.decode_tok_s for each in rounds],
         "job_tok_s": [each.job_tok_s for each in rounds],
         "ttft_s": [each.ttft_s for each in rounds],
-        "streamed_bytes": plan.total_bytes("disk"),
+        "streamed_bytes": plan.streamed_bytes,
         "floor_gbs": [statistics.harmonic_mean(pair) for pair in itertools.pairwise(floors)],
         "peak_rss_bytes": peak.rss_bytes(),
         "token_ids": answers[0].token_ids,

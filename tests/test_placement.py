@@ -194,6 +194,6 @@ def test_the_plan_accounts_for_every_byte(directory: Path) -> None:
         assert isinstance(plan, Plan)
         resident = sum(block.num_bytes for block in plan.blocks if block.tier == "ram")
         assert plan.ledger["ram"]["weights"] == resident
-        assert plan.ledger["disk"]["weights"] + resident == plan.shape.num_bytes
+        assert plan.total_bytes("disk") + resident == plan.shape.num_bytes
         assert plan.total_bytes("ram") <= plan.limits["ram"]
         assert plan.ledger["ram"]["kv"] == 128 * plan.shape.kv_bytes_per_token

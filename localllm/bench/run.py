@@ -135,7 +135,7 @@ def summary(
 ) -> Run:
     """Of the rounds at the workload's depth number `index`."""
     plan = subject.engine.plan
-    streamed_bytes = plan.total_bytes("disk") if plan is not None else 0
+    streamed_bytes = plan.streamed_bytes if plan is not None else 0
     context = workload.contexts[index]
     samples = [each.depths[index] for each in rounds]
     bytes_per_token = subject.bytes_per_token(context, workload.gen_tokens)

@@ -173,7 +173,7 @@ def _show_ledger(output: Output, plan: Plan) -> None:
         for owner, count in plan.ledger[tier].items():
             bar = "#" * max(1, round(_BAR_COLUMNS * count / limit))
             output.line(f"  {owner:<11}{format_bytes(count):>10}  {bar}")
-    streamed = plan.total_bytes("disk")
+    streamed = plan.streamed_bytes
     if streamed:
         output.line(f"disk         {format_bytes(streamed)} are read at every step")
     output.line()

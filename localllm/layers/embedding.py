@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
-from localllm.layers.linear import Linear
+
+class Rows(Protocol):
+    """A matrix [V, K] of which some rows are looked up, wherever it is."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """[len(indices), K]."""
+        ...
 
 
 class Embedding:
     """The rows of a matrix [V, hidden]; `scale` multiplies them (gemma: sqrt(hidden), rounded to `dtype`)."""
 
-    def __init__(self, matrix: Linear, dtype: torch.dtype, scale: float = 1.0) -> None:
+    def __init__(self, matrix: Rows, dtype: torch.dtype, scale: float = 1.0) -> None:
         self.matrix = matrix
         self.dtype = dtype
         self.scale = scale

@@ -267,8 +267,10 @@ class _Recorder:
     attention_rows: int
 
     def embed(self) -> Iterator[Step]:
-        """Nothing where the embedding is of another format than INT8: hidden states are filled in by torch."""
+        """Nothing where the embedding is of another format than INT8 or on the disk: torch fills hidden states in."""
         embedding = self.decoder.embed
+        if not isinstance(embedding.matrix, Linear):
+            return
         packed = _packed(embedding.matrix)
         if packed is None or packed.weights != "int8":
             return

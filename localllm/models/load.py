@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from localllm.layers.attention import Attention, AttentionShape
-from localllm.layers.embedding import Embedding
+from localllm.layers.embedding import Embedding, Rows
 from localllm.layers.linear import Linear
 from localllm.layers.mlp import MLP, SplitMLP
 from localllm.layers.norm import RMSNorm
@@ -71,12 +71,14 @@ class DecoderParts:
     dtype: torch.dtype
     device: torch.device
 
-    def assembled(self, blocks: list[BlockTensors], stream: BlockStream) -> Decoder:
-        """blocks: the embedding, each attention and MLP block, the head, as `block_layouts` has them."""
+    def assembled(self, blocks: list[BlockTensors], stream: BlockStream, stored: Rows | None = None) -> Decoder:
+        """blocks: the embedding, each attention and MLP block, the head, as `block_layouts` has them. stored: the
+        embedding, where that is not among them and no head needs it."""
         config = self.config
         embed, *middle, head = [_Loaded(block, self) for block in blocks]
         ropes = tuple(dict.fromkeys(config.ropes))
-        embedding = embed.linear("embed_tokens")
+        is_tied = config.tie_word_embeddings
+        embedding = embed.linear("embed_tokens") if stored is None or is_tied else stored
         return Decoder(
             config=config,
             embed=Embedding(embedding, self.dtype, config.embedding_scale),
@@ -84,7 +86,7 @@ class DecoderParts:
                 _block(block, index, ropes.index(config.ropes[index // 2])) for index, block in enumerate(middle)
             ),
             final_norm=head.norm("final_norm"),
-            head=embedding if config.tie_word_embeddings else head.linear("lm_head"),
+            head=embed.linear("embed_tokens") if is_tied else head.linear("lm_head"),
             rotaries=tuple(Rotary(rope, config.rotary_dim, self.device) for rope in ropes),
             dtype=self.dtype,
             device=self.device,

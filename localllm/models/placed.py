@@ -19,6 +19,7 @@ from localllm.models.layout import EMBED, HEAD, BlockLayout, block_layouts
 from localllm.models.load import BlockTensors, DecoderParts, Progress
 from localllm.models.packed import PackedModel
 from localllm.models.split_mlp import MlpCut, split_features
+from localllm.models.stored_rows import StoredRows
 from localllm.offload.device_stream import DeviceStream, HostRun, Lane
 from localllm.offload.disk_stream import DiskStream
 from localllm.offload.host_buffer import host_buffer
@@ -53,6 +54,7 @@ class PlacedModel:
         self._layouts = {layout.name: layout for layout in block_layouts(parts.config)}
         self._runs: dict[str, Tensor] = {}  # the content of each block that does not rest on the disk
         self._split: dict[str, tuple[int, BlockTensors]] = {}  # in two parts, with the features of the first
+        self._stored: StoredRows | None = None  # the embedding, where its rows are read from the disk
         self._disk: DiskStream | None = None
         self._pinning = Pinning(self._device)
         self._lane = Lane(self._device)
@@ -73,10 +75,13 @@ class PlacedModel:
         self._move(blocks, progress)
         self.blocks, self.many_rows = tuple(blocks), many_rows
         rings, streams = self._streamed(blocks)
-        self.few = self._parts.assembled([self._few(block, rings) for block in blocks], streams[0])
+        if blocks[0].tier == "disk" and self._stored is None:
+            self._stored = self._packed.stored_rows(self._layouts[EMBED])
+        stored = self._stored if blocks[0].tier == "disk" else None
+        self.few = self._parts.assembled([self._few(block, rings) for block in blocks], streams[0], stored)
         self.many = self.few
         if any(self._passes(block) and block.exec != "gpu" for block in blocks):
-            self.many = self._parts.assembled([self._many(block, rings) for block in blocks], streams[1])
+            self.many = self._parts.assembled([self._many(block, rings) for block in blocks], streams[1], stored)
 
     def release(self) -> None:
         """Let the decoders and the rings go; the blocks stay where they are."""
@@ -89,6 +94,9 @@ class PlacedModel:
     def close(self) -> None:
         self.release()
         self._pinning.close()
+        if self._stored is not None:
+            self._stored.close()
+            self._stored = None
 
     # Bytes.
 
@@ -151,7 +159,7 @@ class PlacedModel:
         return self._has_device and block.tier != "vram" and not stays
 
     def _streamed(self, blocks: Sequence[Placed]) -> tuple[_Rings, tuple[BlockStream, BlockStream]]:
-        from_disk = [block for block in blocks if block.tier == "disk"]
+        from_disk = [block for block in blocks[1:] if block.tier == "disk"]
         host: dict[str, Tensor] = {}
         if from_disk:
             files = [self._packed.streamed_file(self._layouts[block.name]) for block in from_disk]
@@ -183,6 +191,8 @@ class PlacedModel:
 
     def _few(self, block: Placed, rings: _Rings) -> BlockTensors:
         layout = self._layouts[block.name]
+        if block.name == EMBED and block.tier == "disk":
+            return BlockTensors(layout, {})
         if block.exec == "split":
             return self._split[block.name][1]
         if block.name in rings.few:

@@ -171,12 +171,17 @@ class Plan:
     @property
     def streamed(self) -> tuple[str, ...]:
         """Names of the blocks that come from the disk at every step."""
-        return tuple(block.name for block in self.blocks if block.tier == "disk")
+        return tuple(block.name for block in self.blocks[1:] if block.tier == "disk")
 
     @property
     def is_whole(self) -> bool:
-        """Whether every matrix stays where it is computed fastest."""
-        return all(block.tier == self.fast for block in self.blocks[1:])
+        """Whether every matrix stays where it is computed fastest, and nothing is read from the disk."""
+        return self.blocks[0].tier != "disk" and all(block.tier == self.fast for block in self.blocks[1:])
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Read from the disk at every step."""
+        return self.ledger["disk"]["weights"]
 
     def total_bytes(self, tier: Tier) -> int:
         return sum(self.ledger.get(tier, {}).values())

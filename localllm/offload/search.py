@@ -139,7 +139,8 @@ class Search:
 
     def least_bytes(self) -> int:
         """The least memory in which the model runs, with the context that was asked for."""
-        fixed = sum(self._owners(contexts(self.shape, self.ctx)[-1], 1, self.shape.batch_rows[-1], 0).values())
+        ctx, rows = contexts(self.shape, self.ctx)[-1], self.shape.batch_rows[-1]
+        fixed = sum(self._owners(ctx, 1, rows, 0, stores_embedding=True).values())
         # To keep a block takes more room than it saves in the ring, but where it is the last of its kind or the head.
         kinds = (self.shape.blocks[::2], self.shape.blocks[1::2], (self.shape.head,))
         needed_bytes = []
@@ -156,28 +157,36 @@ class Search:
         return [*((count, max(count, PASS_TOKENS)) for count in rows), (rows[-1], rows[-1])]
 
     def placed(self, ctx: int, sequences: int, kv_tokens: int) -> Plan | None:
-        """Computing fewer tokens at once is better than reading blocks at every step; else the most that fit."""
-        for rows in self.shape.batch_rows:
-            owners = self._owners(kv_tokens, sequences, rows, 0)
+        """Computing fewer tokens at once is better than looking the embedding's rows up on the disk, and that is better
+        than reading blocks at every step; else the most that fit."""
+        for stores, rows in itertools.product(self._embeddings, self.shape.batch_rows):
+            owners = self._owners(kv_tokens, sequences, rows, 0, stores)
             if (choice := self._everything(self._room(owners))) is not None:
                 return self._plan(ctx, sequences, kv_tokens, rows, owners, choice)
         for rows, pass_tokens in self._amounts():
-            owners = self._owners(kv_tokens, sequences, rows, min(pass_tokens, max(kv_tokens, rows)))
+            owners = self._owners(kv_tokens, sequences, rows, min(pass_tokens, max(kv_tokens, rows)), True)
             if (choice := self._some(self._room(owners))) is not None:
                 return self._plan(ctx, sequences, kv_tokens, rows, owners, choice)
         return None
 
+    @property
+    def _embeddings(self) -> tuple[bool, ...]:
+        """Whether its rows may be looked up on the disk: not where the head reads all of them at every step."""
+        return (False,) if self.shape.is_tied else (False, True)
+
     def _room(self, owners: Mapping[str, int]) -> int:
         return self.memory.ram_bytes - sum(owners.values())
 
-    def _owners(self, kv_tokens: int, sequences: int, rows: int, pass_tokens: int) -> dict[str, int]:
-        """What every placement needs."""
+    def _owners(
+        self, kv_tokens: int, sequences: int, rows: int, pass_tokens: int, stores_embedding: bool
+    ) -> dict[str, int]:
+        """What every placement needs. stores_embedding: on the disk, where it may be."""
         shape, logit_rows = self.shape, max(LOGIT_ROWS, 2 * sequences)
         return {
             "program": self.memory.program_bytes,
             "kv": kv_tokens * shape.kv_bytes_per_token,
             "activations": rows * shape.row_bytes + pass_tokens * shape.state_bytes + logit_rows * shape.logits_bytes,
-            "embedding": shape.embed.num_bytes,
+            "embedding": 0 if stores_embedding and not shape.is_tied else shape.embed.num_bytes,
         }
 
     def _everything(self, room_bytes: int) -> _Choice | None:
@@ -218,7 +227,7 @@ class Search:
         self, ctx: int, sequences: int, kv_tokens: int, rows: int, owners: Mapping[str, int], choice: _Choice
     ) -> Plan:
         shape, memory = self.shape, self.memory
-        placed = [Placed(shape.embed.name, shape.embed.num_bytes, "ram", "cpu")]
+        placed = [Placed(shape.embed.name, shape.embed.num_bytes, "ram" if owners["embedding"] else "disk", "cpu")]
         for block in (*shape.blocks, shape.head):
             placed.append(
                 Placed(block.name, block.num_bytes, "ram" if block.name in choice.resident else "disk", "cpu")
@@ -239,7 +248,7 @@ class Search:
             many_rows=NEVER,
             ledger={
                 "ram": {owner: count for owner, count in ram.items() if count},
-                "disk": {"weights": streamed_bytes},
+                "disk": {"weights": streamed_bytes, "embedding": shape.embed.num_bytes - owners["embedding"]},
             },
             limits={"ram": memory.ram_bytes},
             prompt_tokens=max(1, min(PROMPT_TOKENS, ctx // 2)),
@@ -248,12 +257,13 @@ class Search:
 
     def refusal(self) -> DoesNotFitError:
         least, shape = self.least_bytes(), self.shape
-        largest = max((shape.embed, *shape.blocks, shape.head), key=lambda block: block.num_bytes)
+        largest = max((*shape.blocks, shape.head), key=lambda block: block.num_bytes)
+        embedding = f"the embedding {gib(shape.embed.num_bytes)}, " if shape.is_tied else ""
         return DoesNotFitError(
             f"{shape.name} does not fit into {gib(self.memory.ram_bytes)} of memory",
             why=f"in {shape.weights} it needs {gib(least)} even where all blocks are streamed from the disk: the "
-            f"program has {gib(self.memory.program_bytes)}, the embedding {gib(shape.embed.num_bytes)}, the "
-            f"largest block, {largest.name}, {gib(largest.num_bytes)}",
+            f"program has {gib(self.memory.program_bytes)}, {embedding}the largest block, {largest.name}, "
+            f"{gib(largest.num_bytes)}",
             fix=f"--ram {cap(least)}" if least <= self.memory.most_bytes else SMALLER,
         )
 

@@ -1,0 +1,79 @@
+"""Rows of a packed matrix read from its file when they are asked for: an embedding of which every token needs one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from localllm.errors import CheckpointError
+from localllm.kernels.tile16 import TILE
+from localllm.models.packed_file import PackedFile
+from localllm.quant.weight_format import TensorSpec, WeightFormat
+
+_AT_ONCE = 64  # tokens: their tiles, of 64 kB each in INT8 at a width of 4096, are no burden then
+
+
+class StoredRows:
+    """Of a matrix [V, K] in a file that is open until this is closed.
+
+    Read through the page cache, which keeps what is asked for often without being the process's own memory.
+    """
+
+    def __init__(
+        self, path: Path, file: PackedFile, matrix: str, weight_format: WeightFormat, in_features: int, fix: str
+    ) -> None:
+        """matrix: its name in the block. fix: the command that makes the file anew. Raises CheckpointError."""
+        self.device = torch.device("cpu")
+        self._path, self._fix = path, fix
+        self._format, self._in_features = weight_format, in_features
+        self._unit = _rows_together(weight_format, in_features)
+        self._specs = weight_format.specs(self._unit, in_features)
+        self._begins = {name: file.data_begin + file.tensors[f"{matrix}.{name}"].begin for name in self._specs}
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._stamp = self._stamped()
+        except OSError as error:
+            raise self._refusal("cannot be read", error.strerror or "unknown") from None
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """[len(indices), K] as the format gives them. Raises CheckpointError where the file has changed or is gone."""
+        return torch.cat([self._some(part) for part in torch.split(indices, _AT_ONCE)])
+
+    def _some(self, indices: Tensor) -> Tensor:
+        units, places = torch.unique(indices // self._unit, return_inverse=True)
+        try:
+            if self._stamped() != self._stamp:
+                raise self._refusal("was changed while it was in use", "something has written to it")
+            parts = [self._read(unit) for unit in units.tolist()]
+        except (OSError, EOFError) as error:
+            raise self._refusal("cannot be read", str(error)) from None
+        tensors = {name: torch.cat([part[name] for part in parts]) for name in self._specs}
+        return self._format.rows(tensors, places * self._unit + indices % self._unit, self._in_features)
+
+    def _read(self, unit: int) -> dict[str, Tensor]:
+        return {name: self._tensor(spec, self._begins[name] + unit * spec.nbytes) for name, spec in self._specs.items()}
+
+    def _tensor(self, spec: TensorSpec, begin: int) -> Tensor:
+        content = bytearray(os.pread(self._descriptor, spec.nbytes, begin))
+        if len(content) < spec.nbytes:
+            raise EOFError(f"it ends before byte {begin + spec.nbytes}")
+        return torch.frombuffer(content, dtype=spec.dtype).view(spec.shape)
+
+    def _stamped(self) -> tuple[int, int]:
+        status = os.fstat(self._descriptor)
+        return status.st_size, status.st_mtime_ns
+
+    def _refusal(self, what: str, why: str) -> CheckpointError:
+        return CheckpointError(f"{self._path} {what}", why=why, fix=self._fix)
+
+
+def _rows_together(weight_format: WeightFormat, in_features: int) -> int:
+    """How many rows a part of its tensors belongs to: a tile of them, where the format has tiles."""
+    one, tile = (sum(spec.nbytes for spec in weight_format.specs(rows, in_features).values()) for rows in (1, TILE))
+    return TILE if one == tile else 1
