@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from localllm import Engine, FinishedEvent, SamplingParams
-from localllm.engine import card, loading, planning
+from localllm import Engine, FinishedEvent, SamplingParams, TokenEvent
+from localllm.engine import card, loading, planning, residency
 from localllm.errors import DoesNotFitError
 from localllm.offload import device_rates
 from localllm.offload.device_search import CardMemory
@@ -122,3 +122,29 @@ def test_a_device_that_is_full_is_one_error(monkeypatch: pytest.MonkeyPatch, dir
     monkeypatch.setattr(card, "device_measured", full)
     with pytest.raises(DoesNotFitError, match="the memory ran out"):
         answer(directory)
+
+
+def test_blocks_come_and_go_as_other_programs_leave_and_take_memory(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two answers of one engine, without a reload."""
+    free_bytes = 80 * GIB
+
+    def card_memory(_device: object, _cap: object, found: device_rates.DeviceRates, workspace: int) -> CardMemory:
+        return CardMemory(free_bytes, found.context_bytes, workspace, free_bytes, 80 * GIB)
+
+    least = _least(directory, "int8")
+    monkeypatch.setattr(card, "card_memory", card_memory)
+    monkeypatch.setattr(residency, "available_bytes", lambda _device: free_bytes)
+    monkeypatch.setattr(residency, "_MUCH_BYTES", 1)
+    engine = Engine.load(directory, device="cpu", ctx=128, weights="int8", dtype="fp32")
+    assert engine.plan is not None and engine.residency.placed is not None
+    most = engine.plan.total_bytes("vram")
+    sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    answers, kept = [], []
+    for free_bytes in (80 * GIB, least, (least + most) // 2, 80 * GIB, CONTEXT, 80 * GIB):  # noqa: B007, what is free
+        answers.append([event.token_id for event in engine.generate(PROMPT, sampling) if isinstance(event, TokenEvent)])
+        kept.append(sum(block.tier == "vram" for block in engine.residency.placed.blocks))
+    assert kept[1] < kept[2] < kept[0] == kept[3] == kept[4] == kept[5]  # where nothing fits it stays as it is
+    assert all(answer == answers[0] for answer in answers) and len(answers[0]) == 8
+    engine.close()

@@ -117,10 +117,11 @@ class Engine:
         load_s: float = 0.0,
         plan: Plan | None = None,
         placed: PlacedModel | None = None,
+        replan: Callable[[], Plan] | None = None,
         held: ExitStack | None = None,
     ) -> None:
-        """plan: where the blocks are, if one was made. placed: what can move them; `model` is its `few` then. held:
-        what must stay open as long as the engine is used."""
+        """plan: where the blocks are, if one was made. placed: what can move them; `model` is its `few` then.
+        replan: the plan in the memory of now. held: what must stay open as long as the engine is used."""
         self.tokenizer = tokenizer
         self._template = template
         self.ctx = ctx
@@ -128,7 +129,7 @@ class Engine:
         self.plan = plan
         self._held = held or ExitStack()
         self._scores = Scores(plan)
-        self.residency = Residency(model, plan.batch_rows if plan else BATCH_ROWS, placed)
+        self.residency = Residency(model, plan.batch_rows if plan else BATCH_ROWS, placed, replan)
         self.scheduler = Scheduler(limits or Limits(), self._new_kv)
         eos = (*model.config.eos_token_ids, tokenizer.eos_token_id)
         self.eos_ids = frozenset(token_id for token_id in eos if token_id is not None)
@@ -186,6 +187,7 @@ class Engine:
             load_s=time.perf_counter() - started,
             plan=loaded.plan,
             placed=loaded.placed,
+            replan=loaded.replan,
             held=loaded.held,
         )
 
@@ -315,6 +317,8 @@ class Engine:
         `tell` hears while it runs, a few times a second, how far the prompts are.
         """
         events = self._drop_aborted()
+        if self.has_work and not self.scheduler.running:
+            self.residency.settle()
         try:
             with self._lock:
                 scheduled = self.scheduler.schedule()

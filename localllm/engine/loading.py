@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -47,13 +47,14 @@ class Watcher:
 @dataclass(frozen=True)
 class LoadedModel:
     """kv_tokens: that all sequences may have together. placed: what can move its blocks, where they need not all be in
-    one place. held: what is closed when the model is no longer used."""
+    one place, and replan: where they had best be now. held: what is closed when the model is no longer used."""
 
     decoder: Decoder
     plan: Plan | None
     ctx: int
     kv_tokens: int
     placed: PlacedModel | None
+    replan: Callable[[], Plan] | None
     held: ExitStack
 
 
@@ -95,7 +96,11 @@ class Loading:
             if plan.is_whole and not has_card(self.device):
                 return self._loaded(plan, self._decoder(packed.config, packed, plan))
             placed = opened.enter_context(self._placed(packed, plan))
-            return self._loaded(plan, placed.few, placed, opened.pop_all())
+            loaded = self._loaded(plan, placed.few, placed, opened.pop_all())
+        if not has_card(self.device):  # a CPU's free memory is in motion always, and a plan for it would be too
+            return loaded
+        promised = replace(self, ctx=loaded.ctx, watcher=Watcher())
+        return replace(loaded, replan=lambda: promised._plan(packed.config, packed))
 
     def _loaded(
         self, plan: Plan, decoder: Decoder, placed: PlacedModel | None = None, held: ExitStack | None = None
@@ -105,7 +110,7 @@ class Loading:
         ctx = plan.ctx
         if self.job is not None and self.ctx is None:  # one sequence may have what several have together
             ctx = max(ctx, min(kv_tokens, plan.shape.default_ctx))
-        return LoadedModel(decoder, plan, ctx, kv_tokens, placed, held or ExitStack())
+        return LoadedModel(decoder, plan, ctx, kv_tokens, placed, None, held or ExitStack())
 
     def _placed(self, packed: PackedModel, plan: Plan) -> PlacedModel:
         accelerator = self.device if has_card(self.device) else None

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 import torch
 
 from localllm.cache.contiguous import ContiguousKV
-from localllm.engine.memory import is_out_of_memory
+from localllm.engine.memory import available_bytes, is_out_of_memory
 from localllm.engine.runner import ModelRunner
 from localllm.errors import DoesNotFitError
 from localllm.kernels.cpu_gemv import MAX_ROWS
 from localllm.models.decoder import Decoder
 from localllm.models.placed import HOST, PlacedModel
-from localllm.offload.plan import NEVER, Placed
+from localllm.offload.plan import NEVER, Placed, Plan
 from localllm.offload.relief import demoted
+
+_MUCH_BYTES = 256 << 20  # another program that came or went; less is what a desktop's windows take and give back
 
 
 class Residency:
@@ -24,10 +27,18 @@ class Residency:
     model: Decoder
     runner: ModelRunner
 
-    def __init__(self, model: Decoder, batch_rows: int, placed: PlacedModel | None = None) -> None:
-        """placed: what can move the blocks; `model` is its `few` then."""
+    def __init__(
+        self,
+        model: Decoder,
+        batch_rows: int,
+        placed: PlacedModel | None = None,
+        replan: Callable[[], Plan] | None = None,
+    ) -> None:
+        """placed: what can move the blocks; `model` is its `few` then. replan: the best plan in the memory of now."""
         self.device = model.device
         self.placed = placed
+        self._replan = replan
+        self._free_bytes = available_bytes(self.device)
         self._batch_rows = batch_rows
         self._has_kv_on_host = False
         self._use(model)
@@ -72,6 +83,19 @@ class Residency:
         self._use(self.placed.few)
         for kv in held:
             kv.move(self.kv_devices)
+
+    def settle(self) -> None:
+        """Between two answers: plan anew where much more memory is free than before, or much less."""
+        if self.placed is None or self._replan is None:
+            return
+        if abs(available_bytes(self.device) - self._free_bytes) < _MUCH_BYTES:
+            return
+        with suppress(DoesNotFitError):  # it goes on as it is
+            plan = self._replan()
+            self._batch_rows, self._has_kv_on_host = plan.batch_rows, False
+            self.placed.many_rows = plan.many_rows
+            self.move(plan.blocks)
+        self._free_bytes = available_bytes(self.device)
 
     def give_way(self, error: BaseException, rows: int, held: Sequence[ContiguousKV]) -> bool:
         """Make do with less than a forward of `rows` tokens found too little of: a smaller chunk, then keys and values
