@@ -288,3 +288,26 @@ def test_where_memory_is_taken_away_blocks_go_down_until_a_forward_comes_through
                 assert finished.error is None and finished.text == expected
             assert (list(placed.blocks) != start) == (failures > 3)
     assert min(rows) == MAX_ROWS
+
+
+def test_a_model_that_lost_its_place_comes_back_when_there_is_memory(
+    packed: Packed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every request ends in the one error until then, and the engine lives on."""
+    with packed.opened() as placed:
+        placed.place(packed.blocks(lambda _index: "resident"), 8)
+        engine = Engine(placed.few, Tokenizer.load(packed.checkpoint), ctx=128, placed=placed)
+        greedy = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+        expected = [event.text for event in engine.generate(PROMPT, greedy) if isinstance(event, TokenEvent)]
+        with monkeypatch.context() as patch:
+
+            def full(*_arguments: Any) -> None:
+                raise MemoryError("none left")
+
+            patch.setattr(PlacedModel, "place", full)
+            with pytest.raises(DoesNotFitError):
+                engine.move(packed.blocks(lambda _index: "streamed"))
+            for _ in range(2):
+                finished = list(engine.generate(PROMPT, greedy))[-1]
+                assert isinstance(finished, FinishedEvent) and isinstance(finished.error, DoesNotFitError)
+        assert [event.text for event in engine.generate(PROMPT, greedy) if isinstance(event, TokenEvent)] == expected

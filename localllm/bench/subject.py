@@ -46,7 +46,7 @@ class Subject:
 
     @property
     def config(self) -> ModelConfig:
-        return self.engine.model.config
+        return self.engine.config
 
     def bytes_per_token(self, context: int, gen_tokens: int) -> int:
         """What one decode step must read: every matrix, and the keys and values, on average over the steps."""

@@ -115,7 +115,7 @@ def measure(prompts: Prompts, encoder: Encoder, line: ProgressLine) -> Sizes:
 def require_room(prompts: Prompts, sizes: Sizes, encoder: Encoder, engine: Engine) -> None:
     """Raises UsageError or ContextOverflowError for prompts that this engine cannot answer."""
     problems, too_long = Problems(), []
-    vocabulary = engine.model.config.vocab_size
+    vocabulary = engine.config.vocab_size
     for index, (length, highest_id) in enumerate(zip(sizes.lengths, sizes.highest_ids, strict=True)):
         if length >= engine.ctx:
             too_long.append(f"line {prompts.numbers[index]} has {length} tokens")
@@ -127,7 +127,7 @@ def require_room(prompts: Prompts, sizes: Sizes, encoder: Encoder, engine: Engin
                 problems.add(prompts.numbers[index], error)
     problems.refuse(prompts)
     if too_long:
-        longest, possible = max(sizes.lengths), engine.model.config.longest_context
+        longest, possible = max(sizes.lengths), engine.config.longest_context
         rest = f", and {len(too_long) - TOLD} more" if len(too_long) > TOLD else ""
         raise ContextOverflowError(
             f"{len(too_long)} of {len(prompts)} prompts do not fit into the context of {engine.ctx} tokens",

@@ -111,4 +111,4 @@ def is_cut_by_context(finished: FinishedEvent, ctx: int) -> bool:
 
 def can_be_longer(engine: Engine) -> bool:
     """Whether a larger --ctx would give this model more room."""
-    return engine.ctx < engine.model.config.longest_context
+    return engine.ctx < engine.config.longest_context

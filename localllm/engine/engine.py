@@ -41,6 +41,7 @@ from localllm.engine.weights import choose_recipe
 from localllm.errors import ContextOverflowError, LocalLLMError, TemplateError, UsageError
 from localllm.hub.packed import packed_recipes
 from localllm.layers.attention import Attention
+from localllm.models.config import ModelConfig
 from localllm.models.decoder import Decoder
 from localllm.models.families import load_config
 from localllm.models.load import Progress
@@ -265,7 +266,7 @@ class Engine:
             raise UsageError("the prompt is empty", why="a model continues a text, and there is none")
         self._check_ids((*request.prompt_ids, *request.sampling.logit_bias))
         if num_tokens >= self.ctx:
-            longest = self.model.config.longest_context
+            longest = self.config.longest_context
             raise ContextOverflowError(
                 f"the prompt has {num_tokens} tokens, the context {self.ctx}",
                 why="at least one token must remain for the answer; nothing was cut",
@@ -274,7 +275,7 @@ class Engine:
 
     def _check_ids(self, token_ids: SequenceOf[int]) -> None:
         """Raises UsageError for one that the model does not have: the kernels read the row of any number."""
-        vocab_size = self.model.config.vocab_size
+        vocab_size = self.config.vocab_size
         outside = next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
         if outside is not None:
             raise UsageError(f"token id {outside} does not exist", why=f"the model has ids 0 to {vocab_size - 1}")
@@ -283,6 +284,10 @@ class Engine:
         """Stop a request between two blocks of the running forward; its last event says "cancelled"."""
         with self._lock:
             self._aborted.add(request_id)
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.residency.config
 
     @property
     def model(self) -> Decoder:
@@ -317,8 +322,12 @@ class Engine:
         `tell` hears while it runs, a few times a second, how far the prompts are.
         """
         events = self._drop_aborted()
-        if self.has_work and not self.scheduler.running:
-            self.residency.settle()
+        try:
+            self.residency.restore(self._held_kv)
+            if self.has_work and not self.scheduler.running:
+                self.residency.settle()
+        except LocalLLMError as error:
+            return events + [self._fail(sequence, error) for sequence in self.scheduler.sequences]
         try:
             with self._lock:
                 scheduled = self.scheduler.schedule()
@@ -387,7 +396,7 @@ class Engine:
             finished = sequence.finished(self.load_s)
             self._scores.take(finished, alone=sequence.clock.ran_alone)
             yield finished
-        elif chunk.kv.length == self.model.config.rope_switch_length:
+        elif chunk.kv.length == self.config.rope_switch_length:
             # LongRoPE rotates all keys differently past its trained length: the old ones are computed anew.
             chunk.kv.trim(0)
 

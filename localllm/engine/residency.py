@@ -22,7 +22,8 @@ _MUCH_BYTES = 256 << 20  # another program that came or went; less is what a des
 
 
 class Residency:
-    """model, runner: as they are until the next call of `move` or `give_way`."""
+    """model, runner: as they are until the next call of `move`, `settle` or `give_way`; not there where one of those
+    failed, until `restore` succeeds."""
 
     model: Decoder
     runner: ModelRunner
@@ -35,7 +36,7 @@ class Residency:
         replan: Callable[[], Plan] | None = None,
     ) -> None:
         """placed: what can move the blocks; `model` is its `few` then. replan: the best plan in the memory of now."""
-        self.device = model.device
+        self.config, self.device = model.config, model.device
         self.placed = placed
         self._replan = replan
         self._free_bytes = available_bytes(self.device)
@@ -62,7 +63,7 @@ class Residency:
         """Let the blocks rest elsewhere from the next step on, and the keys and values that are `held` with them.
 
         Where there is too little memory for that, more of them go further down. Raises DoesNotFitError where nothing is
-        left to give up, CheckpointError where a block cannot be read: the model is lost then until a `move` succeeds.
+        left to give up, CheckpointError where a block cannot be read; the model is gone then, see `restore`.
         """
         assert self.placed is not None, "nothing can be moved"
         asked: Sequence[Placed] | None = blocks
@@ -84,14 +85,21 @@ class Residency:
         for kv in held:
             kv.move(self.kv_devices)
 
+    def restore(self, held: Iterable[ContiguousKV]) -> None:
+        """Bring a model back that a failed `move` left without a place. Raises as `move` does."""
+        if self.placed is not None and "model" not in self.__dict__:
+            self.move(self.placed.blocks, held)
+
     def settle(self) -> None:
         """Between two answers: plan anew where much more memory is free than before, or much less."""
         if self.placed is None or self._replan is None:
             return
         if abs(available_bytes(self.device) - self._free_bytes) < _MUCH_BYTES:
             return
+        plan = None
         with suppress(DoesNotFitError):  # it goes on as it is
             plan = self._replan()
+        if plan is not None:
             self._batch_rows, self._has_kv_on_host = plan.batch_rows, False
             self.placed.many_rows = plan.many_rows
             self.move(plan.blocks)
