@@ -56,6 +56,7 @@ class PlacedModel:
         self._split: dict[str, tuple[int, BlockTensors]] = {}  # in two parts, with the features of the first
         self._stored: StoredRows | None = None  # the embedding, where its rows are read from the disk
         self._disk: DiskStream | None = None
+        self._from_disk: Tensor | None = None  # the host's memory that it reads into
         self._pinning = Pinning(self._device)
         self._lane = Lane(self._device)
         self.blocks: tuple[Placed, ...] = ()
@@ -87,9 +88,13 @@ class PlacedModel:
         """Let the decoders and the rings go; the blocks stay where they are."""
         for name in ("few", "many"):
             self.__dict__.pop(name, None)
+        self._lane.drain()
         if self._disk is not None:
             self._disk.close()
             self._disk = None
+        if self._from_disk is not None:
+            self._pinning.remove(self._from_disk)
+            self._from_disk = None
 
     def close(self) -> None:
         self.release()
@@ -106,7 +111,7 @@ class PlacedModel:
             if block.exec != "split":
                 self._split.pop(block.name, None)
             if block.tier == "disk" and block.name in self._runs:
-                self._forget(self._runs.pop(block.name))
+                self._pinning.remove(self._runs.pop(block.name))
         missing = [block.name for block in blocks if block.tier != "disk" and block.name not in self._runs]
         self._packed.read_ahead_only(missing)
         total, done = sum(block.num_bytes for block in blocks), 0
@@ -125,15 +130,14 @@ class PlacedModel:
         run = self._runs.get(block.name)
         if run is None:
             run = self._packed.content(self._layouts[block.name])
-            if home == HOST:
+            if self._passes(block):
                 self._pinning.add(run)
         if run.device != home:
             moved = host_buffer(run.nbytes) if home == HOST else torch.empty_like(run, device=home)
             moved.copy_(run)
-            if home == HOST:
+            if self._passes(block):
                 self._pinning.add(moved)
-            else:
-                self._forget(run)
+            self._pinning.remove(run)
             run = moved
         self._runs[block.name] = run
         if block.exec == "split":
@@ -145,10 +149,6 @@ class PlacedModel:
         if self._split.get(block.name, (0,))[0] != features:
             cut = MlpCut(layout, self._packed.views(layout, run), config, self._parts.recipe)
             self._split[block.name] = features, cut.at(features, self._device)
-
-    def _forget(self, run: Tensor) -> None:
-        if run.device == HOST:
-            self._pinning.remove(run)
 
     # Streams.
 
@@ -164,7 +164,7 @@ class PlacedModel:
         if from_disk:
             files = [self._packed.streamed_file(self._layouts[block.name]) for block in from_disk]
             ring = Ring.of([file.num_bytes for file in files])
-            memory = host_buffer(ring.num_bytes)
+            memory = self._from_disk = host_buffer(ring.num_bytes)
             self._pinning.add(memory)
             host = _places(from_disk, ring, memory)
             self._disk = DiskStream(files, ring, memory)

@@ -7,6 +7,7 @@ but for what comes from the disk. Knows nothing of what the bytes hold.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,24 +39,29 @@ class Lane:
         # On a CPU, which stands in for a device in tests, torch's streams and events do nothing and copies are done at
         # once.
         self.module: Any = torch.get_device_module(device)
-        self.stream: Any = self.module.Stream()
+        self.device = device  # of several cards; which one is the current one is each thread's own affair
+        self.stream: Any = self.module.Stream(device)
         self.user: DeviceStream | None = None
         self._clock = StreamClock()
         self._is_timed = device.type == "cuda"
-        self._sending: list[tuple[Any, Any]] = []  # events before and behind what is not in the clock yet
-        self._waiting: list[tuple[Any, Any]] = []
+        self._sending: deque[tuple[Any, Any]] = deque()  # events before and behind what is not in the clock yet
+        self._waiting: deque[tuple[Any, Any]] = deque()
 
     @property
     def clock(self) -> StreamClock:
         """What has taken place so far, by the device's own time."""
+        self.tally()
+        return self._clock
+
+    def tally(self) -> None:
+        """Into the clock, what has ended since."""
         self._clock.sending_s += _ended(self._sending)
         self._clock.wait_s += _ended(self._waiting)
-        return self._clock
 
     def mark(self, stream: Any = None) -> Any:
         """An event behind all that `stream`, or where the device computes, was given so far."""
         event = self.module.Event(enable_timing=True) if self._is_timed else self.module.Event()
-        event.record(self.module.current_stream() if stream is None else stream)
+        event.record(self.module.current_stream(self.device) if stream is None else stream)
         return event
 
     def copy(self, content: Tensor, into: Tensor, after: Any | None) -> Any:
@@ -74,9 +80,15 @@ class Lane:
     def wait(self, arrived: Any) -> None:
         """What is computed from here on comes after that."""
         began = self.mark() if self._is_timed else None
-        self.module.current_stream().wait_event(arrived)
+        self.module.current_stream(self.device).wait_event(arrived)
         if began is not None:
             self._waiting.append((began, self.mark()))
+
+    def drain(self) -> None:
+        """Until nothing is on its way any more, and nobody's: before the memory that is copied from or to is given back.
+        Torch hands what is freed to who computes next, and knows nothing of another stream that still writes to it."""
+        self.mark(self.stream).synchronize()
+        self.user = None
 
 
 class DeviceStream:
@@ -108,6 +120,7 @@ class DeviceStream:
         """As BlockStream says. Copies that were begun for a forward that was given up are dropped."""
         if self._disk is not None:
             self._disk.begin()
+        self._lane.tally()  # events would gather where nobody looks at the clock
         if self._lane.user is self and self._next % max(1, len(self._runs)) == 0:
             return
         # All that was computed may have used the ring, whoever gave it; what was copied before is copied before.
@@ -132,6 +145,7 @@ class DeviceStream:
         self._lane.wait(self._arrived.pop(number))
         yield
         self._released[number] = self._lane.mark()
+        self._released.pop(number - 2, None)  # from now on no copy waits for one so far back
         self._next = number + 1
         self._copy_ahead()
 
@@ -154,20 +168,23 @@ class DeviceStream:
     def _copy(self, number: int) -> None:
         """Of a run from the disk, the copy is waited for: its place on the host is for the next one then."""
         run, index = self._run(number), number % len(self._runs)
-        before = self._released.pop(number - self._reach[index], None)
+        before = self._released.get(number - self._reach[index])
         if not run.from_disk:
             self._arrived[number] = self._lane.copy(run.content, self._places[index], before)
             return
         with self._disk_held(run.name):
-            arrived = self._arrived[number] = self._lane.copy(run.content, self._places[index], before)
+            arrived = self._lane.copy(run.content, self._places[index], before)
             arrived.synchronize()
+        self._arrived[number] = arrived
 
     def _run(self, number: int) -> HostRun:
         return self._runs[number % len(self._runs)]
 
 
-def _ended(pairs: list[tuple[Any, Any]]) -> float:
-    """Seconds between the events of those pairs that have come, which are dropped."""
-    ended = [pair for pair in pairs if pair[1].query()]
-    pairs[:] = [pair for pair in pairs if pair not in ended]
-    return float(sum(began.elapsed_time(end) for began, end in ended)) / 1e3
+def _ended(pairs: deque[tuple[Any, Any]]) -> float:
+    """Seconds between the events of those pairs that have come, which are dropped. They come in their order."""
+    ended_ms = 0.0
+    while pairs and pairs[0][1].query():
+        began, end = pairs.popleft()
+        ended_ms += began.elapsed_time(end)
+    return ended_ms / 1e3

@@ -19,19 +19,20 @@ class Pinning:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pin") if device.type == "cuda" else None
         self._registered: dict[int, Future[bool]] = {}  # by address: whether it was
 
     def add(self, memory: Tensor) -> None:
         """memory: on the host, in pages that are nobody else's."""
         if self._thread is not None:
-            self._registered[memory.data_ptr()] = self._thread.submit(_register, memory.data_ptr(), memory.nbytes)
+            self._registered[memory.data_ptr()] = self._thread.submit(self._register, memory.data_ptr(), memory.nbytes)
 
     def remove(self, memory: Tensor) -> None:
-        """Before it is given back."""
-        registered = self._registered.pop(memory.data_ptr(), None)
-        if registered is not None and registered.result():
-            _driver().cudaHostUnregister(memory.data_ptr())
+        """Before it is given back, and when nothing is copied from it any more. What the driver still takes for
+        registered would be copied from the pages that were there, whatever lies at this address by then."""
+        if (registered := self._registered.pop(memory.data_ptr(), None)) is not None:
+            self._let_go(memory.data_ptr(), registered)
 
     def wait(self) -> int:
         """Until all is registered that can be. Returns in how many runs of memory that is."""
@@ -40,15 +41,19 @@ class Pinning:
     def close(self) -> None:
         """All is let go."""
         for address, registered in self._registered.items():
-            if registered.result():
-                _driver().cudaHostUnregister(address)
+            self._let_go(address, registered)
         self._registered.clear()
         if self._thread is not None:
             self._thread.shutdown()
 
+    def _register(self, address: int, num_bytes: int) -> bool:
+        with torch.cuda.device(self._device):  # a thread begins on the first card, and would make a context there
+            return int(_driver().cudaHostRegister(address, num_bytes, _PORTABLE)) == 0
 
-def _register(address: int, num_bytes: int) -> bool:
-    return int(_driver().cudaHostRegister(address, num_bytes, _PORTABLE)) == 0
+    def _let_go(self, address: int, registered: Future[bool]) -> None:
+        """What was not begun yet is not waited for."""
+        if not registered.cancel() and registered.result():
+            _driver().cudaHostUnregister(address)
 
 
 def _driver() -> Any:
