@@ -40,6 +40,12 @@ class Segment:
     rope_length: int  # tokens by which length-dependent RoPE scalings choose their frequencies
 
 
+def moved(x: Tensor, device: torch.device) -> Tensor:
+    """x there; towards the host the values are waited for, who would else be read too early. The other way nothing is:
+    the driver has taken what is in pageable memory when the call returns."""
+    return x.to(device, non_blocking=device.type != "cpu")
+
+
 @dataclass(frozen=True)
 class Batch:
     token_ids: Tensor  # [T] int64
@@ -57,8 +63,8 @@ class Batch:
             return self
         return replace(
             self,
-            token_ids=self.token_ids.to(device),
-            positions=self.positions.to(device),
-            logit_rows=self.logit_rows.to(device),
-            rotations=tuple((cos.to(device), sin.to(device)) for cos, sin in self.rotations),
+            token_ids=moved(self.token_ids, device),
+            positions=moved(self.positions, device),
+            logit_rows=moved(self.logit_rows, device),
+            rotations=tuple((moved(cos, device), moved(sin, device)) for cos, sin in self.rotations),
         )

@@ -34,4 +34,4 @@ class Embedding:
     def __call__(self, token_ids: Tensor) -> Tensor:
         """token_ids [T] int64 -> [T, hidden] of `dtype`."""
         rows = self.matrix.rows(token_ids).to(self.dtype)
-        return rows if self.scale == 1.0 else rows * rows.new_tensor(self.scale)
+        return rows if self.scale == 1.0 else rows * torch.tensor(self.scale, dtype=self.dtype)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from localllm.layers.batch import Batch
+from localllm.layers.batch import Batch, moved
 from localllm.layers.linear import Linear
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -59,5 +59,5 @@ class SplitMLP:
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
-        taken = x.to(self.there.device)  # before `here` is begun: its end would be waited for
-        return self.here(x, batch) + self.there(taken, batch).to(x.device)
+        taken = moved(x, self.there.device)  # before `here` is begun: its end would be waited for
+        return self.here(x, batch) + moved(self.there(taken, batch), x.device)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from localllm.layers.attention import Attention
-from localllm.layers.batch import Batch
+from localllm.layers.batch import Batch, moved
 from localllm.layers.embedding import Embedding
 from localllm.layers.linear import Linear
 from localllm.layers.mlp import MLP, SplitMLP
@@ -98,8 +98,8 @@ class Decoder:
 
     @cached_property
     def devices(self) -> frozenset[torch.device]:
-        """Of all that is computed but the head."""
-        return frozenset((self.device, self.embed.device, *(block.device for block in self.blocks)))
+        """Of the blocks."""
+        return frozenset(block.device for block in self.blocks)
 
     @cached_property
     def kv_devices(self) -> tuple[torch.device, ...]:
@@ -108,7 +108,7 @@ class Decoder:
 
     def embedded(self, batch: Batch) -> Tensor:
         """[T, hidden] on the embedding's device."""
-        return self.embed(batch.on(self.embed.device).token_ids)
+        return self.embed(moved(batch.token_ids, self.embed.device))
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """hidden_states [R, hidden] -> fp32 [R, V] on the head's device."""
@@ -134,7 +134,7 @@ class Decoder:
         for block in self.blocks:
             with self.stream.held(block.name):
                 for index, batch in enumerate(there[block.device]):
-                    states[index] = block(_moved(states[index], block.device), batch)
+                    states[index] = block(moved(states[index], block.device), batch)
                     if on_block is not None:
                         on_block(block, states[index])
         return states
@@ -142,11 +142,6 @@ class Decoder:
     def forward(self, batches: Sequence[Batch], on_block: Callable[[Block, Tensor], None] | None = None) -> Tensor:
         """fp32 logits [R, V] of the batches' `logit_rows`, in order."""
         states = self.hidden_states(batches, on_block)
-        wanted = torch.cat([x[batch.on(x.device).logit_rows] for batch, x in zip(batches, states, strict=True)])
+        wanted = torch.cat([x[moved(batch.logit_rows, x.device)] for batch, x in zip(batches, states, strict=True)])
         with self.stream.held(HEAD):
             return self.logits(wanted)
-
-
-def _moved(x: Tensor, device: torch.device) -> Tensor:
-    """x there; towards the host the values are waited for, who would else be read too early."""
-    return x.to(device, non_blocking=device.type != "cpu")
