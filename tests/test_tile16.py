@@ -144,7 +144,7 @@ def test_the_dequantized_product_of_bytes_is_that_of_the_whole_matrix(
     monkeypatch: pytest.MonkeyPatch, slab_weights: int
 ) -> None:
     monkeypatch.setattr(int8, "PRODUCT_WEIGHTS", slab_weights)
-    monkeypatch.setattr(int8, "SLAB_WEIGHTS", slab_weights)
+    monkeypatch.setattr(tile16, "SLAB_WEIGHTS", slab_weights)
     generator = torch.Generator().manual_seed(0)
     q = torch.randint(-127, 128, (80, 128), generator=generator, dtype=torch.int8)
     scale = torch.rand((5, 16), generator=generator) / 127

@@ -12,7 +12,7 @@ from torch import Tensor
 from localllm.kernels import cpu_linear
 from localllm.kernels.cpu_linear import PackedMatrix
 from localllm.kernels.dense import dense_linear
-from localllm.kernels.tile16 import SLAB_WEIGHTS, TILE
+from localllm.kernels.tile16 import TILE, slab_tiles
 
 WORD = 4  # codes of one row in a 32-bit lane
 PRODUCT_WEIGHTS = 1 << 22  # dequantized for one matrix product: 8 MiB of bf16
@@ -35,7 +35,7 @@ def dequantize(qweight: Tensor, scale: Tensor, out_features: int, in_features: i
     """w = scale * q, computed in fp32, rounded once to `dtype`: [out_features, in_features], slab by slab."""
     tiles, words, _, _ = qweight.shape
     out = torch.empty((out_features, in_features), dtype=dtype, device=qweight.device)
-    step = max(1, SLAB_WEIGHTS // max(1, TILE * words * WORD))
+    step = slab_tiles(words * WORD, qweight.device)
     for first in range(0, tiles, step):
         part = slice(first, first + step)
         rows = out[first * TILE : (first + step) * TILE]
