@@ -56,8 +56,10 @@ def check(plan: Plan) -> None:
     assert plan.ledger["vram"].get("weights", 0) == sum(block.num_bytes for block in held["vram"]) + device_bytes
     assert plan.ledger["ram"].get("weights", 0) == sum(block.num_bytes for block in held["ram"]) + rest
     assert plan.ledger["disk"]["weights"] == sum(block.num_bytes for block in held["disk"])
-    passing = [block.num_bytes for block in plan.blocks[1:] if block.tier != "vram" and block.name != "head"]
-    assert plan.ring_bytes == ring_bytes(passing) == plan.ledger["vram"].get("staging", 0)
+    passing = [block for block in plan.blocks[1:] if block.tier != "vram" and block.name != "head"]
+    by_few = [block for block in passing if block.exec == "gpu"]  # in a step of a few tokens
+    ring = max(ring_bytes([block.num_bytes for block in some]) for some in (passing, by_few))
+    assert plan.ring_bytes == ring == plan.ledger["vram"].get("staging", 0)
     on_device = [block.exec == "gpu" for block in plan.blocks[1:-1:2]]
     kv_bytes = plan.kv_tokens * shape.kv_bytes_per_token
     assert plan.ledger["vram"].get("kv", 0) == pytest.approx(kv_bytes * sum(on_device) / len(on_device), abs=1)

@@ -129,10 +129,16 @@ class DeviceSearch:
         return [(most, max(most, passing)), (middling, max(middling, passing)), (least, least)]
 
     def least_vram_bytes(self) -> int:
-        """With which a model runs of which the device keeps nothing, and no keys and values either."""
+        """With which a model runs of which the device keeps nothing, or nothing but the keys and values."""
         ctx, rows = contexts(self.shape, self.ctx)[-1], self.shape.batch_rows[-1]
-        passing = [block.num_bytes for block in self.shape.blocks]
-        return sum(self._vram_owners(_Amount(ctx, 1, ctx, rows, rows, 0)).values()) + ring_bytes(passing)
+        amounts = [_Amount(ctx, 1, ctx, rows, rows, layers) for layers in (0, self._num_layers)]
+        return min(sum(self._vram_owners(amount).values()) + self._least_ring_bytes(amount) for amount in amounts)
+
+    def _least_ring_bytes(self, amount: _Amount) -> int:
+        """Of the ring, where the device keeps no block. MLPs follow each other where the host computes what is between
+        them."""
+        attention, mlp = (block.num_bytes for block in self.shape.blocks[:2])
+        return ring_bytes([attention, mlp] if amount.kv_layers == self._num_layers else [mlp, mlp])
 
     def refusal(self) -> DoesNotFitError:
         shape, least = self.shape, self.least_vram_bytes()
@@ -212,7 +218,7 @@ class DeviceSearch:
         whole = amount.kv_layers * (attention + _ALLOCATOR_BYTES) + layers * (mlp + _ALLOCATOR_BYTES)
         if amount.kv_layers == layers and whole <= vram:
             return _Choice(_Counts(resident=layers), _Counts(resident=layers), head)
-        if vram < ring_bytes([attention, mlp]):
+        if vram < self._least_ring_bytes(amount):
             return None
         vram = max(0, vram - ring_bytes([mlp, mlp]))  # where attention stays, MLPs follow each other through the ring
         kept = min(amount.kv_layers, vram // (attention + _ALLOCATOR_BYTES))
@@ -331,8 +337,11 @@ class DeviceSearch:
         split = [block for block in blocks if block.exec == "split"]
         vram["weights"] = sum(kept) + sum(block.device_bytes for block in split)
         vram["slack"] = _ALLOCATOR_BYTES * (len(kept) + len(split))
-        # The host computes a head that the device does not keep: of a prompt, too, only a few rows are wanted.
-        vram["staging"] = ring_bytes([block.num_bytes for block in blocks[1:-1] if block.tier != "vram"])
+        # The host computes a head that the device does not keep: of a prompt, too, only a few rows are wanted. Where it
+        # computes what lies between two large blocks, these follow each other in a step of a few tokens.
+        passing = [block for block in blocks[1:-1] if block.tier != "vram"]
+        by_few = [block for block in passing if block.exec == "gpu"]
+        vram["staging"] = max(ring_bytes([block.num_bytes for block in some]) for some in (passing, by_few))
         # Of a split block the host has all, for prompts, and what it computes of it in memory of its own.
         ram["weights"] = sum(in_ram) + sum(block.num_bytes - block.device_bytes for block in split)
         ram["staging"] = ring_bytes(from_disk)
