@@ -135,7 +135,7 @@ def test_blocks_come_and_go_as_other_programs_leave_and_take_memory(
 
     least = _least(directory, "int8")
     monkeypatch.setattr(card, "card_memory", card_memory)
-    monkeypatch.setattr(residency, "available_bytes", lambda _device: free_bytes)
+    monkeypatch.setattr(residency, "reachable_bytes", lambda _device: free_bytes)
     monkeypatch.setattr(residency, "_MUCH_BYTES", 1)
     engine = Engine.load(directory, device="cpu", ctx=128, weights="int8", dtype="fp32")
     assert engine.plan is not None and engine.residency.placed is not None
@@ -147,4 +147,23 @@ def test_blocks_come_and_go_as_other_programs_leave_and_take_memory(
         kept.append(sum(block.tier == "vram" for block in engine.residency.placed.blocks))
     assert kept[1] < kept[2] < kept[0] == kept[3] == kept[4] == kept[5]  # where nothing fits it stays as it is
     assert all(answer == answers[0] for answer in answers) and len(answers[0]) == 8
+    engine.close()
+
+
+def test_a_plan_made_anew_does_not_count_the_hosts_blocks_twice(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process holds them while the plan is made."""
+    vram = _least(directory, "int8") + (1 << 20)
+    _, roomy = answer(directory, weights="int8", vram=vram)
+    assert roomy.plan is not None
+    engine = Engine.load(directory, device="cpu", ctx=128, weights="int8", vram=vram, ram=roomy.plan.total_bytes("ram"))
+    placed = engine.residency.placed
+    assert placed is not None and placed.host_bytes == roomy.plan.ledger["ram"]["weights"]
+    start = placed.blocks
+    held = 1000 + placed.host_bytes
+    monkeypatch.setattr(card, "process_memory", lambda cap: Memory(cap, held, 32 * GIB, 32 * GIB))
+    monkeypatch.setattr(residency, "_MUCH_BYTES", 0)
+    assert list(engine.generate(PROMPT, SamplingParams(max_tokens=2, temperature=0)))
+    assert placed.blocks == start
     engine.close()

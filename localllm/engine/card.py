@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from localllm.engine.memory import HEADROOM, out_of_memory
+from localllm.engine.memory import HEADROOM, is_device_out_of_memory, out_of_memory
 from localllm.engine.placement import model_shape, process_memory
 from localllm.errors import UsageError
 from localllm.models.config import ModelConfig
@@ -35,14 +35,15 @@ class CardPlanning:
         self, config: ModelConfig, recipe: Recipe, name: str, *, cached_share: float = 0.0, beside_bytes: int = 0
     ) -> DeviceSearch:
         """What the machine does is measured where it is not known, once. beside_bytes: of the host's memory, for what
-        is loaded after the model. Raises UsageError for a cap above what exists, DoesNotFitError where the card has
-        not even room for a measurement.
+        is loaded after the model; less than none where what this process holds is placed anew. Raises UsageError for a
+        cap above what exists, DoesNotFitError where the card has not even room for a measurement.
         """
+        uncap_allocator(self.device)  # of the plan before, which a measurement has nothing to do with
         try:
             profile = measured(kept_profile(), recipe.name, recipe.blocks, self.dtype, self.say)
             profile = device_measured(profile, self.device, recipe.name, recipe.blocks, self.dtype, self.say)
-        except torch.OutOfMemoryError as error:
-            raise out_of_memory(self.device, error) from None
+        except RuntimeError as error:
+            raise out_of_memory(self.device, error) if is_device_out_of_memory(error) else error from None
         rates, card = profile.rates(recipe.name), profile.device
         assert rates is not None and card is not None
         found = card.formats[recipe.name]
@@ -72,6 +73,11 @@ def card_memory(device: torch.device, vram_bytes: int | None, rates: DeviceRates
         )
     most = rates.context_bytes + int(HEADROOM * free) + torch.cuda.memory_reserved(device)
     return CardMemory(min(vram_bytes or most, most), rates.context_bytes, workspace_bytes, most, total)
+
+
+def uncap_allocator(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 def cap_allocator(device: torch.device, card: CardMemory) -> None:

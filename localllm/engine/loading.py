@@ -100,7 +100,7 @@ class Loading:
         if not has_card(self.device):  # a CPU's free memory is in motion always, and a plan for it would be too
             return loaded
         promised = replace(self, ctx=loaded.ctx, watcher=Watcher())
-        return replace(loaded, replan=lambda: promised._plan(packed.config, packed))
+        return replace(loaded, replan=lambda: promised._plan(packed.config, packed, placed.host_bytes))
 
     def _loaded(
         self, plan: Plan, decoder: Decoder, placed: PlacedModel | None = None, held: ExitStack | None = None
@@ -119,20 +119,22 @@ class Loading:
         placed.place(plan.blocks, plan.many_rows, self.watcher.reading)
         return placed
 
-    def _plan(self, config: ModelConfig, packed: PackedModel | None = None) -> Plan:
+    def _plan(self, config: ModelConfig, packed: PackedModel | None = None, placed_bytes: int = 0) -> Plan:
+        """placed_bytes: of what this process holds, the blocks that are placed anew."""
         try:
-            return self._plan_in(config, self.recipe, 0.0 if packed is None else packed.cached_share())
+            cached_share = 0.0 if packed is None else packed.cached_share()
+            return self._plan_in(config, self.recipe, cached_share, placed_bytes)
         except DoesNotFitError as error:
             with suppress(DoesNotFitError):
                 self._plan_in(config, RECIPES[DEFAULT])
                 error.fix = "--weights int4"
             raise
 
-    def _plan_in(self, config: ModelConfig, recipe: Recipe, cached_share: float = 0.0) -> Plan:
+    def _plan_in(self, config: ModelConfig, recipe: Recipe, cached_share: float = 0.0, placed_bytes: int = 0) -> Plan:
         if has_card(self.device):
             say = self.watcher.measuring
             card = CardPlanning(self.device, self.dtype, self.ctx, self.ram, self.vram, self.job, say)
-            search = card.search(config, recipe, self.files.name, cached_share=cached_share)
+            search = card.search(config, recipe, self.files.name, cached_share=cached_share, beside_bytes=-placed_bytes)
             cap_allocator(self.device, search.card)
             return search.best()
         shape = model_shape(config, recipe, self.dtype, self.files.name)

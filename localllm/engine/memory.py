@@ -43,11 +43,28 @@ def available_bytes(device: torch.device) -> int:
     return min(limit for limit in limits if limit is not None)
 
 
+def reachable_bytes(device: torch.device) -> int:
+    """Free, or torch's already: what it has on a GPU, used or kept for later, was not taken from this process."""
+    reserved = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+    return available_bytes(device) + reserved
+
+
+# What torch raises as any other error: where the host has no room, and where CUDA itself has none on a card that others
+# fill: for a kernel that is loaded when it is first called, for a handle of cuBLAS.
+_HOST_SIGNS = ("can't allocate memory", "can't start new thread")
+_DEVICE_SIGNS = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED")
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed, on the device or on the host."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    signs = ("can't allocate memory", "can't start new thread")
+    return isinstance(error, MemoryError) or is_device_out_of_memory(error) or _says(error, _HOST_SIGNS)
+
+
+def is_device_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or _says(error, _DEVICE_SIGNS)
+
+
+def _says(error: BaseException, signs: tuple[str, ...]) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 

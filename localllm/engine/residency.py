@@ -9,7 +9,7 @@ from contextlib import suppress
 import torch
 
 from localllm.cache.contiguous import ContiguousKV
-from localllm.engine.memory import available_bytes, is_out_of_memory
+from localllm.engine.memory import is_device_out_of_memory, is_out_of_memory, reachable_bytes
 from localllm.engine.runner import ModelRunner
 from localllm.errors import DoesNotFitError
 from localllm.kernels.cpu_gemv import MAX_ROWS
@@ -39,7 +39,7 @@ class Residency:
         self.config, self.device = model.config, model.device
         self.placed = placed
         self._replan = replan
-        self._free_bytes = available_bytes(self.device)
+        self._free_bytes = reachable_bytes(self.device)
         self._batch_rows = batch_rows
         self._has_kv_on_host = False
         self._use(model)
@@ -76,7 +76,7 @@ class Residency:
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
-                on_device = isinstance(error, torch.OutOfMemoryError)
+                on_device = is_device_out_of_memory(error)
                 _give_back(error)
             asked = demoted(asked, "vram" if on_device else "ram")
         else:
@@ -94,7 +94,7 @@ class Residency:
         """Between two answers: plan anew where much more memory is free than before, or much less."""
         if self.placed is None or self._replan is None:
             return
-        if abs(available_bytes(self.device) - self._free_bytes) < _MUCH_BYTES:
+        if abs(reachable_bytes(self.device) - self._free_bytes) < _MUCH_BYTES:
             return
         plan = None
         with suppress(DoesNotFitError):  # it goes on as it is
@@ -103,7 +103,7 @@ class Residency:
             self._batch_rows, self._has_kv_on_host = plan.batch_rows, False
             self.placed.many_rows = plan.many_rows
             self.move(plan.blocks)
-        self._free_bytes = available_bytes(self.device)
+        self._free_bytes = reachable_bytes(self.device)
 
     def give_way(self, error: BaseException, rows: int, held: Sequence[ContiguousKV]) -> bool:
         """Make do with less than a forward of `rows` tokens found too little of: a smaller chunk, then keys and values
@@ -113,7 +113,7 @@ class Residency:
             self._batch_rows = max(MAX_ROWS, min(self._batch_rows, rows) // 2)
             self.runner.shrink(self._batch_rows)
             return True
-        on_device = isinstance(error, torch.OutOfMemoryError)
+        on_device = is_device_out_of_memory(error)
         if on_device and not self._has_kv_on_host and any(device != HOST for device in self.kv_devices):
             self._has_kv_on_host = True
             for kv in held:

@@ -61,6 +61,13 @@ class PlacedModel:
         self._lane = Lane(self._device)
         self.blocks: tuple[Placed, ...] = ()
 
+    @property
+    def host_bytes(self) -> int:
+        """What of the host's memory the blocks have, and the ring for those from the disk."""
+        blocks = sum(block.num_bytes for block in self.blocks if block.tier == "ram")
+        split = sum(block.num_bytes - block.device_bytes for block in self.blocks if block.exec == "split")
+        return blocks + split + (0 if self._from_disk is None else self._from_disk.nbytes)
+
     def __enter__(self) -> PlacedModel:
         return self
 

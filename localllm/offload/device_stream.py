@@ -85,8 +85,8 @@ class Lane:
             self._waiting.append((began, self.mark()))
 
     def drain(self) -> None:
-        """Until nothing is on its way any more, and nobody's: before the memory that is copied from or to is given back.
-        Torch hands what is freed to who computes next, and knows nothing of another stream that still writes to it."""
+        """Until nothing is on its way, and the ring is nobody's: before what is copied from or to is given back. Torch
+        hands what is freed to who computes next, and knows nothing of another stream that still writes to it."""
         self.mark(self.stream).synchronize()
         self.user = None
 
