@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -366,9 +366,12 @@ class Engine:
 
     def _gives_way(self, error: Exception, rows: int) -> bool:
         """Whether memory ran out and something could be given up for it: the next step tries again."""
-        with suppress(LocalLLMError):  # nothing is left to give up: the first error is the one to tell
+        try:
             return is_out_of_memory(error) and self.residency.give_way(error, rows, self._held_kv)
-        return False
+        except (MemoryError, RuntimeError, LocalLLMError) as another:  # nothing is left: the first error is to be told
+            if isinstance(another, RuntimeError) and not is_out_of_memory(another):
+                raise
+            return False
 
     def _take(self, sequence: Sequence, chunk: Chunk, logits: Tensor) -> Iterator[Event]:
         """Tell how far a prompt has come; draw a token where the chunk reached the sequence's end."""

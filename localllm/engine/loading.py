@@ -105,7 +105,8 @@ class Loading:
     def _loaded(
         self, plan: Plan, decoder: Decoder, placed: PlacedModel | None = None, held: ExitStack | None = None
     ) -> LoadedModel:
-        spare = 0 if plan.ring_bytes else plan.free_bytes // plan.shape.kv_bytes_per_token
+        # A tenth of what is free is left for what no ledger sees: what lies between torch's runs of memory.
+        spare = 0 if plan.ring_bytes else plan.free_bytes * 9 // 10 // plan.shape.kv_bytes_per_token
         kv_tokens = plan.kv_tokens + spare
         ctx = plan.ctx
         if self.job is not None and self.ctx is None:  # one sequence may have what several have together
@@ -135,8 +136,9 @@ class Loading:
             say = self.watcher.measuring
             card = CardPlanning(self.device, self.dtype, self.ctx, self.ram, self.vram, self.job, say)
             search = card.search(config, recipe, self.files.name, cached_share=cached_share, beside_bytes=-placed_bytes)
+            plan = search.best()
             cap_allocator(self.device, search.card)
-            return search.best()
+            return plan
         shape = model_shape(config, recipe, self.dtype, self.files.name)
         memory = partial(process_memory, self.ram)
         return find_plan(shape, recipe, self.dtype, memory, self.ctx, self.job, self.watcher.measuring, cached_share)

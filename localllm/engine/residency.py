@@ -102,7 +102,10 @@ class Residency:
         if plan is not None:
             self._batch_rows, self._has_kv_on_host = plan.batch_rows, False
             self.placed.many_rows = plan.many_rows
-            self.move(plan.blocks)
+            if plan.blocks == self.placed.blocks:
+                self._use(self.model)
+            else:
+                self.move(plan.blocks)
         self._free_bytes = reachable_bytes(self.device)
 
     def give_way(self, error: BaseException, rows: int, held: Sequence[ContiguousKV]) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from localllm.cache.contiguous import ContiguousKV
+from localllm.engine.memory import is_out_of_memory
 from localllm.engine.runner import Chunk
 from localllm.engine.sequence import Sequence
 
@@ -74,7 +75,12 @@ class Scheduler:
             sequence = self.waiting[0]
             if self.running and reserved + sequence.max_length > self.limits.kv_tokens:
                 return
-            sequence.kv = self._new_kv(sequence.max_length)
+            try:
+                sequence.kv = self._new_kv(sequence.max_length)
+            except (MemoryError, RuntimeError) as error:
+                if self.running and is_out_of_memory(error):  # when an answer ends there is more
+                    return
+                raise
             reserved += sequence.max_length
             self.running.append(self.waiting.popleft())
 
