@@ -115,6 +115,8 @@ def predict(_rounds: int) -> dict[str, Any]:
                 **asdict(case),
                 "cap_bytes": cap,
                 "streamed_bytes": result["streamed_bytes"],
+                "disk_gbs": statistics.median(result["floor_gbs"]) if result["floor_gbs"] else None,
+                "profile_disk_gbs": plan["disk_gbs"],
                 "predicted_tok_s": plan["decode_tok_s"],
                 "measured_tok_s": measured,
                 "prediction_error": plan["decode_tok_s"] / measured - 1,

@@ -86,6 +86,7 @@ def planned(plan: Plan, spec: Spec) -> dict[str, Any]:
     return {
         "decode_tok_s": plan.sequences / plan.costs.decode_s(depth, plan.sequences),
         "bound_by": plan.bound_by,
+        "disk_gbs": plan.costs.rates.disk_gbs,
         "ledger_bytes": plan.total_bytes("ram"),
         "limit_bytes": plan.limits["ram"],
         "kv_bytes": plan.ledger["ram"]["kv"],
