@@ -15,9 +15,9 @@ __all__ = ["Spread", "interleaved", "machine", "paired", "save", "seconds", "spr
 RESULTS = Path(__file__).parent / "results"
 
 
-def save(name: str, result: dict[str, object]) -> Path:
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+def save(name: str, result: dict[str, object], directory: Path = RESULTS) -> Path:
+    directory.mkdir(exist_ok=True)
+    path = directory / f"{name}.json"
     path.write_text(json.dumps(result, indent=2, default=_plain) + "\n", encoding="utf-8")
     return path
 

@@ -103,6 +103,10 @@ class PlacedModel:
             self._pinning.remove(self._from_disk)
             self._from_disk = None
 
+    def wait_until_pinned(self) -> int:
+        """Until what is copied from is registered with the driver, as far as it can be; in how many runs that is."""
+        return self._pinning.wait()
+
     def close(self) -> None:
         self.release()
         self._pinning.close()
