@@ -67,15 +67,15 @@ class Accelerate:
 
 
 def _fill(model: Any) -> None:
-    """Random weights in the host's memory: those of one shape are copies of the first, as drawing all takes minutes."""
+    """Random weights in the host's memory: a million of them again and again, as to draw all takes minutes."""
     from accelerate.utils import set_module_tensor_to_device
 
-    first: dict[tuple[int, ...], torch.Tensor] = {}
+    noise = torch.randn(1 << 20, dtype=torch.bfloat16)
     for name, parameter in list(model.named_parameters()):
-        shape = tuple(parameter.shape)
-        if shape not in first:
-            first[shape] = torch.randn(shape, dtype=torch.bfloat16) * shape[-1] ** -0.5
-        set_module_tensor_to_device(model, name, "cpu", value=first[shape].clone())
+        num_weights = parameter.numel()
+        drawn = noise * parameter.shape[-1] ** -0.5
+        weight = drawn.repeat(-(-num_weights // len(drawn)))[:num_weights].view(parameter.shape)
+        set_module_tensor_to_device(model, name, "cpu", value=weight)
 
 
 if __name__ == "__main__":

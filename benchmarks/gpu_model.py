@@ -105,7 +105,7 @@ class MemoryModel:
     def streamed_file(self, layout: BlockLayout) -> None:
         raise UnavailableError(f"{layout.name} would have to be on the disk: the host's memory is too small")
 
-    small_tensors = streamed_file
+    small_tensors = stored_rows = streamed_file
 
 
 @contextmanager

@@ -1,5 +1,7 @@
-"""The built-in model's greedy text in fp32, wherever its blocks rest: `python -m benchmarks.gpu_texts`, a process of its
-own. What a CPU alone writes is right."""
+"""The built-in model's greedy text in fp32, wherever its blocks rest: a process, `python -m benchmarks.gpu_texts`.
+
+What a CPU alone writes is right.
+"""
 
 from __future__ import annotations
 
@@ -37,41 +39,41 @@ KINDS = {
     "disk-computed": ("disk", "cpu"),
 }
 PROMPT = tuple(range(3, 45))
-TOKENS, MANY_TOKENS = 48, 200
+CTX = 512
 _HOST = torch.device("cpu")
 _RECIPE = RECIPES["fp32"]
 
 
 class Texts:
-    def compare(self, *, device: str) -> dict[str, str]:
+    def compare(self, *, device: str, tokens: int, many_tokens: int) -> dict[str, str]:
         """By the kind of placement: "ok", or what is wrong with it."""
-        self.files = locate("tiny")
+        self.files, self.tokens, self.many_tokens = locate("tiny"), tokens, many_tokens
         self.tokenizer = Tokenizer.load(self.files.directory)
         with _packed(self.files.directory) as packed:
             alone = load_decoder(packed, packed.config, _RECIPE, dtype=torch.float32, device=_HOST)
-            expected = self._text(Engine(alone, self.tokenizer, ctx=512), MANY_TOKENS)
+            expected = self._text(Engine(alone, self.tokenizer, ctx=CTX), self.many_tokens)
             parts = DecoderParts(packed.config, _RECIPE, torch.float32, choose_device(device))
             with PlacedModel(packed, parts, choose_device(device)) as placed:
                 found = {kind: self._told(placed, kind, expected) for kind in (*KINDS, "mixed")}
-                found[f"mixed, {MANY_TOKENS} tokens twice"] = _said(lambda: self._twice(placed))
+                found[f"mixed, {many_tokens} tokens twice"] = _said(lambda: self._twice(placed))
         return found
 
     def _told(self, placed: PlacedModel, kind: str, expected: list[int]) -> str:
         def compare() -> str:
             for seed, many_rows in enumerate((NEVER, 8)):
                 placed.place(self._blocks(kind, seed), many_rows)
-                text = self._text(Engine(placed.few, self.tokenizer, ctx=512, placed=placed), TOKENS)
-                if text != expected[:TOKENS]:
+                text = self._text(Engine(placed.few, self.tokenizer, ctx=CTX, placed=placed), self.tokens)
+                if text != expected[: self.tokens]:
                     at = next(index for index, pair in enumerate(zip(text, expected, strict=False)) if len({*pair}) > 1)
-                    return f"FAILED: another token at {at} of {TOKENS}, many_rows {many_rows}"
+                    return f"FAILED: another token at {at} of {self.tokens}, many_rows {many_rows}"
             return "ok"
 
         return _said(compare)
 
     def _twice(self, placed: PlacedModel) -> str:
         placed.place(self._blocks("mixed", 2), 8)
-        engine = Engine(placed.few, self.tokenizer, ctx=512, placed=placed)
-        first, second = (self._text(engine, MANY_TOKENS) for _ in range(2))
+        engine = Engine(placed.few, self.tokenizer, ctx=CTX, placed=placed)
+        first, second = (self._text(engine, self.many_tokens) for _ in range(2))
         return "ok" if first == second else "FAILED: two texts"
 
     def _text(self, engine: Engine, max_tokens: int) -> list[int]:

@@ -23,6 +23,7 @@ from benchmarks.peers_protocol import UnavailableError, serve
 from localllm.engine.card import CardPlanning
 from localllm.engine.engine import Engine
 from localllm.engine.memory import choose_device
+from localllm.engine.residency import Residency
 from localllm.models.families import load_config
 from localllm.models.load import load_decoder
 from localllm.offload.device_rates import gpu
@@ -69,6 +70,8 @@ class Card:
         if placed is None:
             raise UnavailableError(f"the model fits into {cap_bytes / 1e9:.3g} GB: nothing is left to be placed")
         self.engine, self.plan, self.placed, self.recipe = engine, plan, placed, recipe
+        # Nothing but `decode` moves blocks: the link's own memory, and another side's, come and go on the card as well.
+        engine.residency = Residency(engine.model, plan.batch_rows, placed)
         streaming = replace(self.search.card_rates, hop_s=_NO_HANDING_OVER_S)
         copying = replace(self.search, card_rates=streaming).best()
         self.placements = {"found": plan.blocks, "streamed": copying.blocks}
@@ -122,9 +125,7 @@ class Card:
 
     def _alone(self) -> Engine:
         if self.alone is None:
-            decoder = load_decoder(
-                self.model, self.model.config, self.recipe, dtype=torch.bfloat16, device=_HOST
-            )
+            decoder = load_decoder(self.model, self.model.config, self.recipe, dtype=torch.bfloat16, device=_HOST)
             self.alone = Engine(decoder, self.engine.tokenizer, ctx=CTX)
         return self.alone
 

@@ -82,6 +82,10 @@ class Worker:
             raise UnavailableError(answer["unavailable"], answer["fix"])
         return answer["ok"]
 
+    def kill(self) -> None:
+        """From another thread than that which calls: the call fails then."""
+        self._process.kill()
+
     def close(self) -> None:
         """Close its stdin, at which it ends, and wait; one that hangs for ten seconds is killed."""
         assert self._process.stdin is not None

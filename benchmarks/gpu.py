@@ -1,0 +1,166 @@
+"""What offloading does on a machine with one NVIDIA GPU, under caps of its memory: within 8 minutes, nothing fetched.
+
+    python -m benchmarks.gpu [--out DIR] [--seconds 450] [--caps 8 12 24]
+    python -m benchmarks.gpu --device cpu --small
+
+For each cap a model of 1.5 times its size, of random weights and made in memory, in bf16 and in INT4: blocks copied in
+every step beside the plain pinned copy, the plan beside copying alone and the CPU alone and beside accelerate, the peak
+of the card's memory beside the cap and the ledger, predictions beside what was measured. The sides are processes that
+take turns. What fails, or has no time left, is told in one line, and the rest goes on. With --device cpu a CPU stands in
+for the card: its figures mean nothing. Results go to benchmarks/results/gpu.json, or to gpu.json in another folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_caps import Cap, Parts, measured_rows
+from benchmarks.gpu_rows import Row, machine_lines, table, text_rows
+from benchmarks.measure import RESULTS, machine, save
+from benchmarks.peers_protocol import Worker
+
+GB = 10**9
+FORMATS = {"bf16": "llama-3.1-8b", "int4-g64": "llama-3.3-70b"}  # whose layers the model has
+SHARE_OF_CAP = 1.5
+_SMALL_CAP_BYTES = 40 * 10**6
+_TEXT_TOKENS = {False: (48, 200), True: (12, 32)}  # of each placement, and of the one that is written twice
+_MACHINE, _TEXTS, _CAP, _CAP_GB = 4.0, 2.0, 2.0, 1 / 12  # shares of the time; the last for each GB of a cap
+
+
+@dataclass
+class Report:
+    """What was found so far."""
+
+    folder: Path
+    device: str
+    machine: dict[str, Any] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    caps: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Kept at once: whoever ends the run has what came before."""
+        self.rows += rows
+        for row in rows:
+            print(row.line(), file=sys.stderr, flush=True)
+        content = {"machine": self.machine, "texts": self.texts, "caps": self.caps}
+        save("gpu", {"device": self.device, **content, "rows": [asdict(row) for row in self.rows]}, self.folder)
+
+
+class Budget:
+    """So many seconds in all; a part has its share of what those before it left."""
+
+    def __init__(self, seconds: float, shares: Sequence[float]) -> None:
+        self._end = time.monotonic() + seconds
+        self._left = sum(shares)
+
+    def part(self, share: float) -> float:
+        seconds = (self._end - time.monotonic()) * share / self._left
+        self._left -= share
+        return seconds
+
+
+@contextlib.contextmanager
+def processes(seconds: float, *modules: str) -> Iterator[list[Worker]]:
+    """Sides that are ended when the time is over, whatever they do then."""
+    workers = [Worker([sys.executable, "-m", module]) for module in modules]
+
+    def end() -> None:
+        for worker in workers:
+            worker.kill()
+
+    timer = threading.Timer(max(1.0, seconds), end)
+    timer.start()
+    try:
+        yield workers
+    finally:
+        timer.cancel()
+        end()  # at once: tens of GB are given back, and there is nothing to be kept
+        for worker in workers:
+            worker.close()
+
+
+def caps(arguments: argparse.Namespace) -> list[Cap]:
+    """bf16 first: there what the link gives does not hang on a kernel."""
+    if arguments.small:
+        return [Cap(_SMALL_CAP_BYTES, weights, "small", SHARE_OF_CAP, stretch_s=0.1) for weights in FORMATS]
+    sizes = [int(cap * GB) for cap in arguments.caps]
+    return [
+        Cap(size, weights, shape, SHARE_OF_CAP, stretch_s=1.5) for weights, shape in FORMATS.items() for size in sizes
+    ]
+
+
+def measure_machine(report: Report, seconds: float) -> None:
+    with processes(seconds, "benchmarks.gpu_worker") as (worker,):
+        told = worker.call("machine", device=report.device, weights=list(FORMATS))
+    report.machine |= told
+    print("\n".join(machine_lines(report.machine)), flush=True)
+
+
+def compare_texts(report: Report, seconds: float, is_small: bool) -> None:
+    tokens, many_tokens = _TEXT_TOKENS[is_small]
+    with processes(seconds, "benchmarks.gpu_texts") as (worker,):
+        report.texts |= worker.call("compare", device=report.device, tokens=tokens, many_tokens=many_tokens)
+    report.add(text_rows(report.texts))
+
+
+def measure_cap(report: Report, cap: Cap, seconds: float, rounds: int) -> None:
+    beside = ["benchmarks.gpu_accelerate"] if cap.weights == "bf16" else []
+    until = time.monotonic() + seconds
+    with processes(seconds + 5, "benchmarks.gpu_worker", *beside) as (ours, *others):
+        found = Parts(ours, others[0] if others else None, report.device, until, rounds).measure(cap)
+    report.caps.append(found)
+    report.add(measured_rows(cap, found))
+
+
+def run(arguments: argparse.Namespace, report: Report) -> None:
+    measured = caps(arguments)
+    parts: list[tuple[str, float, Any]] = [
+        ("machine", _MACHINE, lambda seconds: measure_machine(report, seconds)),
+        ("texts", _TEXTS, lambda seconds: compare_texts(report, seconds, arguments.small)),
+    ]
+    for cap in measured:
+        share = _CAP + _CAP_GB * cap.num_bytes / GB
+        parts.append((cap.name, share, lambda seconds, cap=cap: measure_cap(report, cap, seconds, arguments.rounds)))
+    budget = Budget(arguments.seconds, [share for _, share, _ in parts])
+    for name, share, part in parts:
+        started, seconds = time.monotonic(), budget.part(share)
+        try:
+            part(seconds)
+        except Exception as error:  # of whatever kind: the other parts go on
+            report.add([Row(name, "not measured", note=f"{type(error).__name__}: {error} (it had {seconds:.0f} s)")])
+        print(f"{name}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--small", action="store_true", help="one cap of a few megabytes: whether it all works")
+    parser.add_argument(
+        "--caps", type=float, nargs="+", default=[8, 12, 24], help="GB (1e9 bytes) of the card's memory"
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=450, help="in all: 30 less than it may take")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the folder of gpu.json")
+    arguments = parser.parse_args()
+    if arguments.device == "cpu" and not arguments.small:
+        parser.error("a CPU stands in for a card only with --small")
+    with tempfile.TemporaryDirectory() as home:
+        os.environ |= {"TMPDIR": home, "LOCALLLM_HOME": home, "LOCALLLM_CACHE": str(Path(home) / "cache")}
+        report = Report(arguments.out, arguments.device, {"system": machine()})
+        run(arguments, report)
+    print("\n".join(table(report.rows)))
+
+
+if __name__ == "__main__":
+    main()
