@@ -6,8 +6,8 @@
 For each cap a model of 1.5 times its size, of random weights and made in memory, in bf16 and in INT4: blocks copied in
 every step beside the plain pinned copy, the plan beside copying alone and the CPU alone and beside accelerate, the peak
 of the card's memory beside the cap and the ledger, predictions beside what was measured. The sides are processes that
-take turns. What fails, or has no time left, is told in one line, and the rest goes on. With --device cpu a CPU stands in
-for the card: its figures mean nothing. Results go to benchmarks/results/gpu.json, or to gpu.json in another folder.
+take turns. What fails, or has no time left, is told in one line, and the rest goes on. With --device cpu a CPU stands
+in for the card: its figures mean nothing. Results go to benchmarks/results/gpu.json, or to gpu.json in another folder.
 """
 
 from __future__ import annotations

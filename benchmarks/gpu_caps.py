@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from benchmarks.gpu_rows import Row
 from benchmarks.measure import Spread, paired, spread
 from benchmarks.peers_protocol import UnavailableError, Worker
 
+ACCELERATE = "accelerate"  # the one side that is not ours
 LEAST_TOKENS, MOST_TOKENS = 3, 48
 _WANTED_LINK, _WANTED_ACCELERATE, _WANTED_PREDICTION, _WANTED_LEDGER = 0.92, 3.0, 0.2, 0.03
 _SLOW_SHARE = {"found": 0.5, "streamed": 0.2}  # of what time is left, that its warm-up may take
@@ -55,8 +57,9 @@ class Parts:
             self._add(side, partial(self._decode, side), step_s, cap)
         beside = self._load_beside(common, facts["context_bytes"], cap)
         rounds = self._rounds_of()
-        if self._beside is not None and beside is not None and "accelerate" in self._turns:
-            beside["peak_bytes"] = self._beside.call("peak_bytes")
+        if self._beside is not None and beside is not None:
+            with suppress(UnavailableError):  # it was ended with its time
+                beside["peak_bytes"] = self._beside.call("peak_bytes")
         return {
             "cap": cap.name, "cap_bytes": cap.num_bytes, "shape": cap.shape, "facts": facts, "peak": peak,
             "accelerate": beside, "tokens": self._tokens, "skipped": self.skipped, "rounds": rounds,
@@ -73,9 +76,9 @@ class Parts:
         try:
             told: dict[str, Any] = beside.call("load", context_bytes=context_bytes, **common)
         except UnavailableError as error:
-            self.skipped["accelerate"] = str(error)
+            self.skipped[ACCELERATE] = str(error)
             return None
-        self._add("accelerate", lambda n: beside.call("decode", tokens=n), None, cap)
+        self._add(ACCELERATE, lambda n: beside.call("decode", tokens=n), None, cap)
         return {**told, "peak_bytes": None}
 
     def _add(self, side: str, turn: Callable[[int], dict[str, float]], step_s: float | None, cap: Cap) -> None:
@@ -111,10 +114,20 @@ class Parts:
         links = [self._ours.call("h2d_gbs")]
         values = {}
         for side, turn in sorted(self._turns.items(), key=lambda turn: turn[0] != "streamed"):
-            values[side] = turn(self._tokens[side])
+            try:
+                values[side] = turn(self._tokens[side])
+            except UnavailableError as error:
+                if side != ACCELERATE or time.monotonic() > self._until:
+                    raise
+                self._drop(side, error)
             if side == "streamed":
                 links.append(self._ours.call("h2d_gbs"))
         return {"link_gbs": statistics.harmonic_mean(links), **values}
+
+    def _drop(self, side: str, error: Exception) -> None:
+        """The others' rounds go on without it."""
+        self.skipped[side] = str(error)
+        del self._turns[side], self._tokens[side]
 
 
 def measured_rows(cap: Cap, found: Mapping[str, Any]) -> list[Row]:
@@ -160,14 +173,14 @@ def _hybrid(cap: Cap, rates: Mapping[str, list[float]], facts: Mapping[str, Any]
 
 def _beside(cap: Cap, rates: Mapping[str, list[float]], found: Mapping[str, Any]) -> Row:
     what = "the plan, tok/s, beside accelerate"
-    if "accelerate" not in rates or "found" not in rates:
+    if ACCELERATE not in rates or "found" not in rates:
         return Row(cap.name, what, note="not measured")
-    ratio, theirs = paired(rates["found"], rates["accelerate"]), found["accelerate"]
+    ratio, theirs = paired(rates["found"], rates[ACCELERATE]), found["accelerate"]
     note = f"{theirs['version']}, modules {theirs['modules']}"
     if theirs["peak_bytes"]:
         note += f", its peak {(theirs['peak_bytes'] + found['facts']['context_bytes']) / 1e9:.3g} GB"
     wanted, is_met = f">= {_WANTED_ACCELERATE:g}", ratio.median >= _WANTED_ACCELERATE
-    return Row(cap.name, what, spread(rates["found"]), spread(rates["accelerate"]), ratio, wanted, is_met, note)
+    return Row(cap.name, what, spread(rates["found"]), spread(rates[ACCELERATE]), ratio, wanted, is_met, note)
 
 
 def _peak(cap: Cap, peak: Mapping[str, Any], facts: Mapping[str, Any]) -> Row:
