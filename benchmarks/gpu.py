@@ -96,7 +96,7 @@ def caps(arguments: argparse.Namespace) -> list[Cap]:
         return [Cap(_SMALL_CAP_BYTES, weights, "small", SHARE_OF_CAP, stretch_s=0.1) for weights in FORMATS]
     sizes = [int(cap * GB) for cap in arguments.caps]
     return [
-        Cap(size, weights, shape, SHARE_OF_CAP, stretch_s=1.5) for weights, shape in FORMATS.items() for size in sizes
+        Cap(size, weights, shape, SHARE_OF_CAP, stretch_s=1.0) for weights, shape in FORMATS.items() for size in sizes
     ]
 
 

@@ -155,20 +155,23 @@ def _streaming(cap: Cap, rounds: list[Any], rates: Mapping[str, list[float]], fa
     num_bytes = facts["copied_bytes"]["streamed"] / 1e9
     copied, links = [rate * num_bytes for rate in rates["streamed"]], [turn["link_gbs"] for turn in rounds]
     share = paired(copied, links)
-    return Row(cap.name, what, spread(copied), spread(links), share, f">= {_WANTED_LINK}", share.median >= _WANTED_LINK)
+    note = f"{num_bytes:.3g} GB a token, {facts['pinned_runs']} blocks pinned"
+    wanted, is_met = f">= {_WANTED_LINK}", share.median >= _WANTED_LINK
+    return Row(cap.name, what, spread(copied), spread(links), share, wanted, is_met, note)
 
 
 def _hybrid(cap: Cap, rates: Mapping[str, list[float]], facts: Mapping[str, Any]) -> Row:
-    others = {side: spread(rates[side]) for side in ("streamed", "host") if side in rates}
-    told = ", ".join(f"{'CPU alone' if side == 'host' else 'copying alone'} {value}" for side, value in others.items())
-    what = f"the plan, tok/s, beside the better of: {told}"
+    names = {"streamed": "copying alone", "host": "the CPU alone"}
+    others = {side: spread(rates[side]) for side in names if side in rates}
+    what = "the plan, tok/s, beside the better of copying alone and the CPU alone"
     if "found" not in rates or not others:
         return Row(cap.name, what, note="not measured")
     better = max(others, key=lambda side: others[side].median)
     ratio, least = paired(rates["found"], rates[better]), 1 - _NOISE
-    kinds = ", ".join(f"{count} {kind}" for kind, count in facts["blocks"]["found"].items())
+    told = [f"{names[side]} {value}" for side, value in others.items()]
+    note = ", ".join([*told, *(f"{count} {kind}" for kind, count in facts["blocks"]["found"].items())])
     is_met = ratio.median >= least
-    return Row(cap.name, what, spread(rates["found"]), others[better], ratio, f">= {least:g}", is_met, kinds)
+    return Row(cap.name, what, spread(rates["found"]), others[better], ratio, f">= {least:g}", is_met, note)
 
 
 def _beside(cap: Cap, rates: Mapping[str, list[float]], found: Mapping[str, Any]) -> Row:

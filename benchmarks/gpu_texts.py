@@ -47,6 +47,9 @@ _RECIPE = RECIPES["fp32"]
 class Texts:
     def compare(self, *, device: str, tokens: int, many_tokens: int) -> dict[str, str]:
         """By the kind of placement: "ok", or what is wrong with it."""
+        torch.set_num_threads(
+            1
+        )  # with more, cores that have other work made a token of so small a model take 10 x as long
         self.files, self.tokens, self.many_tokens = locate("tiny"), tokens, many_tokens
         self.tokenizer = Tokenizer.load(self.files.directory)
         with _packed(self.files.directory) as packed:
