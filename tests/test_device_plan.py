@@ -148,3 +148,10 @@ def test_every_model_of_the_registry_is_planned_within_50_ms() -> None:
             check(of.best())
             times.append(time.perf_counter() - started)
         assert statistics.median(times) < 0.05, name
+
+
+def test_a_card_that_is_slower_than_the_host_is_left_alone() -> None:
+    """As where there is no kernel for a format: the host then computes all that it can."""
+    slow = search("llama-3.1-8b", 24, card_rates=replace(CARD, matrix_gbs=5.0)).best()
+    check(slow)
+    assert all(block.exec == "cpu" for block in slow.blocks)

@@ -114,7 +114,7 @@ class DeviceSearch:
             for layers in dict.fromkeys(round(share * self._num_layers) for share in _KV_SHARES):
                 amount = _Amount(ctx, sequences, kv_tokens, rows, pass_tokens, layers)
                 best = self._fastest(amount)
-                if best is not None and self._is_whole(best[1]):  # a device that holds everything is not second-guessed
+                if best is not None and self._is_best(best[1]):
                     return self._plan(amount, best[1])
                 worth = 1.0 if found is None or found[1].rows == rows else _ROWS_WORTH
                 if best is not None and (found is None or best[0] < worth * found[0]):
@@ -169,20 +169,31 @@ class DeviceSearch:
         found: list[tuple[float, _Choice]] = []
         for head in heads:
             found += self._of_head(amount, room, head)
-            if found and self._is_whole(found[-1][1]):
+            if found and self._is_best(found[-1][1]):
                 return found[-1]
         return min(found, key=lambda pair: pair[0], default=None)
 
-    def _is_whole(self, choice: _Choice) -> bool:
+    @property
+    def _card_is_fast(self) -> bool:
+        """Beyond doubt: a block that it has room for is better there than with the host."""
+        return self.card_rates.matrix_gbs > 2 * self.rates.matrix_gbs
+
+    def _is_best(self, choice: _Choice) -> bool:
+        """Whether no other need be looked at: such a device holds everything."""
         kept = choice.attention.resident + choice.mlp.resident
-        return choice.head == "resident" and kept == len(self.shape.blocks)
+        return self._card_is_fast and choice.head == "resident" and kept == len(self.shape.blocks)
 
     def _of_head(self, amount: _Amount, room: tuple[int, int], head: Head) -> Iterator[tuple[float, _Choice]]:
         """What the device has no room for, computed by the host in part: more of it takes the host longer and the link
         less long, so that a step is the shortest where the two meet."""
-        base = self._without_computing(amount, room, head)
-        if base is None:
-            return
+        bases = [self._without_computing(amount, room, head)]
+        if not self._card_is_fast:
+            bases.append(self._without_computing(amount, room, head, keeps=False))
+        for base in bases:
+            if base is not None:
+                yield from self._sharing(amount, base)
+
+    def _sharing(self, amount: _Amount, base: _Choice) -> Iterator[tuple[float, _Choice]]:
         for split in dict.fromkeys((0, base.mlp.split)):
             free = base.mlp.streamed + base.mlp.split - split
 
@@ -202,8 +213,11 @@ class DeviceSearch:
                     low = middle + 1
             yield step_s(low), choice(low)
 
-    def _without_computing(self, amount: _Amount, room: tuple[int, int], head: Head) -> _Choice | None:
-        """As many blocks as have room on the device, then in the host's memory; split: 1 where a block may be."""
+    def _without_computing(
+        self, amount: _Amount, room: tuple[int, int], head: Head, keeps: bool = True
+    ) -> _Choice | None:
+        """As many blocks as have room on the device, then in the host's memory; split: 1 where a block may be. keeps:
+        whether the device keeps any."""
         attention, mlp = self.shape.blocks[0].num_bytes, self.shape.blocks[1].num_bytes
         layers, (vram, ram) = self._num_layers, room
         vocabulary = [self.shape.head.num_bytes, *([self.shape.embed.num_bytes] if self.shape.is_tied else [])]
@@ -216,11 +230,12 @@ class DeviceSearch:
         if ram < 0:
             return None
         whole = amount.kv_layers * (attention + _ALLOCATOR_BYTES) + layers * (mlp + _ALLOCATOR_BYTES)
-        if amount.kv_layers == layers and whole <= vram:
+        if keeps and amount.kv_layers == layers and whole <= vram:
             return _Choice(_Counts(resident=layers), _Counts(resident=layers), head)
         if vram < self._least_ring_bytes(amount):
             return None
-        vram = max(0, vram - ring_bytes([mlp, mlp]))  # where attention stays, MLPs follow each other through the ring
+        # Where attention stays, MLPs follow each other through the ring.
+        vram = max(0, vram - ring_bytes([mlp, mlp])) if keeps else 0
         kept = min(amount.kv_layers, vram // (attention + _ALLOCATOR_BYTES))
         vram -= kept * (attention + _ALLOCATOR_BYTES)
         kept_mlp = min(layers, vram // (mlp + _ALLOCATOR_BYTES))
