@@ -4,7 +4,7 @@
 
 Random weights of real shapes, packed on the disk of the cache directory; every figure is taken in a process of its own
 under a cap (--ram), whose peak of resident memory is compared with the plan's ledger. Results go to
-benchmarks/results/offload.json.
+benchmarks/results/offload.json, part by part: those that were not run stay there as they were.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import offload_accelerate
-from benchmarks.measure import Spread, machine, save, spread
+from benchmarks.measure import RESULTS, Spread, machine, save, spread
 from benchmarks.offload_worker import Spec
 from benchmarks.peers import Match
 from benchmarks.peers_protocol import UnavailableError
@@ -214,11 +214,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     results: dict[str, Any] = {"machine": machine()}
+    with contextlib.suppress(OSError, ValueError):
+        results = json.loads((RESULTS / "offload.json").read_text(encoding="utf-8")) | results
     for name in arguments.part or PARTS:
         print(f"{name} ...", file=sys.stderr, flush=True)
         results[name] = json.loads(json.dumps(PARTS[name](arguments.rounds), default=_plain))
         print(json.dumps({name: results[name]}, indent=1))
-    if not arguments.part:
         save("offload", results)
 
 
