@@ -120,6 +120,11 @@ def predict(_rounds: int) -> dict[str, Any]:
                 "predicted_tok_s": plan["decode_tok_s"],
                 "measured_tok_s": measured,
                 "prediction_error": plan["decode_tok_s"] / measured - 1,
+                "prediction_error_by_rates_around": statistics.harmonic_mean(
+                    (plan["decode_tok_s"], result["decode_tok_s_by_rates_afterwards"])
+                )
+                / measured
+                - 1,
                 "ledger_bytes": plan["ledger_bytes"],
                 "peak_rss_bytes": result["peak_rss_bytes"],
                 "ledger_error": plan["ledger_bytes"] / result["peak_rss_bytes"] - 1,
@@ -130,6 +135,9 @@ def predict(_rounds: int) -> dict[str, Any]:
     return {
         "rows": rows,
         "median_prediction_error": statistics.median(errors),
+        "median_prediction_error_by_rates_around": statistics.median(
+            abs(row["prediction_error_by_rates_around"]) for row in rows
+        ),
         "largest_prediction_error": max(errors),
         "largest_ledger_error": max(abs(row["ledger_error"]) for row in rows),
     }

@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,11 @@ from localllm.engine.events import FinishedEvent, TokenEvent
 from localllm.engine.request import Request, SamplingParams
 from localllm.hub import locate
 from localllm.hub.packed import packed_directory
+from localllm.offload.costs import StepCosts
 from localllm.offload.disk_speed import files_read_gbs
 from localllm.offload.plan import JobShape, Plan
+from localllm.offload.profile import Profile, machine_key, measured
+from localllm.quant.recipe import RECIPES
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ def measure(spec: Spec) -> dict[str, Any]:
         answers.append(answer(engine, prompts, spec.gen_tokens))
         floors += [files_read_gbs(streamed)] if streamed else []
     engine.close()
+    peak_rss_bytes = peak.rss_bytes()
     rounds = answers[1:]
     return {
         "spec": asdict(spec),
@@ -76,9 +80,20 @@ def measure(spec: Spec) -> dict[str, Any]:
         "ttft_s": [each.ttft_s for each in rounds],
         "streamed_bytes": plan.streamed_bytes,
         "floor_gbs": [statistics.harmonic_mean(pair) for pair in itertools.pairwise(floors)],
-        "peak_rss_bytes": peak.rss_bytes(),
+        "peak_rss_bytes": peak_rss_bytes,
+        "decode_tok_s_by_rates_afterwards": by_rates_afterwards(plan, spec),
         "token_ids": answers[0].token_ids,
     }
+
+
+def by_rates_afterwards(plan: Plan, spec: Spec) -> float:
+    """What the plan would have predicted had the machine been measured when the answers were done."""
+    recipe, costs = RECIPES[spec.weights], plan.costs
+    dtype = torch.float32 if spec.weights == "fp32" else torch.bfloat16
+    rates = measured(Profile(machine_key()), recipe.name, recipe.blocks, dtype, lambda _text: None).rates(recipe.name)
+    assert isinstance(costs, StepCosts) and rates is not None
+    costs = replace(costs, rates=replace(rates, cached_share=costs.rates.cached_share))
+    return plan.sequences / costs.decode_s(spec.prompt_tokens + spec.gen_tokens // 2, plan.sequences)
 
 
 def planned(plan: Plan, spec: Spec) -> dict[str, Any]:

@@ -127,7 +127,7 @@ def test_a_prompt_is_copied_once_for_all_its_tokens() -> None:
 
 def test_a_step_costs_the_longest_of_what_goes_on_side_by_side() -> None:
     shape = SHAPES["llama-3.1-8b"]
-    work = Work(2_000_000_000, 20, 900_000_000, 1_200_000_000, 0, 2_100_000_000, 10, 1.0)
+    work = Work(2_000_000_000, 20, 900_000_000, 1_200_000_000, 0, 0, 2_100_000_000, 10, 1.0)
     card = replace(CARD, launch_s=0.0, hop_s=1e-4)
     costs = DeviceCosts(shape, RATES, card, work, 2048, {})
     serial = 2 / 400 + 0.9 / 45 + 10e-4 + 0.7e-3

@@ -21,7 +21,7 @@ from localllm.errors import DoesNotFitError, UsageError
 from localllm.models.families import parse_config
 from localllm.models.shapes import Shape, find_shape, shipped_shapes
 from localllm.offload import profile as profile_module
-from localllm.offload.costs import StepCosts
+from localllm.offload.costs import RUN_S, StepCosts
 from localllm.offload.format_rates import FormatRates
 from localllm.offload.plan import (
     GIB,
@@ -174,13 +174,13 @@ def test_every_model_of_the_registry_is_planned_in_milliseconds() -> None:
 
 def test_a_step_takes_the_longest_of_what_goes_on_side_by_side() -> None:
     it = shape()
-    read = StepCosts(it, RATES, 3_000_000_000, {})
-    assert read.decode_s(0) == pytest.approx(2.0)
+    read = StepCosts(it, RATES, 3_000_000_000, 50, {})
+    assert read.decode_s(0) == pytest.approx(2.0 + 50 * RUN_S)
     assert read.bound_by() == "disk"
-    assert StepCosts(it, RATES, 3_000_000_000, {"disk": 1.5}).decode_s(0) == pytest.approx(3.0)
-    assert StepCosts(it, RATES, 0, {}).bound_by() == "memory"
-    assert StepCosts(it, replace(RATES, compute_gops=1e-3), 0, {}).bound_by(rows=64) == "compute"
-    cached = StepCosts(it, replace(RATES, cached_share=1.0), 3_000_000_000, {})
+    assert StepCosts(it, RATES, 3_000_000_000, 0, {"disk": 1.5}).decode_s(0) == pytest.approx(3.0)
+    assert StepCosts(it, RATES, 0, 0, {}).bound_by() == "memory"
+    assert StepCosts(it, replace(RATES, compute_gops=1e-3), 0, 0, {}).bound_by(rows=64) == "compute"
+    cached = StepCosts(it, replace(RATES, cached_share=1.0), 3_000_000_000, 50, {})
     assert cached.decode_s(0) < 0.5
 
 

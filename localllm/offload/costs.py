@@ -12,16 +12,19 @@ ATTENTION_SHARE = 0.75  # of what the matrices reach, attention reads its keys a
 # Of a prompt, between two reads of what is streamed: to read 3 GB takes as long as to compute 270 tokens of a 7B model
 # on 2 cores; beyond that little is gained, and the states of all these tokens must be kept.
 PASS_TOKENS = 2048
+# Between two runs the disk's queue runs low: files of 12 MB in turn came at 2.7 GB/s where one large one did at 3.6.
+RUN_S = 1e-3
 _COPY_SHARE = 0.24  # the page cache is copied at 10 GB/s beside a step that reads matrices at 42
 
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Of a plan that reads `streamed_bytes` from the disk at every step."""
+    """Of a plan that reads `streamed_bytes` from the disk at every step, in so many runs."""
 
     shape: ModelShape
     rates: Rates
     streamed_bytes: int
+    streamed_runs: int
     corrections: Mapping[Bound, float]
 
     def decode_s(self, depth: int, rows: int = 1) -> float:
@@ -51,7 +54,8 @@ class StepCosts:
 
     def _disk_s(self) -> float:
         from_disk = self.streamed_bytes * (1 - self.rates.cached_share)
-        return from_disk / self.rates.disk_gbs / 1e9 * self.corrections.get("disk", 1.0)
+        seconds = from_disk / self.rates.disk_gbs / 1e9 + RUN_S * self.streamed_runs * (1 - self.rates.cached_share)
+        return seconds * self.corrections.get("disk", 1.0)
 
     def _copying_s(self) -> float:
         """Out of the page cache: the cores do it, which else would compute."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from localllm.offload.costs import ATTENTION_SHARE, STEP_S
+from localllm.offload.costs import ATTENTION_SHARE, RUN_S, STEP_S
 from localllm.offload.plan import NEVER, Bound, ModelShape, Rates
 
 _LAUNCHES = 24  # of a block: operators that the device is given one after the other
@@ -32,7 +32,7 @@ class CardRates:
 @dataclass(frozen=True)
 class Work:
     """Of a step of one token: bytes that the device computes, those that the host does, those that are copied to the
-    device and those that are read from the disk. passing_bytes: copied in a forward of many. hops: how often the host
+    device and those that are read from the disk, in so many runs. passing_bytes: copied in a forward of many. hops: how often the host
     computes between two blocks of the device. kv_share: of the layers whose attention the device computes."""
 
     device_bytes: int
@@ -40,6 +40,7 @@ class Work:
     host_bytes: int
     copied_bytes: int
     disk_bytes: int
+    disk_runs: int
     passing_bytes: int
     hops: int
     kv_share: float
@@ -127,4 +128,5 @@ class DeviceCosts:
     @property
     def _disk_s(self) -> float:
         from_disk = self.work.disk_bytes * (1 - self.rates.cached_share)
-        return from_disk / self.rates.disk_gbs / 1e9 * self.corrections.get("disk", 1.0)
+        seconds = from_disk / self.rates.disk_gbs / 1e9 + RUN_S * self.work.disk_runs * (1 - self.rates.cached_share)
+        return seconds * self.corrections.get("disk", 1.0)

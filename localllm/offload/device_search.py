@@ -271,6 +271,7 @@ class DeviceSearch:
             host_bytes=on_host + split + sum(counts.computed * size for counts, size in pairs),
             copied_bytes=streamed,
             disk_bytes=sum(counts.disk * size for counts, size in pairs),
+            disk_runs=sum(counts.disk for counts, _ in pairs),
             passing_bytes=sum((sum(counts) - counts.resident) * size for counts, size in pairs),
             hops=min(computed, sum(blocks) + 1) + choice.mlp.split + (choice.head == "computed"),
             kv_share=amount.kv_layers / self._num_layers,

@@ -252,7 +252,7 @@ class Search:
             },
             limits={"ram": memory.ram_bytes},
             prompt_tokens=max(1, min(PROMPT_TOKENS, ctx // 2)),
-            costs=StepCosts(shape, self.rates, streamed_bytes, self.corrections),
+            costs=StepCosts(shape, self.rates, streamed_bytes, len(choice.streamed), self.corrections),
         )
 
     def refusal(self) -> DoesNotFitError:
