@@ -32,8 +32,9 @@ class CardRates:
 @dataclass(frozen=True)
 class Work:
     """Of a step of one token: bytes that the device computes, those that the host does, those that are copied to the
-    device and those that are read from the disk, in so many runs. passing_bytes: copied in a forward of many. hops: how often the host
-    computes between two blocks of the device. kv_share: of the layers whose attention the device computes."""
+    device and those that are read from the disk, in so many runs. passing_bytes: copied in a forward of many. hops: how
+    often the host computes between two blocks of the device. kv_share: of the layers whose attention the device
+    computes."""
 
     device_bytes: int
     device_blocks: int
