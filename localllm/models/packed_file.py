@@ -45,6 +45,7 @@ _LENGTH_BYTES = 8
 _ALIGNMENT_BYTES = 64  # a cache line, and an AVX-512 vector
 _NO_CHECKSUM = "0" * 32
 _READ_BYTES = 8 << 20
+_CHECK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,9 @@ class PackedFile:
         try:
             with path.open("rb", buffering=0) as file:
                 header = file.read(self.data_begin)
-                while chunk := file.read(_READ_BYTES):
-                    digest.update(chunk)
+                chunk = bytearray(_CHECK_BYTES)  # one for all: this also runs where memory is short
+                while count := file.readinto(chunk):
+                    digest.update(memoryview(chunk)[:count])
         except OSError:
             return None
         checksum = digest.hexdigest()
