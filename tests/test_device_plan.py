@@ -32,6 +32,13 @@ def registry_shape(name: str) -> ModelShape:
 
 
 SHAPES = {name: registry_shape(name) for name in ("llama-3.1-8b", "llama-3.3-70b", "qwen3-0.6b", "mistral-7b")}
+# No registered model has the larger blocks in its attention, or but one layer; a checkpoint may.
+_MISTRAL = SHAPES["mistral-7b"].blocks
+SHAPES["wide attention"] = replace(
+    SHAPES["mistral-7b"],
+    blocks=tuple(replace(block, num_bytes=_MISTRAL[(index + 1) % 2].num_bytes) for index, block in enumerate(_MISTRAL)),
+)
+SHAPES["one layer"] = replace(SHAPES["mistral-7b"], blocks=_MISTRAL[:2])
 
 
 def search(

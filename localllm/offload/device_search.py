@@ -283,7 +283,8 @@ class DeviceSearch:
         missing = num_attention * attention + num_mlp * mlp - ram
         if missing <= 0:
             return 0, 0
-        missing += mlp + (max(attention, mlp) if num_mlp > 1 else attention)
+        largest = max(attention, mlp)
+        missing += largest + (largest if num_mlp > 1 else attention)
         disk_mlp = min(num_mlp, -(-missing // mlp))
         missing -= disk_mlp * mlp
         disk = max(0, -(-missing // attention))
