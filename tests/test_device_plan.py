@@ -132,6 +132,16 @@ def test_a_prompt_is_copied_once_for_all_its_tokens() -> None:
     assert plan.costs.prompt_s(512) < 512 * plan.costs.decode_s(256) / 20
 
 
+def test_a_prompt_waits_for_what_is_copied_where_the_device_computes_everything() -> None:
+    """Also where the host computes nothing, and where more tokens are read than pass at once."""
+    shape = SHAPES["llama-3.1-8b"]
+    work = Work(3_600_000_000, 64, 0, 2_400_000_000, 0, 0, 2_400_000_000, 0, 1.0)
+    costs = DeviceCosts(shape, RATES, replace(CARD, link_gbs=2.4), work, 256, {})
+    assert costs.prompt_s(256) == pytest.approx(1.0, rel=0.01)
+    assert costs.prompt_s(512) == pytest.approx(2.0, rel=0.01)
+    assert replace(costs, work=replace(work, disk_bytes=6_000_000_000)).prompt_s(256) == pytest.approx(2.0, rel=0.01)
+
+
 def test_a_step_costs_the_longest_of_what_goes_on_side_by_side() -> None:
     shape = SHAPES["llama-3.1-8b"]
     work = Work(2_000_000_000, 20, 900_000_000, 1_200_000_000, 0, 0, 2_100_000_000, 10, 1.0)
