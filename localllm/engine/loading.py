@@ -132,9 +132,8 @@ class Loading:
             say = self.watcher.measuring
             card = CardPlanning(self.device, self.dtype, self.ctx, self.ram, self.vram, self.job, say)
             search = card.search(config, recipe, self.files.name, cached_share=cached_share, beside_bytes=-placed_bytes)
-            plan = search.best()
-            cap_allocator(self.device, search.card)
-            return plan
+            cap_allocator(self.device, search.card)  # also where nothing fits: a model that is there goes on under it
+            return search.best()
         shape = model_shape(config, recipe, self.dtype, self.files.name)
         memory = partial(process_memory, self.ram)
         return find_plan(shape, recipe, self.dtype, memory, self.ctx, self.job, self.watcher.measuring, cached_share)
