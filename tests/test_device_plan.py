@@ -32,6 +32,13 @@ def registry_shape(name: str) -> ModelShape:
 
 
 SHAPES = {name: registry_shape(name) for name in ("llama-3.1-8b", "llama-3.3-70b", "qwen3-0.6b", "mistral-7b")}
+# No registered model has the larger blocks in its attention, or but one layer; a checkpoint may.
+_MISTRAL = SHAPES["mistral-7b"].blocks
+SHAPES["wide attention"] = replace(
+    SHAPES["mistral-7b"],
+    blocks=tuple(replace(block, num_bytes=_MISTRAL[(index + 1) % 2].num_bytes) for index, block in enumerate(_MISTRAL)),
+)
+SHAPES["one layer"] = replace(SHAPES["mistral-7b"], blocks=_MISTRAL[:2])
 
 
 def search(
@@ -123,6 +130,16 @@ def test_a_prompt_is_copied_once_for_all_its_tokens() -> None:
     assert 2 <= plan.many_rows <= 512
     assert plan.costs.prompt_s(2048) < 4 * plan.costs.prompt_s(512)
     assert plan.costs.prompt_s(512) < 512 * plan.costs.decode_s(256) / 20
+
+
+def test_a_prompt_waits_for_what_is_copied_where_the_device_computes_everything() -> None:
+    """Also where the host computes nothing, and where more tokens are read than pass at once."""
+    shape = SHAPES["llama-3.1-8b"]
+    work = Work(3_600_000_000, 64, 0, 2_400_000_000, 0, 0, 2_400_000_000, 0, 1.0)
+    costs = DeviceCosts(shape, RATES, replace(CARD, link_gbs=2.4), work, 256, {})
+    assert costs.prompt_s(256) == pytest.approx(1.0, rel=0.01)
+    assert costs.prompt_s(512) == pytest.approx(2.0, rel=0.01)
+    assert replace(costs, work=replace(work, disk_bytes=6_000_000_000)).prompt_s(256) == pytest.approx(2.0, rel=0.01)
 
 
 def test_a_step_costs_the_longest_of_what_goes_on_side_by_side() -> None:

@@ -35,7 +35,7 @@ from localllm.offload.plan import (
 )
 from localllm.offload.profile import Profile, keep, kept_profile
 from localllm.offload.ring import ring_bytes
-from localllm.offload.search import Search
+from localllm.offload.search import LOGIT_ROWS, Search
 from localllm.quant.recipe import RECIPES
 from tests.cli_support import run_cli
 
@@ -90,6 +90,9 @@ def check(plan: Plan, ram_bytes: int) -> None:
     assert plan.ledger["ram"]["kv"] == plan.kv_tokens * plan.shape.kv_bytes_per_token
     sizes = [block.num_bytes for block in plan.blocks[1:] if block.tier == "disk"]
     assert plan.ring_bytes == ring_bytes(sizes) == plan.ledger["ram"].get("staging", 0)
+    waiting = plan.pass_tokens * plan.shape.state_bytes if plan.streamed else 0
+    logits = max(LOGIT_ROWS, 2 * plan.sequences) * plan.shape.logits_bytes
+    assert plan.ledger["ram"]["activations"] == plan.batch_rows * plan.shape.row_bytes + waiting + logits
 
 
 @given(shapes, st.integers(0, 1_200_000), st.none() | st.integers(1, 1024))
@@ -106,6 +109,14 @@ def test_a_plan_stays_within_its_memory_and_there_is_one_from_the_least_on(
     assert ram_bytes >= wanted.least_bytes()
     check(plan, ram_bytes)
     assert ctx is None or plan.ctx == ctx
+
+
+@given(shapes)
+def test_at_the_least_as_many_tokens_pass_at_once_as_have_room(it: ModelShape) -> None:
+    least = search(it, 0, 1024).least_bytes()
+    plan = search(it, least, 1024).best()
+    check(plan, least)
+    assert not plan.streamed or plan.pass_tokens == plan.batch_rows == 8
 
 
 @given(shapes, st.integers(0, 1_200_000))
@@ -174,13 +185,16 @@ def test_every_model_of_the_registry_is_planned_in_milliseconds() -> None:
 
 def test_a_step_takes_the_longest_of_what_goes_on_side_by_side() -> None:
     it = shape()
-    read = StepCosts(it, RATES, 3_000_000_000, 50, {})
+    read = StepCosts(it, RATES, 3_000_000_000, 50, 2048, {})
     assert read.decode_s(0) == pytest.approx(2.0 + 50 * RUN_S)
     assert read.bound_by() == "disk"
-    assert StepCosts(it, RATES, 3_000_000_000, 0, {"disk": 1.5}).decode_s(0) == pytest.approx(3.0)
-    assert StepCosts(it, RATES, 0, 0, {}).bound_by() == "memory"
-    assert StepCosts(it, replace(RATES, compute_gops=1e-3), 0, 0, {}).bound_by(rows=64) == "compute"
-    cached = StepCosts(it, replace(RATES, cached_share=1.0), 3_000_000_000, 50, {})
+    assert StepCosts(it, RATES, 3_000_000_000, 0, 2048, {"disk": 1.5}).decode_s(0) == pytest.approx(3.0)
+    assert StepCosts(it, RATES, 0, 0, 512, {}).bound_by() == "memory"
+    assert StepCosts(it, replace(RATES, compute_gops=1e-3), 0, 0, 512, {}).bound_by(rows=64) == "compute"
+    assert replace(read, pass_tokens=8).prompt_s(512) == pytest.approx(
+        32 * replace(read, pass_tokens=256).prompt_s(512), rel=0.01
+    )
+    cached = StepCosts(it, replace(RATES, cached_share=1.0), 3_000_000_000, 50, 2048, {})
     assert cached.decode_s(0) < 0.5
 
 

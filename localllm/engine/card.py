@@ -72,7 +72,9 @@ def card_memory(device: torch.device, vram_bytes: int | None, rates: DeviceRates
             fix=f"--vram {total / 2**30 - 0.01:.2f}GiB",
         )
     most = rates.context_bytes + int(HEADROOM * free) + torch.cuda.memory_reserved(device)
-    return CardMemory(min(vram_bytes or most, most), rates.context_bytes, workspace_bytes, most, total)
+    return CardMemory(
+        most if vram_bytes is None else min(vram_bytes, most), rates.context_bytes, workspace_bytes, most, total
+    )
 
 
 def uncap_allocator(device: torch.device) -> None:

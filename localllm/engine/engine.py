@@ -26,7 +26,7 @@ from localllm.cache.contiguous import ContiguousKV
 from localllm.engine.chat_template import ChatInput, ChatTemplate, encode_chat
 from localllm.engine.detokenizer import Detokenizer
 from localllm.engine.events import Event, FinishedEvent, PrefillEvent, StepSplit, TokenLogprob
-from localllm.engine.loading import LoadedModel, Loading, Watcher
+from localllm.engine.loading import Loading, Watcher
 from localllm.engine.memory import DTYPES, choose_device, choose_dtype, is_out_of_memory, out_of_memory
 from localllm.engine.perplexity import Perplexity, perplexity
 from localllm.engine.request import Request, SamplingParams
@@ -60,12 +60,11 @@ def _load_template(directory: Path, tokenizer: Tokenizer) -> ChatTemplate | Temp
         return error
 
 
-def _limited(limits: Limits, loaded: LoadedModel) -> Limits:
+def _limited(limits: Limits, plan: Plan | None) -> Limits:
     """Within the memory that there is; where blocks are streamed, as much as can be shares one reading of them."""
-    limits = dataclasses.replace(limits, kv_tokens=loaded.kv_tokens)
-    plan = loaded.plan
     if plan is None:
         return limits
+    limits = dataclasses.replace(limits, kv_tokens=plan.most_kv_tokens)
     if plan.ring_bytes:
         return dataclasses.replace(limits, chunk_tokens=plan.pass_tokens, shares_steps=True)
     return dataclasses.replace(limits, chunk_tokens=min(limits.chunk_tokens, plan.batch_rows))
@@ -121,17 +120,19 @@ class Engine:
         replan: Callable[[], Plan] | None = None,
         held: ExitStack | None = None,
     ) -> None:
-        """plan: where the blocks are, if one was made. placed: what can move them; `model` is its `few` then.
-        replan: the plan in the memory of now. held: what must stay open as long as the engine is used."""
+        """plan: by which the model was loaded, if one was made; limits are within it. placed: what can move the blocks;
+        `model` is its `few` then. replan: the plan in the memory of now. held: what must stay open as long as the
+        engine is used."""
         self.tokenizer = tokenizer
         self._template = template
         self.ctx = ctx
         self.load_s = load_s
         self.plan = plan
         self._held = held or ExitStack()
-        self._scores = Scores(plan)
-        self.residency = Residency(model, plan.batch_rows if plan else BATCH_ROWS, placed, replan)
-        self.scheduler = Scheduler(limits or Limits(), self._new_kv)
+        self._scores = Scores()
+        self.residency = Residency(model, plan.batch_rows if plan else BATCH_ROWS, placed, replan, plan)
+        self._limits = limits or Limits()
+        self.scheduler = Scheduler(_limited(self._limits, plan), self._new_kv)
         eos = (*model.config.eos_token_ids, tokenizer.eos_token_id)
         self.eos_ids = frozenset(token_id for token_id in eos if token_id is not None)
         self._request_ids = itertools.count()
@@ -160,7 +161,8 @@ class Engine:
         device: auto, cpu, cuda. dtype: of activations and KV cache; auto (bf16), bf16, fp32. weights: the format that
         they are used in, see `choose_recipe`; a packed one is made at first use. ctx: tokens of context; None takes
         what the model was trained for, at most 8192, or less where that costs much of the speed. ram, vram: the most
-        bytes that this process may hold; blocks that do not fit are read from the disk at every step. threads: of the
+        bytes that this process may hold on the host and on the GPU; what does not fit there is placed one tier down, at
+        last on the disk, from where it is read at every step. threads: of the
         CPU. limits: of what runs at once. job: many prompts; memory is then shared out for the most tokens a second of
         all of them together, not for the fastest single one. watcher: hears of what takes long.
 
@@ -184,7 +186,7 @@ class Engine:
             tokenizer,
             _load_template(files.directory, tokenizer),
             ctx=loaded.ctx,
-            limits=_limited(limits, loaded),
+            limits=limits,
             load_s=time.perf_counter() - started,
             plan=loaded.plan,
             placed=loaded.placed,
@@ -324,9 +326,9 @@ class Engine:
         events = self._drop_aborted()
         try:
             self.residency.restore(self._held_kv)
-            if self.has_work and not self.scheduler.running:
-                self.residency.settle()
-        except LocalLLMError as error:
+            if self.has_work and not self.scheduler.running and (plan := self.residency.settle()) is not None:
+                self.scheduler.limits = _limited(self._limits, plan)
+        except (MemoryError, RuntimeError, LocalLLMError) as error:
             return events + [self._fail(sequence, error) for sequence in self.scheduler.sequences]
         try:
             with self._lock:
@@ -397,7 +399,8 @@ class Engine:
         if sequence.finish_reason is not None:
             self._remove([sequence])
             finished = sequence.finished(self.load_s)
-            self._scores.take(finished, alone=sequence.clock.ran_alone)
+            if sequence.clock.ran_alone:
+                self._scores.take(finished, self.residency.plan)
             yield finished
         elif chunk.kv.length == self.config.rope_switch_length:
             # LongRoPE rotates all keys differently past its trained length: the old ones are computed anew.

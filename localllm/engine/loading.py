@@ -46,13 +46,12 @@ class Watcher:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """kv_tokens: that all sequences may have together. placed: what can move its blocks, where they need not all be in
-    one place, and replan: where they had best be now. held: what is closed when the model is no longer used."""
+    """placed: what can move its blocks, where they need not all be in one place, and replan: where they had best be
+    now. held: what is closed when the model is no longer used."""
 
     decoder: Decoder
-    plan: Plan | None
+    plan: Plan
     ctx: int
-    kv_tokens: int
     placed: PlacedModel | None
     replan: Callable[[], Plan] | None
     held: ExitStack
@@ -105,13 +104,10 @@ class Loading:
     def _loaded(
         self, plan: Plan, decoder: Decoder, placed: PlacedModel | None = None, held: ExitStack | None = None
     ) -> LoadedModel:
-        # A tenth of what is free is left for what no ledger sees: what lies between torch's runs of memory.
-        spare = 0 if plan.ring_bytes else plan.free_bytes * 9 // 10 // plan.shape.kv_bytes_per_token
-        kv_tokens = plan.kv_tokens + spare
         ctx = plan.ctx
         if self.job is not None and self.ctx is None:  # one sequence may have what several have together
-            ctx = max(ctx, min(kv_tokens, plan.shape.default_ctx))
-        return LoadedModel(decoder, plan, ctx, kv_tokens, placed, None, held or ExitStack())
+            ctx = max(ctx, min(plan.most_kv_tokens, plan.shape.default_ctx))
+        return LoadedModel(decoder, plan, ctx, placed, None, held or ExitStack())
 
     def _placed(self, packed: PackedModel, plan: Plan) -> PlacedModel:
         accelerator = self.device if has_card(self.device) else None
@@ -136,9 +132,8 @@ class Loading:
             say = self.watcher.measuring
             card = CardPlanning(self.device, self.dtype, self.ctx, self.ram, self.vram, self.job, say)
             search = card.search(config, recipe, self.files.name, cached_share=cached_share, beside_bytes=-placed_bytes)
-            plan = search.best()
-            cap_allocator(self.device, search.card)
-            return plan
+            cap_allocator(self.device, search.card)  # also where nothing fits: a model that is there goes on under it
+            return search.best()
         shape = model_shape(config, recipe, self.dtype, self.files.name)
         memory = partial(process_memory, self.ram)
         return find_plan(shape, recipe, self.dtype, memory, self.ctx, self.job, self.watcher.measuring, cached_share)

@@ -85,7 +85,7 @@ def process_memory(ram_bytes: int | None) -> Memory:
     is_available()  # loads the compiler of the kernels, which takes 48 MB, before what is held is counted
     held = int(psutil.Process().memory_info().rss)
     free = held + int(HEADROOM * available_bytes(torch.device("cpu")))
-    return Memory(min(ram_bytes or free, free), held + _GROWTH_BYTES, free, total)
+    return Memory(free if ram_bytes is None else min(ram_bytes, free), held + _GROWTH_BYTES, free, total)
 
 
 def find_plan(

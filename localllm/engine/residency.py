@@ -34,10 +34,13 @@ class Residency:
         batch_rows: int,
         placed: PlacedModel | None = None,
         replan: Callable[[], Plan] | None = None,
+        plan: Plan | None = None,
     ) -> None:
-        """placed: what can move the blocks; `model` is its `few` then. replan: the best plan in the memory of now."""
+        """placed: what can move the blocks; `model` is its `few` then. replan: the best plan in the memory of now.
+        plan: by which the model was loaded."""
         self.config, self.device = model.config, model.device
         self.placed = placed
+        self.plan = plan  # that the model is placed by; None once something was moved or given up beside it
         self._replan = replan
         self._free_bytes = reachable_bytes(self.device)
         self._batch_rows = batch_rows
@@ -66,6 +69,7 @@ class Residency:
         left to give up, CheckpointError where a block cannot be read; the model is gone then, see `restore`.
         """
         assert self.placed is not None, "nothing can be moved"
+        self.plan = None
         asked: Sequence[Placed] | None = blocks
         while asked is not None:
             self.__dict__.pop("model", None)  # the old decoders hold the memory that the new ones need
@@ -90,12 +94,13 @@ class Residency:
         if self.placed is not None and "model" not in self.__dict__:
             self.move(self.placed.blocks, held)
 
-    def settle(self) -> None:
-        """Between two answers: plan anew where much more memory is free than before, or much less."""
+    def settle(self) -> Plan | None:
+        """Between two answers: plan anew where much more memory is free than before, or much less. Returns what was
+        planned, if anything was; raises as `move` does."""
         if self.placed is None or self._replan is None:
-            return
+            return None
         if abs(reachable_bytes(self.device) - self._free_bytes) < _MUCH_BYTES:
-            return
+            return None
         plan = None
         with suppress(DoesNotFitError):  # it goes on as it is
             plan = self._replan()
@@ -106,12 +111,15 @@ class Residency:
                 self._use(self.model)
             else:
                 self.move(plan.blocks)
+            self.plan = plan if plan.blocks == self.placed.blocks else None
         self._free_bytes = reachable_bytes(self.device)
+        return plan
 
     def give_way(self, error: BaseException, rows: int, held: Sequence[ContiguousKV]) -> bool:
         """Make do with less than a forward of `rows` tokens found too little of: a smaller chunk, then keys and values
         on the host, then blocks one tier down. Returns whether the forward is worth another try; raises as `move`."""
         _give_back(error)
+        self.plan = None
         if rows > MAX_ROWS and self._batch_rows > MAX_ROWS:
             self._batch_rows = max(MAX_ROWS, min(self._batch_rows, rows) // 2)
             self.runner.shrink(self._batch_rows)

@@ -1,4 +1,4 @@
-"""How well a plan came true: what its predictions are corrected by on this machine."""
+"""How well plans came true: what predictions are corrected by on this machine."""
 
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ _MOST_CACHED = 0.05  # of the blocks: copies from the page cache say nothing of 
 
 
 class Scores:
-    """The answers of one engine. Those that ran beside others, or under no plan, are not counted."""
+    """The answers of one engine that ran alone, each under one plan."""
 
-    def __init__(self, plan: Plan | None) -> None:
-        is_telling = plan is not None and plan.costs.rates.is_measured and plan.costs.rates.cached_share < _MOST_CACHED
-        self._plan = plan if is_telling else None
+    def __init__(self) -> None:
         self._ratios: dict[Bound, list[float]] = defaultdict(list)
 
-    def take(self, answer: FinishedEvent, *, alone: bool) -> None:
-        """An answer that came to its end."""
-        plan, usage, measured = self._plan, answer.usage, answer.timings.decode_tok_s
-        if plan is None or not alone or measured is None or usage.completion_tokens < _LEAST_TOKENS:
+    def take(self, answer: FinishedEvent, plan: Plan | None) -> None:
+        """An answer that came to its end. One under no plan, or one whose plan knew too little, is not counted."""
+        usage, measured = answer.usage, answer.timings.decode_tok_s
+        if plan is None or not _is_telling(plan) or measured is None or usage.completion_tokens < _LEAST_TOKENS:
             return
         depth = usage.prompt_tokens + usage.completion_tokens // 2
         self._ratios[plan.costs.bound_by()].append(1 / measured / plan.costs.decode_s(depth))
@@ -36,3 +34,8 @@ class Scores:
             profile = profile.scored(bound, statistics.median(ratios))
         if self._ratios:
             keep(profile)
+
+
+def _is_telling(plan: Plan) -> bool:
+    rates = plan.costs.rates
+    return rates.is_measured and (not plan.streamed_bytes or rates.cached_share < _MOST_CACHED)

@@ -19,12 +19,14 @@ _COPY_SHARE = 0.24  # the page cache is copied at 10 GB/s beside a step that rea
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Of a plan that reads `streamed_bytes` from the disk at every step, in so many runs."""
+    """Of a plan that reads `streamed_bytes` from the disk at every step, in so many runs; of a prompt, once for
+    `pass_tokens` of it."""
 
     shape: ModelShape
     rates: Rates
     streamed_bytes: int
     streamed_runs: int
+    pass_tokens: int
     corrections: Mapping[Bound, float]
 
     def decode_s(self, depth: int, rows: int = 1) -> float:
@@ -33,7 +35,7 @@ class StepCosts:
 
     def prompt_s(self, num_tokens: int) -> float:
         """Until a prompt is read and its first token drawn."""
-        passes = -(-num_tokens // PASS_TOKENS)
+        passes = -(-num_tokens // self.pass_tokens)
         flops = num_tokens * sum(block.flops for block in self.shape.blocks) + self.shape.head.flops
         computing = flops / self.rates.compute_gops / 1e9 * self.corrections.get("compute", 1.0)
         return max(computing, passes * self._disk_s()) + passes * self._copying_s() + STEP_S

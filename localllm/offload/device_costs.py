@@ -62,10 +62,11 @@ class DeviceCosts:
 
     def prompt_s(self, num_tokens: int) -> float:
         """Until a prompt is read and its first token drawn."""
-        if num_tokens < self.many_rows:
-            return self._serial_s(num_tokens // 2, num_tokens)
         passes = -(-num_tokens // self.pass_tokens)
-        return max(self._compute_s(num_tokens), passes * self._passing_s) + STEP_S
+        if self.work.host_bytes and num_tokens < self.many_rows:
+            return max(self._serial_s(num_tokens // 2, num_tokens), *(passes * s for s in self._beside.values()))
+        # However few tokens there are, each matrix is read once and each operator begun.
+        return max(self._compute_s(num_tokens), self._device_s(1), passes * self._passing_s) + STEP_S
 
     def bound_by(self, rows: int = 1) -> Bound:
         """What such a step waits for."""
@@ -95,20 +96,24 @@ class DeviceCosts:
     def _serial_s(self, depth: int, rows: int) -> float:
         """Of what is computed, block after block, on the device or on the host."""
         work, rates, card = self.work, self.rates, self.card_rates
-        flops_per_byte = self.shape.block_flops / self.shape.block_bytes
-
-        def matrices_s(num_bytes: int, matrix_gbs: float, compute_gops: float) -> float:
-            return num_bytes * max(1 / matrix_gbs, rows * flops_per_byte / compute_gops) / 1e9
-
         kv_bytes = rows * depth * self.shape.kv_bytes_per_token / ATTENTION_SHARE / 1e9
-        launching_s = _LAUNCHES * work.device_blocks * card.launch_s
         return (
-            max(matrices_s(work.device_bytes, card.matrix_gbs, card.compute_gops), launching_s)
-            + matrices_s(work.host_bytes, rates.matrix_gbs, rates.compute_gops)
+            self._device_s(rows)
+            + self._matrices_s(rows, work.host_bytes, rates.matrix_gbs, rates.compute_gops)
             + kv_bytes * (work.kv_share / card.matrix_gbs + (1 - work.kv_share) / rates.matrix_gbs)
             + work.hops * card.hop_s
             + STEP_S
         ) * self.corrections.get("memory", 1.0)
+
+    def _device_s(self, rows: int) -> float:
+        """Of the device's matrices, and the operators between them."""
+        work, card = self.work, self.card_rates
+        launching_s = _LAUNCHES * work.device_blocks * card.launch_s
+        return max(self._matrices_s(rows, work.device_bytes, card.matrix_gbs, card.compute_gops), launching_s)
+
+    def _matrices_s(self, rows: int, num_bytes: int, matrix_gbs: float, compute_gops: float) -> float:
+        flops_per_byte = self.shape.block_flops / self.shape.block_bytes
+        return num_bytes * max(1 / matrix_gbs, rows * flops_per_byte / compute_gops) / 1e9
 
     @property
     def _beside(self) -> dict[Bound, float]:

@@ -136,9 +136,9 @@ class DeviceSearch:
 
     def _least_ring_bytes(self, amount: _Amount) -> int:
         """Of the ring, where the device keeps no block. MLPs follow each other where the host computes what is between
-        them."""
+        them, attention and MLP in a forward of many tokens."""
         attention, mlp = (block.num_bytes for block in self.shape.blocks[:2])
-        return ring_bytes([attention, mlp] if amount.kv_layers == self._num_layers else [mlp, mlp])
+        return mlp + (attention if amount.kv_layers == self._num_layers else max(attention, mlp))
 
     def refusal(self) -> DoesNotFitError:
         shape, least = self.shape, self.least_vram_bytes()
@@ -234,8 +234,8 @@ class DeviceSearch:
             return _Choice(_Counts(resident=layers), _Counts(resident=layers), head)
         if vram < self._least_ring_bytes(amount):
             return None
-        # Where attention stays, MLPs follow each other through the ring.
-        vram = max(0, vram - ring_bytes([mlp, mlp])) if keeps else 0
+        # Where attention stays, MLPs follow each other through the ring; where those are smaller and stay, attention.
+        vram = max(0, vram - 2 * max(attention, mlp)) if keeps else 0
         kept = min(amount.kv_layers, vram // (attention + _ALLOCATOR_BYTES))
         vram -= kept * (attention + _ALLOCATOR_BYTES)
         kept_mlp = min(layers, vram // (mlp + _ALLOCATOR_BYTES))
@@ -283,7 +283,8 @@ class DeviceSearch:
         missing = num_attention * attention + num_mlp * mlp - ram
         if missing <= 0:
             return 0, 0
-        missing += ring_bytes([mlp, mlp] if num_mlp > 1 else [attention, mlp])
+        largest = max(attention, mlp)
+        missing += largest + (largest if num_mlp > 1 else attention)
         disk_mlp = min(num_mlp, -(-missing // mlp))
         missing -= disk_mlp * mlp
         disk = max(0, -(-missing // attention))

@@ -191,6 +191,13 @@ class Plan:
         """Of the fast memory's limit, what nobody has."""
         return self.limits[self.fast] - self.total_bytes(self.fast)
 
+    @property
+    def most_kv_tokens(self) -> int:
+        """That all sequences may have together: where nothing is streamed, what is free is theirs too, but for a tenth
+        that is left for what no ledger sees: what lies between torch's runs of memory."""
+        spare = 0 if self.ring_bytes else self.free_bytes * 9 // 10 // self.shape.kv_bytes_per_token
+        return self.kv_tokens + spare
+
 
 def cap(num_bytes: int) -> str:
     """The next round amount, as --ram and --vram take it."""

@@ -162,11 +162,12 @@ class Search:
         for stores, rows in itertools.product(self._embeddings, self.shape.batch_rows):
             owners = self._owners(kv_tokens, sequences, rows, 0, stores)
             if (choice := self._everything(self._room(owners))) is not None:
-                return self._plan(ctx, sequences, kv_tokens, rows, owners, choice)
-        for rows, pass_tokens in self._amounts():
-            owners = self._owners(kv_tokens, sequences, rows, min(pass_tokens, max(kv_tokens, rows)), True)
+                return self._plan(ctx, sequences, kv_tokens, (rows, rows), owners, choice)
+        for rows, most_tokens in self._amounts():
+            pass_tokens = min(most_tokens, max(kv_tokens, rows))
+            owners = self._owners(kv_tokens, sequences, rows, pass_tokens, True)
             if (choice := self._some(self._room(owners))) is not None:
-                return self._plan(ctx, sequences, kv_tokens, rows, owners, choice)
+                return self._plan(ctx, sequences, kv_tokens, (rows, pass_tokens), owners, choice)
         return None
 
     @property
@@ -228,8 +229,16 @@ class Search:
         return self.shape.num_bytes - self.shape.embed.num_bytes
 
     def _plan(
-        self, ctx: int, sequences: int, kv_tokens: int, rows: int, owners: Mapping[str, int], choice: _Choice
+        self,
+        ctx: int,
+        sequences: int,
+        kv_tokens: int,
+        amount: tuple[int, int],
+        owners: Mapping[str, int],
+        choice: _Choice,
     ) -> Plan:
+        """amount: as in `_amounts`."""
+        rows, pass_tokens = amount
         shape, memory = self.shape, self.memory
         placed = [Placed(shape.embed.name, shape.embed.num_bytes, "ram" if owners["embedding"] else "disk", "cpu")]
         for block in (*shape.blocks, shape.head):
@@ -248,7 +257,7 @@ class Search:
             blocks=tuple(placed),
             ring_bytes=choice.ring_bytes,
             batch_rows=rows,
-            pass_tokens=max(rows, min(PASS_TOKENS, kv_tokens)) if streamed_bytes else rows,
+            pass_tokens=pass_tokens,
             many_rows=NEVER,
             ledger={
                 "ram": {owner: count for owner, count in ram.items() if count},
@@ -256,7 +265,7 @@ class Search:
             },
             limits={"ram": memory.ram_bytes},
             prompt_tokens=max(1, min(PROMPT_TOKENS, ctx // 2)),
-            costs=StepCosts(shape, self.rates, streamed_bytes, len(choice.streamed), self.corrections),
+            costs=StepCosts(shape, self.rates, streamed_bytes, len(choice.streamed), pass_tokens, self.corrections),
         )
 
     def refusal(self) -> DoesNotFitError:
