@@ -16,7 +16,7 @@ from localllm.config import Settings, load_settings
 
 if TYPE_CHECKING:
     from localllm.engine.planning import Planned, Prediction
-    from localllm.offload.plan import Plan, Tier
+    from localllm.offload.plan import Placed, Plan, Tier
 
 EXAMPLES = """Examples:
 
@@ -34,6 +34,7 @@ _KINDS: Mapping[tuple[str, str], tuple[str, Tone, str]] = {
     ("ram", "cpu"): ("#", "good", "in memory, computed by the CPU"),
     ("ram", "split"): ("%", "good", "in memory, computed by the CPU and the GPU"),
     ("ram", "gpu"): (">", "fair", "in memory, copied to the GPU at every step"),
+    ("disk", "rows"): ("-", "good", "on the disk, looked up row by row"),
     ("disk", "gpu"): (".", "poor", "read from the disk at every step"),
     ("disk", "cpu"): (".", "poor", "read from the disk at every step"),
 }
@@ -183,12 +184,17 @@ def _show_map(output: Output, plan: Plan) -> None:
     """A sign a block, in the order of a forward."""
     for begin in range(0, len(plan.blocks), _MAP_COLUMNS):
         row = plan.blocks[begin : begin + _MAP_COLUMNS]
-        parts = [_KINDS[block.tier, block.exec][:2] for block in row]
+        parts = [_kind(block)[:2] for block in row]
         output.toned_line([("blocks       " if begin == 0 else " " * 13, "plain"), *parts])
-    counts = Counter(_KINDS[block.tier, block.exec] for block in plan.blocks)
+    counts = Counter(map(_kind, plan.blocks))
     for (sign, tone, meaning), count in counts.items():
         output.toned_line([(" " * 13, "plain"), (sign, tone), (f" {count} {meaning}", "plain")])
     output.line()
+
+
+def _kind(block: Placed) -> tuple[str, Tone, str]:
+    is_looked_up = block.tier == "disk" and block.name == "embed"
+    return _KINDS["disk", "rows"] if is_looked_up else _KINDS[block.tier, block.exec]
 
 
 def _band(prediction: Prediction) -> str:

@@ -19,6 +19,7 @@ from localllm.offload.ring import ring_bytes
 from localllm.offload.search import LOGIT_ROWS, PROMPT_TOKENS, SMALLER, Search, best_plan, contexts, gib
 
 _MIB = 1 << 20
+_RAM_STEP = 64 * _MIB
 _ALLOCATOR_BYTES = 2 * _MIB  # to which torch's allocator rounds a large run up
 _KV_SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)  # of the layers whose keys and values are on the device
 _LEAST_SPLIT = 0.1  # of a block: less of it on the device does not pay for handing over
@@ -151,12 +152,25 @@ class DeviceSearch:
                 f"blocks must have room, of which the largest, {largest.name}, has {gib(largest.num_bytes)}",
                 fix=f"--vram {cap(least)}" if least <= self.card.most_bytes else "--device cpu",
             )
+        least = self._least_ram_bytes()
         return DoesNotFitError(
             f"{shape.name} does not fit into {gib(self.memory.ram_bytes)} of memory beside the GPU",
             why=f"the program has {gib(self.memory.program_bytes)}, the embedding {gib(shape.embed.num_bytes)}, and "
             "what streams from the disk needs room for two blocks",
-            fix=SMALLER,
+            fix=f"--ram {cap(least)}" if least <= self.memory.most_bytes else SMALLER,
         )
+
+    def _least_ram_bytes(self) -> int:
+        """The least of the host's memory beside this card, to a sixteenth of a GiB."""
+        ctx = contexts(self.shape, self.ctx)[-1]
+        low, high = 0, (self.memory.program_bytes + 3 * self.shape.num_bytes) // _RAM_STEP + 1
+        while low < high:
+            middle = (low + high) // 2
+            if replace(self, memory=replace(self.memory, ram_bytes=middle * _RAM_STEP)).placed(ctx, 1, ctx) is None:
+                low = middle + 1
+            else:
+                high = middle
+        return low * _RAM_STEP
 
     @property
     def _num_layers(self) -> int:
