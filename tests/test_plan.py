@@ -360,3 +360,13 @@ def test_wishes_are_refused_before_anything_is_measured(own_cache: Path) -> None
         plan_model(find_shape("mistral-7b"), (), Wishes(vram=8 << 30, device="cpu"), pytest.fail)
     assert isinstance(find_shape("mistral-7b"), Shape)
     assert not (own_cache / "profile.json").exists()
+
+
+@pytest.mark.usefixtures("small_process")
+def test_the_smallest_cap_that_is_named_for_a_job_is_enough_for_it() -> None:
+    flags = ("mistral-7b", "--weights", "int4", "--goal", "throughput")
+    code, plan = planned(*flags, "--ram", "600MiB")
+    assert code == 4
+    advice = plan["advice"]
+    assert isinstance(advice, list)
+    assert planned(*flags, *advice[0].split())[0] == 0

@@ -16,7 +16,7 @@ from localllm.offload.costs import PASS_TOKENS
 from localllm.offload.device_costs import CardRates, DeviceCosts, Work
 from localllm.offload.plan import NEVER, BlockShape, Bound, JobShape, Memory, ModelShape, Placed, Plan, Rates, cap
 from localllm.offload.ring import ring_bytes
-from localllm.offload.search import LOGIT_ROWS, PROMPT_TOKENS, SMALLER, Search, best_plan, contexts, gib
+from localllm.offload.search import LOGIT_ROWS, PROMPT_TOKENS, SMALLER, Search, best_plan, gib, least_ctx
 
 _MIB = 1 << 20
 _RAM_STEP = 64 * _MIB
@@ -131,7 +131,7 @@ class DeviceSearch:
 
     def least_vram_bytes(self) -> int:
         """With which a model runs of which the device keeps nothing, or nothing but the keys and values."""
-        ctx, rows = contexts(self.shape, self.ctx)[-1], self.shape.batch_rows[-1]
+        ctx, rows = least_ctx(self), self.shape.batch_rows[-1]
         amounts = [_Amount(ctx, 1, ctx, rows, rows, layers) for layers in (0, self._num_layers)]
         return min(sum(self._vram_owners(amount).values()) + self._least_ring_bytes(amount) for amount in amounts)
 
@@ -162,7 +162,7 @@ class DeviceSearch:
 
     def _least_ram_bytes(self) -> int:
         """The least of the host's memory beside this card, to a sixteenth of a GiB."""
-        ctx = contexts(self.shape, self.ctx)[-1]
+        ctx = least_ctx(self)
         low, high = 0, (self.memory.program_bytes + 3 * self.shape.num_bytes) // _RAM_STEP + 1
         while low < high:
             middle = (low + high) // 2

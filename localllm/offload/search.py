@@ -90,6 +90,13 @@ def _best_for(of: Placements, job: JobShape) -> Plan:
     return max(plans, key=lambda plan: plan.decode_tok_s)
 
 
+def least_ctx(of: Placements) -> int:
+    """The shortest context that would do."""
+    if of.job is not None:
+        return of.ctx or min(of.job.longest, of.shape.default_ctx)
+    return contexts(of.shape, of.ctx)[-1]
+
+
 def contexts(shape: ModelShape, asked: int | None) -> list[int]:
     """Those that may be taken, the longest first."""
     if asked is not None:
@@ -139,7 +146,7 @@ class Search:
 
     def least_bytes(self) -> int:
         """The least memory in which the model runs, with the context that was asked for."""
-        ctx, rows = contexts(self.shape, self.ctx)[-1], self.shape.batch_rows[-1]
+        ctx, rows = least_ctx(self), self.shape.batch_rows[-1]
         fixed = sum(self._owners(ctx, 1, rows, 0, stores_embedding=True).values())
         # To keep a block takes more room than it saves in the ring, but where it is the last of its kind or the head.
         kinds = (self.shape.blocks[::2], self.shape.blocks[1::2], (self.shape.head,))
