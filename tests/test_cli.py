@@ -345,3 +345,11 @@ def test_version_and_bare_command() -> None:
 
 def test_the_usage_line_of_a_command_has_no_braces() -> None:
     assert run_cli("perplexity", "--help").out.startswith(b"Usage: localllm perplexity [OPTIONS] MODEL\n")
+
+
+def test_an_answer_that_the_context_ends_before_max_tokens_says_so() -> None:
+    asked = ("run", "tiny", "--ctx", "60", "--temperature", "0", "-p", "A tale about an owl")
+    cut = run_cli(*asked, "--max-tokens", "200")
+    assert cut.code == 0 and "the context of 60 tokens is full" in cut.err
+    asked_for = run_cli(*asked, "--max-tokens", "5")
+    assert asked_for.code == 0 and "is full" not in asked_for.err

@@ -219,7 +219,7 @@ def _answer(
         answer = print_answer(front, selection.files, load.service.submit(request), request, printing)
         if (
             answer.finished is not None
-            and sampling.max_tokens is None
+            and answer.finished.usage.completion_tokens != sampling.max_tokens
             and is_cut_by_context(answer.finished, engine.ctx)
         ):
             larger = "--ctx makes it larger" if can_be_longer(engine) else "it is the longest that the model has"

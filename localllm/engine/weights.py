@@ -117,7 +117,9 @@ def pack_model(
 
 def _packing_refusal(model: str, weights: Recipe, memory: Memory, held_bytes: int) -> DoesNotFitError:
     least = memory.program_bytes + held_bytes + _SPREAD_BYTES
-    fix = f"localllm quantize {shlex.quote(model)} --weights {weights.name} --ram {cap(least)}"
+    # What is not quantized is no wish of `quantize`: it is written where not all of it has room in memory.
+    command = "" if is_unpacked(weights) else f"localllm quantize {shlex.quote(model)} --weights {weights.name} "
+    fix = f"{command}--ram {cap(least)}"
     return DoesNotFitError(
         f"{model} cannot be packed in {_gib(memory.ram_bytes)} of memory",
         why=f"{weights.name} needs {_gib(least)}: the program has {_gib(memory.program_bytes)}, the largest matrix "
