@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 
 from localllm.errors import CheckpointError
 from localllm.offload import disk_stream
+from localllm.offload.disk_read import open_direct
 from localllm.offload.disk_stream import DiskStream, StreamedFile
 from localllm.offload.host_buffer import host_buffer
+from localllm.offload.page_map import can_map
 from localllm.offload.ring import Ring
 
 PAGE = 4096
@@ -42,15 +44,24 @@ def written(folder: Path, pages: list[int], check=accept) -> list[StreamedFile]:
 class Opened:
     """A stream over files, and what one sees of a run."""
 
-    def __init__(self, files: list[StreamedFile]) -> None:
+    def __init__(self, files: list[StreamedFile], *, maps: bool = True) -> None:
         self.files = files
         self.ring = Ring.of([file.num_bytes for file in files])
         self.memory = host_buffer(self.ring.num_bytes)
-        self.stream = DiskStream(files, self.ring, self.memory)
+        self.stream = DiskStream(files, self.ring, self.memory, maps=maps)
 
     def seen(self, number: int) -> bytes:
         begin = self.ring.offsets[number]
         return bytes(self.memory[begin : begin + self.files[number].num_bytes].numpy().data)
+
+    def is_mapped(self, number: int) -> bool:
+        """Whether the system says that the file's own pages are where its run is."""
+        address = self.memory.data_ptr() + self.ring.offsets[number]
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            begin, end = (int(bound, 16) for bound in line.split(maxsplit=1)[0].split("-"))
+            if begin <= address < end:
+                return line.endswith(str(self.files[number].path))
+        raise AssertionError("the ring is nowhere")
 
     def lap(self, until: int | None = None) -> None:
         """A forward that sees the bytes of every file, or gives up inside file number `until`."""
@@ -63,8 +74,8 @@ class Opened:
 
 
 @contextmanager
-def opened(files: list[StreamedFile]) -> Iterator[Opened]:
-    it = Opened(files)
+def opened(files: list[StreamedFile], *, maps: bool = True) -> Iterator[Opened]:
+    it = Opened(files, maps=maps)
     try:
         yield it
     finally:
@@ -103,11 +114,11 @@ def test_the_time_of_reading_counts_while_more_is_being_read(tmp_path: Path, mon
     first, second = written(tmp_path, [1, 1])
     finish, read = threading.Event(), disk_stream._OpenFile.read
 
-    def read_slowly(file: disk_stream._OpenFile, begin: int, into: memoryview) -> None:
+    def read_slowly(file: disk_stream._OpenFile, *arguments) -> None:
         time.sleep(0.02)
         if file._file is second:
             finish.wait(5)
-        read(file, begin, into)
+        read(file, *arguments)
 
     monkeypatch.setattr(disk_stream._OpenFile, "read", read_slowly)
     with opened([first, second]) as it:
@@ -198,7 +209,7 @@ def test_a_disk_that_gives_nothing_is_an_error_and_not_a_wait_without_end(
 
     monkeypatch.setattr(disk_stream, "read_into", hang)
     monkeypatch.setattr(disk_stream, "STALLED_S", 0.1)
-    with opened(written(tmp_path, [2, 2, 2, 2])) as it:
+    with opened(written(tmp_path, [2, 2, 2, 2]), maps=False) as it:
         with pytest.raises(CheckpointError, match=r"0\.bin cannot be read") as caught:
             it.lap()
         assert "has given nothing for" in caught.value.why
@@ -223,3 +234,82 @@ def test_closing_ends_the_readers_and_gives_the_files_back(tmp_path: Path) -> No
         thread.join(5)
     assert threading.active_count() == threads
     assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
+
+
+# What the page cache holds
+
+
+def drop_from_cache(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@pytest.fixture
+def on_a_disk(tmp_path: Path) -> Path:
+    """A folder whose files can be read past the page cache, and mapped."""
+    probe = tmp_path / "probe"
+    probe.write_bytes(bytes(PAGE))
+    direct = open_direct(probe)
+    with probe.open("rb") as file:
+        if direct is None or not can_map(file.fileno()):
+            pytest.skip("this file system has no O_DIRECT, or no leases")
+    os.close(direct)
+    return tmp_path
+
+
+def test_what_the_page_cache_holds_is_used_where_it_lies(on_a_disk: Path) -> None:
+    files = written(on_a_disk, [4, 4, 4, 4])
+    with opened(files) as it:
+        it.stream.begin()
+        with it.stream.held("0"):
+            assert it.is_mapped(0)
+            assert it.seen(0) == content(0, 4)
+    with opened(files, maps=False) as it:
+        it.stream.begin()
+        with it.stream.held("0"):
+            assert not it.is_mapped(0)
+
+
+def test_what_leaves_the_page_cache_and_comes_back_is_the_same(on_a_disk: Path) -> None:
+    files = written(on_a_disk, [3, 5, 2, 4, 3, 6])
+    with opened(files) as it:
+        for lap in range(12):
+            for number, file in enumerate(files):
+                if (lap + number) % 3 == 0:
+                    drop_from_cache(file.path)
+                else:
+                    file.path.read_bytes()
+            it.lap(until=lap if lap % 4 == 3 else None)
+
+
+def test_whoever_wants_to_write_to_a_file_in_use_waits(on_a_disk: Path) -> None:
+    files = written(on_a_disk, [4, 4, 4, 4])
+    with opened(files) as it:
+        it.stream.begin()
+        with it.stream.held("0"):
+            assert it.is_mapped(0)
+            with pytest.raises(BlockingIOError):
+                os.open(files[0].path, os.O_WRONLY | os.O_NONBLOCK)
+            assert it.seen(0) == content(0, 4)
+        os.close(os.open(files[0].path, os.O_WRONLY | os.O_NONBLOCK))
+
+
+def test_a_file_that_somebody_has_open_for_writing_is_copied(on_a_disk: Path) -> None:
+    files = written(on_a_disk, [4, 4, 4, 4])
+    with opened(files) as it:
+        it.lap()
+        with files[2].path.open("r+b"):
+            for _ in range(3):
+                it.lap()
+            assert not it.is_mapped(2)
+
+
+def test_cutting_files_that_are_mapped_is_an_error_and_not_the_end(on_a_disk: Path) -> None:
+    files = written(on_a_disk, [4, 4, 4, 4])
+    with opened(files) as it:
+        it.lap()
+        for file in files:
+            os.truncate(file.path, 0)
+        with pytest.raises(CheckpointError, match=r"changed while it was in use|cannot be read"):
+            it.lap()

@@ -10,10 +10,12 @@ from localllm.offload.ring import Ring, ring_bytes
 sizes = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 
 
-@given(sizes)
-def test_nobody_writes_over_what_is_still_needed(sizes: list[int]) -> None:
+@given(sizes, st.sampled_from([1, 4, 7]))
+def test_nobody_writes_over_what_is_still_needed(sizes: list[int], align: int) -> None:
     """Over three laps: whom a run takes any of its bytes from came at least as long before it as `reach` says."""
-    ring = Ring.of(sizes)
+    ring = Ring.of(sizes, align)
+    assert ring.num_bytes == ring_bytes(sizes, align) < 2 * (max(sizes) + align) + align
+    assert all(offset % align == 0 for offset, size in zip(ring.offsets, sizes, strict=True) if size >= 4 * align)
     owner: dict[int, int] = {}
     for number in range(3 * len(sizes)):
         run = number % len(sizes)

@@ -23,6 +23,7 @@ from localllm.models.stored_rows import StoredRows
 from localllm.offload.device_stream import DeviceStream, HostRun, Lane
 from localllm.offload.disk_stream import DiskStream
 from localllm.offload.host_buffer import host_buffer
+from localllm.offload.page_map import ALIGN_BYTES
 from localllm.offload.pinned import Pinning
 from localllm.offload.plan import Placed
 from localllm.offload.ring import Ring
@@ -174,11 +175,11 @@ class PlacedModel:
         host: dict[str, Tensor] = {}
         if from_disk:
             files = [self._packed.streamed_file(self._layouts[block.name]) for block in from_disk]
-            ring = Ring.of([file.num_bytes for file in files])
+            ring = Ring.of([file.num_bytes for file in files], 1 if self._has_device else ALIGN_BYTES)
             memory = self._from_disk = host_buffer(ring.num_bytes)
             self._pinning.add(memory)
             host = _places(from_disk, ring, memory)
-            self._disk = DiskStream(files, ring, memory)
+            self._disk = DiskStream(files, ring, memory, maps=not self._has_device)
         passing = [block for block in blocks if self._passes(block)]
         by_few = [block for block in passing if block.exec == "gpu"]
         if not passing:

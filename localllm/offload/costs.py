@@ -14,7 +14,6 @@ ATTENTION_SHARE = 0.75  # of what the matrices reach, attention reads its keys a
 PASS_TOKENS = 2048
 # Between two runs the disk's queue runs low: files of 12 MB in turn came at 2.7 GB/s where one large one did at 3.6.
 RUN_S = 1e-3
-_COPY_SHARE = 0.24  # the page cache is copied at 10 GB/s beside a step that reads matrices at 42
 
 
 @dataclass(frozen=True)
@@ -31,18 +30,18 @@ class StepCosts:
 
     def decode_s(self, depth: int, rows: int = 1) -> float:
         """Of a step of `rows` sequences, each with `depth` tokens behind it."""
-        return max(self._computing_s(depth, rows), self._disk_s()) + self._copying_s()
+        return max(self._computing_s(depth, rows), self._disk_s())
 
     def prompt_s(self, num_tokens: int) -> float:
         """Until a prompt is read and its first token drawn."""
         passes = -(-num_tokens // self.pass_tokens)
         flops = num_tokens * sum(block.flops for block in self.shape.blocks) + self.shape.head.flops
         computing = flops / self.rates.compute_gops / 1e9 * self.corrections.get("compute", 1.0)
-        return max(computing, passes * self._disk_s()) + passes * self._copying_s() + STEP_S
+        return max(computing, passes * self._disk_s()) + STEP_S
 
     def bound_by(self, rows: int = 1) -> Bound:
         """What such a step waits for."""
-        if self._disk_s() + self._copying_s() > self._computing_s(0, rows):
+        if self._disk_s() > self._computing_s(0, rows):
             return "disk"
         return "memory" if self._computing_s(0, 1) * 1.5 > self._computing_s(0, rows) else "compute"
 
@@ -55,11 +54,7 @@ class StepCosts:
         return (max(read_s, many_s) + attention_s + STEP_S) * self.corrections.get("memory", 1.0)
 
     def _disk_s(self) -> float:
+        """What the page cache holds is not read, but computed with where it lies."""
         from_disk = self.streamed_bytes * (1 - self.rates.cached_share)
         seconds = from_disk / self.rates.disk_gbs / 1e9 + RUN_S * self.streamed_runs * (1 - self.rates.cached_share)
         return seconds * self.corrections.get("disk", 1.0)
-
-    def _copying_s(self) -> float:
-        """Out of the page cache: the cores do it, which else would compute."""
-        cached = self.streamed_bytes * self.rates.cached_share
-        return cached / (_COPY_SHARE * self.rates.matrix_gbs) / 1e9

@@ -18,10 +18,13 @@ from torch import Tensor
 
 from localllm.errors import CheckpointError
 from localllm.offload.disk_read import CACHED_SHARE, READERS, cached_share, open_direct, open_plain, read_into
+from localllm.offload.page_map import MappableMemory, can_map, unwritten
 from localllm.offload.ring import Ring
 
 # A run of 100 MB in pieces of 8 MB keeps four readers busy to its end; smaller ones cost calls.
 _PIECE_BYTES = 8 << 20
+# Pages that are in the cache are mapped at 14 GB/s and more; slower than this, some of them had to be read.
+_MAPPED_GBS = 4.0
 # So long without a byte: a disk that was unplugged or a network that is gone, not one that is busy.
 STALLED_S = 60.0
 
@@ -63,20 +66,22 @@ class DiskStream:
     is refused.
     """
 
-    def __init__(self, files: Sequence[StreamedFile], ring: Ring, memory: Tensor) -> None:
-        """Raises CheckpointError where a file cannot be opened."""
+    def __init__(self, files: Sequence[StreamedFile], ring: Ring, memory: Tensor, *, maps: bool = True) -> None:
+        """maps: pages of files may take the place of those of `memory`, which no device has registered. Raises
+        CheckpointError where a file cannot be opened."""
         self.names = frozenset(file.name for file in files)
         self.clock = StreamClock()
         self._ring = ring
-        self._memory: memoryview = memory.numpy().data
+        self._memory = MappableMemory(memory)
         self._index = {file.name: index for index, file in enumerate(files)}
         with ExitStack() as opened:
-            self._files = [opened.enter_context(_OpenFile(file)) for file in files]
+            self._files = [opened.enter_context(_OpenFile(file, maps=maps)) for file in files]
             self._opened = opened.pop_all()
         self._changed = threading.Condition()
         # Runs are counted on over the laps: number n is file n % len(files).
         self._released = 0  # runs that are no longer needed
         self._next = (0, 0)  # the piece that is read next: of which run, and which of its pieces
+        self._pieces: Sequence[tuple[int, int]] = ()  # those of that run
         self._missing: dict[int, int] = {}  # of a run that is being read: pieces that are not there yet
         self._under_way = 0  # pieces that are being read
         self._reading_since = 0.0
@@ -107,8 +112,10 @@ class DiskStream:
         assert self._index[name] == number % len(self._files), "runs are asked for in their order"
         started = time.perf_counter()
         self._wait_for(number)
-        self.clock.wait_s += time.perf_counter() - started
-        yield
+        begin, file = self._ring.offsets[number % len(self._files)], self._files[number % len(self._files)]
+        with file.in_use(self._memory, begin):
+            self.clock.wait_s += time.perf_counter() - started
+            yield
         with self._changed:
             self._released = number + 1
             self._missing.pop(number, None)
@@ -138,8 +145,6 @@ class DiskStream:
                     raise file.stalled()
             if self._failure is not None:
                 raise self._failure
-        begin = self._ring.offsets[number % len(self._files)]
-        file.examine(self._memory[begin : begin + file.num_bytes])
 
     def _work(self) -> None:
         """What a reader does all its life."""
@@ -148,13 +153,11 @@ class DiskStream:
                 self._changed.wait_for(lambda: not self._files or self._may_read())
                 if not self._files:
                     return
-                number, piece = self._take()
+                number, (begin, end) = self._take()
             file = self._files[number % len(self._files)]
-            begin, end = file.pieces[piece]
-            at = self._ring.offsets[number % len(self._files)]
             failure = None
             try:
-                file.read(begin, self._memory[at + begin : at + end])
+                file.read(begin, end, self._memory, self._ring.offsets[number % len(self._files)])
             except (OSError, EOFError) as error:
                 failure = file.refusal("cannot be read", str(error))
             with self._changed:
@@ -172,26 +175,26 @@ class DiskStream:
         is_free = self._released > number - self._ring.reach[number % len(self._files)]
         return is_free and not self._stops and self._failure is None
 
-    def _take(self) -> tuple[int, int]:
+    def _take(self) -> tuple[int, tuple[int, int]]:
         number, piece = self._next
-        pieces = len(self._files[number % len(self._files)].pieces)
-        self._missing.setdefault(number, pieces)
+        if not piece:
+            self._pieces = self._files[number % len(self._files)].pieces()
+            self._missing[number] = len(self._pieces)
         if not self._under_way:
             self._reading_since = time.perf_counter()
         self._under_way += 1
-        self._next = (number, piece + 1) if piece + 1 < pieces else (number + 1, 0)
-        return number, piece
+        self._next = (number, piece + 1) if piece + 1 < len(self._pieces) else (number + 1, 0)
+        return number, self._pieces[piece]
 
 
 class _OpenFile:
-    """One of the files. What the page cache holds of it is copied from there, at ten times the speed of a disk; else it
-    is read past the cache, in which it would only push out what others need."""
+    """One of the files. While the page cache holds it, it is used where it lies, or copied from there where it cannot
+    be; else it is read past the cache, in which it would only push out what others need."""
 
-    def __init__(self, file: StreamedFile) -> None:
+    def __init__(self, file: StreamedFile, *, maps: bool) -> None:
         """Raises CheckpointError."""
         self._file = file
         self.num_bytes = file.num_bytes
-        self.pieces = [(at, min(at + _PIECE_BYTES, self.num_bytes)) for at in range(0, self.num_bytes, _PIECE_BYTES)]
         try:
             self._plain = open_plain(file.path)
         except OSError as error:
@@ -200,6 +203,7 @@ class _OpenFile:
         self._stamp = self._stamped()
         self._is_checked = False
         self._is_cached = self._direct is None or self._lies_in_cache()
+        self._may_map = maps and self._direct is not None and can_map(self._plain)
 
     def __enter__(self) -> _OpenFile:
         return self
@@ -209,17 +213,59 @@ class _OpenFile:
             if descriptor is not None:
                 os.close(descriptor)
 
-    def read(self, begin: int, into: memoryview) -> None:
-        """Fill `into` from byte `begin` on. Raises OSError, and EOFError where the file has become too short."""
+    def pieces(self) -> Sequence[tuple[int, int]]:
+        """In which it is read: bounds in bytes. What is mapped is one."""
+        step = self.num_bytes if self._may_map and self._is_cached else _PIECE_BYTES
+        return [(begin, min(begin + step, self.num_bytes)) for begin in range(0, self.num_bytes, step)]
+
+    def read(self, begin: int, end: int, memory: MappableMemory, at: int) -> None:
+        """One of the pieces into its part of `memory`, in which the file begins `at`. Raises OSError, and EOFError
+        where the file has become too short."""
+        if self._may_map and self._is_cached and self._map(begin, end, memory, at):
+            return
         if not begin and self._direct is not None:
             self._is_cached = self._lies_in_cache()
-        read_into(self._plain, None if self._is_cached else self._direct, begin, into)
+        direct = None if self._is_cached else self._direct
+        read_into(self._plain, direct, begin, memory.writable(at + begin, at + end))
+
+    def _map(self, begin: int, end: int, memory: MappableMemory, at: int) -> bool:
+        started = time.perf_counter()
+        try:
+            memory.map(at + begin, at + end, self._plain, begin)
+        except OSError:  # what is wrong with it, reading tells
+            self._may_map = False
+            return False
+        if time.perf_counter() - started > (end - begin) / _MAPPED_GBS / 1e9:
+            self._is_cached = self._lies_in_cache()
+        return True
+
+    @contextmanager
+    def in_use(self, memory: MappableMemory, at: int) -> Iterator[None]:
+        """Inside, its bytes stay as they are. Raises CheckpointError where they are not those of the file as it was
+        opened."""
+        end = at + self.num_bytes
+        if not memory.is_mapped(at, end):
+            self._examine(memory[at:end])
+            yield
+            return
+        with unwritten(self._plain) as is_unwritten:
+            if not is_unwritten:  # it is being written to, and may be cut
+                self._copy(memory, at)
+            self._examine(memory[at:end])
+            yield
+
+    def _copy(self, memory: MappableMemory, at: int) -> None:
+        self._may_map = False
+        try:
+            for begin, end in self.pieces():
+                self.read(begin, end, memory, at)
+        except (OSError, EOFError) as error:
+            raise self.refusal("cannot be read", str(error)) from None
 
     def _lies_in_cache(self) -> bool:
         return cached_share(self._plain, self.num_bytes) >= CACHED_SHARE
 
-    def examine(self, content: memoryview) -> None:
-        """Raises CheckpointError where the bytes that were read are not those of the file as it was opened."""
+    def _examine(self, content: memoryview) -> None:
         if self._stamped() != self._stamp:
             raise self.refusal("was changed while it was in use", "something has written to it")
         if not self._is_checked:

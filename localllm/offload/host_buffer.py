@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 PAGE_BYTES = 4096  # what O_DIRECT asks of addresses, offsets and sizes
+HUGE_PAGE_BYTES = 2 << 20
 
 
 def give_back_freed() -> None:
@@ -19,15 +20,19 @@ def give_back_freed() -> None:
 
 
 def host_buffer(num_bytes: int) -> Tensor:
-    """uint8 [num_bytes] of zeros on the CPU, aligned to a page; given back when the last view of it goes.
+    """uint8 [num_bytes] of zeros on the CPU, aligned to a page, or to a huge one where it has any; given back when the
+    last view of it goes.
 
     Linux hands out pages of 2 MiB only to who asks. With them 2 cores read weights at 29 instead of 26 GB/s, and fill
     fresh memory from the page cache at 4.0 instead of 1.4 GB/s. Raises MemoryError.
     """
+    spare = HUGE_PAGE_BYTES if num_bytes >= HUGE_PAGE_BYTES else 0  # of addresses: never touched, it is no memory
     try:
-        region = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        region = mmap.mmap(-1, max(1, num_bytes + spare), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise MemoryError(f"{num_bytes} bytes are needed") from error
     with suppress(AttributeError, OSError):  # a system, or a kernel, that has none
         region.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(region, dtype=torch.uint8)[:num_bytes]
+    memory = torch.frombuffer(region, dtype=torch.uint8)
+    begin = -memory.data_ptr() % HUGE_PAGE_BYTES if spare else 0
+    return memory[begin : begin + num_bytes]

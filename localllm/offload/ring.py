@@ -26,18 +26,27 @@ class Ring:
     reach: tuple[int, ...]
 
     @classmethod
-    def of(cls, sizes: Sequence[int]) -> Ring:
+    def of(cls, sizes: Sequence[int], align_bytes: int = 1) -> Ring:
         """The smallest for runs of these sizes: they lie at its beginning and at its end in turn.
 
         Where their number is odd the first run takes the place of the last: its reading waits until that is computed.
+        align_bytes: see `ring_bytes`.
         """
-        num_bytes = ring_bytes(sizes)
-        offsets = tuple(0 if run % 2 == 0 else num_bytes - size for run, size in enumerate(sizes))
+        num_bytes = ring_bytes(sizes, align_bytes)
+        ends = [num_bytes - _place_bytes(size, align_bytes) for size in sizes]
+        offsets = tuple(0 if run % 2 == 0 else end for run, end in enumerate(ends))
         first = 1 if len(sizes) % 2 else 2
         return cls(num_bytes, offsets, (first, *[2] * (len(sizes) - 1))[: len(sizes)])
 
 
-def ring_bytes(sizes: Sequence[int]) -> int:
-    """Of the ring for runs of these sizes."""
-    around = [*sizes, sizes[0]] if len(sizes) % 2 == 0 and sizes else sizes
-    return max((a + b for a, b in itertools.pairwise(around)), default=sum(sizes))
+def ring_bytes(sizes: Sequence[int], align_bytes: int = 1) -> int:
+    """Of the ring for runs of these sizes. align_bytes: what the places of large ones are multiples of."""
+    places = [_place_bytes(size, align_bytes) for size in sizes]
+    around = [*places, places[0]] if len(places) % 2 == 0 and places else places
+    num_bytes = max((a + b for a, b in itertools.pairwise(around)), default=sum(places))
+    return _place_bytes(num_bytes, align_bytes)
+
+
+def _place_bytes(size: int, align_bytes: int) -> int:
+    """Small ones lie anywhere: to round them would cost more than it brings."""
+    return size if size < 4 * align_bytes else -(-size // align_bytes) * align_bytes

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from localllm.errors import DoesNotFitError
 from localllm.offload.costs import PASS_TOKENS, StepCosts
+from localllm.offload.page_map import ALIGN_BYTES
 from localllm.offload.plan import (
     GIB,
     NEVER,
@@ -208,7 +209,7 @@ class Search:
 
     def _choice(self, resident: set[str]) -> _Choice:
         streamed = tuple(block for block in (*self.shape.blocks, self.shape.head) if block.name not in resident)
-        return _Choice(frozenset(resident), streamed, ring_bytes([block.num_bytes for block in streamed]))
+        return _Choice(frozenset(resident), streamed, ring_bytes([block.num_bytes for block in streamed], ALIGN_BYTES))
 
     def _some(self, room_bytes: int) -> _Choice | None:
         """What stays in the room that is left, so that as little as possible is read at every step.
