@@ -7,10 +7,10 @@ read at the speed of memory (36 GB/s on 2 cores, where copying gave 10). Knows n
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -71,11 +71,16 @@ def unwritten(descriptor: int) -> Iterator[bool]:
     A mapped file that is cut short kills whoever reads on; a lease is what Linux has against that. It is not granted on
     files of other users, nor while somebody has the file open for writing, nor by every file system.
     """
+    if sys.platform != "linux":
+        yield False
+        return
+    import fcntl
+
     try:
         # Whoever wants to write is told of by a signal; this is one that nobody hears.
         fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
-    except (AttributeError, OSError):
+    except OSError:
         yield False
         return
     try:
