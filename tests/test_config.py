@@ -72,12 +72,14 @@ def test_an_amount_of_memory_has_a_number_and_a_unit(config_file, amount, num_by
 
 
 @pytest.mark.parametrize(
-    "amount", ["8", "0", "0GiB", "-1GiB", "8 gigs", "GiB", "", "1e3G", "nanG", "8QiB", "٨GiB", "99"]
+    "amount", ["8", "0", "0GiB", "-1GiB", "8 gigs", "GiB", "", "50%", "1e3GiB", "1e3G", "nanG", "8QiB", "٨GiB", "99"]
 )
 def test_what_is_no_amount_of_memory_is_refused_with_one_that_is(config_file, amount):
     with pytest.raises(SettingsError) as caught:
         load_settings({"vram": amount}, environ={}, config_file=config_file)
-    assert caught.value.fix.startswith("--vram ") and caught.value.fix.endswith("GiB")
+    meant = {"8": "8GiB", "8 gigs": "8GiB", "99": "99GiB"}.get(amount)
+    advice = "give --vram an amount of memory as it is meant, --vram 8GiB"
+    assert caught.value.fix == (f"--vram {meant}" if meant else advice)
     assert "8GiB" in caught.value.why
 
 
@@ -218,7 +220,7 @@ def test_another_programs_name_of_a_format_is_told_ours(config_file, typed, mean
 
 
 def test_a_wrong_flag_names_itself(config_file):
-    with pytest.raises(SettingsError, match="in --max-tokens") as caught:
+    with pytest.raises(SettingsError, match="--max-tokens is 0") as caught:
         load_settings({"max_tokens": 0}, environ={}, config_file=config_file)
     assert caught.value.exit_code == 2
 

@@ -5,12 +5,15 @@ A flag that was not typed is None: what stands in config.toml, the registry or t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import typer
 
 from localllm.cli.names import complete_installed, complete_models, complete_weights
+from localllm.config import ACCEPTED, Accepts
 from localllm.errors import UsageError
 
 Model = Annotated[
@@ -152,6 +155,24 @@ _SETTING_NAMES = (
     "top_k", "top_p",
     "min_p", "typical_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed", "stop",
 )  # fmt: skip
+_MOST_TOKENS = 1 << 30  # of a measurement: no cache holds as many; beyond, sizes leave the range of a float
+# What a flag that takes a number accepts, by the name of its parameter: every one of every command.
+NUMBERS: Mapping[str, Accepts] = MappingProxyType(
+    {
+        **{name: accepts for name, accepts in ACCEPTED.items() if accepts.kind in ("integer", "number")},
+        "dry_multiplier": Accepts("number", 0, 100, usual="0.8"),
+        "dry_base": Accepts("number", 1, 100, usual="1.75"),
+        "dry_allowed_length": Accepts("integer", 1, 2**31, usual="2"),
+        "logprobs": Accepts("integer", 0, 100, usual="3"),
+        "parallel": Accepts("integer", 1, 1024, usual=str(DEFAULT_PARALLEL)),
+        "group": Accepts("text", choices=("32", "64", "128")),
+        "prompt_tokens": Accepts("integer", 1, _MOST_TOKENS, usual="512"),
+        "gen_tokens": Accepts("integer", 1, _MOST_TOKENS, usual="128"),
+        "depth": Accepts("integer", 0, _MOST_TOKENS, usual="512"),
+        "rounds": Accepts("integer", 1, 1000, usual="5"),
+    }
+)
+_MOST_BIAS = Accepts("number", -1e6, 1e6)
 _DRY_NAMES = ("dry_multiplier", "dry_base", "dry_allowed_length")
 SAMPLING_SETTING_NAMES = _SETTING_NAMES[_SETTING_NAMES.index("max_tokens") :]
 
@@ -160,6 +181,17 @@ def setting_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
     """The flags of a command that are settings, as `load_settings` takes them: None where one was not typed."""
     chosen = {name: flags.get(name) for name in _SETTING_NAMES}
     return {name: (tuple(value) or None) if isinstance(value, list) else value for name, value in chosen.items()}
+
+
+def require_number(flag: str, text: str, accepts: Accepts) -> None:
+    """Raises UsageError naming what was typed, what may be, and an example, where `text` is no such number."""
+    value: object = text
+    with contextlib.suppress(ValueError):
+        value = {"integer": int, "number": float}.get(accepts.kind, str)(text)
+    if not accepts.allows(value):
+        shown = text if text.lstrip("-").isdecimal() or text != value else repr(text)
+        why, fix = f"it must be {accepts.describe()}", accepts.mending(flag, text)
+        raise UsageError(f"{flag} is {shown[:80]}", why=why, fix=fix)
 
 
 def extra_sampling(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,10 +218,12 @@ def parse_logit_bias(pairs: Sequence[str]) -> dict[int, float]:
             if not equals or not token_id.strip().isdigit():
                 raise ValueError
             biases[int(token_id)] = float(value)
+            if not _MOST_BIAS.allows(biases[int(token_id)]):
+                raise ValueError
         except ValueError:
-            why = "it must be a token id, as `tokenize` prints them, and a number: 13=-100"
-            fix = "localllm tokenize MODEL TEXT"
-            raise UsageError(f"--logit-bias is {pair!r}", why=why, fix=fix) from None
+            why = "it must be a token id, as `tokenize` prints them, and a number from -1000000 to 1000000: 13=-100"
+            fix = "--logit-bias 13=-100"
+            raise UsageError(f"--logit-bias is {pair[:80]!r}", why=why, fix=fix) from None
     return biases
 
 

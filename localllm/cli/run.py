@@ -74,8 +74,6 @@ def run_command(
         typer.Option(
             "--parallel",
             metavar="N",
-            min=1,
-            max=1024,
             help=f"With --batch: answers at once. Default: {DEFAULT_PARALLEL}, or as many as memory has room for.",
         ),
     ] = None,
@@ -177,7 +175,8 @@ def refuse_conflicts(flags: Mapping[str, Any]) -> None:
         raise UsageError("-p/--prompt is given more than once", why=why, fix="localllm run -f FILE -f FILE -p TEXT")
     for flag in ("parallel", "fresh"):
         if flags[flag] and flags["batch"] is None:
-            fix = f"localllm run MODEL --batch FILE --{flag}"
+            number = f" {flags[flag]}" if flag == "parallel" else ""
+            fix = f"localllm run MODEL --batch FILE --{flag}{number}"
             raise UsageError(f"--{flag} needs --batch", why="one prompt is one answer", fix=fix)
     if flags["logprobs"] is not None and not (flags["json"] or flags["jsonl"] or flags["batch"]):
         why = "text alone has no place for them"
