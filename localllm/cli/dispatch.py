@@ -13,6 +13,7 @@ import typer
 
 from localllm.cli.front import Front
 from localllm.cli.interrupts import Interrupts
+from localllm.cli.origins import with_origins
 from localllm.cli.output import Output, ReaderGoneError
 from localllm.cli.prompt import THIS_COMMAND
 from localllm.cli.selection import named
@@ -46,7 +47,10 @@ def dispatch(arguments: Sequence[str], interrupts: Interrupts) -> int:
     except Exception as error:
         if debug:
             output.traceback(traceback.format_exc())
-        known = _with_command(_as_known(error, arguments, front.model), arguments)
+        known = _as_known(error, arguments, front.model)
+        if front.resolved is not None:
+            with_origins(known, front.resolved)
+        known = _with_command(known, arguments)
         output.error(known)
         return known.exit_code
 
