@@ -168,6 +168,15 @@ ACCEPTED: Mapping[str, Accepts] = MappingProxyType(
 )
 
 
+def format_figure(value: float, digits: int = 3) -> str:
+    """What was measured or predicted, in as many digits as can be trusted, without powers of ten: 0.88, 12.3, 1170."""
+    if not value or not math.isfinite(value):
+        return f"{value:g}"
+    behind = digits - 1 - math.floor(math.log10(abs(value)))
+    text = f"{round(value, behind):.{max(0, behind)}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
 _AMOUNT = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([kmgt])(i?b)?\s*", re.ASCII | re.IGNORECASE)
 
 

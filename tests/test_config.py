@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from localllm.config import ACCEPTED, OTHER_VARIABLES, Origin, Settings, TomlFile, load_settings, user_directories
+from localllm.config import (
+    ACCEPTED,
+    OTHER_VARIABLES,
+    Origin,
+    Settings,
+    TomlFile,
+    format_figure,
+    load_settings,
+    user_directories,
+)
 from localllm.engine.request import SamplingParams
 from localllm.errors import SettingsError, UsageError
 
@@ -48,6 +57,23 @@ def test_a_flag_beats_the_environment_which_beats_the_file(config_file):
 def test_every_field_of_the_settings_is_accepted_and_reported():
     names = {field.name for field in dataclasses.fields(Settings)}
     assert names == set(ACCEPTED) == set(load_settings(environ={}, config_file=Path("/nowhere")).origins)
+
+
+@pytest.mark.parametrize(
+    ("value", "figure"),
+    [
+        (1174.6, "1170"),
+        (999.6, "1000"),
+        (1e7, "10000000"),
+        (12.34, "12.3"),
+        (20.0, "20"),
+        (0.8764, "0.876"),
+        (0.00001234, "0.0000123"),
+        (0, "0"),
+    ],
+)
+def test_a_figure_has_three_digits_and_no_power_of_ten(value, figure):
+    assert format_figure(value) == figure
 
 
 def meant(name: str, value: object) -> object:

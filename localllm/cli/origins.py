@@ -11,7 +11,7 @@ from typing import Any
 
 from localllm.cli.front import Front
 from localllm.cli.options import setting_flags
-from localllm.config import ENVIRONMENT_PREFIX, Origin, ResolvedSettings, load_settings
+from localllm.config import Origin, ResolvedSettings, load_settings
 from localllm.errors import LocalLLMError, UsageError
 
 _FLAG = re.compile(r"(?<!\S)--([a-z][a-z-]*)(?![\w-])")
@@ -73,8 +73,13 @@ def _renamed(text: str, name: str, origin: Origin) -> str:
 
 
 def _fix(fix: str, name: str, origin: Origin) -> str:
+    """The fix for the place that the value is from; several are divided by ", or "."""
+    return ", or ".join(_one_fix(part, name, origin) for part in fix.split(", or "))
+
+
+def _one_fix(fix: str, name: str, origin: Origin) -> str:
     flag = "--" + name.replace("_", "-")
-    is_variable = origin.where.startswith(ENVIRONMENT_PREFIX)
+    is_variable = origin.kind == "environment"
     if fix == f"leave {flag} out":
         return f"unset {origin.where}" if is_variable else f"delete the line {origin.where}"
     found = re.fullmatch(rf"{re.escape(flag)} (\S+)", fix)

@@ -13,7 +13,7 @@ from localllm.cli import options
 from localllm.cli.front import Front, front_of
 from localllm.cli.origins import read_settings, vram_cap, with_origins
 from localllm.cli.output import SCHEMA_VERSION, Output, ProgressLine, Tone, format_bytes
-from localllm.config import Settings
+from localllm.config import Settings, format_figure
 
 if TYPE_CHECKING:
     from localllm.engine.planning import Planned, Prediction
@@ -204,4 +204,6 @@ def _kind(block: Placed) -> tuple[str, Tone, str]:
 
 
 def _band(prediction: Prediction) -> str:
-    return f"about {prediction.mid:.3g} ({prediction.low:.3g} to {prediction.high:.3g})"
+    return (
+        f"about {format_figure(prediction.mid)} ({format_figure(prediction.low)} to {format_figure(prediction.high)})"
+    )
