@@ -55,17 +55,19 @@ def bench_command(
         int | None, typer.Option("--prompt-tokens", metavar="N", help="Length of the prompt. Default: 512.")
     ] = None,
     gen_tokens: Annotated[
-        int | None, typer.Option("--gen-tokens", metavar="N", help="Tokens to decode in a round. Default: 128.")
+        int | None, typer.Option("--gen-tokens", metavar="N", help="Tokens to generate in a round. Default: 128.")
     ] = None,
     depth: Annotated[
         list[int] | None,
         typer.Option(
             "--context",
             metavar="N",
-            help="Tokens in the cache when decoding begins; may be repeated. Default: those of the prompt.",
+            help="Tokens that come before the generated ones; may be repeated. Default: as many as the prompt has.",
         ),
     ] = None,
-    rounds: Annotated[int | None, typer.Option("--rounds", metavar="N", help="Default: 5.")] = None,
+    rounds: Annotated[
+        int | None, typer.Option("--rounds", metavar="N", help="How often all is measured. Default: 5.")
+    ] = None,
     ram: Annotated[
         str | None,
         typer.Option(

@@ -59,12 +59,16 @@ Vram = Annotated[
     str | None, typer.Option("--vram", metavar="SIZE", help="Most of the GPU's memory that may be used: 6GiB.")
 ]
 Device = Annotated[
-    Literal["auto", "cpu", "cuda"] | None, typer.Option("--device", metavar="auto|cpu|cuda", help="Where to compute.")
+    Literal["auto", "cpu", "cuda"] | None,
+    typer.Option("--device", metavar="auto|cpu|cuda", help="Where to compute. auto: on a GPU if there is one."),
 ]
 Dtype = Annotated[
     Literal["auto", "bf16", "fp32"] | None,
     typer.Option(
-        "--dtype", metavar="auto|bf16|fp32", help="Type of activations and KV cache; the weights have --weights."
+        "--dtype",
+        metavar="auto|bf16|fp32",
+        help="Precision of what is computed and kept of the context: fp32 is slower and takes twice the memory. "
+        "auto: bf16. The weights have --weights.",
     ),
 ]
 Weights = Annotated[
@@ -73,11 +77,11 @@ Weights = Annotated[
         "--weights",
         metavar="auto|bf16|int8|int4|nf4",
         autocompletion=complete_weights,
-        help="Format of the weights, packed at first use; int4-g32, -g64, -g128 too. "
-        "auto: what is packed already, else int4 if it is not small.",
+        help="Format of the weights: fewer bits take less memory and are faster, at some cost of quality; int4-g32, "
+        "-g64, -g128 too. Packed at first use. auto: what is packed already, else int4 if it has 512 MiB or more.",
     ),
 ]
-Threads = Annotated[int | None, typer.Option("--threads", metavar="N", help="CPU threads.")]
+Threads = Annotated[int | None, typer.Option("--threads", metavar="N", help="CPU threads. Default: torch's choice.")]
 Offline = Annotated[bool | None, typer.Option("--offline", help="Never use the network.")]
 
 # A sequence has its KV cache reserved for the longest answer that it may give: with the rest of the context for each,
@@ -106,7 +110,12 @@ MinP = Annotated[
     typer.Option("--min-p", metavar="P", help="0 to 1: drop tokens below P times the likeliest one's. Default: 0."),
 ]
 TypicalP = Annotated[
-    float | None, typer.Option("--typical-p", metavar="P", help="0 to 1: locally typical sampling. Default: 1, off.")
+    float | None,
+    typer.Option(
+        "--typical-p",
+        metavar="P",
+        help="0 to 1: draw from the tokens, P in sum, that surprise as much as is usual there. Default: 1, off.",
+    ),
 ]
 RepetitionPenalty = Annotated[
     float | None,
@@ -117,29 +126,46 @@ RepetitionPenalty = Annotated[
 FrequencyPenalty = Annotated[
     float | None,
     typer.Option(
-        "--frequency-penalty", metavar="X", help="-100 to 100: taken off for each use of a token. Default: 0."
+        "--frequency-penalty",
+        metavar="X",
+        help="-100 to 100: taken off a token's score each time it was used. Default: 0.",
     ),
 ]
 PresencePenalty = Annotated[
     float | None,
-    typer.Option("--presence-penalty", metavar="X", help="-100 to 100: taken off once for a used token. Default: 0."),
+    typer.Option(
+        "--presence-penalty", metavar="X", help="-100 to 100: taken off a token's score once it was used. Default: 0."
+    ),
 ]
 DryMultiplier = Annotated[
     float | None,
-    typer.Option("--dry-multiplier", metavar="X", help="0 to 100: strength of the DRY penalty. Default: 0, off."),
+    typer.Option(
+        "--dry-multiplier",
+        metavar="X",
+        help="0 to 100: how much a token is held back that would go on repeating a passage (DRY). Default: 0, off.",
+    ),
 ]
 DryBase = Annotated[
     float | None,
-    typer.Option("--dry-base", metavar="X", help="DRY, 1 to 100: growth with each repeated token. Default: 1.75."),
+    typer.Option(
+        "--dry-base", metavar="X", help="1 to 100: growth of the DRY penalty with each repeated token. Default: 1.75."
+    ),
 ]
 DryAllowedLength = Annotated[
     int | None,
     typer.Option(
-        "--dry-allowed-length", metavar="N", help="DRY, from 1: repeated tokens that cost nothing. Default: 2."
+        "--dry-allowed-length",
+        metavar="N",
+        help="From 1: length of a repetition that costs nothing of the DRY penalty. Default: 2.",
     ),
 ]
 LogitBias = Annotated[
-    list[str] | None, typer.Option("--logit-bias", metavar="ID=X", help="Added to a token's logit; may be repeated.")
+    list[str] | None,
+    typer.Option(
+        "--logit-bias",
+        metavar="ID=X",
+        help="Added to the score of the token ID, as `tokenize` prints it; -100 rules it out. May be repeated.",
+    ),
 ]
 Seed = Annotated[
     int | None,

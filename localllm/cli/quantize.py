@@ -46,11 +46,19 @@ def quantize_command(
     ] = None,
     group: Annotated[
         int | None,
-        typer.Option("--group", metavar="32|64|128", help="int4: weights that share a scale. Default: 64."),
+        typer.Option(
+            "--group",
+            metavar="32|64|128",
+            help="int4: weights that share a scale; fewer are larger and more exact. Default: 64.",
+        ),
     ] = None,
     method: Annotated[
         Literal["hqq", "rtn"] | None,
-        typer.Option("--method", metavar="hqq|rtn", help="int4: half-quadratic, or round to nearest. Default: hqq."),
+        typer.Option(
+            "--method",
+            metavar="hqq|rtn",
+            help="int4: hqq (half-quadratic) is more exact, rtn (round to nearest) quicker. Default: hqq.",
+        ),
     ] = None,
     ram: Annotated[
         str | None, typer.Option("--ram", metavar="SIZE", help="Most memory that this process may hold: 2GiB.")

@@ -87,11 +87,18 @@ def run_command(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object when the answer is complete.")] = False,
     jsonl: Annotated[bool, typer.Option("--jsonl", help="Print a JSON object for each event as it comes.")] = False,
     no_stream: Annotated[bool, typer.Option("--no-stream", help="Print the answer when it is complete.")] = False,
-    stats: Annotated[bool, typer.Option("--stats", help="Print tokens, rates and times on stderr.")] = False,
+    stats: Annotated[
+        bool,
+        typer.Option(
+            "--stats", help="Print on stderr how many tokens there were, how fast, and what the time went to."
+        ),
+    ] = False,
     logprobs: Annotated[
         int | None,
         typer.Option(
-            "--logprobs", metavar="N", help="With --json, --jsonl or --batch: each token's logprob, N alternatives."
+            "--logprobs",
+            metavar="N",
+            help="With --json, --jsonl or --batch: log-probabilities of each token and of the N likeliest there.",
         ),
     ] = None,
     max_tokens: Annotated[
@@ -124,9 +131,9 @@ def run_command(
     weights: options.Weights = None,
     threads: options.Threads = None,
 ) -> None:
-    """Answer one prompt, or with --batch many, for scripts and pipes.
+    """Answer one prompt, or with --batch many.
 
-    The answer goes to stdout, everything else to stderr.
+    For scripts and pipes: the answer goes to stdout, everything else to stderr.
     """
     flags = dict(locals())  # by name: they are passed on as one
     front = front_of(context)
