@@ -82,7 +82,7 @@ class Accepts:
             return f"{flag} {self._likeliest(str(value).casefold())}"
         if self.kind == "bytes":
             meant = _with_unit(str(value))
-            return f"{flag} {meant}" if meant else f"give {flag} an amount of memory as it is meant, {flag} 8GiB"
+            return f"{flag} {meant}" if meant else f"give {flag} an amount of memory with its unit, as in {flag} 8GiB"
         near = _as_whole_number(str(value)) if self.kind == "integer" else self._nearest(str(value))
         if near is not None and self.low <= near <= self.high:
             return f"{flag} {near if self.kind == 'integer' else f'{near:g}'}"

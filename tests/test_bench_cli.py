@@ -195,6 +195,13 @@ def test_a_cap_that_cannot_be_kept_is_refused_before_the_disk_is_touched(
     assert not random_folders(home / "cache")
 
 
+def test_under_a_cap_a_context_beyond_the_models_is_refused_with_a_line_that_works(home: Path) -> None:
+    line = ("llama-3.1-8b", "--random-weights", "--ram", "8GiB", "--context", "99999999")
+    outcome = bench(*line)
+    assert outcome.code == 5
+    assert outcome.error_lines[2] == "fix:   localllm bench llama-3.1-8b --random-weights --ram 8GiB --context 130943"
+
+
 def test_what_is_refused_without_a_gpu_by_name_needs_no_torch(home: Path) -> None:
     line = ["localllm", "bench", "--vram", "4GiB", "--device", "cpu"]
     code = f"import sys; sys.argv = {line}; from localllm.cli.dispatch import dispatch"

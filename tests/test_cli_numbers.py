@@ -56,6 +56,17 @@ def test_what_is_no_number_of_a_flag_is_told_with_what_is_and_an_example(
 
 
 @pytest.mark.parametrize(
+    ("command", "flag", "proposed"),
+    [("run", "--device", "auto"), ("run", "--dtype", "bf16"), ("plan", "--goal", "latency")],
+)
+def test_what_is_none_of_the_choices_is_told_with_all_of_them(command: str, flag: str, proposed: str) -> None:
+    result = run_cli(command, flag, "bf61")
+    assert (result.code, result.error_lines[0]) == (2, f"error: {flag} is 'bf61'")
+    assert result.error_lines[1].startswith("why:   it must be one of ") and proposed in result.error_lines[1]
+    assert result.error_lines[2] == f"fix:   localllm {command} {flag} {proposed}"
+
+
+@pytest.mark.parametrize(
     ("typed", "meant"), [("8k", "8192"), ("1.5K", "1536"), ("1e3", "1000"), ("4096.0", "4096"), ("4096.5", "8192")]
 )
 def test_the_number_that_was_meant_is_proposed(typed: str, meant: str) -> None:

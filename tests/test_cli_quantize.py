@@ -156,7 +156,7 @@ def test_the_flags_name_a_format(
         (["--group", "48"], "--group is 48"),
         (["--weights", "bf16", "--group", "48"], "--group is 48"),
         (["--group", "64.5"], "--group"),
-        (["--method", "gptq"], "'--method'"),
+        (["--method", "gptq"], "--method is 'gptq'"),
     ],
     ids=" ".join,
 )

@@ -104,7 +104,7 @@ def test_what_is_no_amount_of_memory_is_refused_with_one_that_is(config_file, am
     with pytest.raises(SettingsError) as caught:
         load_settings({"vram": amount}, environ={}, config_file=config_file)
     meant = {"8": "8GiB", "8 gigs": "8GiB", "99": "99GiB"}.get(amount)
-    advice = "give --vram an amount of memory as it is meant, --vram 8GiB"
+    advice = "give --vram an amount of memory with its unit, as in --vram 8GiB"
     assert caught.value.fix == (f"--vram {meant}" if meant else advice)
     assert "8GiB" in caught.value.why
 

@@ -196,6 +196,8 @@ def _set_up(front: Front, target: _Target, workload: Workload, line: ProgressLin
     packed = packed_recipes(target.files) if target.files else ()
     chosen = recipe(choose_recipe(settings.weights, config, packed, dtype))
     caps = Caps(settings.ram, vram, workload.kv_tokens)
+    if target.files is None and caps.are_given:  # it is loaded as any model is
+        workload.check(target.name, config)
     if target.files is not None or caps.are_given:
         require_plan(Shape(target.name, config, target.raw_config), chosen, dtype, device, workload.ctx, caps)
     else:

@@ -11,7 +11,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from localllm.cli.front import front_of
-from localllm.cli.options import NUMBERS, require_number
+from localllm.cli.options import NUMBERS, require_accepted
+from localllm.config import Accepts
 
 
 class PlainCommand(TyperCommand):
@@ -48,8 +49,9 @@ def _print_help(context: typer.Context, _parameter: Any, wanted: bool) -> None:
 
 
 def _checked(parameter: Any, process: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Typer's own, but for numbers that are none, which it tells of in the words of its parser."""
-    accepts = NUMBERS.get(parameter.name)
+    """Typer's own, but for what is no number or none of the choices, which it tells of in the words of its parser."""
+    choices = parameter.type_descriptor.choices
+    accepts = Accepts("text", choices=tuple(choices)) if choices else NUMBERS.get(parameter.name)
 
     def process_value(ctx: Any, value: Any) -> Any:
         if value is None and ctx.resilient_parsing:
@@ -57,7 +59,7 @@ def _checked(parameter: Any, process: Callable[[Any, Any], Any]) -> Callable[[An
         if accepts is not None:
             for text in value if isinstance(value, list | tuple) else [value]:
                 if isinstance(text, str):
-                    require_number(parameter.opts[0], text, accepts)
+                    require_accepted(parameter.opts[0], text, accepts)
         return process(ctx, value)
 
     return process_value

@@ -209,8 +209,8 @@ def setting_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
     return {name: (tuple(value) or None) if isinstance(value, list) else value for name, value in chosen.items()}
 
 
-def require_number(flag: str, text: str, accepts: Accepts) -> None:
-    """Raises UsageError naming what was typed, what may be, and an example, where `text` is no such number."""
+def require_accepted(flag: str, text: str, accepts: Accepts) -> None:
+    """Raises UsageError naming what was typed, what may be, and an example, where `text` is none of it."""
     value: object = text
     with contextlib.suppress(ValueError):
         value = {"integer": int, "number": float}.get(accepts.kind, str)(text)

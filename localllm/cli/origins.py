@@ -19,10 +19,10 @@ _FLAG = re.compile(r"(?<!\S)--([a-z][a-z-]*)(?![\w-])")
 
 def read_settings(front: Front, flags: Mapping[str, Any]) -> ResolvedSettings:
     """The settings under the flags of a command; `front` hears of them. Raises SettingsError, UsageError."""
-    front.resolved = resolved = load_settings(setting_flags(flags))
-    if resolved.settings.device == "cpu":  # the rest is known when torch is there
-        vram_cap(front, has_gpu=False)
-    return resolved
+    front.resolved = load_settings(setting_flags(flags))
+    if front.resolved.settings.device == "cpu":  # whether there is a GPU is known when torch is there
+        _refuse_idle_vram(front.resolved)
+    return front.resolved
 
 
 def vram_cap(front: Front, tell: Callable[[str], None] | None = None, *, has_gpu: bool) -> int | None:
@@ -35,12 +35,16 @@ def vram_cap(front: Front, tell: Callable[[str], None] | None = None, *, has_gpu
     cap, origin = front.resolved.settings.vram, front.resolved.origins["vram"]
     if cap is None or has_gpu:
         return cap
-    if origin.kind == "flag":
-        why = "the model runs on the CPU; --ram limits the memory that it takes there"
-        raise UsageError("--vram is a limit for a GPU, and none is used", why=why, fix="leave --vram out")
+    _refuse_idle_vram(front.resolved)
     front.resolved = front.resolved.overlaid({"vram": (None, origin)})
     (tell or front.output.note)(f"the setting vram from {origin.where} is left aside: no GPU is used")
     return None
+
+
+def _refuse_idle_vram(resolved: ResolvedSettings) -> None:
+    if resolved.origins["vram"].kind == "flag":
+        why = "the model runs on the CPU; --ram limits the memory that it takes there"
+        raise UsageError("--vram is a limit for a GPU, and none is used", why=why, fix="leave --vram out")
 
 
 def with_origins(error: LocalLLMError, resolved: ResolvedSettings) -> None:
