@@ -100,7 +100,9 @@ def test_a_cap_on_the_gpu_that_was_typed_is_refused_where_there_is_none(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("LOCALLLM_RAM", "8GiB")
     result = ask(model, "--vram", "2GiB")
+    assert "LOCALLLM_RAM" not in result.err
     assert (result.code, result.error_lines[2]) == (2, "fix:   leave --vram out")
 
 

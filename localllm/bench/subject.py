@@ -168,7 +168,15 @@ def require_room(config: ModelConfig, recipe: Recipe, dtype: torch.dtype, device
         )
 
 
-def require_plan(shape: Shape, recipe: Recipe, dtype: torch.dtype, device: torch.device, ctx: int, caps: Caps) -> None:
+def require_plan(
+    shape: Shape,
+    recipe: Recipe,
+    dtype: torch.dtype,
+    device: torch.device,
+    ctx: int,
+    caps: Caps,
+    say: Callable[[str], None],
+) -> None:
     """Raises what `Engine.load` would say of memory: UsageError, DoesNotFitError."""
     wishes = Wishes(
         weights=recipe.name,
@@ -179,7 +187,7 @@ def require_plan(shape: Shape, recipe: Recipe, dtype: torch.dtype, device: torch
         vram=caps.vram_bytes,
         job=JobShape(1, caps.kv_tokens, ctx),
     )
-    refusal = plan_model(shape, (recipe.name,), wishes, lambda _text: None).refusal
+    refusal = plan_model(shape, (recipe.name,), wishes, say).refusal
     if refusal is not None:
         raise refusal
 

@@ -199,7 +199,8 @@ def _set_up(front: Front, target: _Target, workload: Workload, line: ProgressLin
     if target.files is None and caps.are_given:  # it is loaded as any model is
         workload.check(target.name, config)
     if target.files is not None or caps.are_given:
-        require_plan(Shape(target.name, config, target.raw_config), chosen, dtype, device, workload.ctx, caps)
+        shape = Shape(target.name, config, target.raw_config)
+        require_plan(shape, chosen, dtype, device, workload.ctx, caps, line.show)
     else:
         require_room(config, chosen, dtype, device, workload.kv_tokens)
     return _Setup(device, dtype, chosen, caps)

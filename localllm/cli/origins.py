@@ -25,7 +25,7 @@ def read_settings(front: Front, flags: Mapping[str, Any]) -> ResolvedSettings:
     return front.resolved
 
 
-def vram_cap(front: Front, tell: Callable[[str], None] | None = None, *, has_gpu: bool) -> int | None:
+def vram_cap(front: Front, tell: Callable[[str], None], *, has_gpu: bool) -> int | None:
     """The cap on the GPU's memory. One of a file or a variable is left aside where no GPU is used, which `tell` hears
     of: machines with a GPU and without share such files.
 
@@ -37,7 +37,7 @@ def vram_cap(front: Front, tell: Callable[[str], None] | None = None, *, has_gpu
         return cap
     _refuse_idle_vram(front.resolved)
     front.resolved = front.resolved.overlaid({"vram": (None, origin)})
-    (tell or front.output.note)(f"the setting vram from {origin.where} is left aside: no GPU is used")
+    tell(f"the setting vram from {origin.where} is left aside: no GPU is used")
     return None
 
 
@@ -49,11 +49,11 @@ def _refuse_idle_vram(resolved: ResolvedSettings) -> None:
 
 def with_origins(error: LocalLLMError, resolved: ResolvedSettings) -> None:
     """Puts a variable or a key of a file in the place of its flag where that is where the value came from."""
-    told = [name for text in (error.what, error.why, error.fix) for name in _settings_in(text, resolved)]
+    told = [name for text in (error.what, error.fix) for name in _settings_in(text, resolved)]
     for name in dict.fromkeys(told):
         origin = resolved.origins[name]
         error.what = _renamed(error.what, name, origin)
-        why = [_renamed(error.why, name, origin)] if error.why else []
+        why = [error.why] if error.why else []
         error.why = "; ".join([*why, f"the setting {name} is from {origin.where}"])
         error.fix = _fix(error.fix, name, origin)
 
