@@ -54,12 +54,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class Accepts:
-    """The values that a key takes. `low` and `high` are inclusive; they bound numbers, and the length of a list."""
+    """The values that a key takes. `low` and `high` are inclusive and bound numbers; `usual` is one that often does."""
 
     kind: Literal["text", "texts", "switch", "integer", "number", "bytes"]
     low: float = 0
     high: float = math.inf
     choices: tuple[str, ...] = ()
+    usual: str = ""
 
     def describe(self) -> str:
         if self.choices:
@@ -76,16 +77,23 @@ class Accepts:
         }[self.kind]
 
     def mending(self, flag: str, value: object) -> str:
-        """The flag with the nearest value that is accepted; advice where none is near."""
+        """The flag with the value that was probably meant, else with a usual one; advice where there is neither."""
         if self.choices:
             return f"{flag} {self._likeliest(str(value).casefold())}"
         if self.kind == "bytes":
-            number = re.match(r"\s*(\d+(?:\.\d+)?)", str(value))
-            return f"{flag} {number[1] if number and float(number[1]) else 8}GiB"
-        if not isinstance(value, int | float):
-            return f"leave {flag} out, or give it {self.describe()}"
-        nearest = min(max(self.low, value), self.high)
-        return f"{flag} {nearest if self.kind == 'integer' else f'{nearest:g}'}"
+            meant = _with_unit(str(value))
+            return f"{flag} {meant}" if meant else f"give {flag} an amount of memory with its unit, as in {flag} 8GiB"
+        near = _as_whole_number(str(value)) if self.kind == "integer" else self._nearest(str(value))
+        if near is not None and self.low <= near <= self.high:
+            return f"{flag} {near if self.kind == 'integer' else f'{near:g}'}"
+        return f"{flag} {self.usual}" if self.usual else f"leave {flag} out, or give it {self.describe()}"
+
+    def _nearest(self, text: str) -> float | None:
+        try:
+            number = float(text)
+        except ValueError:
+            return None
+        return min(max(self.low, number), self.high) if math.isfinite(number) else None
 
     def _likeliest(self, word: str) -> str:
         """The choice that is spelled like `word`, else one that ends in its first digit: q4_k_m and 8bit mean bits."""
@@ -111,6 +119,22 @@ class Accepts:
                 return number and self.low <= value <= self.high  # type: ignore[operator]
 
 
+def _as_whole_number(text: str) -> int | None:
+    """What 8k, 1.5k, 1e3 and 4096.0 mean; None where it is no number, or none that was counted."""
+    found = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*(k|e\d)?\s*", text, re.ASCII | re.IGNORECASE)
+    if found is None:
+        return None
+    number, suffix = float(found[1]), (found[2] or "").lower()
+    meant = number * (1024 if suffix == "k" else 10 ** int(suffix[1:] or 0))
+    return int(meant) if meant.is_integer() else None
+
+
+def _with_unit(text: str) -> str:
+    """The amount that a bare number of GiB, or words behind it, stand for: 8 and "8 gigs" are 8GiB; else ""."""
+    found = re.fullmatch(r"\s*(\d{1,3}(?:\.\d{1,3})?)\s*(?:g[a-z]*)?\s*", text, re.ASCII | re.IGNORECASE)
+    return f"{found[1]}GiB" if found is not None and float(found[1]) else ""
+
+
 # "int4" stands for one of the groups; the round-to-nearest forms are there to be compared with.
 WEIGHTS = (
     "auto", "bf16", "int8", "int4", "nf4", "int4-g32", "int4-g64", "int4-g128",
@@ -123,25 +147,34 @@ ACCEPTED: Mapping[str, Accepts] = MappingProxyType(
         "device": Accepts("text", choices=("auto", "cpu", "cuda")),
         "dtype": Accepts("text", choices=("auto", "bf16", "fp32")),
         "weights": Accepts("text", choices=WEIGHTS),
-        "ctx": Accepts("integer", 1, 2**31),
+        "ctx": Accepts("integer", 1, 2**31, usual="8192"),
         "ram": Accepts("bytes"),
         "vram": Accepts("bytes"),
-        "threads": Accepts("integer", 1, 1024),
+        "threads": Accepts("integer", 1, 1024, usual="4"),
         "offline": Accepts("switch"),
         "system": Accepts("text"),
-        "max_tokens": Accepts("integer", 1, 2**31),
+        "max_tokens": Accepts("integer", 1, 2**31, usual="512"),
         "stop": Accepts("texts"),
-        "seed": Accepts("integer", 0, 2**63 - 1),
-        "temperature": Accepts("number", 0, 100),
-        "top_k": Accepts("integer", 0, 2**31),
-        "top_p": Accepts("number", 0, 1),
-        "min_p": Accepts("number", 0, 1),
-        "typical_p": Accepts("number", 0, 1),
-        "repetition_penalty": Accepts("number", 0.01, 100),
-        "frequency_penalty": Accepts("number", -100, 100),
-        "presence_penalty": Accepts("number", -100, 100),
+        "seed": Accepts("integer", 0, 2**63 - 1, usual="1"),
+        "temperature": Accepts("number", 0, 100, usual="0.8"),
+        "top_k": Accepts("integer", 0, 2**31, usual="40"),
+        "top_p": Accepts("number", 0, 1, usual="0.95"),
+        "min_p": Accepts("number", 0, 1, usual="0.05"),
+        "typical_p": Accepts("number", 0, 1, usual="0.95"),
+        "repetition_penalty": Accepts("number", 0.01, 100, usual="1.1"),
+        "frequency_penalty": Accepts("number", -100, 100, usual="0.5"),
+        "presence_penalty": Accepts("number", -100, 100, usual="0.5"),
     }
 )
+
+
+def format_figure(value: float, digits: int = 3) -> str:
+    """What was measured or predicted, in as many digits as can be trusted, without powers of ten: 0.88, 12.3, 1170."""
+    if not value or not math.isfinite(value):
+        return f"{value:g}"
+    behind = digits - 1 - math.floor(math.log10(abs(value)))
+    text = f"{round(value, behind):.{max(0, behind)}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 _AMOUNT = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([kmgt])(i?b)?\s*", re.ASCII | re.IGNORECASE)
@@ -290,11 +323,11 @@ def accepted(key: str, value: object, where: str | Callable[[], str], accepts: A
     """
     accepts = accepts or ACCEPTED[key]
     if not accepts.allows(value):
-        place = where if isinstance(where, str) else where()
+        place, shown = where if isinstance(where, str) else where(), repr(value)[:80]
         raise SettingsError(
-            f"{key} is {repr(value)[:80]} in {place}",
+            f"{place} is {shown}" if place.startswith("--") else f"{key} is {shown} in {place}",
             why=f"it must be {accepts.describe()}",
-            fix=_mending(value, place, accepts),
+            fix=_mending(key, value, place, accepts),
         )
     if accepts.kind == "number":
         return float(value)  # type: ignore[arg-type]
@@ -303,9 +336,9 @@ def accepted(key: str, value: object, where: str | Callable[[], str], accepts: A
     return tuple(value) if accepts.kind == "texts" else value  # type: ignore[arg-type]
 
 
-def _mending(value: object, place: str, accepts: Accepts) -> str:
-    if place.startswith("--"):
-        return accepts.mending(place, value)
+def _mending(key: str, value: object, place: str, accepts: Accepts) -> str:
+    if place.startswith(("--", "/")):  # typed: a flag, a command of the chat
+        return accepts.mending(place if place.startswith("--") else f"{place} {key}", value)
     return f"unset {place}" if place.startswith(ENVIRONMENT_PREFIX) else "change that line, or delete it"
 
 

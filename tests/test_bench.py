@@ -348,5 +348,5 @@ def test_floors_are_bytes_read_and_operations_done_over_their_time(monkeypatch: 
 
 
 def test_a_spread_is_told_in_three_digits_and_never_in_powers_of_ten() -> None:
-    assert str(Spread(12345, 999.6, 99999)) == "12.3k (1000 to 100.0k)"
+    assert str(Spread(12345, 999.6, 99999)) == "12300 (1000 to 100000)"
     assert str(Spread(0.00123, 5.0, 999.4)) == "0.00123 (5 to 999)"

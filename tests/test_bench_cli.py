@@ -6,11 +6,13 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +180,35 @@ def test_what_a_refused_comparison_proposes_names_its_files(home: Path, flags: t
     assert bench("--compare", "a b.json", "c.json", *flags).error_lines[2].endswith(fix)
 
 
+@pytest.mark.parametrize(
+    ("flags", "code"),
+    [("--vram 4GiB", 2), ("--vram 4GiB --device cpu", 2), ("--ram 900GiB", 2), ("--ram 16MiB", 4), ("--ram 50%", 2)],
+)
+@pytest.mark.parametrize("weights", ["--random-weights", "--weights=int4"])
+def test_a_cap_that_cannot_be_kept_is_refused_before_the_disk_is_touched(
+    home: Path, shape_folder: Path, flags: str, code: int, weights: str
+) -> None:
+    outcome = bench(shape_folder, weights, *flags.split(), *QUICK[:-2])
+    assert (outcome.code, len(outcome.error_lines)) == (code, 4)
+    assert "reading the disk" not in outcome.err
+    assert not [path for path in (home / "cache").rglob("*") if path.suffix == ".safetensors"]
+    assert not random_folders(home / "cache")
+
+
+def test_under_a_cap_a_context_beyond_the_models_is_refused_with_a_line_that_works(home: Path) -> None:
+    line = ("llama-3.1-8b", "--random-weights", "--ram", "8GiB", "--context", "99999999")
+    outcome = bench(*line)
+    assert outcome.code == 5
+    assert outcome.error_lines[2] == "fix:   localllm bench llama-3.1-8b --random-weights --ram 8GiB --context 130943"
+
+
+def test_what_is_refused_without_a_gpu_by_name_needs_no_torch(home: Path) -> None:
+    line = ["localllm", "bench", "--vram", "4GiB", "--device", "cpu"]
+    code = f"import sys; sys.argv = {line}; from localllm.cli.dispatch import dispatch"
+    code += "; from localllm.cli.interrupts import Interrupts; assert dispatch(sys.argv[1:], Interrupts()) == 2"
+    assert "torch" not in loaded_by(code, home)
+
+
 def test_a_device_that_is_not_there_is_refused_with_the_line_that_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert bench("--device", "cuda", "--rounds", "1").error_lines[2] == "fix:   localllm bench --rounds 1 --device cpu"
@@ -276,7 +307,7 @@ def test_a_rate_of_many_thousands_is_compared_without_powers_of_ten(result: Path
     fields["runs"][0]["prefill_tok_s"] = {"median": 12345.6, "min": 9999.6, "max": 2e6}
     outcome = bench("--compare", result, written(result.parent / "fast.json", fields))
     lines = outcome.out.decode().splitlines()
-    assert next(line for line in lines if "prefill, tok/s  " in line).split()[-2] == "12.3k"
+    assert next(line for line in lines if "prefill, tok/s  " in line).split()[-2] == "12350"
     assert "e+" not in outcome.out.decode()
 
 
@@ -379,6 +410,38 @@ def test_the_next_bench_removes_what_a_killed_one_left_behind(home: Path, shape_
     assert random_folders(cache) and list(cache.rglob("*.safetensors"))
     assert bench(shape_folder, "--random-weights", *QUICK).code == 0
     assert not random_folders(cache) and not list(cache.rglob("*.safetensors"))
+
+
+def test_what_a_killed_bench_left_behind_is_no_model_of_the_user(home: Path, shape_folder: Path) -> None:
+    subprocess.run([sys.executable, "-c", DYING, str(shape_folder)], env=environment(home), check=False)
+    assert list((home / "cache").rglob("*.safetensors"))
+    assert [row["name"] for row in run_cli("list", "--json").json["models"]] == ["tiny"]
+    for folder in random_folders(home / "cache"):  # tidied by hand, but for what was packed of it
+        shutil.rmtree(folder)
+    assert [row["name"] for row in run_cli("list", "--json").json["models"]] == ["tiny"]
+    assert bench(shape_folder, "--random-weights", *QUICK).code == 0
+    assert not list((home / "cache").rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("moment", ["*.safetensors", "**/index.json"])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_takes_the_random_model_away(
+    tmp_path: Path, shape_folder: Path, moment: str, number: signal.Signals, code: int
+) -> None:
+    """While it is written, and when it is."""
+    shape = "qwen3-0.6b" if moment == "*.safetensors" else shape_folder
+    flags = ("--random-weights", "--ram", "4GiB", "--prompt-tokens", "12", "--rounds", "1000")
+    child = start_cli(tmp_path, "bench", shape, *flags, stderr=subprocess.PIPE)
+    watchdog = threading.Timer(60, child.kill)
+    watchdog.start()
+    while child.poll() is None and not any((tmp_path / "cache" / "packed").rglob(moment)):
+        time.sleep(0.01)
+    child.send_signal(number)
+    child.communicate()
+    watchdog.cancel()
+    cache = tmp_path / "cache"
+    assert child.returncode == code
+    assert not random_folders(cache) and not list(cache.rglob("*.safetensors")) and not list(cache.rglob("@*"))
 
 
 def test_a_random_model_that_a_living_process_uses_stays(home: Path, shape_folder: Path) -> None:

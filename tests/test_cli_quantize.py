@@ -148,15 +148,15 @@ def test_the_flags_name_a_format(
     ("arguments", "expected"),
     [
         (["--weights", "bf16"], "bf16 is not packed"),
-        (["--weights", "fp32"], "one of auto, bf16, int8, int4, nf4"),
-        (["--weights", "int5"], "one of auto, bf16, int8, int4, nf4"),
+        (["--weights", "fp32"], "one of int8, int4, nf4"),
+        (["--weights", "int5"], "one of int8, int4, nf4"),
         (["--weights", "int8", "--group", "64"], "--group and --weights int8"),
         (["--weights", "nf4", "--method", "hqq"], "--method and --weights nf4"),
         (["--weights", "int4-g32", "--group", "64"], "--group and --weights int4-g32"),
         (["--group", "48"], "--group is 48"),
         (["--weights", "bf16", "--group", "48"], "--group is 48"),
         (["--group", "64.5"], "--group"),
-        (["--method", "gptq"], "'--method'"),
+        (["--method", "gptq"], "--method is 'gptq'"),
     ],
     ids=" ".join,
 )

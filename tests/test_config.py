@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from localllm.config import ACCEPTED, OTHER_VARIABLES, Origin, Settings, TomlFile, load_settings, user_directories
+from localllm.config import (
+    ACCEPTED,
+    OTHER_VARIABLES,
+    Origin,
+    Settings,
+    TomlFile,
+    format_figure,
+    load_settings,
+    user_directories,
+)
 from localllm.engine.request import SamplingParams
 from localllm.errors import SettingsError, UsageError
 
@@ -50,6 +59,23 @@ def test_every_field_of_the_settings_is_accepted_and_reported():
     assert names == set(ACCEPTED) == set(load_settings(environ={}, config_file=Path("/nowhere")).origins)
 
 
+@pytest.mark.parametrize(
+    ("value", "figure"),
+    [
+        (1174.6, "1170"),
+        (999.6, "1000"),
+        (1e7, "10000000"),
+        (12.34, "12.3"),
+        (20.0, "20"),
+        (0.8764, "0.876"),
+        (0.00001234, "0.0000123"),
+        (0, "0"),
+    ],
+)
+def test_a_figure_has_three_digits_and_no_power_of_ten(value, figure):
+    assert format_figure(value) == figure
+
+
 def meant(name: str, value: object) -> object:
     if ACCEPTED[name].kind == "bytes":
         return 3 << 29
@@ -72,12 +98,14 @@ def test_an_amount_of_memory_has_a_number_and_a_unit(config_file, amount, num_by
 
 
 @pytest.mark.parametrize(
-    "amount", ["8", "0", "0GiB", "-1GiB", "8 gigs", "GiB", "", "1e3G", "nanG", "8QiB", "٨GiB", "99"]
+    "amount", ["8", "0", "0GiB", "-1GiB", "8 gigs", "GiB", "", "50%", "1e3GiB", "1e3G", "nanG", "8QiB", "٨GiB", "99"]
 )
 def test_what_is_no_amount_of_memory_is_refused_with_one_that_is(config_file, amount):
     with pytest.raises(SettingsError) as caught:
         load_settings({"vram": amount}, environ={}, config_file=config_file)
-    assert caught.value.fix.startswith("--vram ") and caught.value.fix.endswith("GiB")
+    meant = {"8": "8GiB", "8 gigs": "8GiB", "99": "99GiB"}.get(amount)
+    advice = "give --vram an amount of memory with its unit, as in --vram 8GiB"
+    assert caught.value.fix == (f"--vram {meant}" if meant else advice)
     assert "8GiB" in caught.value.why
 
 
@@ -218,7 +246,7 @@ def test_another_programs_name_of_a_format_is_told_ours(config_file, typed, mean
 
 
 def test_a_wrong_flag_names_itself(config_file):
-    with pytest.raises(SettingsError, match="in --max-tokens") as caught:
+    with pytest.raises(SettingsError, match="--max-tokens is 0") as caught:
         load_settings({"max_tokens": 0}, environ={}, config_file=config_file)
     assert caught.value.exit_code == 2
 

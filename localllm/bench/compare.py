@@ -14,8 +14,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NoReturn
 
-from localllm.bench.measure import shortened
 from localllm.bench.report import GIB, SCHEMA_VERSION
+from localllm.config import format_figure
 from localllm.errors import UsageError
 
 HEADER = ("", "A", "B", "B / A")
@@ -197,7 +197,7 @@ def _row(label: str, a: float | None, b: float | None) -> Row:
 
 
 def _shown(value: float | None) -> str:
-    return "-" if value is None else shortened(value, digits=4)
+    return "-" if value is None else format_figure(value, digits=4)
 
 
 def _bar(run: Fields | None, name: str, longest: float, columns: int) -> str:

@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from localllm.config import format_figure
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -14,14 +16,7 @@ class Spread:
     max: float
 
     def __str__(self) -> str:
-        return f"{shortened(self.median)} ({shortened(self.min)} to {shortened(self.max)})"
-
-
-def shortened(value: float, digits: int = 3) -> str:
-    """So many digits, or four before the point: what is measured here varies in the second."""
-    if value < 10**digits - 0.5:  # what `g` would tell in powers of ten
-        return f"{value:.{digits}g}"
-    return f"{value:.0f}" if value < 9_999.5 else f"{value / 1000:.1f}k"
+        return f"{format_figure(self.median)} ({format_figure(self.min)} to {format_figure(self.max)})"
 
 
 def spread(values: Sequence[float]) -> Spread:

@@ -19,6 +19,7 @@ from localllm.cache.contiguous import kv_bytes_per_token
 from localllm.engine.engine import Engine
 from localllm.engine.loading import Watcher
 from localllm.engine.memory import HEADROOM, available_bytes
+from localllm.engine.planning import Wishes, plan_model
 from localllm.engine.scheduler import Limits
 from localllm.engine.tokenizer import Tokenizer
 from localllm.engine.weights import is_unpacked, open_packed
@@ -165,6 +166,30 @@ def require_room(config: ModelConfig, recipe: Recipe, dtype: torch.dtype, device
             f"free: {_gib(free)}, of which {HEADROOM:.0%} may be used",
             fix="--weights int4" if helps else "choose a smaller model: localllm list --all",
         )
+
+
+def require_plan(
+    shape: Shape,
+    recipe: Recipe,
+    dtype: torch.dtype,
+    device: torch.device,
+    ctx: int,
+    caps: Caps,
+    say: Callable[[str], None],
+) -> None:
+    """Raises what `Engine.load` would say of memory: UsageError, DoesNotFitError."""
+    wishes = Wishes(
+        weights=recipe.name,
+        ctx=ctx,
+        device=device.type,
+        dtype=Dense(dtype).name,
+        ram=caps.ram_bytes,
+        vram=caps.vram_bytes,
+        job=JobShape(1, caps.kv_tokens, ctx),
+    )
+    refusal = plan_model(shape, (recipe.name,), wishes, say).refusal
+    if refusal is not None:
+        raise refusal
 
 
 def _gib(num_bytes: int) -> str:

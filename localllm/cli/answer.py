@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from localllm.cli.interrupts import Interrupts
+from localllm.config import format_figure
 from localllm.engine.events import (
     Event,
     FinishedEvent,
@@ -150,7 +151,7 @@ def _spent(split: StepSplit) -> str:
 
 
 def _rate(tokens_per_s: float | None) -> str:
-    return "" if tokens_per_s is None else f" at {tokens_per_s:.1f}/s"
+    return "" if tokens_per_s is None else f" at {format_figure(tokens_per_s)}/s"
 
 
 def finished_fields(finished: FinishedEvent) -> dict[str, Any]:

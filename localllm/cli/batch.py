@@ -26,6 +26,7 @@ from localllm.cli.output import ProgressLine, format_seconds
 from localllm.cli.prompt import argument_text
 from localllm.cli.selection import Selection
 from localllm.cli.source import Encoder
+from localllm.config import format_figure
 from localllm.engine.request import Request
 from localllm.errors import ContextOverflowError, LocalLLMError, UsageError
 from localllm.hub.packed import source_id
@@ -168,7 +169,7 @@ def report(front: Front, selection: Selection, job: Job, engine: Engine | None) 
         kept = "the other answers are kept, and the same command tries again"
         output.warn(f"{tally.num_failed} of {total} prompts failed; {kept}")
     took = f"{tally.elapsed_s:.1f} s" if tally.elapsed_s < 60 else format_seconds(tally.elapsed_s)
-    rate = f"{tally.completion_tokens} tokens at {tally.tokens_per_s:.1f}/s in {took}"
+    rate = f"{tally.completion_tokens} tokens at {format_figure(tally.tokens_per_s)}/s in {took}"
     output.note(f"{job.num_answers - job.num_before} of {total} prompts answered, {rate}")
     if engine is not None:
         seed = selection.settings.seed

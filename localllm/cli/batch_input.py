@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from localllm.cli.options import SAMPLING_SETTING_NAMES
+from localllm.cli.options import NUMBERS, SAMPLING_SETTING_NAMES
 from localllm.cli.output import Output, format_bytes
 from localllm.cli.prompt import MAX_INPUT_BYTES, patience
 from localllm.cli.source import Source, asked
@@ -37,10 +37,7 @@ _BOM = b"\xef\xbb\xbf"
 
 _SAMPLING: Mapping[str, Accepts] = {
     **{name: ACCEPTED[name] for name in SAMPLING_SETTING_NAMES},
-    "dry_multiplier": Accepts("number", 0, 100),
-    "dry_base": Accepts("number", 1, 100),
-    "dry_allowed_length": Accepts("integer", 1, 2**31),
-    "logprobs": Accepts("integer", 0, 100),
+    **{name: NUMBERS[name] for name in ("dry_multiplier", "dry_base", "dry_allowed_length", "logprobs")},
 }
 _BIAS = Accepts("number", -MAX_BIAS, MAX_BIAS)
 _KEYS = ("id", "prompt", "messages", "tools", "system", "logit_bias", *_SAMPLING)
@@ -115,7 +112,10 @@ class Prompts:
             self._keep(number, data)
         problems.refuse(self)
         if not self.numbers:
-            raise UsageError(f"{self.name} has no prompts", why="it is empty", fix=f"head {self.name}")
+            prompt = "echo '\"A tale about an owl, please.\"'"
+            is_stdin = self.name == _STDIN
+            fix = f"{prompt} | localllm run --batch -" if is_stdin else f"{prompt} >> {shlex.quote(self.name)}"
+            raise UsageError(f"{self.name} has no prompts", why="no line of it says anything", fix=fix)
 
     def _keep(self, number: int, data: bytes) -> None:
         self._hash.update(data + b"\n")

@@ -10,25 +10,30 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from localllm.cli import options
 from localllm.cli.front import Front, front_of
+from localllm.cli.origins import read_settings, vram_cap
 from localllm.cli.output import Output, ProgressLine, one_line
 from localllm.cli.packing import Packing
 from localllm.cli.selection import select
-from localllm.config import Settings, load_settings
+from localllm.config import Settings
 from localllm.errors import LocalLLMError, UsageError
 
 if TYPE_CHECKING:
+    import torch
+
     from localllm.bench.report import Report
-    from localllm.bench.subject import Subject
+    from localllm.bench.subject import Caps, Subject
     from localllm.bench.workload import Workload
     from localllm.hub import ModelFiles
     from localllm.models.config import ModelConfig
+    from localllm.quant.recipe import Recipe
 
+Result = TypeVar("Result")
 EXAMPLES = """Examples:
 
 \b
@@ -50,17 +55,19 @@ def bench_command(
         int | None, typer.Option("--prompt-tokens", metavar="N", help="Length of the prompt. Default: 512.")
     ] = None,
     gen_tokens: Annotated[
-        int | None, typer.Option("--gen-tokens", metavar="N", help="Tokens to decode in a round. Default: 128.")
+        int | None, typer.Option("--gen-tokens", metavar="N", help="Tokens to generate in a round. Default: 128.")
     ] = None,
     depth: Annotated[
         list[int] | None,
         typer.Option(
             "--context",
             metavar="N",
-            help="Tokens in the cache when decoding begins; may be repeated. Default: those of the prompt.",
+            help="Tokens that come before the generated ones; may be repeated. Default: as many as the prompt has.",
         ),
     ] = None,
-    rounds: Annotated[int | None, typer.Option("--rounds", metavar="N", help="Default: 5.")] = None,
+    rounds: Annotated[
+        int | None, typer.Option("--rounds", metavar="N", help="How often all is measured. Default: 5.")
+    ] = None,
     ram: Annotated[
         str | None,
         typer.Option(
@@ -103,7 +110,7 @@ def bench_command(
     )
     if output is not None:
         _require_writable(output)
-    target = _random_target(model, flags) if random_weights else _installed_target(front, model, flags)
+    target = _random_target(front, model, flags) if random_weights else _installed_target(front, model, flags)
     if not random_weights:  # those were trained for no context at all: speed can be measured at any depth
         workload.check(target.name, target.config)
     report = _measure(front, target, workload)
@@ -126,10 +133,20 @@ class _Target:
     raw_config: Mapping[str, Any]  # as config.json has it
 
 
-def _random_target(word: str | None, flags: Mapping[str, Any]) -> _Target:
+@dataclass(frozen=True)
+class _Setup:
+    """What of the settings torch has a say in."""
+
+    device: torch.device
+    dtype: torch.dtype
+    recipe: Recipe
+    caps: Caps
+
+
+def _random_target(front: Front, word: str | None, flags: Mapping[str, Any]) -> _Target:
     from localllm.models.shapes import find_shape
 
-    settings = load_settings(options.setting_flags(flags)).settings
+    settings = read_settings(front, flags).settings
     shape = find_shape(settings.model if word is None else word)
     return _Target(shape.name, shape.config, settings, None, shape.raw_config)
 
@@ -143,43 +160,79 @@ def _installed_target(front: Front, word: str | None, flags: Mapping[str, Any]) 
 
 
 def _measure(front: Front, target: _Target, workload: Workload) -> Report:
+    from localllm.bench.random_folder import random_folder, remove_abandoned
+
     packing = Packing(front, f"packing {target.name}", again="the same command", is_first_use=True)
+    held = contextlib.ExitStack()
     with front.output.progress(f"{'loading' if target.files else 'making'} {target.name}") as line:
         try:
-            return _on_a_thread(lambda: _run(front.output, target, workload, packing, line))
+            setup = _on_a_thread(lambda: _set_up(front, target, workload, line))
+            remove_abandoned()
+            is_streamed = target.files is None and setup.caps.are_given  # blocks are streamed from files
+            folder = held.enter_context(random_folder()) if is_streamed else None
+            return _on_a_thread(lambda: _run(front.output, target, setup, workload, packing, line, folder))
         except BaseException:
             packing.leave()
             raise
+        finally:
+            # To delete gigabytes takes longer than a process that was told to end is waited for.
+            with front.interrupts.stopping(lambda: None):
+                held.close()
 
 
-def _run(output: Output, target: _Target, workload: Workload, packing: Packing, line: ProgressLine) -> Report:
-    """All that needs torch, on one thread: the number of threads is set for that one alone."""
-    import torch
-
-    from localllm.bench.random_model import random_model, remove_abandoned
-    from localllm.bench.run import run_benchmark
-    from localllm.bench.subject import Caps, installed_subject, pack_ahead, random_subject, require_room
+def _set_up(front: Front, target: _Target, workload: Workload, line: ProgressLine) -> _Setup:
+    """Imports torch. Refuses what cannot run, before the disk is read or written."""
+    from localllm.bench.subject import Caps, require_plan, require_room
+    from localllm.engine.loading import has_card
     from localllm.engine.memory import choose_device, choose_dtype
     from localllm.engine.weights import choose_recipe
-    from localllm.hub.packed import packed_recipes, packed_root
+    from localllm.hub.packed import packed_recipes
     from localllm.models.shapes import Shape
     from localllm.quant.recipe import recipe
 
+    settings, config = target.settings, target.config
+    device, dtype = choose_device(settings.device), choose_dtype(settings.dtype)
+    vram = vram_cap(front, line.interject, has_gpu=has_card(device))
+    packed = packed_recipes(target.files) if target.files else ()
+    chosen = recipe(choose_recipe(settings.weights, config, packed, dtype))
+    caps = Caps(settings.ram, vram, workload.kv_tokens)
+    if target.files is None and caps.are_given:  # it is loaded as any model is
+        workload.check(target.name, config)
+    if target.files is not None or caps.are_given:
+        shape = Shape(target.name, config, target.raw_config)
+        require_plan(shape, chosen, dtype, device, workload.ctx, caps, line.show)
+    else:
+        require_room(config, chosen, dtype, device, workload.kv_tokens)
+    return _Setup(device, dtype, chosen, caps)
+
+
+def _run(
+    output: Output,
+    target: _Target,
+    setup: _Setup,
+    workload: Workload,
+    packing: Packing,
+    line: ProgressLine,
+    folder: Path | None,
+) -> Report:
+    """All on one thread: the number of threads is set for that one alone. folder: for a random model's files."""
+    import torch
+
+    from localllm.bench.random_model import write_random_model
+    from localllm.bench.run import run_benchmark
+    from localllm.bench.subject import installed_subject, pack_ahead, random_subject
+    from localllm.hub.packed import packed_root
+    from localllm.models.shapes import Shape
+
     settings, files, config = target.settings, target.files, target.config
+    device, dtype, chosen, caps = setup.device, setup.dtype, setup.recipe, setup.caps
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    device, dtype = choose_device(settings.device), choose_dtype(settings.dtype)
-    chosen = recipe(choose_recipe(settings.weights, config, packed_recipes(files) if files else (), dtype))
-    caps = Caps(settings.ram, settings.vram, workload.kv_tokens)
-    remove_abandoned()
-    held = contextlib.ExitStack()
     if files is not None:
         pack_ahead(files, config, chosen, packing.update, packing.wait, caps.ram_bytes)
         packing.end()
-    elif caps.are_given:  # blocks are streamed from files
-        files = held.enter_context(random_model(target.name, target.raw_config, chosen, line.update))
-    else:
-        require_room(config, chosen, dtype, device, workload.kv_tokens)
+    elif folder is not None:
+        files = write_random_model(folder, target.name, target.raw_config, chosen, line.update)
 
     def load() -> Subject:
         if files is not None:
@@ -196,11 +249,10 @@ def _run(output: Output, target: _Target, workload: Workload, packing: Packing, 
         else:
             output.note(text)
 
-    with held:
-        return run_benchmark(load, workload, device=device, disk=packed_root(), say=say)
+    return run_benchmark(load, workload, device=device, disk=packed_root(), say=say)
 
 
-def _on_a_thread(work: Callable[[], Report]) -> Report:
+def _on_a_thread(work: Callable[[], Result]) -> Result:
     """What `work` returns, or raises. This thread only waits, so that a signal reaches it in the middle of a step."""
 
     def run() -> None:
@@ -209,7 +261,7 @@ def _on_a_thread(work: Callable[[], Report]) -> Report:
         except BaseException as error:
             future.set_exception(error)
 
-    future: Future[Report] = Future()
+    future: Future[Result] = Future()
     Thread(target=run, name="bench", daemon=True).start()
     return future.result()
 

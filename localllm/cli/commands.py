@@ -1,4 +1,6 @@
-"""Typer's command and group, made quick to start: a flag that is not typed costs nothing. Help is written by Output."""
+"""Typer's command and group, made quick to start: a flag that is not typed costs nothing, and a number is checked in
+our own words. Help is written by Output.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from localllm.cli.front import front_of
+from localllm.cli.options import NUMBERS, require_accepted
+from localllm.config import Accepts
 
 
 class PlainCommand(TyperCommand):
@@ -34,7 +38,7 @@ def _quickened(parameters: list[Any]) -> list[Any]:
         if parameter.name == "help":
             parameter.callback = _print_help
         if "process_value" not in vars(parameter):
-            parameter.process_value = _without_coercing_nothing(parameter.process_value)
+            parameter.process_value = _checked(parameter, parameter.process_value)
     return parameters
 
 
@@ -44,8 +48,18 @@ def _print_help(context: typer.Context, _parameter: Any, wanted: bool) -> None:
         raise typer.Exit
 
 
-def _without_coercing_nothing(process: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def _checked(parameter: Any, process: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Typer's own, but for what is no number or none of the choices, which it tells of in the words of its parser."""
+    choices = parameter.type_descriptor.choices
+    accepts = Accepts("text", choices=tuple(choices)) if choices else NUMBERS.get(parameter.name)
+
     def process_value(ctx: Any, value: Any) -> Any:
-        return None if value is None and ctx.resilient_parsing else process(ctx, value)
+        if value is None and ctx.resilient_parsing:
+            return None
+        if accepts is not None:
+            for text in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(text, str):
+                    require_accepted(parameter.opts[0], text, accepts)
+        return process(ctx, value)
 
     return process_value

@@ -13,6 +13,7 @@ import typer
 
 from localllm.cli.front import Front
 from localllm.cli.interrupts import Interrupts
+from localllm.cli.origins import with_origins
 from localllm.cli.output import Output, ReaderGoneError
 from localllm.cli.prompt import THIS_COMMAND
 from localllm.cli.selection import named
@@ -46,7 +47,10 @@ def dispatch(arguments: Sequence[str], interrupts: Interrupts) -> int:
     except Exception as error:
         if debug:
             output.traceback(traceback.format_exc())
-        known = _with_command(_as_known(error, arguments, front.model), arguments)
+        known = _as_known(error, arguments, front.model)
+        if front.resolved is not None:
+            with_origins(known, front.resolved)
+        known = _with_command(known, arguments)
         output.error(known)
         return known.exit_code
 
@@ -106,14 +110,23 @@ def _with_command(error: LocalLLMError, arguments: Sequence[str]) -> LocalLLMErr
         kept[kept.index(error.name)] = error.nearest
         error.fix = error.fix.replace(f"localllm run {error.nearest}", _line(kept, error.nearest))
     elif error.fix.startswith("--"):
-        for flag in (word for word in error.fix.split() if word.startswith("--") and word in kept):
-            at = kept.index(flag)
-            del kept[at : at + 2]
+        for flag in (word for word in error.fix.split() if word.startswith("--")):
+            kept = _without_flag(kept, flag)
         error.fix = f"{_line(kept, 'with')} {error.fix}"
     elif type(error) is UsageError and not error.fix:
         error.fix = " ".join(["localllm", *_command(kept), "--help"])
     error.fix = error.fix.replace(THIS_COMMAND, _line(kept, "").strip())
     return error
+
+
+def _without_flag(arguments: list[str], flag: str) -> list[str]:
+    """The line without a flag that takes a value, however often and in either spelling it stands there."""
+    kept, is_value = [], False
+    for argument in arguments:
+        if not is_value and argument != flag and not argument.startswith(f"{flag}="):
+            kept.append(argument)
+        is_value = not is_value and argument == flag
+    return kept
 
 
 def _line(arguments: Sequence[str], otherwise: str) -> str:

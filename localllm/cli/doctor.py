@@ -21,7 +21,11 @@ def doctor_command(
     context: typer.Context,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object: schema_version, checks, ok.")] = False,
 ) -> None:
-    """Check this machine: torch, driver, GPU, Triton, memory and its limits, disk and its speed, settings."""
+    """Check this machine, and say what helps.
+
+    Python and torch, the GPU and its driver, Triton (which compiles for it), memory and its limits, the disk and its
+    speed, settings, network and terminal.
+    """
     output = front_of(context).output
     rows = []
     for check in all_checks(output):

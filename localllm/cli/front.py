@@ -11,16 +11,18 @@ from localllm.cli.interrupts import Interrupts
 from localllm.cli.output import Output
 
 if TYPE_CHECKING:
+    from localllm.config import ResolvedSettings
     from localllm.hub import ModelFiles
 
 
 @dataclass
 class Front:
-    """model: what the command works with, once that is known."""
+    """model, resolved: what the command works with, and its settings, once they are known."""
 
     output: Output
     interrupts: Interrupts
     model: ModelFiles | None = None
+    resolved: ResolvedSettings | None = None
 
 
 def front_of(context: typer.Context) -> Front:

@@ -19,6 +19,7 @@ from localllm.cli.interrupts import Interrupted
 from localllm.cli.journal import SYNC_S, Journal
 from localllm.cli.output import ReaderGoneError
 from localllm.cli.source import Encoder
+from localllm.config import format_figure
 from localllm.engine.events import Event, FinishedEvent, TokenEvent
 from localllm.engine.request import Request, SamplingParams
 
@@ -212,7 +213,7 @@ class _Progress:
         if self._output.stdout_is_terminal or now - self._shown_at < self._interval_s:
             return
         self._shown_at = now
-        text = f"{done} of {self._total} answers, {tokens_per_s:.1f} tok/s"
+        text = f"{done} of {self._total} answers, {format_figure(tokens_per_s)} tok/s"
         if self._output.animated:
             self.line.show(text)
         else:

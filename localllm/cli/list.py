@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def list_command(
     context: typer.Context,
     everything: Annotated[
-        bool, typer.Option("--all", help="Also the models of the registry that can be pulled.")
+        bool, typer.Option("--all", help="Also the models known by a short name, which can be pulled.")
     ] = False,
     as_json: options.AsJson = False,
 ) -> None:

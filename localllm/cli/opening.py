@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from localllm.cli.front import Front
+from localllm.cli.origins import vram_cap
 from localllm.cli.output import ProgressLine
 from localllm.cli.packing import Packing
 from localllm.cli.selection import Selection
@@ -62,7 +63,8 @@ def loading(front: Front, selection: Selection, job: JobShape | None = None) -> 
     def load() -> Engine:
         started = time.perf_counter()
         from localllm.engine.engine import Engine
-        from localllm.engine.loading import Watcher
+        from localllm.engine.loading import Watcher, has_card
+        from localllm.engine.memory import choose_device
 
         try:
             engine = Engine.load(
@@ -72,7 +74,7 @@ def loading(front: Front, selection: Selection, job: JobShape | None = None) -> 
                 weights=settings.weights,
                 ctx=settings.ctx,
                 ram=settings.ram,
-                vram=settings.vram,
+                vram=vram_cap(front, line.interject, has_gpu=has_card(choose_device(settings.device))),
                 threads=settings.threads,
                 job=job,
                 watcher=Watcher(reading, packing.update, packing.wait, line.show),

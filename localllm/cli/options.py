@@ -5,12 +5,15 @@ A flag that was not typed is None: what stands in config.toml, the registry or t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import typer
 
 from localllm.cli.names import complete_installed, complete_models, complete_weights
+from localllm.config import ACCEPTED, Accepts
 from localllm.errors import UsageError
 
 Model = Annotated[
@@ -56,12 +59,16 @@ Vram = Annotated[
     str | None, typer.Option("--vram", metavar="SIZE", help="Most of the GPU's memory that may be used: 6GiB.")
 ]
 Device = Annotated[
-    Literal["auto", "cpu", "cuda"] | None, typer.Option("--device", metavar="auto|cpu|cuda", help="Where to compute.")
+    Literal["auto", "cpu", "cuda"] | None,
+    typer.Option("--device", metavar="auto|cpu|cuda", help="Where to compute. auto: on a GPU if there is one."),
 ]
 Dtype = Annotated[
     Literal["auto", "bf16", "fp32"] | None,
     typer.Option(
-        "--dtype", metavar="auto|bf16|fp32", help="Type of activations and KV cache; the weights have --weights."
+        "--dtype",
+        metavar="auto|bf16|fp32",
+        help="Precision of what is computed and kept of the context: fp32 is slower and takes twice the memory. "
+        "auto: bf16. The weights have --weights.",
     ),
 ]
 Weights = Annotated[
@@ -70,11 +77,11 @@ Weights = Annotated[
         "--weights",
         metavar="auto|bf16|int8|int4|nf4",
         autocompletion=complete_weights,
-        help="Format of the weights, packed at first use; int4-g32, -g64, -g128 too. "
-        "auto: what is packed already, else int4 if it is not small.",
+        help="Format of the weights: fewer bits take less memory and are faster, at some cost of quality; int4-g32, "
+        "-g64, -g128 too. Packed at first use. auto: what is packed already, else int4 if it has 512 MiB or more.",
     ),
 ]
-Threads = Annotated[int | None, typer.Option("--threads", metavar="N", help="CPU threads.")]
+Threads = Annotated[int | None, typer.Option("--threads", metavar="N", help="CPU threads. Default: torch's choice.")]
 Offline = Annotated[bool | None, typer.Option("--offline", help="Never use the network.")]
 
 # A sequence has its KV cache reserved for the longest answer that it may give: with the rest of the context for each,
@@ -103,7 +110,12 @@ MinP = Annotated[
     typer.Option("--min-p", metavar="P", help="0 to 1: drop tokens below P times the likeliest one's. Default: 0."),
 ]
 TypicalP = Annotated[
-    float | None, typer.Option("--typical-p", metavar="P", help="0 to 1: locally typical sampling. Default: 1, off.")
+    float | None,
+    typer.Option(
+        "--typical-p",
+        metavar="P",
+        help="0 to 1: draw from the tokens, P in sum, that surprise as much as is usual there. Default: 1, off.",
+    ),
 ]
 RepetitionPenalty = Annotated[
     float | None,
@@ -114,29 +126,46 @@ RepetitionPenalty = Annotated[
 FrequencyPenalty = Annotated[
     float | None,
     typer.Option(
-        "--frequency-penalty", metavar="X", help="-100 to 100: taken off for each use of a token. Default: 0."
+        "--frequency-penalty",
+        metavar="X",
+        help="-100 to 100: taken off a token's score each time it was used. Default: 0.",
     ),
 ]
 PresencePenalty = Annotated[
     float | None,
-    typer.Option("--presence-penalty", metavar="X", help="-100 to 100: taken off once for a used token. Default: 0."),
+    typer.Option(
+        "--presence-penalty", metavar="X", help="-100 to 100: taken off a token's score once it was used. Default: 0."
+    ),
 ]
 DryMultiplier = Annotated[
     float | None,
-    typer.Option("--dry-multiplier", metavar="X", help="0 to 100: strength of the DRY penalty. Default: 0, off."),
+    typer.Option(
+        "--dry-multiplier",
+        metavar="X",
+        help="0 to 100: how much a token is held back that would go on repeating a passage (DRY). Default: 0, off.",
+    ),
 ]
 DryBase = Annotated[
     float | None,
-    typer.Option("--dry-base", metavar="X", help="DRY, 1 to 100: growth with each repeated token. Default: 1.75."),
+    typer.Option(
+        "--dry-base", metavar="X", help="1 to 100: growth of the DRY penalty with each repeated token. Default: 1.75."
+    ),
 ]
 DryAllowedLength = Annotated[
     int | None,
     typer.Option(
-        "--dry-allowed-length", metavar="N", help="DRY, from 1: repeated tokens that cost nothing. Default: 2."
+        "--dry-allowed-length",
+        metavar="N",
+        help="From 1: length of a repetition that costs nothing of the DRY penalty. Default: 2.",
     ),
 ]
 LogitBias = Annotated[
-    list[str] | None, typer.Option("--logit-bias", metavar="ID=X", help="Added to a token's logit; may be repeated.")
+    list[str] | None,
+    typer.Option(
+        "--logit-bias",
+        metavar="ID=X",
+        help="Added to the score of the token ID, as `tokenize` prints it; -100 rules it out. May be repeated.",
+    ),
 ]
 Seed = Annotated[
     int | None,
@@ -152,6 +181,24 @@ _SETTING_NAMES = (
     "top_k", "top_p",
     "min_p", "typical_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed", "stop",
 )  # fmt: skip
+_MOST_TOKENS = 1 << 30  # of a measurement: no cache holds as many; beyond, sizes leave the range of a float
+# What a flag that takes a number accepts, by the name of its parameter: every one of every command.
+NUMBERS: Mapping[str, Accepts] = MappingProxyType(
+    {
+        **{name: accepts for name, accepts in ACCEPTED.items() if accepts.kind in ("integer", "number")},
+        "dry_multiplier": Accepts("number", 0, 100, usual="0.8"),
+        "dry_base": Accepts("number", 1, 100, usual="1.75"),
+        "dry_allowed_length": Accepts("integer", 1, 2**31, usual="2"),
+        "logprobs": Accepts("integer", 0, 100, usual="3"),
+        "parallel": Accepts("integer", 1, 1024, usual=str(DEFAULT_PARALLEL)),
+        "group": Accepts("text", choices=("32", "64", "128")),
+        "prompt_tokens": Accepts("integer", 1, _MOST_TOKENS, usual="512"),
+        "gen_tokens": Accepts("integer", 1, _MOST_TOKENS, usual="128"),
+        "depth": Accepts("integer", 0, _MOST_TOKENS, usual="512"),
+        "rounds": Accepts("integer", 1, 1000, usual="5"),
+    }
+)
+_MOST_BIAS = Accepts("number", -1e6, 1e6)
 _DRY_NAMES = ("dry_multiplier", "dry_base", "dry_allowed_length")
 SAMPLING_SETTING_NAMES = _SETTING_NAMES[_SETTING_NAMES.index("max_tokens") :]
 
@@ -160,6 +207,17 @@ def setting_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
     """The flags of a command that are settings, as `load_settings` takes them: None where one was not typed."""
     chosen = {name: flags.get(name) for name in _SETTING_NAMES}
     return {name: (tuple(value) or None) if isinstance(value, list) else value for name, value in chosen.items()}
+
+
+def require_accepted(flag: str, text: str, accepts: Accepts) -> None:
+    """Raises UsageError naming what was typed, what may be, and an example, where `text` is none of it."""
+    value: object = text
+    with contextlib.suppress(ValueError):
+        value = {"integer": int, "number": float}.get(accepts.kind, str)(text)
+    if not accepts.allows(value):
+        shown = text if text.lstrip("-").isdecimal() or text != value else repr(text)
+        why, fix = f"it must be {accepts.describe()}", accepts.mending(flag, text)
+        raise UsageError(f"{flag} is {shown[:80]}", why=why, fix=fix)
 
 
 def extra_sampling(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,10 +244,12 @@ def parse_logit_bias(pairs: Sequence[str]) -> dict[int, float]:
             if not equals or not token_id.strip().isdigit():
                 raise ValueError
             biases[int(token_id)] = float(value)
+            if not _MOST_BIAS.allows(biases[int(token_id)]):
+                raise ValueError
         except ValueError:
-            why = "it must be a token id, as `tokenize` prints them, and a number: 13=-100"
-            fix = "localllm tokenize MODEL TEXT"
-            raise UsageError(f"--logit-bias is {pair!r}", why=why, fix=fix) from None
+            why = "it must be a token id, as `tokenize` prints them, and a number from -1000000 to 1000000: 13=-100"
+            fix = "--logit-bias 13=-100"
+            raise UsageError(f"--logit-bias is {pair[:80]!r}", why=why, fix=fix) from None
     return biases
 
 

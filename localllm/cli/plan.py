@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from localllm.cli import options
-from localllm.cli.front import front_of
-from localllm.cli.output import SCHEMA_VERSION, Output, Tone, format_bytes
-from localllm.config import Settings, load_settings
+from localllm.cli.front import Front, front_of
+from localllm.cli.origins import read_settings, vram_cap, with_origins
+from localllm.cli.output import SCHEMA_VERSION, Output, ProgressLine, Tone, format_bytes
+from localllm.config import Settings, format_figure
 
 if TYPE_CHECKING:
     from localllm.engine.planning import Planned, Prediction
@@ -74,10 +75,12 @@ def plan_command(
     """
     flags = dict(locals())
     front = front_of(context)
-    settings = load_settings(options.setting_flags(flags)).settings
+    resolved = read_settings(front, flags)
     with front.output.progress("planning") as line:
-        planned = _planned(model, settings, goal, line.show)
+        planned = _planned(front, model, resolved.settings, goal, line)
     if as_json:
+        if planned.refusal is not None:
+            with_origins(planned.refusal, resolved)
         front.output.json({"schema_version": SCHEMA_VERSION, **_fields(planned)}, indent=2)
         if planned.refusal is not None:
             raise typer.Exit(planned.refusal.exit_code)
@@ -87,11 +90,13 @@ def plan_command(
     _show(front.output, planned)
 
 
-def _planned(word: str | None, settings: Settings, goal: str, say: Callable[[str], None]) -> Planned:
+def _planned(front: Front, word: str | None, settings: Settings, goal: str, line: ProgressLine) -> Planned:
     from localllm.offload.machine_memory import require_address_space
 
     require_address_space()  # before torch is imported
     from localllm import hub
+    from localllm.engine.loading import has_card
+    from localllm.engine.memory import choose_device
     from localllm.engine.planning import Wishes, plan_model
     from localllm.errors import ModelNotFoundError
     from localllm.hub.packed import packed_recipes
@@ -105,8 +110,9 @@ def _planned(word: str | None, settings: Settings, goal: str, say: Callable[[str
     except ModelNotFoundError:
         packed = ()
     wishes = {field: getattr(settings, field) for field in Wishes.__dataclass_fields__ if field != "job"}
+    wishes["vram"] = vram_cap(front, line.interject, has_gpu=has_card(choose_device(settings.device)))
     job = JobShape(options.DEFAULT_PARALLEL, _JOB_TOKENS, _JOB_TOKENS) if goal == "throughput" else None
-    return plan_model(shape, packed, Wishes(**wishes, job=job), say)
+    return plan_model(shape, packed, Wishes(**wishes, job=job), line.show)
 
 
 def _fields(planned: Planned) -> dict[str, Any]:
@@ -198,4 +204,6 @@ def _kind(block: Placed) -> tuple[str, Tone, str]:
 
 
 def _band(prediction: Prediction) -> str:
-    return f"about {prediction.mid:.3g} ({prediction.low:.3g} to {prediction.high:.3g})"
+    return (
+        f"about {format_figure(prediction.mid)} ({format_figure(prediction.low)} to {format_figure(prediction.high)})"
+    )

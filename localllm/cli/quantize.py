@@ -14,6 +14,7 @@ from localllm.cli.names import complete_weights
 from localllm.cli.output import SCHEMA_VERSION, format_bytes
 from localllm.cli.packing import Packing
 from localllm.cli.selection import select
+from localllm.config import WEIGHTS, Accepts, accepted
 from localllm.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,9 +27,9 @@ EXAMPLES = """Examples:
   localllm quantize qwen3-8b --weights int4 --group 32
   localllm quantize /a/folder/of/mine --weights int8 --json
 """
-_GROUPS = (32, 64, 128)
 _DEFAULT_GROUP = 64
 _UNPACKED = ("auto", "bf16")
+_PACKED = Accepts("text", choices=tuple(name for name in WEIGHTS if name not in _UNPACKED))
 
 
 def quantize_command(
@@ -45,11 +46,19 @@ def quantize_command(
     ] = None,
     group: Annotated[
         int | None,
-        typer.Option("--group", metavar="32|64|128", help="int4: weights that share a scale. Default: 64."),
+        typer.Option(
+            "--group",
+            metavar="32|64|128",
+            help="int4: weights that share a scale; fewer are larger and more exact. Default: 64.",
+        ),
     ] = None,
     method: Annotated[
         Literal["hqq", "rtn"] | None,
-        typer.Option("--method", metavar="hqq|rtn", help="int4: half-quadratic, or round to nearest. Default: hqq."),
+        typer.Option(
+            "--method",
+            metavar="hqq|rtn",
+            help="int4: hqq (half-quadratic) is more exact, rtn (round to nearest) quicker. Default: hqq.",
+        ),
     ] = None,
     ram: Annotated[
         str | None, typer.Option("--ram", metavar="SIZE", help="Most memory that this process may hold: 2GiB.")
@@ -64,6 +73,8 @@ def quantize_command(
     from localllm.hub.packed import own_bytes, packed_directory, packed_recipes
 
     front = front_of(context)
+    if weights is not None and weights not in WEIGHTS:
+        accepted("weights", weights, "--weights", _PACKED)
     selection = select(front, model, {"weights": weights, "ram": ram})
     name = recipe_name(weights, selection.settings.weights, group, method)
     files = selection.files
@@ -85,8 +96,6 @@ def quantize_command(
 
 def recipe_name(weights: str | None, setting: str, group: int | None, method: str | None) -> str:
     """The format that these flags name: "int4", 32, "rtn" -> "int4-g32-rtn". Raises UsageError."""
-    if group is not None and group not in _GROUPS:
-        raise UsageError(f"--group is {group}", why="int4 is packed in groups of 32, 64 or 128", fix="--group 64")
     if weights == "bf16":
         why = "it is what checkpoints hold, and is read from there as it is: a copy would gain nothing"
         raise UsageError("bf16 is not packed", why=why, fix="--weights int4")

@@ -74,8 +74,6 @@ def run_command(
         typer.Option(
             "--parallel",
             metavar="N",
-            min=1,
-            max=1024,
             help=f"With --batch: answers at once. Default: {DEFAULT_PARALLEL}, or as many as memory has room for.",
         ),
     ] = None,
@@ -89,11 +87,18 @@ def run_command(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object when the answer is complete.")] = False,
     jsonl: Annotated[bool, typer.Option("--jsonl", help="Print a JSON object for each event as it comes.")] = False,
     no_stream: Annotated[bool, typer.Option("--no-stream", help="Print the answer when it is complete.")] = False,
-    stats: Annotated[bool, typer.Option("--stats", help="Print tokens, rates and times on stderr.")] = False,
+    stats: Annotated[
+        bool,
+        typer.Option(
+            "--stats", help="Print on stderr how many tokens there were, how fast, and what the time went to."
+        ),
+    ] = False,
     logprobs: Annotated[
         int | None,
         typer.Option(
-            "--logprobs", metavar="N", help="With --json, --jsonl or --batch: each token's logprob, N alternatives."
+            "--logprobs",
+            metavar="N",
+            help="With --json, --jsonl or --batch: log-probabilities of each token and of the N likeliest there.",
         ),
     ] = None,
     max_tokens: Annotated[
@@ -126,9 +131,9 @@ def run_command(
     weights: options.Weights = None,
     threads: options.Threads = None,
 ) -> None:
-    """Answer one prompt, or with --batch many, for scripts and pipes.
+    """Answer one prompt, or with --batch many.
 
-    The answer goes to stdout, everything else to stderr.
+    For scripts and pipes: the answer goes to stdout, everything else to stderr.
     """
     flags = dict(locals())  # by name: they are passed on as one
     front = front_of(context)
@@ -177,7 +182,8 @@ def refuse_conflicts(flags: Mapping[str, Any]) -> None:
         raise UsageError("-p/--prompt is given more than once", why=why, fix="localllm run -f FILE -f FILE -p TEXT")
     for flag in ("parallel", "fresh"):
         if flags[flag] and flags["batch"] is None:
-            fix = f"localllm run MODEL --batch FILE --{flag}"
+            number = f" {flags[flag]}" if flag == "parallel" else ""
+            fix = f"localllm run MODEL --batch FILE --{flag}{number}"
             raise UsageError(f"--{flag} needs --batch", why="one prompt is one answer", fix=fix)
     if flags["logprobs"] is not None and not (flags["json"] or flags["jsonl"] or flags["batch"]):
         why = "text alone has no place for them"

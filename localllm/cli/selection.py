@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localllm.cli.front import Front
-from localllm.cli.options import SAMPLING_SETTING_NAMES, extra_sampling, setting_flags
-from localllm.config import ResolvedSettings, Settings, load_settings
+from localllm.cli.options import SAMPLING_SETTING_NAMES, extra_sampling
+from localllm.cli.origins import read_settings
+from localllm.config import ResolvedSettings, Settings
 from localllm.errors import FETCH_ANEW, LocalLLMError, ModelNotFoundError
 from localllm.registry import BUILT_IN, SAMPLING_KEYS, with_model_defaults
 
@@ -74,7 +75,7 @@ def named(error: LocalLLMError, files: ModelFiles | None) -> LocalLLMError:
 def _located(front: Front, word: str | None, flags: Mapping[str, Any], *, needs_config: bool) -> Selection:
     from localllm import hub
 
-    resolved = load_settings(setting_flags(flags))
+    resolved = read_settings(front, flags)
     settings = resolved.settings
     name = settings.model if word is None else word
     try:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from localllm.config import format_figure
 from localllm.errors import DoesNotFitError
 from localllm.offload.device_search import AnySearch
 from localllm.offload.plan import GIB, ModelShape, Plan, cap
@@ -100,4 +101,4 @@ def _helps(better: Plan, plan: Plan) -> bool:
 
 
 def _rate(plan: Plan) -> str:
-    return f"about {plan.decode_tok_s:.3g} tok/s"
+    return f"about {format_figure(plan.decode_tok_s)} tok/s"

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 PACKED_INDEX = "index.json"  # written last: a folder that has it is whole
 WEIGHTS_NAME = re.compile(r"[a-z0-9]{1,16}(?:-[a-z0-9]{1,16}){0,4}")
+# A model that is measured with random weights, beside the packed ones for as long as that takes. Exactly such names, in
+# which there is nothing else: the folder may be one that its owner keeps other things in.
+RANDOM_NAME = re.compile(r"random-[a-z0-9_]{8}")
 _COMMIT = re.compile(f"@({COMMIT.pattern})")
 _FINGERPRINT = re.compile(r"@([0-9a-f]{32})")
 
@@ -102,15 +105,18 @@ def packed_models(files: ModelFiles) -> tuple[PackedWeights, ...]:
 
 
 def packed_sources() -> Iterator[PackedSource]:
-    """Everything that rests under the root, by the checkpoint it was made from. Links are not followed."""
+    """Everything that rests under the root, by the checkpoint it was made from, but for models that are no user's: of
+    random weights. Links are not followed."""
     root = packed_root()
     for place, key in _keyed_folders(root / "hub", _COMMIT):
         repo = place.parent.relative_to(root / "hub").as_posix()
         if REPO_ID.fullmatch(repo) and (models := _models_in(place)):
             yield PackedSource(repo, key, models)
     for place, key in _keyed_folders(root / "folders", _FINGERPRINT):
-        if models := _models_in(place):
-            yield PackedSource(Path(os.sep) / place.parent.relative_to(root / "folders"), key, models)
+        folder = Path(os.sep) / place.parent.relative_to(root / "folders")
+        is_random = folder.parent == root.parent.resolve() and RANDOM_NAME.fullmatch(folder.name)
+        if not is_random and (models := _models_in(place)):
+            yield PackedSource(folder, key, models)
 
 
 def _keyed_folders(root: Path, key: re.Pattern[str]) -> Iterator[tuple[Path, str]]:

@@ -1,0 +1,68 @@
+"""Where a model with random weights lies while it is measured: a folder that is gone when it is no longer used.
+
+It lies beside the packed models, on the disk that they are streamed from; what a killed process left is freed by the
+next measurement. Imports no torch: it is held by a thread that signals reach.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from localllm.hub.exclusive import LOCK, exclusive
+from localllm.hub.packed import RANDOM_NAME, packed_of_folder, packed_root
+
+CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+_MOST_TRIES = 100
+
+
+@contextmanager
+def random_folder() -> Iterator[Path]:
+    """An empty folder for such a model. Another thread may still write there when it is left."""
+    folder = packed_root().parent / f"random-{secrets.token_hex(4)}"
+    with exclusive(folder, lambda _process: None):  # the lock is what tells it from one whose owner was killed
+        try:
+            packed_of_folder(folder).mkdir(parents=True, exist_ok=True)
+            yield folder
+        finally:
+            _empty(folder)
+
+
+def remove_abandoned() -> None:
+    """Frees what was left by processes that were killed. Nothing of a living one, and nothing else that is there."""
+
+    def leave(_process: str) -> None:
+        raise _InUseError
+
+    cache = packed_root().parent
+    names = {path.name for place in (cache, packed_of_folder(cache)) for path in place.glob("random-*")}
+    for folder in (cache / name for name in names):
+        with suppress(OSError, _InUseError):
+            if _is_random_model(folder):
+                with exclusive(folder, leave):
+                    _empty(folder)
+
+
+class _InUseError(Exception):
+    """Another process has the folder."""
+
+
+def _is_random_model(folder: Path) -> bool:
+    """Whether the folder has such a name and nothing else in it; true too where only what was packed of it is left."""
+    if not RANDOM_NAME.fullmatch(folder.name) or folder.is_symlink():
+        return False
+    return not folder.exists() or {path.name for path in folder.iterdir()} <= {CONFIG, TOKENIZER, LOCK}
+
+
+def _empty(folder: Path) -> None:
+    """Deletes what was packed of it and what is in it, but for the lock, with which the folder goes."""
+    packed = packed_of_folder(folder)
+    for _ in range(_MOST_TRIES):  # a file may be begun between two looks; where its folder is gone, none can be
+        shutil.rmtree(packed, ignore_errors=True)
+        if not packed.exists():
+            break
+    for name in (CONFIG, TOKENIZER):
+        (folder / name).unlink(missing_ok=True)
