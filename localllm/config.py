@@ -157,6 +157,17 @@ def parse_bytes(amount: object) -> int | None:
     return int(float(number) * base ** (" kmgt".index(unit.lower()))) or None
 
 
+def format_bytes(count: int, digits: int = 1) -> str:
+    """1536 -> "1.5 KiB". digits: behind the point of GiB; two where amounts are compared that lie close together."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            behind = {"B": 0, "GiB": digits}.get(unit, 1)
+            return f"{value:.{behind}f} {unit}"
+        value /= 1024
+    return f"{value:.{digits}f} TiB"
+
+
 @dataclass(frozen=True)
 class Origin:
     """Who set a value: `where` is a flag, a variable, `file:line`, or "default"."""
