@@ -80,8 +80,7 @@ class Accepts:
         if self.choices:
             return f"{flag} {self._likeliest(str(value).casefold())}"
         if self.kind == "bytes":
-            number = re.match(r"\s*(\d+(?:\.\d+)?)", str(value))
-            return f"{flag} {number[1] if number and float(number[1]) else 8}GiB"
+            return f"{flag} {_nearest_gib(str(value)):g}GiB"
         if not isinstance(value, int | float):
             return f"leave {flag} out, or give it {self.describe()}"
         nearest = min(max(self.low, value), self.high)
@@ -142,6 +141,16 @@ ACCEPTED: Mapping[str, Accepts] = MappingProxyType(
         "presence_penalty": Accepts("number", -100, 100),
     }
 )
+
+
+def _nearest_gib(amount: str) -> float:
+    """As the number in it says, where this machine has as much; else half of what it has, which any command accepts."""
+    import psutil
+
+    total = psutil.virtual_memory().total / (1 << 30)
+    number = re.match(r"\s*(\d{1,9}(?:\.\d{1,3})?)\s*([a-z]*)\s*$", amount.lower())
+    gib = float(number[1]) if number else 0.0
+    return gib if 0.5 <= gib <= total else round(total / 2, 1)
 
 
 _AMOUNT = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([kmgt])(i?b)?\s*", re.ASCII | re.IGNORECASE)

@@ -202,8 +202,8 @@ def test_a_model_that_will_not_fit_is_refused_before_it_is_packed(directory, mon
 
 
 def test_weights_that_would_fit_as_int4_are_refused_with_that_advice(directory, monkeypatch):
-    # With two blocks at a time and 128 tokens of context it takes 193 kB in bf16 and 147 kB in int4; so it does where it
-    # is packed already.
+    # With two blocks at a time and 128 tokens of context it takes 193 kB in bf16 and 147 kB in int4, packed
+    # already.
     Engine.load(directory, device="cpu", weights="int4")
     for free_bytes, advice in ((170_000, "--weights int4"), (100_000, "choose a smaller model: localllm list --all")):
         monkeypatch.setattr(loading, "process_memory", lambda *_, free=free_bytes: Memory(free, 0, free))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from localllm.config import format_bytes
 from localllm.errors import DoesNotFitError
 from localllm.offload.device_search import AnySearch, DeviceSearch
-from localllm.offload.plan import ModelShape, Plan, cap
+from localllm.offload.plan import GIB, ModelShape, Plan, cap
 
 _WORTH = 1.05  # what gains less is not said
 
@@ -114,7 +114,10 @@ def _command_of(search: AnySearch, plan: Plan) -> str:
     limits = {"ram": (search.memory.ram_bytes, search.memory.most_bytes)}
     if isinstance(search, DeviceSearch):
         limits["vram"] = (search.card.vram_bytes, search.card.most_bytes)
-    caps = "".join(f" --{name} {limit >> 20}MiB" for name, (limit, most) in limits.items() if limit < most)
+    given = {name: limit for name, (limit, most) in limits.items() if limit < most}
+    caps = "".join(
+        f" --{name} {f'{at / GIB:g}GiB' if at % GIB == 0 else f'{at >> 20}MiB'}" for name, at in given.items()
+    )
     ctx = f" --ctx {plan.ctx}" if plan.ctx < plan.shape.default_ctx else ""
     return f"localllm plan {plan.shape.name}{caps}{ctx}"
 

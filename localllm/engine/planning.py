@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from localllm.config import format_bytes
 from localllm.engine.advice import advise, other_model
 from localllm.engine.card import CardPlanning
 from localllm.engine.loading import has_card, require_card
@@ -19,6 +20,7 @@ from localllm.hub import ModelFiles
 from localllm.hub.packed import packed_recipes
 from localllm.models.families import parse_config
 from localllm.models.shapes import Shape, shipped_shapes
+from localllm.offload.device_rates import UNKNOWN_CONTEXT_BYTES
 from localllm.offload.device_search import AnySearch
 from localllm.offload.plan import JobShape, ModelShape, Plan
 from localllm.offload.profile import UNKNOWN_DISK_GBS, Profile, kept_profile, measured
@@ -120,9 +122,13 @@ def _search(
 
 
 def _guesses(profile: Profile) -> list[str]:
-    """Of the rates behind a plan, those that could not be measured."""
-    unknown = profile.disk_read_gbs == UNKNOWN_DISK_GBS
-    return [f"the disk is taken to read {UNKNOWN_DISK_GBS} GB/s: no file could be written to measure it"] * unknown
+    """What is behind a plan and could not be measured."""
+    found = []
+    if profile.disk_read_gbs == UNKNOWN_DISK_GBS:
+        found.append(f"the disk is taken to read {UNKNOWN_DISK_GBS} GB/s: no file could be written to measure it")
+    if profile.device is not None and profile.device.context_bytes == UNKNOWN_CONTEXT_BYTES:
+        found.append(f"CUDA is taken to hold {format_bytes(UNKNOWN_CONTEXT_BYTES)}: the driver does not tell")
+    return found
 
 
 def _predictions(plan: Plan, profile: Profile) -> tuple[Prediction, Prediction]:
