@@ -298,6 +298,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def give_memory(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     monkeypatch.setattr(loading, "process_memory", lambda *_: Memory(num_bytes, 0, num_bytes))
+    # What packing takes is a hundred times what such a model does.
+    monkeypatch.setattr(loading, "as_stored", lambda _files, _name, config, _weights: (config, None))
 
 
 @pytest.mark.usefixtures("own_cache")
