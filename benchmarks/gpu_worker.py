@@ -61,7 +61,7 @@ class Card:
             self.model = MemoryModel(config, recipe)
             with as_card(self.device, self.model):
                 asked = CardPlanning(self.device, torch.bfloat16, CTX, None, cap_bytes, None, _untold)
-                self.search = asked.search(config, recipe, files.name)
+                self.search = asked.search(config, recipe, files.name, None)
                 plannings = [_planned_ms(self.search) for _ in range(_PLANNINGS)]
                 self._reset_peak()
                 engine = Engine.load(files, device=device, weights=weights, ctx=CTX, vram=cap_bytes)

@@ -81,8 +81,7 @@ class Accepts:
         if self.choices:
             return f"{flag} {self._likeliest(str(value).casefold())}"
         if self.kind == "bytes":
-            meant = _with_unit(str(value))
-            return f"{flag} {meant}" if meant else f"give {flag} an amount of memory with its unit, as in {flag} 8GiB"
+            return f"{flag} {_nearest_gib(str(value)):g}GiB"
         near = _as_whole_number(str(value)) if self.kind == "integer" else self._nearest(str(value))
         if near is not None and self.low <= near <= self.high:
             return f"{flag} {near if self.kind == 'integer' else f'{near:g}'}"
@@ -129,12 +128,6 @@ def _as_whole_number(text: str) -> int | None:
     return int(meant) if meant.is_integer() else None
 
 
-def _with_unit(text: str) -> str:
-    """The amount that a bare number of GiB, or words behind it, stand for: 8 and "8 gigs" are 8GiB; else ""."""
-    found = re.fullmatch(r"\s*(\d{1,3}(?:\.\d{1,3})?)\s*(?:g[a-z]*)?\s*", text, re.ASCII | re.IGNORECASE)
-    return f"{found[1]}GiB" if found is not None and float(found[1]) else ""
-
-
 # "int4" stands for one of the groups; the round-to-nearest forms are there to be compared with.
 WEIGHTS = (
     "auto", "bf16", "int8", "int4", "nf4", "int4-g32", "int4-g64", "int4-g128",
@@ -177,6 +170,16 @@ def format_figure(value: float, digits: int = 3) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
+def _nearest_gib(amount: str) -> float:
+    """As the number in it says, where this machine has as much; else half of what it has, which any command accepts."""
+    import psutil
+
+    total = psutil.virtual_memory().total / (1 << 30)
+    number = re.match(r"\s*(\d{1,9}(?:\.\d{1,3})?)\s*([a-z]*)\s*$", amount.lower())
+    gib = float(number[1]) if number else 0.0
+    return gib if 0.5 <= gib <= total else round(total / 2, 1)
+
+
 _AMOUNT = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([kmgt])(i?b)?\s*", re.ASCII | re.IGNORECASE)
 
 
@@ -188,6 +191,17 @@ def parse_bytes(amount: object) -> int | None:
     number, unit, suffix = found.groups()
     base = 1000 if suffix and suffix.lower() == "b" else 1024
     return int(float(number) * base ** (" kmgt".index(unit.lower()))) or None
+
+
+def format_bytes(count: int, digits: int = 1) -> str:
+    """1536 -> "1.5 KiB". digits: behind the point of GiB; two where amounts are compared that lie close together."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            behind = {"B": 0, "GiB": digits}.get(unit, 1)
+            return f"{value:.{behind}f} {unit}"
+        value /= 1024
+    return f"{value:.{digits}f} TiB"
 
 
 @dataclass(frozen=True)

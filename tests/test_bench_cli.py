@@ -378,7 +378,7 @@ def test_under_a_cap_a_random_model_lies_on_the_disk_and_is_gone_afterwards(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_checkpoint(home / "shape", hidden=64, layers=4)
-    monkeypatch.setattr("localllm.engine.loading.process_memory", lambda _cap: Memory(180_000, 0, 1 << 30))
+    monkeypatch.setattr("localllm.engine.loading.process_memory", lambda *_, **__: Memory(180_000, 0, 1 << 30))
     outcome = bench(folder, "--random-weights", "--weights", "int4", "--ram", "1GiB", *QUICK, "--json")
     assert outcome.code == 0, outcome.err
     run = outcome.json["runs"][0]
@@ -466,5 +466,5 @@ def test_a_folder_that_only_looks_like_a_random_model_stays(home: Path, shape_fo
 def test_under_a_cap_that_is_too_small_the_error_names_the_model(home: Path, shape_folder: Path) -> None:
     outcome = bench(shape_folder, "--random-weights", "--weights", "int4", "--ram", "16MiB", *QUICK)
     assert outcome.code == 4
-    assert outcome.error_lines[0].startswith(f"error: {shape_folder} does not fit into 0.02 GiB")
+    assert outcome.error_lines[0].startswith(f"error: {shape_folder} does not fit into 16.0 MiB")
     assert "cache/random-" not in outcome.err

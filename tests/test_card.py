@@ -12,6 +12,7 @@ from localllm import Engine, FinishedEvent, SamplingParams, TokenEvent
 from localllm.engine import card, loading, planning, residency
 from localllm.errors import DoesNotFitError
 from localllm.offload import device_rates
+from localllm.offload import plan as plan_module
 from localllm.offload.device_search import CardMemory
 from localllm.offload.format_rates import FormatRates
 from localllm.offload.plan import GIB, Memory
@@ -40,8 +41,9 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
         monkeypatch.setattr(module, "kept_profile", lambda: profile)
     for module in (loading, planning):
         monkeypatch.setattr(module, "has_card", lambda _device: True)
-    monkeypatch.setattr(card, "process_memory", lambda cap: Memory(cap or 32 * GIB, 1000, 32 * GIB, 32 * GIB))
+    monkeypatch.setattr(card, "process_memory", lambda cap, *_, **__: Memory(cap or 32 * GIB, 1000, 32 * GIB, 32 * GIB))
     monkeypatch.setattr(card, "card_memory", card_memory)
+    monkeypatch.setattr(plan_module, "_CAP_STEP_BYTES", 1 << 20)  # these models are smaller than the step of a cap
     monkeypatch.setattr(loading, "cap_allocator", lambda _device, _card: None)
 
 
@@ -135,6 +137,7 @@ def test_blocks_come_and_go_as_other_programs_leave_and_take_memory(
 
     least = _least(directory, "int8")
     monkeypatch.setattr(card, "card_memory", card_memory)
+    monkeypatch.setattr(plan_module, "_CAP_STEP_BYTES", 1 << 20)  # these models are smaller than the step of a cap
     monkeypatch.setattr(residency, "reachable_bytes", lambda _device: free_bytes)
     monkeypatch.setattr(residency, "_MUCH_BYTES", 1)
     engine = Engine.load(directory, device="cpu", ctx=128, weights="int8", dtype="fp32")
@@ -165,7 +168,7 @@ def test_a_plan_made_anew_does_not_count_the_hosts_blocks_twice(
     assert placed is not None and placed.host_bytes == roomy.plan.ledger["ram"]["weights"]
     start = placed.blocks
     held = 1000 + placed.host_bytes
-    monkeypatch.setattr(card, "process_memory", lambda cap: Memory(cap, held, 32 * GIB, 32 * GIB))
+    monkeypatch.setattr(card, "process_memory", lambda cap, *_, **__: Memory(cap, held, 32 * GIB, 32 * GIB))
     monkeypatch.setattr(residency, "_MUCH_BYTES", 0)
     assert list(engine.generate(PROMPT, SamplingParams(max_tokens=2, temperature=0)))
     assert placed.blocks == start
@@ -175,6 +178,6 @@ def test_a_plan_made_anew_does_not_count_the_hosts_blocks_twice(
 def test_too_little_memory_beside_the_card_names_the_smallest_that_would_do() -> None:
     flags = ("plan", "llama-3.1-8b", "--vram", "3GiB", "--weights", "int4")
     result = run_cli(*flags, "--ram", "300MiB")
-    assert result.code == 4 and "beside the GPU" in result.err
+    assert result.code == 4 and "cannot be packed in 300.0 MiB" in result.err
     least = result.err.split("--ram ")[1].split()[0]
     assert run_cli(*flags, "--ram", least).code == 0

@@ -17,7 +17,7 @@ from localllm.models.families import parse_config
 from localllm.models.shapes import shipped_shapes
 from localllm.offload.device_costs import CardRates, DeviceCosts, Work
 from localllm.offload.device_search import CardMemory, DeviceSearch
-from localllm.offload.plan import GIB, JobShape, Memory, ModelShape, Plan, Rates
+from localllm.offload.plan import GIB, JobShape, Memory, ModelShape, Packing, Plan, Rates, cap
 from localllm.offload.ring import ring_bytes
 from localllm.quant.recipe import RECIPES
 
@@ -89,7 +89,7 @@ def test_a_plan_stays_within_both_memories_or_says_what_would_do(
     try:
         plan = of.best()
     except DoesNotFitError as error:
-        assert "GiB" in error.why
+        assert "iB" in error.why
         if error.fix.startswith("--vram"):
             least = replace(of, card=replace(of.card, vram_bytes=of.least_vram_bytes() + (16 << 20)), job=None)
             check(replace(least, memory=replace(least.memory, ram_bytes=64 * GIB)).best())
@@ -165,6 +165,35 @@ def test_every_model_of_the_registry_is_planned_within_50_ms() -> None:
             check(of.best())
             times.append(time.perf_counter() - started)
         assert statistics.median(times) < 0.05, name
+
+
+def test_too_little_memory_beside_the_device_names_what_takes_it_and_the_least_that_would_do() -> None:
+    of = search("llama-3.1-8b", 3, ram=1.2, ctx=2048)
+    with pytest.raises(DoesNotFitError, match="memory beside the GPU") as caught:
+        of.best()
+    assert "the program 1.00 GiB" in caught.value.why and "the embedding" in caught.value.why
+    least = of.least_ram_bytes()
+    assert caught.value.fix.split(", or ")[0] == f"--ram {cap(least)}"
+    check(replace(of, memory=replace(of.memory, ram_bytes=least)).best())
+
+
+def test_what_must_be_packed_first_needs_the_hosts_memory_for_that() -> None:
+    of = search("llama-3.1-8b", 6, ram=4.0, ctx=2048)
+    unpacked = replace(of, shape=replace(of.shape, packing=Packing(4 * GIB, "localllm quantize it")))
+    assert of.best() and unpacked.least_ram_bytes() == 5 * GIB
+    with pytest.raises(DoesNotFitError, match=r"cannot be packed in 4.00 GiB") as caught:
+        unpacked.best()
+    assert caught.value.fix == "--ram 5GiB, or localllm quantize it"
+    check(replace(unpacked, memory=replace(of.memory, ram_bytes=5 * GIB)).best())
+
+
+def test_a_context_that_does_not_fit_is_named_among_what_takes_the_memory_and_so_is_one_that_fits() -> None:
+    of = search("llama-3.1-8b", 3, ram=6, ctx=131072)
+    with pytest.raises(DoesNotFitError) as caught:
+        of.best()
+    assert "131072 tokens of context" in caught.value.why
+    shorter = caught.value.fix.split(", or --ctx ")[1]
+    check(replace(of, ctx=int(shorter)).best())
 
 
 def test_a_card_that_is_slower_than_the_host_is_left_alone() -> None:

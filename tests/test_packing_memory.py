@@ -68,7 +68,32 @@ def test_packing_is_refused_below_the_cap_that_it_names_and_holds_no_more_than_t
     assert peak_bytes <= 1.05 * least_bytes
 
 
-def too_small(_ram_bytes: int | None) -> Memory:
+@pytest.mark.parametrize("weights", ["int4", "bf16"])
+def test_the_cap_that_plan_names_is_the_one_that_run_names_and_starts_under(
+    wide: Path, tmp_path: Path, weights: str
+) -> None:
+    """Of a model that is not packed yet, in processes of their own: what they hold is what is compared."""
+
+    def command(name: str, *arguments: str) -> tuple[int, str]:
+        flags = ("--weights", weights, "--ctx", "128", *arguments)
+        line = [sys.executable, "-m", "localllm", name, str(wide), *flags]
+        process = subprocess.run(line, env=environment(tmp_path), capture_output=True, check=False)
+        return process.returncode, process.stderr.decode()
+
+    answer = ("-p", "the fox", "--max-tokens", "2")
+    refusals = [command("plan", "--ram", "64MiB"), command("run", *answer, "--ram", "64MiB")]
+    assert [code for code, _ in refusals] == [4, 4] and not written(tmp_path)
+    caps = {re.findall(r"fix: .* --ram (\d+MiB)", err)[0] for _, err in refusals}
+    assert len(caps) == 1, refusals
+    least = caps.pop()
+    assert command("run", *answer, "--ram", f"{int(least[:-3]) - 16}MiB")[0] == 4 and not written(tmp_path)
+    assert command("plan", "--ram", least)[0] == 0
+    code, err = command("run", *answer, "--ram", least)
+    assert code == 0, err
+    assert written(tmp_path) or weights == "bf16"  # where all of it has room, it is read as it is
+
+
+def too_small(*_: object) -> Memory:
     return Memory(ram_bytes=1 << 20, program_bytes=0, most_bytes=GIB)
 
 
@@ -79,7 +104,7 @@ def test_first_use_obeys_the_need_of_packing_too(
     monkeypatch.setattr("localllm.engine.weights.process_memory", too_small)
     result = run_cli(command[0], model, *command[1:])
     assert (result.code, written(own_cache)) == (4, [])
-    assert "cannot be packed in 0.00 GiB" in result.err
+    assert "cannot be packed in 1.0 MiB" in result.err
     assert f"localllm quantize {model} --weights int4-g64 --ram " in result.err
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from localllm import Engine, EngineService, FinishedEvent, Request, SamplingPara
 from localllm.engine import loading, placement
 from localllm.engine.placement import model_shape
 from localllm.engine.scheduler import Limits
-from localllm.errors import CheckpointError, DoesNotFitError, UsageError
+from localllm.errors import CheckpointError, ContextOverflowError, DoesNotFitError, UsageError
 from localllm.models.families import load_config
 from localllm.offload.format_rates import FormatRates
 from localllm.offload.plan import Memory, ModelShape, Plan, Rates
@@ -51,12 +52,18 @@ def shape_of(directory: Path, weights: str) -> ModelShape:
 
 
 @contextmanager
-def engine(directory: Path, weights: str, memory_bytes: int | None = None, **options: object) -> Iterator[Engine]:
-    """With so much memory for the model alone; as much as there is without it."""
+def engine(
+    directory: Path, weights: str, memory_bytes: int | None = None, most_bytes: int | None = None, **options: object
+) -> Iterator[Engine]:
+    """With so much memory for the model alone; as much as there is without it. most_bytes: that the machine has."""
     dtype = "fp32" if WEIGHTS[weights] is torch.float32 else "bf16"
     with pytest.MonkeyPatch.context() as patch:
         if memory_bytes is not None:
-            patch.setattr(loading, "process_memory", lambda _cap: Memory(memory_bytes, 0, memory_bytes))
+            patch.setattr(
+                loading, "process_memory", lambda *_, **__: Memory(memory_bytes, 0, most_bytes or memory_bytes)
+            )
+            # What packing takes is a thousand times what such a model does.
+            patch.setattr(loading, "as_stored", lambda _files, _name, config, _weights: (config, None))
         loaded = Engine.load(directory, device="cpu", weights=weights, dtype=dtype, **options)  # type: ignore[arg-type]
     try:
         yield loaded
@@ -101,6 +108,15 @@ def test_less_than_the_least_is_refused_with_what_would_do(directory: Path) -> N
     assert "largest block" in caught.value.why
     with engine(directory, "int4", least, ctx=128) as loaded:
         assert loaded.plan is not None and loaded.plan.streamed
+
+
+def test_a_prompt_that_is_too_long_is_refused_with_the_cap_that_its_context_takes(directory: Path) -> None:
+    least, most = least_of(directory, "int4"), 1 << 30
+    for machine, fix in ((most, r"--ctx \d+ --ram \d+MiB"), (least, "shorten the prompt")):
+        with engine(directory, "int4", least, machine, ctx=128) as loaded:
+            with pytest.raises(ContextOverflowError) as caught:
+                loaded.check(Request((1,) * 200, SamplingParams()))
+            assert re.fullmatch(fix, caught.value.fix), caught.value.fix
 
 
 def test_answers_side_by_side_are_those_that_each_has_alone(directory: Path) -> None:

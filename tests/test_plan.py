@@ -13,8 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from localllm.config import parse_bytes
 from localllm.engine import planning
-from localllm.engine.advice import advise
+from localllm.engine.advice import advise, flags_for_context
 from localllm.engine.placement import model_shape
 from localllm.engine.planning import Wishes, plan_model
 from localllm.errors import DoesNotFitError, UsageError
@@ -30,6 +31,7 @@ from localllm.offload.plan import (
     JobShape,
     Memory,
     ModelShape,
+    Packing,
     Plan,
     Rates,
     cap,
@@ -106,7 +108,7 @@ def test_a_plan_stays_within_its_memory_and_there_is_one_from_the_least_on(
         plan = wanted.best()
     except DoesNotFitError as error:
         assert ram_bytes < wanted.least_bytes()
-        assert error.fix == f"--ram {cap(wanted.least_bytes())}"
+        assert error.fix.split(", or ")[0] == f"--ram {cap(wanted.least_bytes())}"
         return
     assert ram_bytes >= wanted.least_bytes()
     check(plan, ram_bytes)
@@ -201,7 +203,8 @@ def test_a_step_takes_the_longest_of_what_goes_on_side_by_side() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "text"), [(1, "1MiB"), (1 << 30, "1024MiB"), ((1 << 31) + 1, "2.1GiB"), (3 << 30, "3GiB")]
+    ("num_bytes", "text"),
+    [(0, "16MiB"), (1, "16MiB"), ((16 << 20) + 1, "32MiB"), (1 << 30, "1024MiB"), ((1 << 31) + 1, "2.1GiB")],
 )
 def test_a_cap_is_the_next_round_amount(num_bytes: int, text: str) -> None:
     assert cap(num_bytes) == text
@@ -225,8 +228,60 @@ def test_advice_is_of_a_smaller_model_that_fits_and_of_int4() -> None:
     int4 = shape(layers=20, mlp=225)
     tight = search(big, search(big, 0, 1024).least_bytes() + (1 << 20), 1024)
     texts = [str(advice) for advice in advise(tight, tight.best(), int4, [small, big])]
-    assert any(text.startswith("small: fits") for text in texts)
+    assert any(text.startswith("localllm plan small --ram ") and ": fits" in text for text in texts)
     assert any(text.startswith("--weights int4: ") for text in texts)
+
+
+def test_what_must_be_packed_first_is_part_of_the_least_memory() -> None:
+    it = shape(layers=20, mlp=400)
+    packed = search(it, 0, 1024).least_bytes()
+    packing = Packing(20_000_000, "localllm quantize it")
+    unpacked = replace(it, packing=packing)
+    assert packed < search(unpacked, 0, 1024).least_bytes() == 1000 + packing.num_bytes
+    with pytest.raises(DoesNotFitError, match="it cannot be packed in") as caught:
+        search(unpacked, packed, 1024).best()
+    assert caught.value.fix == "--ram 32MiB, or localllm quantize it"
+    check(search(unpacked, 1000 + packing.num_bytes, 1024).best(), 1000 + packing.num_bytes)
+
+
+@given(shapes, st.integers(0, 1_200_000), st.integers(0, 1_200_000))
+def test_weights_that_are_read_as_they_are_need_packing_only_where_they_are_streamed(
+    it: ModelShape, ram_bytes: int, packing_bytes: int
+) -> None:
+    wanted = search(replace(it, packing=Packing(packing_bytes, is_for_streaming=True)), ram_bytes, 256)
+    try:
+        plan = wanted.best()
+    except DoesNotFitError:
+        assert ram_bytes < wanted.least_bytes()
+        return
+    assert ram_bytes >= wanted.least_bytes()
+    assert plan.is_whole or 1000 + packing_bytes <= ram_bytes
+
+
+def test_a_refusal_names_the_context_and_a_shorter_one_that_fits() -> None:
+    it = replace(shape(layers=20, mlp=400), kv_bytes_per_token=30_000, default_ctx=8192)
+    room = search(it, 0, 2048).least_bytes()
+    with pytest.raises(DoesNotFitError) as caught:
+        search(it, room, 100_000).best()
+    assert "100000 tokens of context 2.79 GiB" in caught.value.why and "the program" not in caught.value.why
+    more, shorter = caught.value.fix.split(", or ")
+    assert shorter == "--ctx 2048" and more == f"--ram {cap(search(it, 0, 100_000).least_bytes())}"
+    check(search(it, room, 2048).best(), room)
+    assert flags_for_context(search(it, room), 2048) == "--ctx 2048"
+    assert flags_for_context(search(it, room), 100_000) == f"--ctx 100000 {more}"
+    small_machine = replace(search(it, room), memory=Memory(room, 1000, room, room))
+    assert flags_for_context(small_machine, 100_000) == ""
+
+
+def test_the_cap_that_keeps_everything_keeps_it_with_the_context_that_is_named_with_it() -> None:
+    it = replace(shape(layers=20, mlp=400), kv_bytes_per_token=6000, default_ctx=8192)
+    tight = search(it, search(it, 0, 2048).least_bytes())
+    texts = [str(advice) for advice in advise(tight, tight.best(), None, [])]
+    flags = next(text.split(":")[0].split() for text in texts if text.startswith("--ram "))
+    assert flags[::2] == ["--ram", "--ctx"]
+    ram_bytes = parse_bytes(flags[1])
+    assert ram_bytes is not None
+    assert search(it, ram_bytes, int(flags[3])).best().is_whole
 
 
 # The profile
@@ -284,7 +339,7 @@ def test_predictions_that_are_off_correct_themselves_and_one_bad_run_does_little
 def small_process(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cap of the command line, in a process that holds 300 MiB, not what a test run holds."""
 
-    def memory(ram_bytes: int | None) -> Memory:
+    def memory(ram_bytes: int | None, *_: object) -> Memory:
         return Memory(ram_bytes or 20 * GIB, 300 << 20, 20 * GIB, 24 * GIB)
 
     monkeypatch.setattr(planning, "process_memory", memory)
@@ -358,7 +413,7 @@ def test_the_text_of_a_plan_tells_memory_blocks_speed_and_what_would_help() -> N
 
 def test_wishes_are_refused_before_anything_is_measured(own_cache: Path) -> None:
     with pytest.raises(UsageError):
-        plan_model(find_shape("mistral-7b"), (), Wishes(vram=8 << 30, device="cpu"), pytest.fail)
+        plan_model(find_shape("mistral-7b"), None, Wishes(vram=8 << 30, device="cpu"), pytest.fail)
     assert isinstance(find_shape("mistral-7b"), Shape)
     assert not (own_cache / "profile.json").exists()
 
@@ -371,3 +426,38 @@ def test_the_smallest_cap_that_is_named_for_a_job_is_enough_for_it() -> None:
     advice = plan["advice"]
     assert isinstance(advice, list)
     assert planned(*flags, *advice[0].split())[0] == 0
+
+
+@pytest.mark.usefixtures("small_process")
+def test_what_each_sign_means_is_told_from_the_fastest_tier_to_the_slowest() -> None:
+    out = run_cli("plan", "mistral-7b", "--ram", "1500MiB", "--weights", "int4").out.decode()
+    meanings = [out.index(text) for text in ("computed by the CPU", "looked up row by row", "from the disk at every")]
+    assert meanings == sorted(meanings)
+
+
+@pytest.mark.usefixtures("small_process")
+def test_a_disk_that_could_not_be_measured_is_said_to_be_a_guess(own_cache: Path) -> None:
+    assert planned("mistral-7b", "--ram", "1200MiB")[1]["guesses"] == []
+    keep(replace(kept_profile(), disk_read_gbs=profile_module.UNKNOWN_DISK_GBS))
+    guesses = planned("mistral-7b", "--ram", "1200MiB")[1]["guesses"]
+    assert guesses == ["the disk is taken to read 0.5 GB/s: no file could be written to measure it"]
+    assert guesses[0] in run_cli("plan", "mistral-7b", "--ram", "1200MiB").out.decode()
+
+
+@pytest.mark.parametrize("amount", ["50%", "1e3GiB", "0", "-1GiB", "900000", "lots"])
+def test_the_cap_that_mends_a_bad_one_is_accepted(own_cache: Path, amount: str) -> None:
+    refused = run_cli("plan", "smollm2-135m", "--ram", amount)
+    assert refused.code == 2
+    mended = refused.error_lines[2].split("localllm ")[1].split()
+    assert run_cli(*mended).code == 0
+
+
+@pytest.mark.usefixtures("small_process")
+def test_each_fix_of_a_refusal_is_a_line_that_works() -> None:
+    flags = ("mistral-7b", "--weights", "int4", "--ram", "2GiB", "--ctx", "32768")
+    refused = run_cli("plan", *flags)
+    assert refused.code == 4 and "32768 tokens of context 4.00 GiB" in refused.err
+    lines = refused.error_lines[2].removeprefix("fix:").split(", or ")
+    assert len(lines) == 2
+    for line in lines:
+        assert run_cli(*line.split()[1:]).code == 0, line

@@ -195,16 +195,18 @@ def test_damage_is_an_error_whose_command_mends_it(directory, spoil):
 
 
 def test_a_model_that_will_not_fit_is_refused_before_it_is_packed(directory, monkeypatch, tmp_path):
-    monkeypatch.setattr(loading, "process_memory", lambda _cap: Memory(100_000, 0, 100_000))
+    monkeypatch.setattr(loading, "process_memory", lambda *_, **__: Memory(100_000, 0, 100_000))
     with pytest.raises(DoesNotFitError):
         Engine.load(directory, device="cpu", weights="int4", watcher=NO_CONVERSION)
     assert not (tmp_path / "cache").exists()
 
 
 def test_weights_that_would_fit_as_int4_are_refused_with_that_advice(directory, monkeypatch):
-    # With two blocks at a time and 128 tokens of context it takes 193 kB in bf16 and 147 kB in int4.
+    # With two blocks at a time and 128 tokens of context it takes 193 kB in bf16 and 147 kB in int4, packed
+    # already.
+    Engine.load(directory, device="cpu", weights="int4")
     for free_bytes, advice in ((170_000, "--weights int4"), (100_000, "choose a smaller model: localllm list --all")):
-        monkeypatch.setattr(loading, "process_memory", lambda _cap, free=free_bytes: Memory(free, 0, free))
+        monkeypatch.setattr(loading, "process_memory", lambda *_, free=free_bytes, **__: Memory(free, 0, free))
         with pytest.raises(DoesNotFitError) as caught:
             Engine.load(directory, device="cpu", weights="bf16")
         assert caught.value.fix == advice

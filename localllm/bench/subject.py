@@ -16,6 +16,7 @@ import torch
 from localllm.bench.random_blocks import RandomBlocks
 from localllm.bench.random_model import word_vocabulary
 from localllm.cache.contiguous import kv_bytes_per_token
+from localllm.config import format_bytes
 from localllm.engine.engine import Engine
 from localllm.engine.loading import Watcher
 from localllm.engine.memory import HEADROOM, available_bytes
@@ -162,14 +163,15 @@ def require_room(config: ModelConfig, recipe: Recipe, dtype: torch.dtype, device
         helps = as_int4 + kv <= HEADROOM * free
         raise DoesNotFitError(
             "the model does not fit into memory",
-            why=f"weights {_gib(weights)} ({recipe.name}) + KV cache {_gib(kv)} for {kv_tokens} tokens; "
-            f"free: {_gib(free)}, of which {HEADROOM:.0%} may be used",
+            why=f"weights {format_bytes(weights, 2)} ({recipe.name}) + KV cache {format_bytes(kv, 2)} "
+            f"for {kv_tokens} tokens; free: {format_bytes(free, 2)}, of which {HEADROOM:.0%} may be used",
             fix="--weights int4" if helps else "choose a smaller model: localllm list --all",
         )
 
 
 def require_plan(
     shape: Shape,
+    files: ModelFiles | None,
     recipe: Recipe,
     dtype: torch.dtype,
     device: torch.device,
@@ -187,10 +189,6 @@ def require_plan(
         vram=caps.vram_bytes,
         job=JobShape(1, caps.kv_tokens, ctx),
     )
-    refusal = plan_model(shape, (recipe.name,), wishes, say).refusal
+    refusal = plan_model(shape, files, wishes, say).refusal
     if refusal is not None:
         raise refusal
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"

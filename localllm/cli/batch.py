@@ -129,11 +129,12 @@ def require_room(prompts: Prompts, sizes: Sizes, encoder: Encoder, engine: Engin
     problems.refuse(prompts)
     if too_long:
         longest, possible = max(sizes.lengths), engine.config.longest_context
+        flags = engine.flags_for(min(possible, longest + DEFAULT_MAX_TOKENS)) if longest < possible else ""
         rest = f", and {len(too_long) - TOLD} more" if len(too_long) > TOLD else ""
         raise ContextOverflowError(
             f"{len(too_long)} of {len(prompts)} prompts do not fit into the context of {engine.ctx} tokens",
             why=f"{', '.join(too_long[:TOLD])}{rest}; nothing was cut",
-            fix=f"--ctx {min(possible, longest + DEFAULT_MAX_TOKENS)}" if longest < possible else "shorten them",
+            fix=flags or "shorten them",
         )
 
 

@@ -110,9 +110,7 @@ def _with_command(error: LocalLLMError, arguments: Sequence[str]) -> LocalLLMErr
         kept[kept.index(error.name)] = error.nearest
         error.fix = error.fix.replace(f"localllm run {error.nearest}", _line(kept, error.nearest))
     elif error.fix.startswith("--"):
-        for flag in (word for word in error.fix.split() if word.startswith("--")):
-            kept = _without_flag(kept, flag)
-        error.fix = f"{_line(kept, 'with')} {error.fix}"
+        error.fix = ", or ".join(_with_flags(kept, fix) for fix in error.fix.split(", or "))
     elif type(error) is UsageError and not error.fix:
         error.fix = " ".join(["localllm", *_command(kept), "--help"])
     error.fix = error.fix.replace(THIS_COMMAND, _line(kept, "").strip())
@@ -127,6 +125,16 @@ def _without_flag(arguments: list[str], flag: str) -> list[str]:
             kept.append(argument)
         is_value = not is_value and argument == flag
     return kept
+
+
+def _with_flags(arguments: Sequence[str], fix: str) -> str:
+    """The line with these flags in place of those that it has; what is a command of its own stays."""
+    if not fix.startswith("--"):
+        return fix
+    kept = list(arguments)
+    for flag in (word for word in fix.split() if word.startswith("--")):
+        kept = _without_flag(kept, flag)
+    return f"{_line(kept, 'with')} {fix}"
 
 
 def _line(arguments: Sequence[str], otherwise: str) -> str:

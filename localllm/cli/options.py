@@ -45,14 +45,19 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 System = Annotated[str | None, typer.Option("-s", "--system", metavar="TEXT", help="The system message.")]
 Ctx = Annotated[
     int | None,
-    typer.Option("--ctx", metavar="N", help="Context size in tokens. Default: the model's own, at most 8192."),
+    typer.Option(
+        "--ctx",
+        metavar="N",
+        help="Context size in tokens. Default: the model's own, at most 8192; less where memory is short.",
+    ),
 ]
 Ram = Annotated[
     str | None,
     typer.Option(
         "--ram",
         metavar="SIZE",
-        help="Most memory that this process may hold: 8GiB. What does not fit is read from the disk at every step.",
+        help="Most memory that this process may hold: 8GiB. What does not fit is read from the disk at every step; "
+        "without --ctx the context shrinks, too.",
     ),
 ]
 Vram = Annotated[

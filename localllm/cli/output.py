@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TextIO
 
 from localllm.cli.wrap import WordWrap
+from localllm.config import format_bytes as format_bytes
 from localllm.errors import FETCH_ANEW, LocalLLMError
 
 SCHEMA_VERSION = 1
@@ -59,16 +60,6 @@ def printable(text: str) -> str:
 def one_line(text: str) -> str:
     """The text on one line, control characters shown as escapes: for names and messages inside a line of ours."""
     return _UNSAFE.sub(lambda match: match.group().encode("unicode_escape").decode(), text.replace("\n", " "))
-
-
-def format_bytes(count: int) -> str:
-    """1536 -> "1.5 KiB"."""
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
 
 
 def format_seconds(seconds: float) -> str:

@@ -29,11 +29,11 @@ EXAMPLES = """Examples:
 _JOB_TOKENS = 1024  # of a prompt and its answer together, in a job of which nothing more is known
 _BAR_COLUMNS = 30
 _MAP_COLUMNS = 64
-# Of a block by its tier and who computes it: its sign on the map, the sign's tone, what it means.
+# Of a block by its tier and who computes it, the fastest first: its sign on the map, its tone, what it means.
 _KINDS: Mapping[tuple[str, str], tuple[str, Tone, str]] = {
     ("vram", "gpu"): ("@", "good", "on the GPU"),
-    ("ram", "cpu"): ("#", "good", "in memory, computed by the CPU"),
     ("ram", "split"): ("%", "good", "in memory, computed by the CPU and the GPU"),
+    ("ram", "cpu"): ("#", "good", "in memory, computed by the CPU"),
     ("ram", "gpu"): (">", "fair", "in memory, copied to the GPU at every step"),
     ("disk", "rows"): ("-", "good", "on the disk, looked up row by row"),
     ("disk", "gpu"): (".", "poor", "read from the disk at every step"),
@@ -99,26 +99,25 @@ def _planned(front: Front, word: str | None, settings: Settings, goal: str, line
     from localllm.engine.memory import choose_device
     from localllm.engine.planning import Wishes, plan_model
     from localllm.errors import ModelNotFoundError
-    from localllm.hub.packed import packed_recipes
     from localllm.models.shapes import find_shape
     from localllm.offload.plan import JobShape
 
     name = settings.model if word is None else word
     shape = find_shape(name)
     try:
-        packed = tuple(packed_recipes(hub.locate(name, offline=True)))
+        files = hub.locate(name, offline=True)
     except ModelNotFoundError:
-        packed = ()
+        files = None
     wishes = {field: getattr(settings, field) for field in Wishes.__dataclass_fields__ if field != "job"}
     wishes["vram"] = vram_cap(front, line.interject, has_gpu=has_card(choose_device(settings.device)))
     job = JobShape(options.DEFAULT_PARALLEL, _JOB_TOKENS, _JOB_TOKENS) if goal == "throughput" else None
-    return plan_model(shape, packed, Wishes(**wishes, job=job), line.show)
+    return plan_model(shape, files, Wishes(**wishes, job=job), line.show)
 
 
 def _fields(planned: Planned) -> dict[str, Any]:
     plan, shape = planned.plan, planned.shape
-    advice = [str(advice) for advice in planned.advice]
     fields: dict[str, Any] = {"fits": plan is not None, "model": shape.name, "weights": shape.weights, "kv": shape.kv}
+    said = {"advice": planned.advice, "guesses": list(planned.guesses)}
     if plan is None:
         assert planned.refusal is not None
         error = {"what": planned.refusal.what, "why": planned.refusal.why, "fix": planned.refusal.fix}
@@ -130,7 +129,7 @@ def _fields(planned: Planned) -> dict[str, Any]:
             "predicted": None,
             "bound_by": None,
         }
-        return {**fields, **empty, "advice": [planned.refusal.fix, *advice], "error": error}
+        return {**fields, **empty, **said, "error": error}
     assert planned.decode_tok_s is not None and planned.ttft_s is not None
     return {
         **fields,
@@ -149,7 +148,7 @@ def _fields(planned: Planned) -> dict[str, Any]:
         },
         "predicted": {"decode_tok_s": asdict(planned.decode_tok_s), "ttft_s": asdict(planned.ttft_s)},
         "bound_by": plan.bound_by,
-        "advice": advice,
+        **said,
     }
 
 
@@ -167,6 +166,8 @@ def _show(output: Output, planned: Planned) -> None:
     together = f" of {plan.sequences} sequences together" if plan.sequences > 1 else ""
     output.line(f"decode       {_band(rate)} tok/s{together}, bound by {_BOUNDS[plan.bound_by]}")
     output.line(f"first token  {_band(wait)} s, after a prompt of {plan.prompt_tokens} tokens")
+    for guess in planned.guesses:
+        output.line(f"a guess      {guess}")
     for number, advice in enumerate(planned.advice):
         output.line(f"{'better' if number == 0 else '':<11}  {advice}")
 
@@ -193,7 +194,10 @@ def _show_map(output: Output, plan: Plan) -> None:
         parts = [_kind(block)[:2] for block in row]
         output.toned_line([("blocks       " if begin == 0 else " " * 13, "plain"), *parts])
     counts = Counter(map(_kind, plan.blocks))
-    for (sign, tone, meaning), count in counts.items():
+    for kind in dict.fromkeys(_KINDS.values()):
+        if not (count := counts[kind]):
+            continue
+        sign, tone, meaning = kind
         output.toned_line([(" " * 13, "plain"), (sign, tone), (f" {count} {meaning}", "plain")])
     output.line()
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from localllm.config import format_figure
+from localllm.config import format_bytes, format_figure
 from localllm.errors import DoesNotFitError
-from localllm.offload.device_search import AnySearch
+from localllm.offload.device_search import AnySearch, DeviceSearch
 from localllm.offload.plan import GIB, ModelShape, Plan, cap
 
 _WORTH = 1.05  # what gains less is not said
@@ -38,7 +38,23 @@ def advise(search: AnySearch, plan: Plan, int4: ModelShape | None, others: Itera
     return [advice for advice, _ in sorted(found, key=lambda pair: pair[1])]
 
 
-def largest_that_fits(search: AnySearch, others: Iterable[ModelShape]) -> Plan | None:
+def other_model(search: AnySearch, others: Iterable[ModelShape]) -> list[Advice]:
+    """Where this one does not fit at all."""
+    fitting = _largest_that_fits(search, others)
+    return [] if fitting is None else [Advice(_command_of(search, fitting), "fits into this memory")]
+
+
+def flags_for_context(search: AnySearch, ctx: int) -> str:
+    """With which the model fits with so long a context: `--ctx`, and a larger cap where it takes one; "" where no
+    memory that this machine has would do."""
+    longer = replace(search, ctx=ctx)
+    if _tried(longer) is not None:
+        return f"--ctx {ctx}"
+    caps = [fix for fix in longer.fixes() if fix.startswith(("--ram ", "--vram "))]
+    return f"--ctx {ctx} {caps[0]}" if caps else ""
+
+
+def _largest_that_fits(search: AnySearch, others: Iterable[ModelShape]) -> Plan | None:
     """The plan of the largest of these models that stays in memory as a whole; None where none does."""
     plans = (_without_streaming(search, other) for other in others)
     return max((plan for plan in plans if plan is not None), key=lambda plan: plan.shape.num_bytes, default=None)
@@ -52,11 +68,13 @@ def _more_memory(search: AnySearch, plan: Plan) -> Iterator[tuple[Advice, float]
     needed, room = better.total_bytes(better.fast), search.room
     gain = f"every block stays {'on the GPU' if better.fast == 'vram' else 'in memory'}, {_rate(better)}"
     if needed <= room.most_bytes:
-        yield Advice(f"--{better.fast} {cap(needed)}", gain), 1 / better.decode_tok_s
+        # Of itself it would take a longer context where that costs little of the speed.
+        ctx = f" --ctx {plan.ctx}" if search.job is None and plan.ctx < better.shape.default_ctx else ""
+        yield Advice(f"--{better.fast} {cap(needed)}{ctx}", gain), 1 / better.decode_tok_s
     elif needed <= room.total_bytes:
         missing = needed - plan.limits[plan.fast]
         kind = "the GPU's memory" if better.fast == "vram" else "memory"
-        yield Advice(f"free {missing / GIB:.1f} GiB of {kind} (close other programs)", gain), 1 / better.decode_tok_s
+        yield Advice(f"free {format_bytes(missing)} of {kind} (close other programs)", gain), 1 / better.decode_tok_s
 
 
 def _shorter_context(search: AnySearch, plan: Plan) -> Iterator[tuple[Advice, float]]:
@@ -73,21 +91,35 @@ def _int4(search: AnySearch, plan: Plan, int4: ModelShape | None) -> Iterator[tu
     better = None if int4 is None else _tried(replace(search, shape=int4, ctx=plan.ctx))
     if better is not None and _helps(better, plan):
         yield (
-            Advice("--weights int4", f"{better.shape.num_bytes / GIB:.1f} GiB of weights, {_rate(better)}"),
+            Advice("--weights int4", f"{format_bytes(better.shape.num_bytes)} of weights, {_rate(better)}"),
             1 / better.decode_tok_s,
         )
 
 
 def _other_model(search: AnySearch, plan: Plan, others: Iterable[ModelShape]) -> Iterator[tuple[Advice, float]]:
     smaller = (other for other in others if other.num_bytes < plan.shape.num_bytes)
-    better = largest_that_fits(search, smaller)
+    better = _largest_that_fits(search, smaller)
     if better is not None and _helps(better, plan):
-        yield Advice(better.shape.name, f"fits into this memory as a whole, {_rate(better)}"), 1 / better.decode_tok_s
+        gain = f"fits into this memory as a whole, {_rate(better)}"
+        yield Advice(_command_of(search, better), gain), 1 / better.decode_tok_s
 
 
 def _without_streaming(search: AnySearch, shape: ModelShape) -> Plan | None:
     plan = _tried(replace(search, shape=shape, ctx=min(2048, shape.default_ctx)))
     return plan if plan is not None and plan.is_whole else None
+
+
+def _command_of(search: AnySearch, plan: Plan) -> str:
+    """What shows the plan of another model, in the same memory, with the context that was found to fit."""
+    limits = {"ram": (search.memory.ram_bytes, search.memory.most_bytes)}
+    if isinstance(search, DeviceSearch):
+        limits["vram"] = (search.card.vram_bytes, search.card.most_bytes)
+    given = {name: limit for name, (limit, most) in limits.items() if limit < most}
+    caps = "".join(
+        f" --{name} {f'{at / GIB:g}GiB' if at % GIB == 0 else f'{at >> 20}MiB'}" for name, at in given.items()
+    )
+    ctx = f" --ctx {plan.ctx}" if plan.ctx < plan.shape.default_ctx else ""
+    return f"localllm plan {plan.shape.name}{caps}{ctx}"
 
 
 def _tried(search: AnySearch) -> Plan | None:

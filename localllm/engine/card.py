@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from localllm.config import format_bytes
 from localllm.engine.memory import HEADROOM, is_device_out_of_memory, out_of_memory
 from localllm.engine.placement import model_shape, process_memory
 from localllm.errors import UsageError
@@ -14,7 +15,7 @@ from localllm.models.config import ModelConfig
 from localllm.offload.device_costs import CardRates
 from localllm.offload.device_rates import DeviceRates
 from localllm.offload.device_search import CardMemory, DeviceSearch
-from localllm.offload.plan import JobShape
+from localllm.offload.plan import GIB, JobShape, Packing
 from localllm.offload.profile import device_measured, kept_profile, measured
 from localllm.quant.recipe import Recipe
 
@@ -32,11 +33,18 @@ class CardPlanning:
     say: Callable[[str], None]
 
     def search(
-        self, config: ModelConfig, recipe: Recipe, name: str, *, cached_share: float = 0.0, beside_bytes: int = 0
+        self,
+        config: ModelConfig,
+        recipe: Recipe,
+        name: str,
+        packing: Packing | None,
+        *,
+        cached_share: float = 0.0,
+        placed_bytes: int = 0,
     ) -> DeviceSearch:
-        """What the machine does is measured where it is not known, once. beside_bytes: of the host's memory, for what
-        is loaded after the model; less than none where what this process holds is placed anew. Raises UsageError for a
-        cap above what exists, DoesNotFitError where the card has not even room for a measurement.
+        """What the machine does is measured where it is not known, once. placed_bytes: of the host's memory that this
+        process holds, the blocks that are placed anew. Raises UsageError for a cap above what exists, DoesNotFitError
+        where the card has not even room for a measurement.
         """
         uncap_allocator(self.device)  # of the plan before, which a measurement has nothing to do with
         try:
@@ -48,10 +56,9 @@ class CardPlanning:
         assert rates is not None and card is not None
         found = card.formats[recipe.name]
         vram = card_memory(self.device, self.vram, card, found.workspace_bytes)
-        memory = process_memory(self.ram)
         return DeviceSearch(
-            shape=model_shape(config, recipe, self.dtype, name, self.device),
-            memory=replace(memory, program_bytes=memory.program_bytes + beside_bytes),
+            shape=model_shape(config, recipe, self.dtype, name, self.device, packing),
+            memory=process_memory(self.ram, recipe, config.vocab_size, placed_bytes, packs=packing is not None),
             card=vram,
             rates=replace(rates, cached_share=cached_share),
             card_rates=CardRates(found.matrix_gbs, found.compute_gops, card.h2d_gbs, card.launch_s, card.hop_s),
@@ -67,9 +74,9 @@ def card_memory(device: torch.device, vram_bytes: int | None, rates: DeviceRates
     free, total = torch.cuda.mem_get_info(device)
     if vram_bytes is not None and vram_bytes > total:
         raise UsageError(
-            f"--vram {vram_bytes / 2**30:.2f}GiB is more than this card has",
-            why=f"it has {total / 2**30:.2f} GiB of memory",
-            fix=f"--vram {total / 2**30 - 0.01:.2f}GiB",
+            f"--vram {vram_bytes / GIB:.2f}GiB is more than this card has",
+            why=f"it has {format_bytes(total, 2)} of memory",
+            fix=f"--vram {total / GIB - 0.01:.2f}GiB",
         )
     most = rates.context_bytes + int(HEADROOM * free) + torch.cuda.memory_reserved(device)
     return CardMemory(

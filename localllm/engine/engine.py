@@ -118,16 +118,18 @@ class Engine:
         plan: Plan | None = None,
         placed: PlacedModel | None = None,
         replan: Callable[[], Plan] | None = None,
+        flags_for: Callable[[int], str] = "--ctx {}".format,
         held: ExitStack | None = None,
     ) -> None:
         """plan: by which the model was loaded, if one was made; limits are within it. placed: what can move the blocks;
-        `model` is its `few` then. replan: the plan in the memory of now. held: what must stay open as long as the
-        engine is used."""
+        `model` is its `few` then. replan: the plan in the memory of now. flags_for: with which a longer context fits,
+        "" where none does. held: what must stay open as long as the engine is used."""
         self.tokenizer = tokenizer
         self._template = template
         self.ctx = ctx
         self.load_s = load_s
         self.plan = plan
+        self.flags_for = flags_for
         self._held = held or ExitStack()
         self._scores = Scores()
         self.residency = Residency(model, plan.batch_rows if plan else BATCH_ROWS, placed, replan, plan)
@@ -191,6 +193,7 @@ class Engine:
             plan=loaded.plan,
             placed=loaded.placed,
             replan=loaded.replan,
+            flags_for=loaded.flags_for,
             held=loaded.held,
         )
 
@@ -269,10 +272,11 @@ class Engine:
         self._check_ids((*request.prompt_ids, *request.sampling.logit_bias))
         if num_tokens >= self.ctx:
             longest = self.config.longest_context
+            flags = self.flags_for(min(longest, num_tokens + 512)) if num_tokens < longest else ""
             raise ContextOverflowError(
                 f"the prompt has {num_tokens} tokens, the context {self.ctx}",
                 why="at least one token must remain for the answer; nothing was cut",
-                fix=f"--ctx {min(longest, num_tokens + 512)}" if num_tokens < longest else "shorten the prompt",
+                fix=flags or "shorten the prompt",
             )
 
     def _check_ids(self, token_ids: SequenceOf[int]) -> None:

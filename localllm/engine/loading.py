@@ -9,10 +9,11 @@ from functools import partial
 
 import torch
 
+from localllm.engine.advice import flags_for_context
 from localllm.engine.card import CardPlanning, cap_allocator
 from localllm.engine.memory import is_out_of_memory, out_of_memory, require_context
-from localllm.engine.placement import find_plan, model_shape, process_memory
-from localllm.engine.weights import is_unpacked, open_checkpoint, open_packed
+from localllm.engine.placement import find_search, model_shape, process_memory
+from localllm.engine.weights import as_stored, is_unpacked, open_checkpoint, open_packed
 from localllm.errors import DoesNotFitError, UsageError
 from localllm.hub import ModelFiles
 from localllm.models.block_source import BlockSource
@@ -21,6 +22,7 @@ from localllm.models.decoder import Decoder
 from localllm.models.load import DecoderParts, Progress, load_decoder
 from localllm.models.packed import PackedModel
 from localllm.models.placed import PlacedModel
+from localllm.offload.device_search import AnySearch
 from localllm.offload.plan import JobShape, Plan
 from localllm.quant.recipe import DEFAULT, RECIPES, Recipe
 
@@ -54,6 +56,7 @@ class LoadedModel:
     ctx: int
     placed: PlacedModel | None
     replan: Callable[[], Plan] | None
+    flags_for: Callable[[int], str]
     held: ExitStack
 
 
@@ -73,9 +76,7 @@ class Loading:
 
     def load(self, config: ModelConfig) -> LoadedModel:
         """Raises what is listed at `Engine.load`."""
-        if self.vram is not None and not has_card(self.device):
-            why = "the model runs on the CPU; --ram limits the memory that it takes there"
-            raise UsageError("--vram is a limit for a GPU, and none is used", why=why, fix="leave --vram out")
+        require_card(self.device, self.vram)
         try:
             return self._load(config)
         except (MemoryError, RuntimeError) as error:
@@ -83,31 +84,36 @@ class Loading:
 
     def _load(self, config: ModelConfig) -> LoadedModel:
         require_context(config, self.ctx)
-        plan = self._plan(config)  # before minutes of conversion, not after
+        plan, search = self._plan(config)  # before minutes of conversion, not after
         with ExitStack() as opened:
             if is_unpacked(self.recipe) and plan.is_whole:
                 blocks = opened.enter_context(open_checkpoint(self.files, config, self.recipe))
-                plan = self._plan(blocks.config)
+                plan, search = self._plan(blocks.config)
                 if plan.is_whole:
-                    return self._loaded(plan, self._decoder(blocks.config, blocks, plan))
+                    return self._loaded(plan, search, self._decoder(blocks.config, blocks, plan))
             packed = opened.enter_context(self._packed(config))
-            plan = self._plan(packed.config, packed)
+            plan, search = self._plan(packed.config, packed)
             if plan.is_whole and not has_card(self.device):
-                return self._loaded(plan, self._decoder(packed.config, packed, plan))
+                return self._loaded(plan, search, self._decoder(packed.config, packed, plan))
             placed = opened.enter_context(self._placed(packed, plan))
-            loaded = self._loaded(plan, placed.few, placed, opened.pop_all())
+            loaded = self._loaded(plan, search, placed.few, placed, opened.pop_all())
         if not has_card(self.device):  # a CPU's free memory is in motion always, and a plan for it would be too
             return loaded
         promised = replace(self, ctx=loaded.ctx, watcher=Watcher())
-        return replace(loaded, replan=lambda: promised._plan(packed.config, packed, placed.host_bytes))
+        return replace(loaded, replan=lambda: promised._plan(packed.config, packed, placed.host_bytes)[0])
 
     def _loaded(
-        self, plan: Plan, decoder: Decoder, placed: PlacedModel | None = None, held: ExitStack | None = None
+        self,
+        plan: Plan,
+        search: AnySearch,
+        decoder: Decoder,
+        placed: PlacedModel | None = None,
+        held: ExitStack | None = None,
     ) -> LoadedModel:
         ctx = plan.ctx
         if self.job is not None and self.ctx is None:  # one sequence may have what several have together
             ctx = max(ctx, min(plan.most_kv_tokens, plan.shape.default_ctx))
-        return LoadedModel(decoder, plan, ctx, placed, None, held or ExitStack())
+        return LoadedModel(decoder, plan, ctx, placed, None, partial(flags_for_context, search), held or ExitStack())
 
     def _placed(self, packed: PackedModel, plan: Plan) -> PlacedModel:
         accelerator = self.device if has_card(self.device) else None
@@ -116,27 +122,36 @@ class Loading:
         placed.place(plan.blocks, plan.many_rows, self.watcher.reading)
         return placed
 
-    def _plan(self, config: ModelConfig, packed: PackedModel | None = None, placed_bytes: int = 0) -> Plan:
-        """placed_bytes: of what this process holds, the blocks that are placed anew."""
+    def _plan(
+        self, config: ModelConfig, packed: PackedModel | None = None, placed_bytes: int = 0
+    ) -> tuple[Plan, AnySearch]:
+        """The plan, and the search that it is from. placed_bytes: of what this process holds, the blocks that are
+        placed anew."""
         try:
-            cached_share = 0.0 if packed is None else packed.cached_share()
-            return self._plan_in(config, self.recipe, cached_share, placed_bytes)
+            search = self._search(config, self.recipe, packed, placed_bytes)
+            return search.best(), search
         except DoesNotFitError as error:
             with suppress(DoesNotFitError):
-                self._plan_in(config, RECIPES[DEFAULT])
+                self._search(config, RECIPES[DEFAULT]).best()
                 error.fix = "--weights int4"
             raise
 
-    def _plan_in(self, config: ModelConfig, recipe: Recipe, cached_share: float = 0.0, placed_bytes: int = 0) -> Plan:
+    def _search(
+        self, config: ModelConfig, recipe: Recipe, packed: PackedModel | None = None, placed_bytes: int = 0
+    ) -> AnySearch:
+        name, say, packing, cached_share = self.files.name, self.watcher.measuring, None, 0.0
+        if packed is None:
+            config, packing = as_stored(self.files, name, config, recipe)
+        else:
+            cached_share = packed.cached_share()
         if has_card(self.device):
-            say = self.watcher.measuring
             card = CardPlanning(self.device, self.dtype, self.ctx, self.ram, self.vram, self.job, say)
-            search = card.search(config, recipe, self.files.name, cached_share=cached_share, beside_bytes=-placed_bytes)
+            search = card.search(config, recipe, name, packing, cached_share=cached_share, placed_bytes=placed_bytes)
             cap_allocator(self.device, search.card)  # also where nothing fits: a model that is there goes on under it
-            return search.best()
-        shape = model_shape(config, recipe, self.dtype, self.files.name)
-        memory = partial(process_memory, self.ram)
-        return find_plan(shape, recipe, self.dtype, memory, self.ctx, self.job, self.watcher.measuring, cached_share)
+            return search
+        shape = model_shape(config, recipe, self.dtype, name, packing=packing)
+        memory = partial(process_memory, self.ram, recipe, config.vocab_size, packs=packing is not None)
+        return find_search(shape, recipe, self.dtype, memory, self.ctx, self.job, say, cached_share)
 
     def _packed(self, config: ModelConfig) -> PackedModel:
         return open_packed(self.files, config, self.recipe, self.watcher.packing, self.watcher.waiting, self.ram)
@@ -152,6 +167,13 @@ class Loading:
             on_host=frozenset(block.name for block in plan.blocks if block.tier == "ram"),
             progress=self.watcher.reading,
         )
+
+
+def require_card(device: torch.device, vram: int | None) -> None:
+    """Raises UsageError for a cap on a GPU's memory where none is used."""
+    if vram is not None and not has_card(device):
+        why = "the model runs on the CPU; --ram limits the memory that it takes there"
+        raise UsageError("--vram is a limit for a GPU, and none is used", why=why, fix="leave --vram out")
 
 
 def has_card(device: torch.device) -> bool:

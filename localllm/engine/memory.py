@@ -5,6 +5,7 @@ from __future__ import annotations
 import psutil
 import torch
 
+from localllm.config import format_bytes
 from localllm.errors import DoesNotFitError, UsageError
 from localllm.models.config import ModelConfig
 from localllm.offload.machine_memory import address_space_free_bytes, cgroup_free_bytes
@@ -69,9 +70,10 @@ def _says(error: BaseException, signs: tuple[str, ...]) -> bool:
 
 
 def out_of_memory(device: torch.device, error: BaseException) -> DoesNotFitError:
+    free, said = format_bytes(available_bytes(device), 2), str(error).splitlines()
     return DoesNotFitError(
         "the memory ran out",
-        why=f"{_gib(available_bytes(device))} are free on {device}; {str(error).splitlines()[0] if str(error) else ''}",
+        why=f"{free} are free on {device}; {said[0] if said else ''}",
         fix="close other programs, or ask for a shorter context with --ctx",
     )
 
@@ -85,7 +87,3 @@ def require_context(config: ModelConfig, asked: int | None) -> None:
             why=f"it was trained for at most {longest}",
             fix=f"--ctx {longest}",
         )
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"

@@ -9,6 +9,7 @@ import psutil
 import torch
 
 from localllm.cache.contiguous import kv_bytes_per_token
+from localllm.config import format_bytes
 from localllm.engine.memory import DEFAULT_CTX, HEADROOM, available_bytes
 from localllm.engine.runner import BATCH_ROWS
 from localllm.errors import UsageError
@@ -19,14 +20,24 @@ from localllm.models.cpu_step import native_row_bytes, supports_shape
 from localllm.models.layout import BlockLayout, block_layouts
 from localllm.models.packed_file import PackedFile
 from localllm.models.split_mlp import can_be_split
-from localllm.offload.plan import BlockShape, JobShape, Memory, ModelShape, Plan, Rates
+from localllm.offload.host_buffer import give_back_freed
+from localllm.offload.plan import GIB, BlockShape, JobShape, Memory, ModelShape, Packing, Rates
 from localllm.offload.profile import kept_profile, measured
 from localllm.offload.search import Search
 from localllm.quant.dense import Dense
+from localllm.quant.nf4 import NF4
 from localllm.quant.recipe import Recipe
 
 # What a process comes to hold beside its model once it computes: compiled kernels, pages of libraries, stacks.
 _GROWTH_BYTES = 12 << 20
+# What a process holds without model and tokenizer when it computes, the same for every command that asks: run, chat and
+# bench come to 296 to 308 MiB, and grow.
+_PROGRAM_BYTES = 312 << 20
+_PACKING_BYTES = 32 << 20  # stay behind where it has packed the model itself: libraries, pages of the C library
+# A tokenizer's tables, for each entry of its vocabulary: 53 MB at 128,000.
+_TOKENIZER_BYTES = 500
+_BITSANDBYTES_BYTES = 208 << 20  # with its libraries, once an nf4 matrix is made or used: 191 to 199 MiB
+_STEP_BYTES = 16 << 20  # one that holds more than usual, started again, holds some MB more or less
 # Where nothing is measured and nothing need be: everything fits, whatever the rates are.
 _TYPICAL = Rates(matrix_gbs=20.0, compute_gops=500.0, disk_gbs=1.0, is_measured=False)
 
@@ -35,7 +46,12 @@ HOST = torch.device("cpu")
 
 
 def model_shape(
-    config: ModelConfig, recipe: Recipe, dtype: torch.dtype, name: str, device: torch.device = HOST
+    config: ModelConfig,
+    recipe: Recipe,
+    dtype: torch.dtype,
+    name: str,
+    device: torch.device = HOST,
+    packing: Packing | None = None,
 ) -> ModelShape:
     """What the plan needs to know of a model whose activations and KV cache are of `dtype`, computed on `device`."""
     blocks = [_block_shape(layout, recipe) for layout in block_layouts(config)]
@@ -56,6 +72,7 @@ def model_shape(
         batch_rows=tuple(dict.fromkeys(max(BATCH_ROWS >> halvings, MAX_ROWS) for halvings in range(7))),
         is_tied=config.tie_word_embeddings,
         can_split=can_be_split(config, recipe),
+        packing=packing,
     )
 
 
@@ -70,25 +87,40 @@ def _operator_row_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     return wide * dtype.itemsize + 3 * config.hidden_size * 4
 
 
-def process_memory(ram_bytes: int | None) -> Memory:
-    """What this process holds now, and what it may hold: `ram_bytes`, or most of what is free.
+def process_memory(
+    ram_bytes: int | None, weights: Recipe, vocab_size: int, placed_bytes: int = 0, *, packs: bool = False
+) -> Memory:
+    """What this process may hold, `ram_bytes` or most of what is free, and what the program takes of it: a figure that
+    every process finds alike before it has a model, or what this one holds already, where that is more.
 
-    Raises UsageError for more than the machine has.
+    placed_bytes: of what it holds, blocks that are placed anew. packs: the model is yet to be packed. Raises UsageError
+    for more than the machine has.
     """
+    require_cap(ram_bytes)
+    is_available()  # loads the compiler of the kernels, which takes 48 MB, before what is held is counted
+    give_back_freed()  # a tokenizer of 128,000 entries leaves 177 MB behind when it is read
+    held = int(psutil.Process().memory_info().rss)
+    free = held + int(HEADROOM * available_bytes(torch.device("cpu")))
+    libraries = _BITSANDBYTES_BYTES if any(isinstance(it, NF4) for it in (weights.blocks, weights.embedding)) else 0
+    usual = _PROGRAM_BYTES + _TOKENIZER_BYTES * vocab_size + libraries + (_PACKING_BYTES if packs else 0)
+    now = -(-(held - placed_bytes + _GROWTH_BYTES) // _STEP_BYTES) * _STEP_BYTES
+    program = max(usual, now)
+    most = free if ram_bytes is None else min(ram_bytes, free)
+    return Memory(most, program, free, int(psutil.virtual_memory().total))
+
+
+def require_cap(ram_bytes: int | None) -> None:
+    """Raises UsageError for more than the machine has."""
     total = psutil.virtual_memory().total
     if ram_bytes is not None and ram_bytes > total:
         raise UsageError(
-            f"--ram {ram_bytes / 2**30:.2f}GiB is more than this machine has",
-            why=f"it has {total / 2**30:.2f} GiB of memory",
-            fix=f"--ram {total / 2**30 - 0.01:.2f}GiB",
+            f"--ram {ram_bytes / GIB:.2f}GiB is more than this machine has",
+            why=f"it has {format_bytes(total, 2)} of memory",
+            fix=f"--ram {total / GIB - 0.01:.2f}GiB",
         )
-    is_available()  # loads the compiler of the kernels, which takes 48 MB, before what is held is counted
-    held = int(psutil.Process().memory_info().rss)
-    free = held + int(HEADROOM * available_bytes(torch.device("cpu")))
-    return Memory(free if ram_bytes is None else min(ram_bytes, free), held + _GROWTH_BYTES, free, total)
 
 
-def find_plan(
+def find_search(
     shape: ModelShape,
     recipe: Recipe,
     dtype: torch.dtype,
@@ -97,8 +129,8 @@ def find_plan(
     job: JobShape | None,
     say: Callable[[str], None],
     cached_share: float = 0.0,
-) -> Plan:
-    """The best placement; what this machine does is measured only where something has to be chosen.
+) -> Search:
+    """For the best placement; what this machine does is measured only where something has to be chosen.
 
     memory: what may be used, asked again after a measurement, which leaves something behind. cached_share: of the
     packed files, in the page cache. Raises DoesNotFitError.
@@ -106,10 +138,11 @@ def find_plan(
     profile = kept_profile()
     rates = profile.rates(shape.weights)
     if rates is None:  # measuring takes seconds
-        plan = Search(shape, memory(), _TYPICAL, ctx, job).best()
+        search = Search(shape, memory(), _TYPICAL, ctx, job)
+        plan = search.best()
         if not plan.streamed and plan.ctx >= (ctx or shape.default_ctx):
-            return plan
+            return search
         rates = measured(profile, shape.weights, recipe.blocks, dtype, say).rates(shape.weights)
         assert rates is not None
     rates = replace(rates, cached_share=cached_share)
-    return Search(shape, memory(), rates, ctx, job, profile.corrections).best()
+    return Search(shape, memory(), rates, ctx, job, profile.corrections)

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from localllm.engine.advice import Advice, advise, largest_that_fits
+from localllm.config import format_bytes
+from localllm.engine.advice import advise, other_model
 from localllm.engine.card import CardPlanning
-from localllm.engine.loading import has_card
-from localllm.engine.memory import choose_device, choose_dtype, require_context
-from localllm.engine.placement import model_shape, process_memory
-from localllm.engine.weights import choose_recipe
-from localllm.errors import DoesNotFitError, UsageError
+from localllm.engine.loading import has_card, require_card
+from localllm.engine.memory import DTYPES, choose_device, choose_dtype, require_context
+from localllm.engine.placement import model_shape, process_memory, require_cap
+from localllm.engine.weights import as_stored, choose_recipe
+from localllm.errors import DoesNotFitError
+from localllm.hub import ModelFiles
+from localllm.hub.packed import packed_recipes
 from localllm.models.families import parse_config
 from localllm.models.shapes import Shape, shipped_shapes
+from localllm.offload.device_rates import UNKNOWN_CONTEXT_BYTES
 from localllm.offload.device_search import AnySearch
 from localllm.offload.plan import JobShape, ModelShape, Plan
-from localllm.offload.profile import Profile, kept_profile, measured
+from localllm.offload.profile import UNKNOWN_DISK_GBS, Profile, kept_profile, measured
 from localllm.offload.search import Search
 from localllm.quant.recipe import DEFAULT, RECIPES, Recipe
-
-# A tokenizer's tables, for each entry of its vocabulary: 60 MB at 128,000.
-_TOKENIZER_BYTES = 500
 
 
 @dataclass(frozen=True)
@@ -38,14 +39,16 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Planned:
-    """refusal: why there is no plan, where the model does not fit."""
+    """advice: flags and commands that help, with what comes of them. refusal: why there is no plan, where the model
+    does not fit. guesses: which rates behind it are no measurements."""
 
     shape: ModelShape
     plan: Plan | None
-    advice: list[Advice]
+    advice: list[str]
     refusal: DoesNotFitError | None = None
     decode_tok_s: Prediction | None = None
     ttft_s: Prediction | None = None
+    guesses: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -62,48 +65,70 @@ class Wishes:
     job: JobShape | None = None
 
 
-def plan_model(model: Shape, packed: tuple[str, ...], wishes: Wishes, say: Callable[[str], None]) -> Planned:
-    """packed: recipes in which it is packed already. What this machine does is measured first, where that is not known.
+def plan_model(model: Shape, files: ModelFiles | None, wishes: Wishes, say: Callable[[str], None]) -> Planned:
+    """files: where the model is on this disk. What this machine does is measured first, where that is not known.
 
     Raises UsageError for what cannot be honoured.
     """
     if wishes.threads is not None:
         torch.set_num_threads(wishes.threads)
     device = choose_device(wishes.device)
-    if not has_card(device) and wishes.vram is not None:
-        why = "the model runs on the CPU; --ram limits the memory that it takes there"
-        raise UsageError("--vram is a limit for a GPU, and none is used", why=why, fix="leave --vram out")
+    require_card(device, wishes.vram)
     require_context(model.config, wishes.ctx)
-    dtype = choose_dtype(wishes.dtype)
+    dtype = choose_dtype(wishes.weights if wishes.dtype == "auto" and wishes.weights in DTYPES else wishes.dtype)
+    packed = () if files is None else tuple(packed_recipes(files))
     recipe = RECIPES[choose_recipe(wishes.weights, model.config, packed, dtype)]
-    search = _search(model, recipe, dtype, device, wishes, say)
+    shape_in = partial(_shape, model, files, dtype, device)
+    search = _search(model, files, recipe, dtype, device, wishes, say)
     profile, others = kept_profile(), partial(_others, dtype, device)
+    guesses = _guesses(profile)
     try:
         plan = search.best()
     except DoesNotFitError as error:
-        fitting = largest_that_fits(search, others())
-        return Planned(
-            search.shape, None, [] if fitting is None else [Advice(fitting.shape.name, "fits into this memory")], error
-        )
-    int4 = None if recipe.name == DEFAULT else model_shape(model.config, RECIPES[DEFAULT], dtype, model.name, device)
-    advice = advise(search, plan, int4, others())
-    return Planned(search.shape, plan, advice, None, *_predictions(plan, profile))
+        fixes = [*search.fixes(), *(str(advice) for advice in other_model(search, others()))]
+        return Planned(search.shape, None, fixes, error, guesses=guesses)
+    int4 = None if recipe.name == DEFAULT else shape_in(RECIPES[DEFAULT])
+    advice = [str(advice) for advice in advise(search, plan, int4, others())]
+    return Planned(search.shape, plan, advice, None, *_predictions(plan, profile), guesses)
+
+
+def _shape(
+    model: Shape, files: ModelFiles | None, dtype: torch.dtype, device: torch.device, recipe: Recipe
+) -> ModelShape:
+    config, packing = as_stored(files, model.name, model.config, recipe)
+    return model_shape(config, recipe, dtype, model.name, device, packing)
 
 
 def _search(
-    model: Shape, recipe: Recipe, dtype: torch.dtype, device: torch.device, wishes: Wishes, say: Callable[[str], None]
+    model: Shape,
+    files: ModelFiles | None,
+    recipe: Recipe,
+    dtype: torch.dtype,
+    device: torch.device,
+    wishes: Wishes,
+    say: Callable[[str], None],
 ) -> AnySearch:
-    tokenizer_bytes = _TOKENIZER_BYTES * model.config.vocab_size
+    config, packing = as_stored(files, model.name, model.config, recipe)
     if has_card(device):
         card = CardPlanning(device, dtype, wishes.ctx, wishes.ram, wishes.vram, wishes.job, say)
-        return card.search(model.config, recipe, model.name, beside_bytes=tokenizer_bytes)
+        return card.search(config, recipe, model.name, packing)
+    require_cap(wishes.ram)  # before seconds of measuring
     profile = measured(kept_profile(), recipe.name, recipe.blocks, dtype, say)
     rates = profile.rates(recipe.name)
     assert rates is not None
-    memory = process_memory(wishes.ram)
-    memory = replace(memory, program_bytes=memory.program_bytes + tokenizer_bytes)
-    shape = model_shape(model.config, recipe, dtype, model.name)
+    memory = process_memory(wishes.ram, recipe, config.vocab_size, packs=packing is not None)
+    shape = model_shape(config, recipe, dtype, model.name, packing=packing)
     return Search(shape, memory, rates, wishes.ctx, wishes.job, profile.corrections)
+
+
+def _guesses(profile: Profile) -> list[str]:
+    """What is behind a plan and could not be measured."""
+    found = []
+    if profile.disk_read_gbs == UNKNOWN_DISK_GBS:
+        found.append(f"the disk is taken to read {UNKNOWN_DISK_GBS} GB/s: no file could be written to measure it")
+    if profile.device is not None and profile.device.context_bytes == UNKNOWN_CONTEXT_BYTES:
+        found.append(f"CUDA is taken to hold {format_bytes(UNKNOWN_CONTEXT_BYTES)}: the driver does not tell")
+    return found
 
 
 def _predictions(plan: Plan, profile: Profile) -> tuple[Prediction, Prediction]:
@@ -114,6 +139,8 @@ def _predictions(plan: Plan, profile: Profile) -> tuple[Prediction, Prediction]:
 
 
 def _others(dtype: torch.dtype, device: torch.device) -> Iterator[ModelShape]:
-    """Every model of the registry in INT4."""
+    """Every model of the registry in INT4, as if none were packed."""
+    recipe = RECIPES[DEFAULT]
     for name, raw in shipped_shapes().items():
-        yield model_shape(parse_config(raw, f"the shape of {name}"), RECIPES[DEFAULT], dtype, name, device)
+        config, packing = as_stored(None, name, parse_config(raw, f"the shape of {name}"), recipe)
+        yield model_shape(config, recipe, dtype, name, device, packing)

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
-from localllm.engine.placement import process_memory
-from localllm.errors import DoesNotFitError, UsageError
+from localllm.engine.placement import process_memory, require_cap
+from localllm.errors import LocalLLMError, UsageError
 from localllm.hub import ModelFiles
 from localllm.hub.packed import packed_directory, source_id
-from localllm.models.block_source import CheckpointBlocks
+from localllm.models.block_source import CheckpointBlocks, foreseen_bytes
 from localllm.models.checkpoint import Checkpoint
 from localllm.models.config import ModelConfig
 from localllm.models.convert import convert
+from localllm.models.families import load_config
 from localllm.models.layout import block_layouts
 from localllm.models.load import Progress
 from localllm.models.packed import PackedModel, needs_conversion
 from localllm.offload.host_buffer import give_back_freed
-from localllm.offload.plan import Memory, cap
+from localllm.offload.plan import Packing
+from localllm.offload.refusal import cannot_be_packed, more_of
 from localllm.quant.dense import Dense
 from localllm.quant.recipe import DEFAULT, RECIPES, Recipe, recipe
 
@@ -29,7 +31,7 @@ from localllm.quant.recipe import DEFAULT, RECIPES, Recipe, recipe
 UNPACKED_BYTES = 512 << 20
 # Of a conversion, beside its matrix: pieces that are read and written, what the C library keeps between two matrices.
 _BESIDE_BYTES = 24 << 20
-_SPREAD_BYTES = 8 << 20  # what the same program holds differs by some MB: the cap that is named must do the next time
+_NO_ROOM = "close other programs, or choose a smaller model: localllm list"
 
 
 def choose_recipe(weights: str, config: ModelConfig, packed: Sequence[str], dtype: torch.dtype = torch.bfloat16) -> str:
@@ -87,6 +89,28 @@ def open_packed(
     return PackedModel.open(directory, config, weights, source_id(files), model=files.name)
 
 
+def as_stored(
+    files: ModelFiles | None, name: str, config: ModelConfig, weights: Recipe
+) -> tuple[ModelConfig, Packing | None]:
+    """The config with a head of its own where the checkpoint has one; what must be packed before the model runs, None
+    where it is packed. files: None where the model is not on this disk. What cannot be read is foreseen."""
+    held = foreseen_bytes(config, weights)
+    if files is not None:
+        with suppress(LocalLLMError), open_checkpoint(files, config, weights) as blocks:
+            held, config = max(map(blocks.held_bytes, block_layouts(blocks.config))), blocks.config
+        if not needs_conversion(packed_directory(files, weights.name)):
+            return config, None
+    return config, _packing(name, weights, held, is_here=files is not None)
+
+
+def _packing(model: str, weights: Recipe, held_bytes: int, *, is_here: bool = True) -> Packing:
+    num_bytes = held_bytes + _BESIDE_BYTES
+    if is_unpacked(weights):  # no wish of `quantize`: it is written where not all of it has room in memory
+        return Packing(num_bytes, is_for_streaming=True)
+    pull = "" if is_here else f"localllm pull {shlex.quote(model)} && "
+    return Packing(num_bytes, f"{pull}localllm quantize {shlex.quote(model)} --weights {weights.name}")
+
+
 def pack_model(
     files: ModelFiles,
     weights: Recipe,
@@ -99,34 +123,20 @@ def pack_model(
     ram_bytes: the most that this process may hold; None: most of what is free. Raises UsageError for more than the
     machine has, DoesNotFitError where that is too little, before anything is written, and what `convert` raises.
     """
-    process_memory(ram_bytes)
+    require_cap(ram_bytes)
+    vocab_size = load_config(files.directory).vocab_size
 
     def require_memory(held_bytes: int) -> None:
         # Compiles and loads what they need, bitsandbytes 190 MB of it, before what the program holds is counted.
         for weight_format in (weights.blocks, weights.embedding):
             weight_format.quantize(torch.zeros(1, 64))
-        give_back_freed()
-        memory = process_memory(ram_bytes)
-        if memory.program_bytes + held_bytes + _BESIDE_BYTES > memory.ram_bytes:
-            raise _packing_refusal(files.name, weights, memory, held_bytes + _BESIDE_BYTES)
+        memory = process_memory(ram_bytes, weights, vocab_size)
+        packing = _packing(files.name, weights, held_bytes)
+        least = memory.program_bytes + packing.num_bytes
+        if least > memory.ram_bytes:
+            fixes = more_of(f"{packing.command} --ram".lstrip(), least, memory.most_bytes)
+            raise cannot_be_packed(files.name, weights.name, memory, packing, fixes or [_NO_ROOM])
 
     directory, source = packed_directory(files, weights.name), source_id(files)
     convert(files.directory, directory, weights, source, converting, waiting, require_memory, model=files.name)
     give_back_freed()
-
-
-def _packing_refusal(model: str, weights: Recipe, memory: Memory, held_bytes: int) -> DoesNotFitError:
-    least = memory.program_bytes + held_bytes + _SPREAD_BYTES
-    # What is not quantized is no wish of `quantize`: it is written where not all of it has room in memory.
-    command = "" if is_unpacked(weights) else f"localllm quantize {shlex.quote(model)} --weights {weights.name} "
-    fix = f"{command}--ram {cap(least)}"
-    return DoesNotFitError(
-        f"{model} cannot be packed in {_gib(memory.ram_bytes)} of memory",
-        why=f"{weights.name} needs {_gib(least)}: the program has {_gib(memory.program_bytes)}, the largest matrix "
-        f"and what is made of it take {_gib(held_bytes)}",
-        fix=fix if least <= memory.most_bytes else "close other programs, or choose a smaller model: localllm list",
-    )
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from localllm.config import format_bytes
 from localllm.errors import DoesNotFitError, DownloadError
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ def disk_error(error: OSError, path: Path, needed_bytes: int) -> DownloadError |
 def no_space(folder: Path, needed_bytes: int) -> DoesNotFitError:
     return DoesNotFitError(
         f"the download does not fit on the disk of {folder}",
-        why=f"{_gib(needed_bytes)} more are needed, {_gib(free_bytes(folder))} are free",
+        why=f"{format_bytes(needed_bytes, 2)} more are needed, {format_bytes(free_bytes(folder), 2)} are free",
         fix="free space there, or set HF_HUB_CACHE=/a/larger/disk; what was fetched is kept",
     )
 
@@ -156,7 +157,3 @@ def _same_file(path: Path, descriptor: int) -> bool:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except OSError:
         return False
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import reduce
 from typing import Protocol
@@ -74,18 +74,8 @@ class CheckpointBlocks:
             yield {norm.name: weight + self.config.norm_weight_offset}
 
     def held_bytes(self, layout: BlockLayout) -> int:
-        """The most that is there at once while `parts` is gone through: a matrix as it is stored, what is made of it,
-        and what was made of the one before. Norms and biases are not worth counting."""
-        most = before = 0
-        for matrix in layout.matrices:
-            weight_format = matrix.format(self.recipe)
-            N, K = matrix.out_features, matrix.in_features
-            specs = weight_format.specs(N, K)
-            made = sum(spec.nbytes for spec in specs.values())
-            beside = 0 if "weight" in specs else made + weight_format.working_bytes(K)  # "weight" is read into place
-            most = max(most, before + N * K * self._weight_dtype(matrix).itemsize + beside)
-            before = made
-        return most
+        """The most that is there at once while `parts` is gone through."""
+        return held_bytes(layout, self.recipe, self._weight_dtype)
 
     def finish(self) -> None:
         unused = self.checkpoint.unused()
@@ -120,9 +110,9 @@ class CheckpointBlocks:
 
     def _weight_dtype(self, matrix: Matrix) -> torch.dtype:
         """The format's own where it has one `weight`, else as stored, for the format to quantize."""
-        specs = matrix.format(self.recipe).specs(matrix.out_features, matrix.in_features)
-        if "weight" in specs:
-            return specs["weight"].dtype
+        own = _own_dtype(matrix, self.recipe)
+        if own is not None:
+            return own
         fused = f"{matrix.stored}.weight"
         stored = [fused] if self.checkpoint.has(fused) else _named(matrix.parts, "weight")
         return reduce(torch.promote_types, map(self.checkpoint.dtype, stored))
@@ -140,6 +130,35 @@ class CheckpointBlocks:
         except CheckpointError as error:
             what = f"{self.checkpoint.directory}: {stored}: {error.what}"
             raise CheckpointError(what, why=error.why, fix=error.fix) from None
+
+
+def held_bytes(layout: BlockLayout, recipe: Recipe, read_as: Callable[[Matrix], torch.dtype]) -> int:
+    """The most that is there at once while a block is packed: a matrix as it is read, what is made of it, and what was
+    made of the one before. Norms and biases are not worth counting."""
+    most = before = 0
+    for matrix in layout.matrices:
+        weight_format = matrix.format(recipe)
+        N, K = matrix.out_features, matrix.in_features
+        specs = weight_format.specs(N, K)
+        made = sum(spec.nbytes for spec in specs.values())
+        beside = 0 if "weight" in specs else made + weight_format.working_bytes(K)  # "weight" is read into place
+        most = max(most, before + N * K * read_as(matrix).itemsize + beside)
+        before = made
+    return most
+
+
+def foreseen_bytes(config: ModelConfig, recipe: Recipe) -> int:
+    """The same of a whole model that nobody has read: its checkpoint is taken to be in 16 bits, as almost all are."""
+    return max(
+        held_bytes(layout, recipe, lambda matrix: _own_dtype(matrix, recipe) or torch.bfloat16)
+        for layout in block_layouts(config)
+    )
+
+
+def _own_dtype(matrix: Matrix, recipe: Recipe) -> torch.dtype | None:
+    """Of the format's one `weight`, into which the checkpoint is read; None where it has none."""
+    weight = matrix.format(recipe).specs(matrix.out_features, matrix.in_features).get("weight")
+    return None if weight is None else weight.dtype
 
 
 def _named(parts: Mapping[str, int], kind: str) -> dict[str, int]:

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from localllm.config import format_bytes
 from localllm.errors import CheckpointError, DoesNotFitError, LocalLLMError
 from localllm.hub.exclusive import exclusive
 from localllm.hub.packed import PACKED_INDEX
@@ -208,13 +209,9 @@ def _disk_error(error: OSError, target: Path, missing_bytes: int) -> LocalLLMErr
 
 
 def _no_space(target: Path, missing_bytes: int, reason: str = "") -> DoesNotFitError:
-    sizes = f"{_gib(missing_bytes)} more are needed, {_gib(free_bytes(target))} are free"
+    sizes = f"{format_bytes(missing_bytes, 2)} more are needed, {format_bytes(free_bytes(target), 2)} are free"
     return DoesNotFitError(
         f"the packed model does not fit on the disk of {target}",
         why=f"{reason}{sizes}; what was finished is kept",
         fix="free space there (`localllm list` shows what takes it), or set LOCALLLM_CACHE=/a/larger/disk",
     )
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

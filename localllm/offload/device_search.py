@@ -14,9 +14,19 @@ from typing import Literal, NamedTuple, cast
 from localllm.errors import DoesNotFitError
 from localllm.offload.costs import PASS_TOKENS
 from localllm.offload.device_costs import CardRates, DeviceCosts, Work
-from localllm.offload.plan import NEVER, BlockShape, Bound, JobShape, Memory, ModelShape, Placed, Plan, Rates, cap
+from localllm.offload.plan import NEVER, BlockShape, Bound, JobShape, Memory, ModelShape, Placed, Plan, Rates
+from localllm.offload.refusal import SMALLER, cannot_be_packed, does_not_fit, more_of, parts
 from localllm.offload.ring import ring_bytes
-from localllm.offload.search import LOGIT_ROWS, PROMPT_TOKENS, SMALLER, Search, best_plan, gib, least_ctx
+from localllm.offload.search import (
+    LOGIT_ROWS,
+    PROMPT_TOKENS,
+    Search,
+    best_plan,
+    least_ctx,
+    packing_commands,
+    runnable,
+    shorter_contexts,
+)
 
 _MIB = 1 << 20
 _RAM_STEP = 64 * _MIB
@@ -131,9 +141,14 @@ class DeviceSearch:
 
     def least_vram_bytes(self) -> int:
         """With which a model runs of which the device keeps nothing, or nothing but the keys and values."""
+        return min(map(self._least_vram_bytes, self._least_amounts()))
+
+    def _least_amounts(self) -> list[_Amount]:
         ctx, rows = least_ctx(self), self.shape.batch_rows[-1]
-        amounts = [_Amount(ctx, 1, ctx, rows, rows, layers) for layers in (0, self._num_layers)]
-        return min(sum(self._vram_owners(amount).values()) + self._least_ring_bytes(amount) for amount in amounts)
+        return [_Amount(ctx, 1, ctx, rows, rows, layers) for layers in (0, self._num_layers)]
+
+    def _least_vram_bytes(self, amount: _Amount) -> int:
+        return sum(self._vram_owners(amount).values()) + self._least_ring_bytes(amount)
 
     def _least_ring_bytes(self, amount: _Amount) -> int:
         """Of the ring, where the device keeps no block. MLPs follow each other where the host computes what is between
@@ -144,33 +159,56 @@ class DeviceSearch:
     def refusal(self) -> DoesNotFitError:
         shape, least = self.shape, self.least_vram_bytes()
         if least > self.card.vram_bytes:
-            largest = max((*shape.blocks, shape.head), key=lambda block: block.num_bytes)
-            return DoesNotFitError(
-                f"{shape.name} does not fit into {gib(self.card.vram_bytes)} of the GPU's memory",
-                why=f"in {shape.weights} it needs {gib(least)} even where no block stays there: CUDA has "
-                f"{gib(self.card.context_bytes)}, a matrix product takes {gib(self.card.workspace_bytes)}, and two "
-                f"blocks must have room, of which the largest, {largest.name}, has {gib(largest.num_bytes)}",
-                fix=f"--vram {cap(least)}" if least <= self.card.most_bytes else "--device cpu",
+            return does_not_fit(
+                shape, "the GPU's memory", self.card.vram_bytes, least, self._vram_reason(), self.fixes()
             )
-        least = self._least_ram_bytes()
-        return DoesNotFitError(
-            f"{shape.name} does not fit into {gib(self.memory.ram_bytes)} of memory beside the GPU",
-            why=f"the program has {gib(self.memory.program_bytes)}, the embedding {gib(shape.embed.num_bytes)}, and "
-            "what streams from the disk needs room for two blocks",
-            fix=f"--ram {cap(least)}" if least <= self.memory.most_bytes else SMALLER,
-        )
+        packed_bytes, least = self._packed_ram_bytes(), self.least_ram_bytes()
+        if shape.packing is not None and least > packed_bytes:
+            return cannot_be_packed(shape.name, shape.weights, self.memory, shape.packing, self.fixes(), packed_bytes)
+        named = {
+            "the program": self.memory.program_bytes,
+            "the embedding": shape.embed.num_bytes,
+            "two blocks that come from the disk": 2 * max(block.num_bytes for block in shape.blocks),
+            f"at most, {least_ctx(self)} tokens of context": least_ctx(self) * shape.kv_bytes_per_token,
+        }
+        reason = f"where what has no room streams from the disk: {parts(named)}"
+        return does_not_fit(shape, "memory beside the GPU", self.memory.ram_bytes, least, reason, self.fixes())
 
-    def _least_ram_bytes(self) -> int:
-        """The least of the host's memory beside this card, to a sixteenth of a GiB."""
-        ctx = least_ctx(self)
-        low, high = 0, (self.memory.program_bytes + 3 * self.shape.num_bytes) // _RAM_STEP + 1
+    def fixes(self) -> list[str]:
+        least = self.least_vram_bytes()
+        if least > self.card.vram_bytes:
+            return [*more_of("--vram", least, self.card.most_bytes), *shorter_contexts(self)] or ["--device cpu"]
+        found = more_of("--ram", self.least_ram_bytes(), self.memory.most_bytes)
+        return [*found, *packing_commands(self, self._packed_ram_bytes()), *shorter_contexts(self)] or [SMALLER]
+
+    def _vram_reason(self) -> str:
+        amount = min(self._least_amounts(), key=self._least_vram_bytes)
+        owners = self._vram_owners(amount)
+        named = {
+            "CUDA": owners["context"],
+            "a matrix product": owners["workspace"],
+            f"{amount.ctx} tokens of context": owners["kv"],
+            "what is being computed": owners["activations"] + owners["logits"],
+            "two blocks on their way": self._least_ring_bytes(amount),
+        }
+        return f"even where no block stays there: {parts(named)}"
+
+    def least_ram_bytes(self) -> int:
+        """The least of the host's memory beside this card, the model packed in it first, to a sixteenth of a GiB."""
+        ctx, packing = least_ctx(self), self.shape.packing
+        most = self.memory.program_bytes + 3 * self.shape.num_bytes + (packing.num_bytes if packing else 0)
+        low, high = 0, most // _RAM_STEP + 1
         while low < high:
             middle = (low + high) // 2
-            if replace(self, memory=replace(self.memory, ram_bytes=middle * _RAM_STEP)).placed(ctx, 1, ctx) is None:
+            if runnable(replace(self, memory=replace(self.memory, ram_bytes=middle * _RAM_STEP)), ctx, 1, ctx) is None:
                 low = middle + 1
             else:
                 high = middle
         return low * _RAM_STEP
+
+    def _packed_ram_bytes(self) -> int:
+        """The same where it is packed already."""
+        return replace(self, shape=replace(self.shape, packing=None)).least_ram_bytes()
 
     @property
     def _num_layers(self) -> int:

@@ -12,7 +12,7 @@ Tier = Literal["vram", "ram", "disk"]
 Bound = Literal["memory", "compute", "disk", "link"]
 
 GIB = 1 << 30
-_MIB = 1 << 20
+_CAP_STEP_BYTES = 16 << 20  # below 2 GiB: what a program holds differs by some MB from run to run
 NEVER = 1 << 62  # rows that no forward has
 
 
@@ -26,8 +26,19 @@ class BlockShape:
 
 
 @dataclass(frozen=True)
+class Packing:
+    """What has to be done once before a model runs. num_bytes: of memory, beside the program. command: that does it
+    ahead of time, "" where none does. is_for_streaming: not done where every block stays where it is computed fastest.
+    """
+
+    num_bytes: int
+    command: str = ""
+    is_for_streaming: bool = False
+
+
+@dataclass(frozen=True)
 class ModelShape:
-    """What of a model decides where it fits and how fast it is."""
+    """What of a model decides where it fits and how fast it is. packing: None where it is packed, or never will be."""
 
     name: str
     weights: str
@@ -43,6 +54,7 @@ class ModelShape:
     batch_rows: tuple[int, ...]  # how many tokens may be computed at once, the best first
     is_tied: bool = False  # the embedding is the head's matrix
     can_split: bool = False  # an MLP block, between a device and the host
+    packing: Packing | None = None
 
     @cached_property
     def num_bytes(self) -> int:
@@ -201,4 +213,6 @@ class Plan:
 
 def cap(num_bytes: int) -> str:
     """The next round amount, as --ram and --vram take it."""
-    return f"{-(-num_bytes // _MIB)}MiB" if num_bytes < 2 * GIB else f"{-(-num_bytes * 10 // GIB) / 10:g}GiB"
+    if num_bytes < 2 * GIB:
+        return f"{max(1, -(-num_bytes // _CAP_STEP_BYTES)) * (_CAP_STEP_BYTES >> 20)}MiB"
+    return f"{-(-num_bytes * 10 // GIB) / 10:g}GiB"

@@ -156,10 +156,10 @@ def _best(sample: Callable[[], float]) -> float:
 def _disk_gbs(directory: Path) -> float:
     with disk_file(directory, _DISK_BYTES) as file:
         # The best of a few is what a disk gives in a burst: predictions from it came out a third too high.
-        return _UNKNOWN_DISK_GBS if file is None else statistics.median(file.read_gbs() for _ in range(_DISK_READS))
+        return UNKNOWN_DISK_GBS if file is None else statistics.median(file.read_gbs() for _ in range(_DISK_READS))
 
 
-_UNKNOWN_DISK_GBS = 0.5  # where no file can be written: an old SATA disk
+UNKNOWN_DISK_GBS = 0.5  # where no file can be written: an old SATA disk
 
 
 def _parsed(found: Mapping[str, Any]) -> Profile:

@@ -14,7 +14,6 @@ from localllm.errors import DoesNotFitError
 from localllm.offload.costs import PASS_TOKENS, StepCosts
 from localllm.offload.page_map import ALIGN_BYTES
 from localllm.offload.plan import (
-    GIB,
     NEVER,
     BlockShape,
     Bound,
@@ -24,15 +23,14 @@ from localllm.offload.plan import (
     Placed,
     Plan,
     Rates,
-    cap,
 )
+from localllm.offload.refusal import SMALLER, amount, cannot_be_packed, does_not_fit, more_of, parts
 from localllm.offload.ring import ring_bytes
 
 LEAST_CTX = 128
 CHAT_CTX = 2048  # a conversation has room in it; a shorter context is taken only where this one does not fit
 PROMPT_TOKENS = 512  # of the prompt whose first token is predicted
 LOGIT_ROWS = 16  # answers that a step may compute the logits of
-SMALLER = "choose a smaller model: localllm list --all"
 # Where nobody asked for a context: a longer one than this share of the best speed allows is not taken.
 _WORTH = 0.9
 
@@ -49,12 +47,19 @@ class Placements(Protocol):
     @property
     def job(self) -> JobShape | None: ...
 
+    @property
+    def memory(self) -> Memory: ...
+
     def placed(self, ctx: int, sequences: int, kv_tokens: int) -> Plan | None:
         """The fastest with room for so many tokens of so many sequences; None where none fits."""
         ...
 
     def refusal(self) -> DoesNotFitError:
         """Where nothing fits: what is missing, and the least that would do."""
+        ...
+
+    def fixes(self) -> list[str]:
+        """Where nothing fits: flags and commands, each of which would help alone."""
         ...
 
 
@@ -67,11 +72,11 @@ def best_plan(of: Placements) -> Plan:
         return _best_for(of, of.job)
     possible = contexts(of.shape, of.ctx)
     enough = min(CHAT_CTX, possible[0])
-    plans = [of.placed(ctx, 1, ctx) for ctx in possible if ctx >= enough]
+    plans = [runnable(of, ctx, 1, ctx) for ctx in possible if ctx >= enough]
     fitting = [plan for plan in plans if plan is not None]
     if fitting:
         return next(plan for plan in fitting if plan.decode_s * _WORTH <= fitting[-1].decode_s)
-    shorter = (of.placed(ctx, 1, ctx) for ctx in possible if ctx < enough)
+    shorter = (runnable(of, ctx, 1, ctx) for ctx in possible if ctx < enough)
     best = next((plan for plan in shorter if plan is not None), None)
     if best is None:
         raise of.refusal()
@@ -85,10 +90,33 @@ def _best_for(of: Placements, job: JobShape) -> Plan:
     while counts[-1] > 1:
         counts.append(counts[-1] * 3 // 4)
     amounts = ((count, max(longest, count * job.tokens)) for count in counts)
-    plans = [plan for amount in amounts if (plan := of.placed(longest, *amount)) is not None]
+    plans = [plan for amount in amounts if (plan := runnable(of, longest, *amount)) is not None]
     if not plans:
         raise of.refusal()
     return max(plans, key=lambda plan: plan.decode_tok_s)
+
+
+def runnable(of: Placements, ctx: int, sequences: int, kv_tokens: int) -> Plan | None:
+    """As `placed` has it; None too where the model would have to be packed for it first, and memory is too small."""
+    plan, packing = of.placed(ctx, sequences, kv_tokens), of.shape.packing
+    if plan is None or packing is None or (packing.is_for_streaming and plan.is_whole):
+        return plan
+    return plan if of.memory.program_bytes + packing.num_bytes <= of.memory.ram_bytes else None
+
+
+def shorter_contexts(of: Placements) -> list[str]:
+    """The flag for the longest context below the one that was asked for with which it would fit; [] where none does."""
+    if of.ctx is None or of.job is not None:
+        return []
+    shorter = (ctx for ctx in contexts(of.shape, None) if ctx < of.ctx)
+    return [f"--ctx {ctx}" for ctx in shorter if runnable(of, ctx, 1, ctx) is not None][:1]
+
+
+def packing_commands(of: Placements, packed_bytes: int) -> list[str]:
+    """What packs the model ahead of time, so that it then runs in memory as small as this; [] where nothing does."""
+    packing = of.shape.packing
+    helps = packing is not None and packing.command and packed_bytes <= of.memory.ram_bytes
+    return [packing.command] if packing is not None and helps else []
 
 
 def least_ctx(of: Placements) -> int:
@@ -146,9 +174,19 @@ class Search:
         return replace(self, memory=replace(self.memory, ram_bytes=1 << 62))
 
     def least_bytes(self) -> int:
-        """The least memory in which the model runs, with the context that was asked for."""
+        """The least memory in which the model runs, with the context that was asked for, packed in it first."""
+        packing = self.shape.packing
+        streamed = sum(self._least_owners().values())
+        if packing is None:
+            return streamed
+        least = max(streamed, self.memory.program_bytes + packing.num_bytes)
+        owners = self._owners(least_ctx(self), 1, self.shape.batch_rows[-1], 0, stores_embedding=False)
+        return min(least, sum(owners.values()) + self._streamable_bytes) if packing.is_for_streaming else least
+
+    def _least_owners(self) -> dict[str, int]:
+        """Of the least memory in which the model runs once it is packed."""
         ctx, rows = least_ctx(self), self.shape.batch_rows[-1]
-        fixed = sum(self._owners(ctx, 1, rows, 0, stores_embedding=True).values())
+        owners = self._owners(ctx, 1, rows, 0, stores_embedding=True)
         # To keep a block takes more room than it saves in the ring, but where it is the last of its kind or the head.
         kinds = (self.shape.blocks[::2], self.shape.blocks[1::2], (self.shape.head,))
         needed_bytes = []
@@ -157,7 +195,7 @@ class Search:
             choice = self._choice(names)
             needed_bytes.append(self._streamable_bytes - choice.streamed_bytes + choice.ring_bytes)
         streams = min(needed_bytes) + self._amounts()[-1][1] * self.shape.state_bytes
-        return fixed + min(streams, self._streamable_bytes)
+        return {**owners, "blocks": min(streams, self._streamable_bytes)}
 
     def _amounts(self) -> list[tuple[int, int]]:
         """How many tokens are computed at once, and how many pass between two reads: the best first."""
@@ -277,22 +315,27 @@ class Search:
         )
 
     def refusal(self) -> DoesNotFitError:
-        least, shape = self.least_bytes(), self.shape
+        shape, least, owners = self.shape, self.least_bytes(), self._least_owners()
+        packed_bytes = sum(owners.values())
+        if shape.packing is not None and least > packed_bytes:
+            return cannot_be_packed(shape.name, shape.weights, self.memory, shape.packing, self.fixes(), packed_bytes)
         largest = max((*shape.blocks, shape.head), key=lambda block: block.num_bytes)
-        embedding = f"the embedding {gib(shape.embed.num_bytes)}, " if shape.is_tied else ""
-        return DoesNotFitError(
-            f"{shape.name} does not fit into {gib(self.memory.ram_bytes)} of memory",
-            why=f"in {shape.weights} it needs {gib(least)} even where all blocks are streamed from the disk: the "
-            f"program has {gib(self.memory.program_bytes)}, {embedding}the largest block, {largest.name}, "
-            f"{gib(largest.num_bytes)}",
-            fix=f"--ram {cap(least)}" if least <= self.memory.most_bytes else SMALLER,
-        )
+        named = {
+            "the program": owners["program"],
+            f"{least_ctx(self)} tokens of context": owners["kv"],
+            "what is being computed": owners["activations"],
+            "the embedding": owners["embedding"],
+            f"blocks on their way (the largest block, {largest.name}: {amount(largest.num_bytes)})": owners["blocks"],
+        }
+        reason = f"even where all blocks are streamed from the disk: {parts(named)}"
+        return does_not_fit(shape, "memory", self.memory.ram_bytes, least, reason, self.fixes())
+
+    def fixes(self) -> list[str]:
+        packed_bytes = sum(self._least_owners().values())
+        found = more_of("--ram", self.least_bytes(), self.memory.most_bytes)
+        return [*found, *packing_commands(self, packed_bytes), *shorter_contexts(self)] or [SMALLER]
 
 
 def _spread(blocks: tuple[BlockShape, ...], count: int) -> set[str]:
     """The names of so many of the blocks, at even distances."""
     return {blocks[(2 * index + 1) * len(blocks) // (2 * count)].name for index in range(count)}
-
-
-def gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f} GiB"

@@ -387,8 +387,8 @@ def test_space_is_checked_before_a_byte_is_fetched(fake, fetch, monkeypatch):
     with pytest.raises(DoesNotFitError) as caught:
         fetch()
     assert caught.value.exit_code == 4
-    assert "0.8 MiB" in caught.value.why
-    assert "0.5 MiB" in caught.value.why
+    assert "768.1 KiB" in caught.value.why
+    assert "512.0 KiB" in caught.value.why
     assert len(fake.requests) == 1
 
 
