@@ -103,14 +103,19 @@ def _search(
     memory = process_memory(wishes.ram)
     memory = replace(memory, program_bytes=memory.program_bytes + tokenizer_bytes)
     shape = model_shape(model.config, recipe, dtype, model.name)
-    return Search(shape, memory, rates, wishes.ctx, wishes.job, profile.corrections)
+    return Search(shape, memory, rates, wishes.ctx, wishes.job, profile.corrections(recipe.name))
 
 
 def _predictions(plan: Plan, profile: Profile) -> tuple[Prediction, Prediction]:
-    band = profile.band(plan.bound_by)
-    rate = plan.decode_tok_s
-    decode = Prediction(rate / (1 + band), rate, rate * (1 + band))
-    return decode, Prediction(plan.ttft_s / (1 + band), plan.ttft_s, plan.ttft_s * (1 + band))
+    weights, costs = plan.shape.weights, plan.costs
+    return (
+        _banded(plan.decode_tok_s, profile.band(weights, costs.step_term(plan.sequences))),
+        _banded(plan.ttft_s, profile.band(weights, costs.prompt_term(plan.prompt_tokens))),
+    )
+
+
+def _banded(amount: float, band: float) -> Prediction:
+    return Prediction(amount / (1 + band), amount, amount * (1 + band))
 
 
 def _others(dtype: torch.dtype, device: torch.device) -> Iterator[ModelShape]:
