@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
@@ -21,7 +20,7 @@ from localllm.models.decoder import Decoder
 from localllm.models.load import DecoderParts, Progress, load_decoder
 from localllm.models.packed import PackedModel
 from localllm.models.placed import PlacedModel
-from localllm.offload.plan import JobShape, Plan
+from localllm.offload.plan import JobShape, Memory, Plan
 from localllm.quant.recipe import DEFAULT, RECIPES, Recipe
 
 
@@ -92,12 +91,8 @@ class Loading:
                     return self._loaded(plan, self._decoder(blocks.config, blocks, plan))
             packed = opened.enter_context(self._packed(config))
             plan = self._plan(packed.config, packed)
-            if plan.is_whole and not has_card(self.device):
-                return self._loaded(plan, self._decoder(packed.config, packed, plan))
             placed = opened.enter_context(self._placed(packed, plan))
             loaded = self._loaded(plan, placed.few, placed, opened.pop_all())
-        if not has_card(self.device):  # a CPU's free memory is in motion always, and a plan for it would be too
-            return loaded
         promised = replace(self, ctx=loaded.ctx, watcher=Watcher())
         return replace(loaded, replan=lambda: promised._plan(packed.config, packed, placed.host_bytes))
 
@@ -135,7 +130,11 @@ class Loading:
             cap_allocator(self.device, search.card)  # also where nothing fits: a model that is there goes on under it
             return search.best()
         shape = model_shape(config, recipe, self.dtype, self.files.name)
-        memory = partial(process_memory, self.ram)
+
+        def memory() -> Memory:
+            now = process_memory(self.ram)
+            return replace(now, program_bytes=now.program_bytes - placed_bytes)
+
         return find_plan(shape, recipe, self.dtype, memory, self.ctx, self.job, self.watcher.measuring, cached_share)
 
     def _packed(self, config: ModelConfig) -> PackedModel:
