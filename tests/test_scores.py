@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import Tensor
 
+from localllm import Engine, SamplingParams
 from localllm.engine.events import FinishedEvent, Timings, Usage
+from localllm.engine.runner import ModelRunner
 from localllm.engine.scores import Scores
 from localllm.offload.corrections import Term
 from localllm.offload.device_costs import CardRates
 from localllm.offload.device_search import CardMemory, DeviceSearch
+from localllm.offload.format_rates import FormatRates
 from localllm.offload.plan import Memory, Plan
-from localllm.offload.profile import kept_profile
+from localllm.offload.profile import keep, kept_profile
+from tests.packed_support import small_checkpoint
 from tests.test_plan import RATES, search, shape
 
 IT = replace(shape(layers=8, mlp=400), batch_rows=(64, 16, 8))
@@ -95,3 +101,45 @@ def test_what_a_plan_of_one_format_taught_is_nothing_to_another_nor_to_a_gpu() -
     learned(plan)
     assert kept_profile().corrections("int8").factors == {}
     assert all(term.where != "cpu" for term in kept_profile().corrections(IT.weights).factors)
+
+
+def test_an_answer_for_which_memory_was_given_up_is_not_counted_and_the_next_whole_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the engine. On a CPU the model is planned anew after it, and what was given up comes back."""
+    rates = {"int4-g32": FormatRates(20.0, 500.0)}
+    keep(replace(kept_profile(), dram_read_gbs=40.0, disk_read_gbs=1.0, formats=rates))
+    directory = small_checkpoint(tmp_path / "model", "llama")
+    right, left_to_fail = ModelRunner.forward, 0
+
+    def forward(runner: ModelRunner, *arguments: Any, **named: Any) -> Tensor:
+        nonlocal left_to_fail
+        if left_to_fail:
+            left_to_fail -= 1
+            raise MemoryError("none left")
+        return right(runner, *arguments, **named)
+
+    monkeypatch.setattr(ModelRunner, "forward", forward)
+    monkeypatch.setattr("localllm.engine.scores._LEAST_PROMPT", 16)
+
+    def counted(failures: int) -> tuple[set[Term], bool]:
+        """What the answer was counted for, and whether it gave blocks up."""
+        nonlocal left_to_fail
+        engine = Engine.load(directory, device="cpu", weights="int4-g32", ctx=128)
+        placed = engine.residency.placed
+        assert placed is not None
+        start, left_to_fail = placed.blocks, failures
+        *_, finished = engine.generate(tuple(range(3, 23)), SamplingParams(max_tokens=12, ignore_eos=True))
+        assert isinstance(finished, FinishedEvent) and finished.error is None and not left_to_fail
+        gave_up = placed.blocks != start
+        before = kept_profile().scores
+        if failures:
+            *_, finished = engine.generate(tuple(range(3, 8)), SamplingParams(max_tokens=2, ignore_eos=True))
+            assert placed.blocks == start and engine.residency.plan is not None
+        engine.close()
+        after = kept_profile().scores
+        return {Term(*name.split()[1:]) for name in after if after[name] != before.get(name)}, gave_up  # type: ignore[arg-type]
+
+    assert counted(failures=1) == (set(), False)
+    assert counted(failures=4) == (set(), True)
+    assert counted(failures=0) == ({Term("cpu", "step", "memory"), Term("cpu", "prompt", "compute")}, False)
