@@ -223,3 +223,18 @@ def test_under_every_address_space_it_answers_or_says_that_it_does_not_fit(weigh
     assert done.returncode in (0, 4), done.stderr
     assert "Traceback" not in done.stderr and "bug" not in done.stderr
     assert bool(done.stdout.strip()) == (done.returncode == 0)
+
+
+@pytest.mark.slow
+def test_under_every_address_space_a_model_that_is_streamed_answers_or_says_that_it_does_not_fit() -> None:
+    flags = ["run", "tiny", "-p", "A fox", "--max-tokens", "4", "--weights", "int4"]
+    assert run_within(resource.RLIM_INFINITY, *flags).returncode == 0  # packs it, which takes more
+    refused = run_within(resource.RLIM_INFINITY, *flags, "--ram", "100MiB")
+    least_mib = int(refused.stderr.split("--ram ")[1].split("MiB")[0])
+    codes = set()
+    for size_mib in range(LEAST_ADDRESS_SPACE_BYTES // MIB, 2100, 128):
+        done = run_within(size_mib * MIB, *flags, "--ram", f"{least_mib + 3}MiB")
+        codes.add(done.returncode)
+        assert "Traceback" not in done.stderr and "bug" not in done.stderr
+        assert bool(done.stdout.strip()) == (done.returncode == 0)
+    assert codes <= {0, 4} and 0 in codes
