@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -77,6 +78,7 @@ def in_child(work: Callable[[], object]) -> int:
         torch.set_num_threads(1)  # the pool of this process's threads is not there in its copy
         work()
     except BaseException:
+        os.write(2, traceback.format_exc().encode())
         os._exit(1)
     os._exit(0)
 

@@ -466,5 +466,5 @@ def test_a_folder_that_only_looks_like_a_random_model_stays(home: Path, shape_fo
 def test_under_a_cap_that_is_too_small_the_error_names_the_model(home: Path, shape_folder: Path) -> None:
     outcome = bench(shape_folder, "--random-weights", "--weights", "int4", "--ram", "16MiB", *QUICK)
     assert outcome.code == 4
-    assert outcome.error_lines[0].startswith(f"error: {shape_folder} does not fit into 16.0 MiB")
+    assert outcome.error_lines[0].startswith(f"error: {shape_folder} cannot be packed in 16.0 MiB")
     assert "cache/random-" not in outcome.err

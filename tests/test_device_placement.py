@@ -11,7 +11,7 @@ import random
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -404,3 +404,36 @@ def test_a_model_that_lost_its_place_comes_back_when_there_is_memory(
                 finished = list(engine.generate(PROMPT, greedy))[-1]
                 assert isinstance(finished, FinishedEvent) and isinstance(finished.error, DoesNotFitError)
         assert [event.text for event in engine.generate(PROMPT, greedy) if isinstance(event, TokenEvent)] == expected
+
+
+@pytest.mark.parametrize(("error", "tier"), [(torch.OutOfMemoryError("none"), "vram"), (MemoryError("none"), "ram")])
+def test_everything_that_a_memory_has_of_a_model_can_be_given_up(
+    packed: Packed, error: Exception, tier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Split blocks, the head and the embedding too; but an embedding that is the head's matrix stays in memory."""
+    right = ModelRunner.forward
+    is_tied = load_config(packed.checkpoint).tie_word_embeddings
+    kinds = ("resident", "split") if tier == "vram" else ("computed", "split")
+    start = packed.blocks(lambda index: kinds[index % 2])
+    if is_tied and tier == "vram":  # as a plan has it
+        start = [
+            replace(block, tier="vram", exec="gpu") if block.name in ("embed", "head") else block for block in start
+        ]
+
+    def has_some(block: Placed) -> bool:
+        if tier == "ram" and is_tied and block.name in ("embed", "head"):
+            return False
+        return block.tier == tier or block.exec == "split"
+
+    def forward(runner: ModelRunner, *arguments: Any, **named: Any) -> Tensor:
+        if any(map(has_some, placed.blocks)):
+            raise error
+        return right(runner, *arguments, **named)
+
+    with packed.opened() as placed:
+        placed.place(start, 8)
+        assert any(map(has_some, placed.blocks))
+        expected = text(placed, packed.checkpoint)
+        monkeypatch.setattr(ModelRunner, "forward", forward)
+        assert text(placed, packed.checkpoint) == expected
+        assert not any(map(has_some, placed.blocks))

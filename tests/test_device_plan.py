@@ -15,6 +15,7 @@ from localllm.engine.placement import model_shape
 from localllm.errors import DoesNotFitError
 from localllm.models.families import parse_config
 from localllm.models.shapes import shipped_shapes
+from localllm.offload.corrections import Corrections, Term
 from localllm.offload.device_costs import CardRates, DeviceCosts, Work
 from localllm.offload.device_search import CardMemory, DeviceSearch
 from localllm.offload.plan import GIB, JobShape, Memory, ModelShape, Packing, Plan, Rates, cap
@@ -107,7 +108,7 @@ def test_a_plan_is_as_fast_as_streaming_alone_and_as_the_host_alone(name: str, v
     for other in (streaming, computing):
         check(other)
         work = other.costs.work  # type: ignore[attr-defined]
-        again = DeviceCosts(other.shape, RATES, CARD, work, other.pass_tokens, {})
+        again = DeviceCosts(other.shape, RATES, CARD, work, other.pass_tokens)
         assert best.decode_s <= 1.02 * again.decode_s(best.prompt_tokens)
 
 
@@ -136,7 +137,7 @@ def test_a_prompt_waits_for_what_is_copied_where_the_device_computes_everything(
     """Also where the host computes nothing, and where more tokens are read than pass at once."""
     shape = SHAPES["llama-3.1-8b"]
     work = Work(3_600_000_000, 64, 0, 2_400_000_000, 0, 0, 2_400_000_000, 0, 1.0)
-    costs = DeviceCosts(shape, RATES, replace(CARD, link_gbs=2.4), work, 256, {})
+    costs = DeviceCosts(shape, RATES, replace(CARD, link_gbs=2.4), work, 256)
     assert costs.prompt_s(256) == pytest.approx(1.0, rel=0.01)
     assert costs.prompt_s(512) == pytest.approx(2.0, rel=0.01)
     assert replace(costs, work=replace(work, disk_bytes=6_000_000_000)).prompt_s(256) == pytest.approx(2.0, rel=0.01)
@@ -146,14 +147,16 @@ def test_a_step_costs_the_longest_of_what_goes_on_side_by_side() -> None:
     shape = SHAPES["llama-3.1-8b"]
     work = Work(2_000_000_000, 20, 900_000_000, 1_200_000_000, 0, 0, 2_100_000_000, 10, 1.0)
     card = replace(CARD, launch_s=0.0, hop_s=1e-4)
-    costs = DeviceCosts(shape, RATES, card, work, 2048, {})
+    costs = DeviceCosts(shape, RATES, card, work, 2048)
     serial = 2 / 400 + 0.9 / 45 + 10e-4 + 0.7e-3
     assert costs.decode_s(0) == pytest.approx(max(serial, 1.2 / 24), rel=1e-6) and costs.bound_by() == "link"
     faster = replace(costs, card_rates=replace(card, link_gbs=240.0))
     assert faster.decode_s(0) == pytest.approx(max(serial, 2.1 / 45), rel=1e-6)
     assert replace(costs, work=replace(work, copied_bytes=0)).decode_s(0) == pytest.approx(serial, rel=1e-6)
     assert replace(costs, work=replace(work, disk_bytes=900_000_000)).bound_by() == "disk"
-    assert replace(costs, corrections={"link": 1.5}).decode_s(0) == pytest.approx(1.5 * 1.2 / 24)
+    assert replace(costs, corrections=Corrections({Term("both", "step", "link"): 1.5})).decode_s(0) == pytest.approx(
+        1.5 * 1.2 / 24
+    )
 
 
 def test_every_model_of_the_registry_is_planned_within_50_ms() -> None:
@@ -201,3 +204,15 @@ def test_a_card_that_is_slower_than_the_host_is_left_alone() -> None:
     slow = search("llama-3.1-8b", 24, card_rates=replace(CARD, matrix_gbs=5.0)).best()
     check(slow)
     assert all(block.exec == "cpu" for block in slow.blocks)
+
+
+def test_what_the_device_computes_alone_is_corrected_apart_from_what_the_host_helps_with() -> None:
+    shape = SHAPES["llama-3.1-8b"]
+    shared = Work(2_000_000_000, 20, 900_000_000, 0, 0, 0, 900_000_000, 10, 1.0)
+    corrections = Corrections({Term("gpu", "step", "memory"): 3.0, Term("gpu", "prompt", "compute"): 3.0})
+    plain, corrected = (DeviceCosts(shape, RATES, CARD, shared, 2048, given) for given in (Corrections(), corrections))
+    assert corrected.decode_s(100) == plain.decode_s(100) and corrected.prompt_s(900) == plain.prompt_s(900)
+    plain, corrected = (replace(costs, work=replace(shared, host_bytes=0, hops=0)) for costs in (plain, corrected))
+    assert corrected.decode_s(100) == pytest.approx(3 * plain.decode_s(100))
+    assert corrected.prompt_term(900) == Term("gpu", "prompt", "compute")
+    assert corrected.prompt_s(900) > 2.5 * plain.prompt_s(900)

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -227,12 +227,59 @@ def test_a_file_that_is_not_there_is_refused_at_the_door(tmp_path: Path) -> None
 
 
 def test_closing_ends_the_readers_and_gives_the_files_back(tmp_path: Path) -> None:
-    threads, descriptors = threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
     with opened(written(tmp_path, [2, 3, 2])) as it:
         it.lap(until=1)
     for thread in it.stream._readers:
         thread.join(5)
-    assert threading.active_count() == threads
+        assert not thread.is_alive()
+    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
+
+
+def test_a_reader_that_finds_no_memory_ends_the_forward_at_once_and_the_next_one_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left_to_fail = 2 * disk_stream.READERS
+    real = disk_stream.cached_share
+
+    def share(descriptor: int, num_bytes: int) -> float:
+        nonlocal left_to_fail
+        if left_to_fail:
+            left_to_fail -= 1
+            raise MemoryError("none left")
+        return real(descriptor, num_bytes)
+
+    with opened(written(tmp_path, [2, 2, 2, 2])) as it:
+        it.lap()
+        monkeypatch.setattr(disk_stream, "cached_share", share)
+        started = time.monotonic()
+        with pytest.raises(MemoryError):
+            for _ in range(3):  # a lap that was read ahead may still be whole
+                it.lap()
+        while left_to_fail:
+            with suppress(MemoryError):
+                it.lap()
+        it.lap()
+        assert time.monotonic() - started < disk_stream.STALLED_S / 2
+
+
+def test_where_no_thread_can_be_started_no_file_and_no_thread_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    start, started = threading.Thread.start, []
+
+    def second_fails(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", second_fails)
+    with pytest.raises(RuntimeError, match="thread"), opened(written(tmp_path, [2, 2])):
+        pytest.fail("it was opened")
+    started[0].join(5)
+    assert not started[0].is_alive()
     assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
 
 

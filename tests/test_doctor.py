@@ -12,12 +12,15 @@ from localllm.cli import checks_machine, remedies
 from localllm.cli.checks_machine import check_address_space, check_disk_speed, check_huge_pages, check_memory
 from localllm.cli.checks_setup import check_network, check_package
 from localllm.cli.findings import Check, Finding
+from localllm.offload import profile
+from localllm.offload.corrections import Term
+from localllm.offload.format_rates import FormatRates
 from tests.cli_support import run_cli
 from tests.fake_nvml import GIB, FakeCard, FakeNvml
 from tests.test_machine_memory import group_v1, group_v2
 
 NO_CARD = ["python", "torch", "gpu", "triton", "bitsandbytes", "llvmlite", "cpu", "memory", "addresses", "huge pages"]
-NO_CARD += ["cache", "disk", "packed", "disk speed", "settings", "token", "network", "terminal"]
+NO_CARD += ["cache", "disk", "packed", "disk speed", "rates", "settings", "token", "network", "terminal"]
 
 
 @pytest.fixture
@@ -213,3 +216,31 @@ def test_a_switch_that_forbids_the_network_is_named(monkeypatch: pytest.MonkeyPa
     assert check_network().status == "ok"
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert check_network().fix == "unset HF_HUB_OFFLINE"
+
+
+# What plans are predicted from
+
+
+def rates_of(*flags: str) -> dict[str, str]:
+    return next(row for row in run_cli("doctor", "--json", *flags).json["checks"] if row["name"] == "rates")
+
+
+@pytest.mark.usefixtures("home")
+def test_rates_that_cannot_be_are_measured_anew_by_the_command_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "cache"))
+    FakeNvml([], refuses="NVML Shared Library Not Found").install(monkeypatch)
+    assert rates_of()["detail"].startswith("nothing is measured yet")
+    monkeypatch.setattr(profile, "_dram_gbs", lambda: 40.0)
+    monkeypatch.setattr(profile, "_disk_gbs", lambda _folder: 1.5)
+    monkeypatch.setattr(profile, "format_rates", lambda *_: FormatRates(30.0, 900.0))
+    busy = profile.Profile(profile.machine_key(), 40.0, 90.0, {"int8": FormatRates(30.0, 900.0)})
+    profile.keep(busy.scored("int8", Term("cpu", "step", "disk"), 3.0))
+    doubted = rates_of()
+    assert doubted["status"] == "warn" and doubted["detail"].endswith("that of disk")
+    assert doubted["fix"] == "localllm doctor --measure"
+    again = rates_of("--measure")
+    assert (again["status"], again["fix"]) == ("ok", "")
+    assert again["detail"] == "memory 40 GB/s, disk 1.5 GB/s, int4-g64 30 GB/s"
+    assert rates_of() == again and profile.kept_profile().scores == {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import resource
 import subprocess
 import sys
@@ -10,16 +12,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from localllm import Engine, FinishedEvent, SamplingParams, TokenEvent
+from localllm.engine import loading
+from localllm.engine.residency import Residency
+from localllm.engine.tokenizer import Tokenizer
 from localllm.errors import DoesNotFitError
+from localllm.hub import locate
 from localllm.offload import host_buffer as host_buffer_module
+from localllm.offload.host_buffer import give_back_freed
 from localllm.offload.machine_memory import LEAST_ADDRESS_SPACE_BYTES
-from tests.packed_support import small_checkpoint
+from localllm.offload.plan import Memory, Rates
+from localllm.offload.search import Search
+from tests.packed_support import pack, small_checkpoint
+from tests.test_device_placement import Packed
 
 MIB = 1 << 20
+M_MMAP_THRESHOLD = -3
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +71,12 @@ def failing(number: int) -> Iterator[Allocations]:
         yield allocations
 
 
-def tokens(engine: Engine) -> list[int]:
+SHORT, LONG = tuple(range(3, 23)), tuple(range(3, 123))
+
+
+def tokens(engine: Engine, prompt: tuple[int, ...] = SHORT) -> list[int]:
     sampling = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
-    events = list(engine.generate(tuple(range(3, 23)), sampling))
+    events = list(engine.generate(prompt, sampling))
     finished = events[-1]
     assert isinstance(finished, FinishedEvent)
     if finished.error is not None:
@@ -69,25 +84,61 @@ def tokens(engine: Engine) -> list[int]:
     return [event.token_id for event in events if isinstance(event, TokenEvent)]
 
 
-@pytest.mark.parametrize("weights", ["int4", "bf16"])
-def test_whichever_allocation_fails_an_answer_ends_in_one_error_and_the_next_is_right(
-    directory: Path, weights: str
+@contextmanager
+def placed_engine(kind: str, directory: Path, folder: Path) -> Iterator[Engine]:
+    """bf16, int4: all in the host's memory. streamed: most of it from the disk. device: on a CPU that stands in for a
+    card, beside it, split between both and on the disk."""
+    if kind == "device":
+        packed = Packed(directory, pack(directory, folder / "packed", "int4-g32"), "int4-g32")
+        kinds = ("resident", "split", "streamed", "computed", "disk", "disk-computed")
+        with packed.opened() as placed:
+            placed.place(packed.blocks(lambda index: kinds[index % len(kinds)]), 8)
+            assert {block.exec for block in placed.blocks} == {"gpu", "cpu", "split"}
+            yield Engine(placed.few, Tokenizer.load(directory), ctx=128, placed=placed)
+        return
+    weights = "int4" if kind == "streamed" else kind
+    with pytest.MonkeyPatch.context() as patch:
+        if kind == "streamed":
+            engine = Engine.load(directory, device="cpu", weights=weights, ctx=128)
+            assert engine.plan is not None
+            least = Search(engine.plan.shape, Memory(1, 0, 1), Rates(1, 1, 1), 128).least_bytes()
+            engine.close()
+            patch.setattr(loading, "process_memory", lambda *_, **__: Memory(least, 0, least))
+        engine = Engine.load(directory, device="cpu", weights=weights, ctx=128)
+    assert engine.plan is not None and bool(engine.plan.streamed) == (kind == "streamed")
+    yield engine
+    engine.close()
+
+
+PLACED = ["bf16", "int4", "streamed", "device"]
+
+
+@pytest.mark.parametrize("kind", PLACED)
+def test_whichever_allocation_fails_an_answer_comes_or_one_error_and_the_next_is_right(
+    kind: str, directory: Path, tmp_path: Path
 ) -> None:
     """Allocation after allocation, until an answer comes through without meeting the failing one."""
-    engine = Engine.load(directory, device="cpu", weights=weights, ctx=128)
-    expected = tokens(engine)
-    failed = 0
-    for number in range(1, 10_000):
-        with failing(number) as allocations:
-            try:
-                assert tokens(engine) == expected
-            except DoesNotFitError as error:
-                failed += 1
-                assert error.what == "the memory ran out" and error.fix
-        assert tokens(engine) == expected
-        if allocations.count < number:
-            break
-    assert failed > 5
+    with placed_engine(kind, directory, tmp_path) as engine:
+        expected = tokens(engine)
+        placed = engine.residency.placed
+        start = () if placed is None else placed.blocks
+        answered = ended = 0
+        for number in (*range(1, 20), *range(20, 10_000, 1 if kind == "bf16" else 3)):
+            with failing(number) as allocations:
+                try:
+                    assert tokens(engine) == expected
+                    answered += allocations.count >= number
+                except DoesNotFitError as error:
+                    ended += 1
+                    assert error.what == "the memory ran out" and error.fix
+            assert tokens(engine) == expected
+            if allocations.count < number:
+                break
+            if placed is not None and placed.blocks != start:
+                engine.move(start)
+        assert answered + ended > 5
+        # What can be given up is, before a request ends.
+        assert answered > ended or placed is None
 
 
 @pytest.mark.parametrize("weights", ["int4", "bf16"])
@@ -108,6 +159,43 @@ def test_whichever_allocation_of_a_load_fails_it_is_one_error_and_the_next_load_
         if allocations.count < number:
             break
     assert failed > 5
+
+
+def live_on(kind: str, folder: Path) -> None:
+    """An address space that ends under a running engine: from no room at all on, step by step to enough."""
+    pressed, right = 0, Residency.give_way
+
+    def give_way(*arguments: Any) -> bool:
+        nonlocal pressed
+        pressed += 1
+        return right(*arguments)
+
+    Residency.give_way = give_way  # type: ignore[method-assign]
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)  # nothing of size comes from what was freed before
+    with placed_engine(kind, locate("tiny").directory, folder) as engine:
+        expected = tokens(engine, LONG)
+        for room_bytes in (0, 1 << 16, 1 << 18, 1 << 20, 4 << 20, 256 << 20):
+            give_back_freed()
+            held_bytes = psutil.Process().memory_info().vms
+            resource.setrlimit(resource.RLIMIT_AS, (held_bytes + room_bytes, resource.RLIM_INFINITY))
+            try:
+                assert tokens(engine, LONG) == expected
+            except DoesNotFitError as error:
+                assert "memory" in error.what and error.fix
+            finally:
+                resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            assert tokens(engine, LONG) == expected
+    assert pressed > 0
+
+
+@pytest.mark.parametrize("kind", PLACED)
+def test_where_the_address_space_ends_under_a_running_engine_the_process_lives_on(kind: str, tmp_path: Path) -> None:
+    """In a process of its own, whose heap has nothing to give yet."""
+    script = f"import pathlib; from tests.test_memory_pressure import live_on; live_on({kind!r}, pathlib.Path.cwd())"
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def run_within(address_space_bytes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -135,3 +223,18 @@ def test_under_every_address_space_it_answers_or_says_that_it_does_not_fit(weigh
     assert done.returncode in (0, 4), done.stderr
     assert "Traceback" not in done.stderr and "bug" not in done.stderr
     assert bool(done.stdout.strip()) == (done.returncode == 0)
+
+
+@pytest.mark.slow
+def test_under_every_address_space_a_model_that_is_streamed_answers_or_says_that_it_does_not_fit() -> None:
+    flags = ["run", "tiny", "-p", "A fox", "--max-tokens", "4", "--weights", "int4"]
+    assert run_within(resource.RLIM_INFINITY, *flags).returncode == 0  # packs it, which takes more
+    refused = run_within(resource.RLIM_INFINITY, *flags, "--ram", "100MiB")
+    least_mib = int(refused.stderr.split("--ram ")[1].split("MiB")[0])
+    codes = set()
+    for size_mib in range(LEAST_ADDRESS_SPACE_BYTES // MIB, 2100, 128):
+        done = run_within(size_mib * MIB, *flags, "--ram", f"{least_mib + 3}MiB")
+        codes.add(done.returncode)
+        assert "Traceback" not in done.stderr and "bug" not in done.stderr
+        assert bool(done.stdout.strip()) == (done.returncode == 0)
+    assert codes <= {0, 4} and 0 in codes

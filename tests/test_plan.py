@@ -21,9 +21,8 @@ from localllm.engine.planning import Wishes, plan_model
 from localllm.errors import DoesNotFitError, UsageError
 from localllm.models.families import parse_config
 from localllm.models.shapes import Shape, find_shape, shipped_shapes
-from localllm.offload import profile as profile_module
+from localllm.offload.corrections import Corrections, Term
 from localllm.offload.costs import RUN_S, StepCosts
-from localllm.offload.format_rates import FormatRates
 from localllm.offload.page_map import ALIGN_BYTES
 from localllm.offload.plan import (
     GIB,
@@ -36,7 +35,7 @@ from localllm.offload.plan import (
     Rates,
     cap,
 )
-from localllm.offload.profile import Profile, keep, kept_profile
+from localllm.offload.profile import UNKNOWN_DISK_GBS, keep, kept_profile
 from localllm.offload.ring import ring_bytes
 from localllm.offload.search import LOGIT_ROWS, Search
 from localllm.quant.recipe import RECIPES
@@ -189,17 +188,19 @@ def test_every_model_of_the_registry_is_planned_in_milliseconds() -> None:
 
 def test_a_step_takes_the_longest_of_what_goes_on_side_by_side() -> None:
     it = shape()
-    read = StepCosts(it, RATES, 3_000_000_000, 50, 2048, {})
+    read = StepCosts(it, RATES, 3_000_000_000, 50, 2048)
     assert read.decode_s(0) == pytest.approx(2.0 + 50 * RUN_S)
     assert read.bound_by() == "disk"
-    assert StepCosts(it, RATES, 3_000_000_000, 0, 2048, {"disk": 1.5}).decode_s(0) == pytest.approx(3.0)
-    assert StepCosts(it, RATES, 0, 0, 512, {}).bound_by() == "memory"
-    assert StepCosts(it, replace(RATES, compute_gops=1e-3), 0, 0, 512, {}).bound_by(rows=64) == "compute"
+    slower = Corrections({Term("cpu", "step", "disk"): 1.5})
+    assert StepCosts(it, RATES, 3_000_000_000, 0, 2048, slower).decode_s(0) == pytest.approx(3.0)
+    assert StepCosts(it, RATES, 3_000_000_000, 0, 2048, slower).prompt_s(8) == pytest.approx(3.0, rel=0.01)
+    assert StepCosts(it, RATES, 0, 0, 512).bound_by() == "memory"
+    assert StepCosts(it, replace(RATES, compute_gops=1e-3), 0, 0, 512).bound_by(rows=64) == "compute"
     assert replace(read, pass_tokens=8).prompt_s(512) == pytest.approx(
         32 * replace(read, pass_tokens=256).prompt_s(512), rel=0.01
     )
-    cached = StepCosts(it, replace(RATES, cached_share=1.0), 3_000_000_000, 50, 2048, {})
-    assert cached.decode_s(0) == StepCosts(it, RATES, 0, 0, 2048, {}).decode_s(0)
+    cached = StepCosts(it, replace(RATES, cached_share=1.0), 3_000_000_000, 50, 2048)
+    assert cached.decode_s(0) == StepCosts(it, RATES, 0, 0, 2048).decode_s(0)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +285,7 @@ def test_the_cap_that_keeps_everything_keeps_it_with_the_context_that_is_named_w
     assert search(it, ram_bytes, int(flags[3])).best().is_whole
 
 
-# The profile
+# The command
 
 
 @pytest.fixture
@@ -293,53 +294,11 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_profile_is_kept_and_found_again_on_the_same_machine_only(
-    own_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = kept_profile()
-    assert found.rates("int4-g64") is None
-    measured = replace(found, disk_read_gbs=1.5, formats={"int4-g64": FormatRates(30.0, 900.0)})
-    keep(measured.scored("disk", 1.2))
-    again = kept_profile()
-    assert again.rates("int4-g64") == Rates(30.0, 900.0, 1.5)
-    assert again.corrections["disk"] > 1
-    monkeypatch.setattr(profile_module, "_cpu_name", lambda: "another")
-    assert kept_profile().formats == {}
-
-
-@pytest.mark.parametrize("damage", ["", "[]", '{"machine": 3}', "{", '{"machine": "MACHINE", "formats": 3}', "\x00"])
-def test_a_damaged_profile_is_measured_anew(own_cache: Path, damage: str) -> None:
-    machine = kept_profile().machine
-    (own_cache / "profile.json").write_text(damage.replace("MACHINE", machine))
-    assert kept_profile() == Profile(machine)
-
-
-def test_a_cache_that_cannot_be_written_costs_nothing_but_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "file" / "below"))
-    keep(Profile("it"))
-
-
-def test_predictions_that_are_off_correct_themselves_and_one_bad_run_does_little() -> None:
-    profile = Profile("it")
-    true_s, predicted_s = 3.0, 2.0
-    for _ in range(12):
-        profile = profile.scored("disk", true_s / (predicted_s * profile.corrections.get("disk", 1.0)))
-    assert predicted_s * profile.corrections["disk"] == pytest.approx(true_s, rel=0.05)
-    before = profile.corrections["disk"]
-    assert profile.scored("disk", 3.0).corrections["disk"] < 1.5 * before
-    assert profile.scored("disk", 1e9).corrections["disk"] <= 4.0
-    assert profile.band("memory") == 0.25 and 0.05 <= profile.band("disk") <= 0.5
-
-
-# The command
-
-
 @pytest.fixture
 def small_process(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cap of the command line, in a process that holds 300 MiB, not what a test run holds."""
 
-    def memory(ram_bytes: int | None, *_: object) -> Memory:
+    def memory(ram_bytes: int | None, *_: object, **__: object) -> Memory:
         return Memory(ram_bytes or 20 * GIB, 300 << 20, 20 * GIB, 24 * GIB)
 
     monkeypatch.setattr(planning, "process_memory", memory)
@@ -438,7 +397,7 @@ def test_what_each_sign_means_is_told_from_the_fastest_tier_to_the_slowest() -> 
 @pytest.mark.usefixtures("small_process")
 def test_a_disk_that_could_not_be_measured_is_said_to_be_a_guess(own_cache: Path) -> None:
     assert planned("mistral-7b", "--ram", "1200MiB")[1]["guesses"] == []
-    keep(replace(kept_profile(), disk_read_gbs=profile_module.UNKNOWN_DISK_GBS))
+    keep(replace(kept_profile(), disk_read_gbs=UNKNOWN_DISK_GBS))
     guesses = planned("mistral-7b", "--ram", "1200MiB")[1]["guesses"]
     assert guesses == ["the disk is taken to read 0.5 GB/s: no file could be written to measure it"]
     assert guesses[0] in run_cli("plan", "mistral-7b", "--ram", "1200MiB").out.decode()

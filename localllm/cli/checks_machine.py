@@ -133,6 +133,23 @@ def check_disk_speed(measure: Callable[[Path], tuple[float, str] | None] | None 
     return ok(detail)
 
 
+def check_rates(measuring: Callable[[str], None] | None = None) -> Finding:
+    """What plans are predicted from. measuring: hears of it where that is measured anew."""
+    from localllm.engine.measuring import measure_again
+    from localllm.offload.profile import kept_profile
+
+    profile = kept_profile() if measuring is None else measure_again(measuring)
+    rates = {"memory": profile.dram_read_gbs, "disk": profile.disk_read_gbs}
+    rates |= {name: found.matrix_gbs for name, found in profile.formats.items()}
+    if profile.device is not None:
+        rates |= {"GPU": profile.device.device_copy_gbs, "link": profile.device.h2d_gbs}
+        rates |= {f"{name} on the GPU": found.matrix_gbs for name, found in profile.device.formats.items()}
+    detail = ", ".join(f"{name} {gbs:.3g} GB/s" for name, gbs in rates.items() if gbs is not None)
+    if profile.doubtful:
+        return warn(f"{detail}: what cannot be is that of {', '.join(profile.doubtful)}", "localllm doctor --measure")
+    return ok(detail or "nothing is measured yet; the first plan that needs it does")
+
+
 def disk_speed(folder: Path) -> tuple[float, str] | None:
     """The best of what fits into a fraction of a second; None where no file can be written there."""
     from localllm.offload.disk_speed import disk_file

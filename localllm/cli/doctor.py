@@ -6,7 +6,7 @@ when the command runs: its flags are known to every start of the program.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Annotated
 
@@ -19,6 +19,9 @@ from localllm.cli.output import SCHEMA_VERSION, Output
 
 def doctor_command(
     context: typer.Context,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure anew what plans are predicted from; takes some seconds.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object: schema_version, checks, ok.")] = False,
 ) -> None:
     """Check this machine, and say what helps.
@@ -28,7 +31,7 @@ def doctor_command(
     """
     output = front_of(context).output
     rows = []
-    for check in all_checks(output):
+    for check in all_checks(output, measure):
         finding = check.finding()
         rows.append({"name": check.name, **asdict(finding)})
         if not as_json:
@@ -40,15 +43,15 @@ def doctor_command(
         raise typer.Exit(1)
 
 
-def all_checks(output: Output) -> Iterator[Check]:
-    """In the order of the report; made one by one, for torch takes a second to say what it is."""
+def all_checks(output: Output, measure: bool = False) -> Iterator[Check]:
+    """In the order of the report; made one by one, for torch takes a second to say what it is. measure: anew."""
     from localllm.cli import checks_setup as setup
 
     yield Check("python", setup.check_python)
     yield from _compute_checks()
     yield Check("bitsandbytes", lambda: setup.check_package("bitsandbytes", "NF4 weights"))
     yield Check("llvmlite", lambda: setup.check_package("llvmlite", "CPU kernels"))
-    yield from _machine_checks()
+    yield from _machine_checks(output.note if measure else None)
     yield Check("settings", setup.check_settings)
     yield Check("token", setup.check_token)
     yield Check("network", setup.check_network)
@@ -80,7 +83,8 @@ def _compute_checks() -> Iterator[Check]:
         yield Check("pinned", lambda: check_pinned(trial_of(cards[0])))
 
 
-def _machine_checks() -> Iterator[Check]:
+def _machine_checks(measuring: Callable[[str], None] | None) -> Iterator[Check]:
+    """measuring: hears of it where what plans are predicted from is measured anew."""
     from localllm.cli import checks_machine as machine
 
     yield Check("cpu", machine.check_cpu)
@@ -91,6 +95,7 @@ def _machine_checks() -> Iterator[Check]:
     yield Check("disk", machine.check_disk)
     yield Check("packed", machine.check_packed)
     yield Check("disk speed", machine.check_disk_speed)
+    yield Check("rates", lambda: machine.check_rates(measuring))
 
 
 def _print(output: Output, name: str, finding: Finding) -> None:

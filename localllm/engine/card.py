@@ -64,7 +64,7 @@ class CardPlanning:
             card_rates=CardRates(found.matrix_gbs, found.compute_gops, card.h2d_gbs, card.launch_s, card.hop_s),
             ctx=self.ctx,
             job=self.job,
-            corrections=profile.corrections,
+            corrections=profile.corrections(recipe.name),
         )
 
 

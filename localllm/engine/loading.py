@@ -93,12 +93,8 @@ class Loading:
                     return self._loaded(plan, search, self._decoder(blocks.config, blocks, plan))
             packed = opened.enter_context(self._packed(config))
             plan, search = self._plan(packed.config, packed)
-            if plan.is_whole and not has_card(self.device):
-                return self._loaded(plan, search, self._decoder(packed.config, packed, plan))
             placed = opened.enter_context(self._placed(packed, plan))
             loaded = self._loaded(plan, search, placed.few, placed, opened.pop_all())
-        if not has_card(self.device):  # a CPU's free memory is in motion always, and a plan for it would be too
-            return loaded
         promised = replace(self, ctx=loaded.ctx, watcher=Watcher())
         return replace(loaded, replan=lambda: promised._plan(packed.config, packed, placed.host_bytes)[0])
 
@@ -150,7 +146,7 @@ class Loading:
             cap_allocator(self.device, search.card)  # also where nothing fits: a model that is there goes on under it
             return search
         shape = model_shape(config, recipe, self.dtype, name, packing=packing)
-        memory = partial(process_memory, self.ram, recipe, config.vocab_size, packs=packing is not None)
+        memory = partial(process_memory, self.ram, recipe, config.vocab_size, placed_bytes, packs=packing is not None)
         return find_search(shape, recipe, self.dtype, memory, self.ctx, self.job, say, cached_share)
 
     def _packed(self, config: ModelConfig) -> PackedModel:

@@ -50,9 +50,14 @@ def reachable_bytes(device: torch.device) -> int:
     return available_bytes(device) + reserved
 
 
-# What torch raises as any other error: where the host has no room, and where CUDA itself has none on a card that others
-# fill: for a kernel that is loaded when it is first called, for a handle of cuBLAS.
-_HOST_SIGNS = ("can't allocate memory", "can't start new thread")
+# What torch raises as any other error: where the host has no room, in oneDNN's words too; where CUDA itself has none on
+# a card that others fill: for a kernel that is loaded when it is first called, for a handle of cuBLAS.
+_HOST_SIGNS = (
+    "can't allocate memory",
+    "can't start new thread",
+    "could not create a primitive",
+    "could not execute a primitive",
+)
 _DEVICE_SIGNS = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED")
 
 

@@ -145,4 +145,4 @@ def find_search(
         rates = measured(profile, shape.weights, recipe.blocks, dtype, say).rates(shape.weights)
         assert rates is not None
     rates = replace(rates, cached_share=cached_share)
-    return Search(shape, memory(), rates, ctx, job, profile.corrections)
+    return Search(shape, memory(), rates, ctx, job, profile.corrections(shape.weights))

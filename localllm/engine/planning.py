@@ -118,7 +118,7 @@ def _search(
     assert rates is not None
     memory = process_memory(wishes.ram, recipe, config.vocab_size, packs=packing is not None)
     shape = model_shape(config, recipe, dtype, model.name, packing=packing)
-    return Search(shape, memory, rates, wishes.ctx, wishes.job, profile.corrections)
+    return Search(shape, memory, rates, wishes.ctx, wishes.job, profile.corrections(recipe.name))
 
 
 def _guesses(profile: Profile) -> list[str]:
@@ -132,10 +132,15 @@ def _guesses(profile: Profile) -> list[str]:
 
 
 def _predictions(plan: Plan, profile: Profile) -> tuple[Prediction, Prediction]:
-    band = profile.band(plan.bound_by)
-    rate = plan.decode_tok_s
-    decode = Prediction(rate / (1 + band), rate, rate * (1 + band))
-    return decode, Prediction(plan.ttft_s / (1 + band), plan.ttft_s, plan.ttft_s * (1 + band))
+    weights, costs = plan.shape.weights, plan.costs
+    return (
+        _banded(plan.decode_tok_s, profile.band(weights, costs.step_term(plan.sequences))),
+        _banded(plan.ttft_s, profile.band(weights, costs.prompt_term(plan.prompt_tokens))),
+    )
+
+
+def _banded(amount: float, band: float) -> Prediction:
+    return Prediction(amount / (1 + band), amount, amount * (1 + band))
 
 
 def _others(dtype: torch.dtype, device: torch.device) -> Iterator[ModelShape]:

@@ -82,7 +82,7 @@ class Residency:
                     raise
                 on_device = is_device_out_of_memory(error)
                 _give_back(error)
-            asked = demoted(asked, "vram" if on_device else "ram")
+            asked = self._demoted(asked, on_device)
         else:
             raise DoesNotFitError("the memory ran out", why="no block has room any more", fix="close other programs")
         self._use(self.placed.few)
@@ -95,11 +95,10 @@ class Residency:
             self.move(self.placed.blocks, held)
 
     def settle(self) -> Plan | None:
-        """Between two answers: plan anew where much more memory is free than before, or much less. Returns what was
-        planned, if anything was; raises as `move` does."""
-        if self.placed is None or self._replan is None:
-            return None
-        if abs(reachable_bytes(self.device) - self._free_bytes) < _MUCH_BYTES:
+        """Between two answers: plan anew where much more of a GPU's memory is free than before, or much less. A CPU's
+        is in motion always: there only where something was given up. Returns what was planned, if anything was; raises
+        as `move` does."""
+        if self.placed is None or self._replan is None or not self._is_unsettled(self.placed):
             return None
         plan = None
         with suppress(DoesNotFitError):  # it goes on as it is
@@ -131,11 +130,19 @@ class Residency:
                 kv.move(self.kv_devices)
             _give_back(error)
             return True
-        blocks = None if self.placed is None else demoted(self.placed.blocks, "vram" if on_device else "ram")
+        blocks = None if self.placed is None else self._demoted(self.placed.blocks, on_device)
         if blocks is None:
             return False
         self.move(blocks, held)
         return True
+
+    def _is_unsettled(self, placed: PlacedModel) -> bool:
+        if not placed.has_device:
+            return self.plan is None
+        return abs(reachable_bytes(self.device) - self._free_bytes) >= _MUCH_BYTES
+
+    def _demoted(self, blocks: Sequence[Placed], on_device: bool) -> list[Placed] | None:
+        return demoted(blocks, "vram" if on_device else "ram", self.config.tie_word_embeddings)
 
     def _use(self, model: Decoder) -> None:
         many, rows = (model, NEVER) if self.placed is None else (self.placed.many, self.placed.many_rows)

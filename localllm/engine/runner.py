@@ -11,6 +11,7 @@ from torch import Tensor
 from localllm.cache.contiguous import ContiguousKV
 from localllm.errors import FETCH_ANEW, NonFiniteError
 from localllm.kernels.cpu_gemv import MAX_ROWS
+from localllm.kernels.spare import require_spare_memory
 from localllm.layers.batch import Batch, Segment
 from localllm.models.cpu_step import CpuStep
 from localllm.models.decoder import Block, Decoder
@@ -89,9 +90,11 @@ class ModelRunner:
 
         `cancelled` is asked between blocks, of a native step of a few rows only before it begins; raises
         StepCancelledError when it says so. There `progress` hears of how many runs of a block are done, and of all.
+        Raises MemoryError.
         """
         if cancelled():
             raise StepCancelledError
+        require_spare_memory()
         batches = self._batches(chunks, all_logits)
         num_runs, num_done = len(batches) * len(self.model.blocks), 0
 

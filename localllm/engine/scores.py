@@ -6,34 +6,46 @@ import statistics
 from collections import defaultdict
 
 from localllm.engine.events import FinishedEvent
-from localllm.offload.plan import Bound, Plan
+from localllm.offload.corrections import Term
+from localllm.offload.plan import Plan
 from localllm.offload.profile import keep, kept_profile
 
 _LEAST_TOKENS = 8  # of an answer whose rate says something
+# Of a prompt whose reading does: a shorter one waits for its matrices as a step of one token does, and for what is
+# compiled or loaded when it is first called.
+_LEAST_PROMPT = 128
 _MOST_CACHED = 0.05  # of the blocks: copies from the page cache say nothing of the disk
 
 
 class Scores:
-    """The answers of one engine that ran alone, each under one plan."""
+    """The answers of one engine that ran alone, each from its beginning to its end under one plan."""
 
     def __init__(self) -> None:
-        self._ratios: dict[Bound, list[float]] = defaultdict(list)
+        self._ratios: dict[tuple[str, Term], list[float]] = defaultdict(list)
 
     def take(self, answer: FinishedEvent, plan: Plan | None) -> None:
         """An answer that came to its end. One under no plan, or one whose plan knew too little, is not counted."""
-        usage, measured = answer.usage, answer.timings.decode_tok_s
-        if plan is None or not _is_telling(plan) or measured is None or usage.completion_tokens < _LEAST_TOKENS:
+        if plan is None or not _is_telling(plan):
             return
-        depth = usage.prompt_tokens + usage.completion_tokens // 2
-        self._ratios[plan.costs.bound_by()].append(1 / measured / plan.costs.decode_s(depth))
+        usage, timings, costs = answer.usage, answer.timings, plan.costs
+        if timings.decode_tok_s is not None and usage.completion_tokens >= _LEAST_TOKENS:
+            depth = usage.prompt_tokens + usage.completion_tokens // 2
+            self._add(plan, costs.step_term(), 1 / timings.decode_tok_s, costs.decode_s(depth))
+        if timings.prefill_tok_s and usage.prompt_tokens >= _LEAST_PROMPT and not usage.cached_tokens:
+            measured_s = usage.prompt_tokens / timings.prefill_tok_s
+            self._add(plan, costs.prompt_term(usage.prompt_tokens), measured_s, costs.prompt_s(usage.prompt_tokens))
 
     def keep(self) -> None:
-        """Corrects the profile in the cache directory by the median of each kind."""
+        """Corrects the profile in the cache directory: of each kind the middle of the answers counts, as one run."""
         profile = kept_profile()
-        for bound, ratios in self._ratios.items():
-            profile = profile.scored(bound, statistics.median(ratios))
+        for (weights, term), ratios in self._ratios.items():
+            profile = profile.scored(weights, term, statistics.median(ratios))
         if self._ratios:
             keep(profile)
+
+    def _add(self, plan: Plan, term: Term, measured_s: float, predicted_s: float) -> None:
+        ratio = measured_s / predicted_s * plan.costs.corrections.of(term)
+        self._ratios[plan.shape.weights, term].append(ratio)
 
 
 def _is_telling(plan: Plan) -> bool:

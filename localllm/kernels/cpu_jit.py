@@ -19,6 +19,7 @@ import torch
 from localllm.config import user_directories
 from localllm.kernels.cpu_ir import Kernel
 from localllm.kernels.cpu_isa import LLVM_TARGETS, Isa, host_isas
+from localllm.kernels.spare import require_spare_memory
 
 DIGEST_BYTES = 32
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
@@ -70,9 +71,10 @@ def compile_kernel(kernel: Kernel, isa: Isa) -> Native:
 
 
 def link(source: str, name: str, isa: Isa, resolved: tuple[str, ...] = ()) -> tuple[int, Any]:
-    """The address of a module's function `name`, and the engine that keeps it alive."""
+    """The address of a module's function `name`, and the engine that keeps it alive. Raises MemoryError."""
     from llvmlite import binding as llvm
 
+    require_spare_memory()
     kept = KeptCode.of(source, isa)
     code = kept.read()
     if code is None:

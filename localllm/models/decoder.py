@@ -57,7 +57,8 @@ class BlockStream(Protocol):
         ...
 
     def begin(self) -> None:
-        """A forward begins: the first block is next, however far the last one came. Raises nothing."""
+        """A forward begins: the first block is next, however far the last one came. Raises LocalLLMError where what was
+        begun for that one does not end."""
         ...
 
     def held(self, name: str) -> AbstractContextManager[None]:

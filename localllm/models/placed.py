@@ -51,7 +51,7 @@ class PlacedModel:
         self._packed = packed
         self._parts = parts
         self._device = accelerator or HOST
-        self._has_device = accelerator is not None
+        self.has_device = accelerator is not None
         self._layouts = {layout.name: layout for layout in block_layouts(parts.config)}
         self._runs: dict[str, Tensor] = {}  # the content of each block that does not rest on the disk
         self._split: dict[str, tuple[int, BlockTensors]] = {}  # in two parts, with the features of the first
@@ -168,18 +168,18 @@ class PlacedModel:
         """Whether it is copied to the device for a forward of many. Of an embedding rows are looked up where it is, and
         of a prompt only a few have logits: a head that the host computes is computed there always."""
         stays = block.name == EMBED or (block.name == HEAD and block.exec == "cpu")
-        return self._has_device and block.tier != "vram" and not stays
+        return self.has_device and block.tier != "vram" and not stays
 
     def _streamed(self, blocks: Sequence[Placed]) -> tuple[_Rings, tuple[BlockStream, BlockStream]]:
         from_disk = [block for block in blocks[1:] if block.tier == "disk"]
         host: dict[str, Tensor] = {}
         if from_disk:
             files = [self._packed.streamed_file(self._layouts[block.name]) for block in from_disk]
-            ring = Ring.of([file.num_bytes for file in files], 1 if self._has_device else ALIGN_BYTES)
+            ring = Ring.of([file.num_bytes for file in files], 1 if self.has_device else ALIGN_BYTES)
             memory = self._from_disk = host_buffer(ring.num_bytes)
             self._pinning.add(memory)
             host = _places(from_disk, ring, memory)
-            self._disk = DiskStream(files, ring, memory, maps=not self._has_device)
+            self._disk = DiskStream(files, ring, memory, maps=not self.has_device)
         passing = [block for block in blocks if self._passes(block)]
         by_few = [block for block in passing if block.exec == "gpu"]
         if not passing:

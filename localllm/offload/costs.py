@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
-from localllm.offload.plan import Bound, ModelShape, Rates
+from localllm.offload.corrections import Bound, Corrections, Term
+from localllm.offload.plan import ModelShape, Rates
 
 STEP_S = 0.7e-3  # of a step, beside its matrices and its attention: batch, rotations, sampling, events
 ATTENTION_SHARE = 0.75  # of what the matrices reach, attention reads its keys and values at
@@ -26,24 +27,40 @@ class StepCosts:
     streamed_bytes: int
     streamed_runs: int
     pass_tokens: int
-    corrections: Mapping[Bound, float]
+    corrections: Corrections = field(default_factory=Corrections)
 
     def decode_s(self, depth: int, rows: int = 1) -> float:
         """Of a step of `rows` sequences, each with `depth` tokens behind it."""
-        return max(self._computing_s(depth, rows), self._disk_s())
+        return max(self._computing_s(depth, rows), self._disk_s("step"))
 
     def prompt_s(self, num_tokens: int) -> float:
         """Until a prompt is read and its first token drawn."""
-        passes = -(-num_tokens // self.pass_tokens)
-        flops = num_tokens * sum(block.flops for block in self.shape.blocks) + self.shape.head.flops
-        computing = flops / self.rates.compute_gops / 1e9 * self.corrections.get("compute", 1.0)
-        return max(computing, passes * self._disk_s()) + STEP_S
+        return max(self._prompt_computing_s(num_tokens), self._prompt_disk_s(num_tokens)) + STEP_S
 
     def bound_by(self, rows: int = 1) -> Bound:
         """What such a step waits for."""
-        if self._disk_s() > self._computing_s(0, rows):
+        if self._disk_s("step") > self._computing_s(0, rows):
             return "disk"
         return "memory" if self._computing_s(0, 1) * 1.5 > self._computing_s(0, rows) else "compute"
+
+    def step_term(self, rows: int = 1) -> Term:
+        """What such a step is corrected by."""
+        return Term("cpu", "step", "disk" if self.bound_by(rows) == "disk" else "memory")
+
+    def prompt_term(self, num_tokens: int) -> Term:
+        """What the reading of such a prompt is corrected by."""
+        waits = self._prompt_disk_s(num_tokens) > self._prompt_computing_s(num_tokens)
+        return Term("cpu", "prompt", "disk" if waits else "compute")
+
+    def _passes(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.pass_tokens)
+
+    def _prompt_computing_s(self, num_tokens: int) -> float:
+        flops = num_tokens * self.shape.block_flops + self.shape.head.flops
+        return flops / self.rates.compute_gops / 1e9 * self.corrections.of(Term("cpu", "prompt", "compute"))
+
+    def _prompt_disk_s(self, num_tokens: int) -> float:
+        return self._passes(num_tokens) * self._disk_s("prompt")
 
     def _computing_s(self, depth: int, rows: int) -> float:
         shape, rates = self.shape, self.rates
@@ -51,10 +68,10 @@ class StepCosts:
         read_s = sum(block.num_bytes for block in matrices) / rates.matrix_gbs / 1e9
         many_s = rows * sum(block.flops for block in matrices) / rates.compute_gops / 1e9
         attention_s = rows * depth * shape.kv_bytes_per_token / (ATTENTION_SHARE * rates.matrix_gbs) / 1e9
-        return (max(read_s, many_s) + attention_s + STEP_S) * self.corrections.get("memory", 1.0)
+        return (max(read_s, many_s) + attention_s + STEP_S) * self.corrections.of(Term("cpu", "step", "memory"))
 
-    def _disk_s(self) -> float:
+    def _disk_s(self, phase: Literal["step", "prompt"]) -> float:
         """What the page cache holds is not read, but computed with where it lies."""
         from_disk = self.streamed_bytes * (1 - self.rates.cached_share)
         seconds = from_disk / self.rates.disk_gbs / 1e9 + RUN_S * self.streamed_runs * (1 - self.rates.cached_share)
-        return seconds * self.corrections.get("disk", 1.0)
+        return seconds * self.corrections.of(Term("cpu", phase, "disk"))

@@ -5,14 +5,16 @@ FlexGen's cost model (arXiv:2303.06865, section 4.3) for blocks that may also be
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
+from localllm.offload.corrections import Bound, Corrections, Term
 from localllm.offload.costs import ATTENTION_SHARE, RUN_S, STEP_S
-from localllm.offload.plan import NEVER, Bound, ModelShape, Rates
+from localllm.offload.plan import NEVER, ModelShape, Rates
 
 _LAUNCHES = 24  # of a block: operators that the device is given one after the other
 _MOST_ROWS = 4096
+_Phase = Literal["step", "prompt"]
 
 
 @dataclass(frozen=True)
@@ -54,27 +56,47 @@ class DeviceCosts:
     card_rates: CardRates
     work: Work
     pass_tokens: int
-    corrections: Mapping[Bound, float]
+    corrections: Corrections = field(default_factory=Corrections)
 
     def decode_s(self, depth: int, rows: int = 1) -> float:
         """Of a step of `rows` sequences, each with `depth` tokens behind it."""
-        return max(self._serial_s(depth, rows), *self._beside.values())
+        return max(self._serial_s("step", depth, rows), *self._beside("step").values())
 
     def prompt_s(self, num_tokens: int) -> float:
         """Until a prompt is read and its first token drawn."""
-        passes = -(-num_tokens // self.pass_tokens)
-        if self.work.host_bytes and num_tokens < self.many_rows:
-            return max(self._serial_s(num_tokens // 2, num_tokens), *(passes * s for s in self._beside.values()))
-        # However few tokens there are, each matrix is read once and each operator begun.
-        return max(self._compute_s(num_tokens), self._device_s(1), passes * self._passing_s) + STEP_S
+        return max(self._prompt_seconds(num_tokens).values()) + STEP_S
 
     def bound_by(self, rows: int = 1) -> Bound:
         """What such a step waits for."""
-        beside = self._beside
+        beside = self._beside("step")
         slowest = max(beside, key=lambda bound: beside[bound])
-        if beside[slowest] > self._serial_s(0, rows):
+        if beside[slowest] > self._serial_s("step", 0, rows):
             return slowest
-        return "memory" if self._serial_s(0, 1) * 1.5 > self._serial_s(0, rows) else "compute"
+        return "memory" if self._serial_s("step", 0, 1) * 1.5 > self._serial_s("step", 0, rows) else "compute"
+
+    def step_term(self, rows: int = 1) -> Term:
+        """What such a step is corrected by."""
+        bound = self.bound_by(rows)
+        return self._term("step", "memory" if bound == "compute" else bound)
+
+    def prompt_term(self, num_tokens: int) -> Term:
+        """What the reading of such a prompt is corrected by."""
+        seconds = self._prompt_seconds(num_tokens)
+        return self._term("prompt", max(seconds, key=lambda bound: seconds[bound]))
+
+    def _term(self, phase: _Phase, bound: Bound) -> Term:
+        return Term("both" if self.work.host_bytes else "gpu", phase, bound)
+
+    def _prompt_seconds(self, num_tokens: int) -> dict[Bound, float]:
+        """By what a prompt waits for."""
+        passes = -(-num_tokens // self.pass_tokens)
+        if self.work.host_bytes and num_tokens < self.many_rows:
+            beside = self._beside("prompt")
+            serial_s = self._serial_s("prompt", num_tokens // 2, num_tokens)
+            return {"memory": serial_s, **{bound: passes * seconds for bound, seconds in beside.items()}}
+        # However few tokens there are, each matrix is read once and each operator begun.
+        compute_s = max(self._compute_s(num_tokens), self._device_s(1))
+        return {"compute": compute_s, **{bound: passes * seconds for bound, seconds in self._passing.items()}}
 
     @property
     def many_rows(self) -> int:
@@ -84,16 +106,16 @@ class DeviceCosts:
         rows = 1
         while rows < _MOST_ROWS:
             rows *= 2
-            if max(self._passing_s, self._compute_s(rows)) < self._serial_s(0, rows):
+            if max(*self._passing.values(), self._compute_s(rows)) < self._serial_s("prompt", 0, rows):
                 return rows
         return NEVER
 
     def _compute_s(self, num_tokens: int) -> float:
         """On the device alone."""
         flops = num_tokens * self.shape.block_flops + self.shape.head.flops
-        return flops / self.card_rates.compute_gops / 1e9 * self.corrections.get("compute", 1.0)
+        return flops / self.card_rates.compute_gops / 1e9 * self.corrections.of(self._term("prompt", "compute"))
 
-    def _serial_s(self, depth: int, rows: int) -> float:
+    def _serial_s(self, phase: _Phase, depth: int, rows: int) -> float:
         """Of what is computed, block after block, on the device or on the host."""
         work, rates, card = self.work, self.rates, self.card_rates
         kv_bytes = rows * depth * self.shape.kv_bytes_per_token / ATTENTION_SHARE / 1e9
@@ -103,7 +125,7 @@ class DeviceCosts:
             + kv_bytes * (work.kv_share / card.matrix_gbs + (1 - work.kv_share) / rates.matrix_gbs)
             + work.hops * card.hop_s
             + STEP_S
-        ) * self.corrections.get("memory", 1.0)
+        ) * self.corrections.of(self._term(phase, "memory"))
 
     def _device_s(self, rows: int) -> float:
         """Of the device's matrices, and the operators between them."""
@@ -115,24 +137,23 @@ class DeviceCosts:
         flops_per_byte = self.shape.block_flops / self.shape.block_bytes
         return num_bytes * max(1 / matrix_gbs, rows * flops_per_byte / compute_gops) / 1e9
 
-    @property
-    def _beside(self) -> dict[Bound, float]:
+    def _beside(self, phase: _Phase) -> dict[Bound, float]:
         """What goes on beside that, by what it waits for. The host's memory feeds the link and the host's cores."""
         work = self.work
         copied_s = max(
             work.copied_bytes / self.card_rates.link_gbs,
             (work.copied_bytes + work.host_bytes) / self.rates.matrix_gbs if work.copied_bytes else 0.0,
         )
-        return {"link": copied_s / 1e9 * self.corrections.get("link", 1.0), "disk": self._disk_s}
+        link_s = copied_s / 1e9 * self.corrections.of(self._term(phase, "link"))
+        return {"link": link_s, "disk": self._disk_s(phase)}
 
     @property
-    def _passing_s(self) -> float:
+    def _passing(self) -> dict[Bound, float]:
         """Until everything that the device does not keep has passed through it once."""
-        link_s = self.work.passing_bytes / self.card_rates.link_gbs / 1e9 * self.corrections.get("link", 1.0)
-        return max(link_s, self._disk_s)
+        link_s = self.work.passing_bytes / self.card_rates.link_gbs / 1e9
+        return {"link": link_s * self.corrections.of(self._term("prompt", "link")), "disk": self._disk_s("prompt")}
 
-    @property
-    def _disk_s(self) -> float:
+    def _disk_s(self, phase: _Phase) -> float:
         from_disk = self.work.disk_bytes * (1 - self.rates.cached_share)
         seconds = from_disk / self.rates.disk_gbs / 1e9 + RUN_S * self.work.disk_runs * (1 - self.rates.cached_share)
-        return seconds * self.corrections.get("disk", 1.0)
+        return seconds * self.corrections.of(self._term(phase, "disk"))

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, cast
 
 from localllm.errors import DoesNotFitError
+from localllm.offload.corrections import Corrections
 from localllm.offload.costs import PASS_TOKENS
 from localllm.offload.device_costs import CardRates, DeviceCosts, Work
-from localllm.offload.plan import NEVER, BlockShape, Bound, JobShape, Memory, ModelShape, Placed, Plan, Rates
+from localllm.offload.plan import NEVER, BlockShape, JobShape, Memory, ModelShape, Placed, Plan, Rates
 from localllm.offload.refusal import SMALLER, cannot_be_packed, does_not_fit, more_of, parts
 from localllm.offload.ring import ring_bytes
 from localllm.offload.search import (
@@ -102,7 +103,7 @@ class DeviceSearch:
     card_rates: CardRates
     ctx: int | None = None  # asked for
     job: JobShape | None = None
-    corrections: Mapping[Bound, float] = field(default_factory=dict)
+    corrections: Corrections = field(default_factory=Corrections)
 
     @property
     def room(self) -> CardMemory:

@@ -32,12 +32,19 @@ class FileRead:
     def __init__(self, path: Path, buffer: memoryview, readers: ThreadPoolExecutor) -> None:
         size = len(buffer)
         self._buffer = buffer
-        self._cached = open_plain(path)
-        self._direct = None if cached_share(self._cached, size) >= CACHED_SHARE else open_direct(path)
+        self._direct: int | None = None
+        self._reads: list[Future[None]] = []
         pages = -(-size // (READERS * PAGE_BYTES))
         chunk = min(max(pages * PAGE_BYTES, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
         self._bounds = [(begin, min(begin + chunk, size)) for begin in range(0, size, chunk)]
-        self._reads: list[Future[None]] = [readers.submit(self._read, *bounds) for bounds in self._bounds]
+        self._cached = open_plain(path)
+        try:
+            self._direct = None if cached_share(self._cached, size) >= CACHED_SHARE else open_direct(path)
+            for bounds in self._bounds:
+                self._reads.append(readers.submit(self._read, *bounds))
+        except BaseException:
+            self.close()
+            raise
 
     def chunks(self) -> Iterator[memoryview]:
         """The bytes in order, each chunk when it is there. Raises OSError, and EOFError where the file is too short."""

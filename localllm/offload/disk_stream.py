@@ -68,7 +68,7 @@ class DiskStream:
 
     def __init__(self, files: Sequence[StreamedFile], ring: Ring, memory: Tensor, *, maps: bool = True) -> None:
         """maps: pages of files may take the place of those of `memory`, which no device has registered. Raises
-        CheckpointError where a file cannot be opened."""
+        CheckpointError where a file cannot be opened, RuntimeError where no thread can be started."""
         self.names = frozenset(file.name for file in files)
         self.clock = StreamClock()
         self._ring = ring
@@ -86,13 +86,18 @@ class DiskStream:
         self._under_way = 0  # pieces that are being read
         self._reading_since = 0.0
         self._stops = False  # nothing more is begun
-        self._failure: CheckpointError | None = None
+        self._failure: Exception | None = None
         self._readers = [threading.Thread(target=self._work, name="stream", daemon=True) for _ in range(READERS)]
-        for reader in self._readers:
-            reader.start()
+        try:
+            for reader in self._readers:
+                reader.start()
+        except RuntimeError:  # those that were started would wait for work as long as the process lives
+            self.close()
+            raise
 
     def begin(self) -> None:
-        """As BlockStream says. What was read ahead of a lap that was given up is dropped."""
+        """As BlockStream says. What was read ahead of a lap that was given up is dropped. Raises CheckpointError where
+        the disk still has not given what it was asked for then."""
         if self._released % len(self._files) == 0 and self._failure is None:
             return
         with self._changed:
@@ -104,7 +109,8 @@ class DiskStream:
 
     @contextmanager
     def held(self, name: str) -> Iterator[None]:
-        """Inside, the run of this name is in its place. Raises CheckpointError naming the file that cannot be read."""
+        """Inside, the run of this name is in its place. Raises CheckpointError naming the file that cannot be read, and
+        MemoryError where a reader found too little."""
         if name not in self.names:
             yield
             return
@@ -155,11 +161,13 @@ class DiskStream:
                     return
                 number, (begin, end) = self._take()
             file = self._files[number % len(self._files)]
-            failure = None
+            failure: Exception | None = None
             try:
                 file.read(begin, end, self._memory, self._ring.offsets[number % len(self._files)])
             except (OSError, EOFError) as error:
                 failure = file.refusal("cannot be read", str(error))
+            except Exception as error:  # memory that ran out, as a rule: a reader that ended of it would be waited for
+                failure = error
             with self._changed:
                 self._under_way -= 1
                 now = time.perf_counter()

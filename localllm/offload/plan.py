@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, Protocol
 
+from localllm.offload.corrections import Bound, Corrections, Term
+
 Tier = Literal["vram", "ram", "disk"]
-Bound = Literal["memory", "compute", "disk", "link"]
 
 GIB = 1 << 30
 _CAP_STEP_BYTES = 16 << 20  # below 2 GiB: what a program holds differs by some MB from run to run
@@ -125,6 +126,9 @@ class Costs(Protocol):
     @property
     def rates(self) -> Rates: ...
 
+    @property
+    def corrections(self) -> Corrections: ...
+
     def decode_s(self, depth: int, rows: int = 1) -> float:
         """Of a step of `rows` sequences, each with `depth` tokens behind it."""
         ...
@@ -135,6 +139,14 @@ class Costs(Protocol):
 
     def bound_by(self, rows: int = 1) -> Bound:
         """What such a step waits for."""
+        ...
+
+    def step_term(self, rows: int = 1) -> Term:
+        """What such a step is corrected by."""
+        ...
+
+    def prompt_term(self, num_tokens: int) -> Term:
+        """What the reading of such a prompt is corrected by."""
         ...
 
 

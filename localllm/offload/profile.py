@@ -1,12 +1,15 @@
 """What this machine was measured to do, kept in the cache directory, and how well predictions made from it came true.
 
 A profile is measured once, in a few seconds, and again when the machine is another: its processor, its threads, its
-graphics card, the disk. Each part of it is measured when it is first needed.
+graphics card, the disk. Each part of it is measured when it is first needed; what cannot be, because another program
+had the machine, is measured once more; where it comes out so again it is kept, and is `doubtful`.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import os
 import platform
 import statistics
 import tempfile
@@ -14,41 +17,46 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
 
 from localllm.config import user_directories
+from localllm.offload.corrections import Corrections, Score, Term
 from localllm.offload.device_rates import DeviceRates, device_rates, give_back_cached, gpu
 from localllm.offload.disk_speed import disk_file
 from localllm.offload.floors import MemoryFloor
 from localllm.offload.format_rates import FormatRates, format_rates
 from localllm.offload.host_buffer import give_back_freed
-from localllm.offload.plan import Bound, Rates
+from localllm.offload.plan import Rates
 from localllm.quant.weight_format import WeightFormat
 
-_VERSION = 2
+_VERSION = 3
 _MEMORY_BYTES = 256 << 20
 _DISK_BYTES = 512 << 20
 _DISK_READS = 3
 _REPEATS = 5
-# A new prediction error counts so much: five runs that agree have most of the say, one that was disturbed has little.
-_NEW_WEIGHT = 0.3
-_MOST_CORRECTION = 4.0
+_LEAST_DRAM_GBS = 1.0  # of anything that torch runs on
+# Of what memory is read at, on a machine that does much else. NF4 is decoded by plain operators on a CPU: a hundredth.
+_LEAST_SHARE = 1 / 20
+_LEAST_NF4_SHARE = 1 / 1000
+UNKNOWN_DISK_GBS = 0.5  # where no file can be written: an old SATA disk
+_MAY_BE_0 = ("_bytes", "_s")
+
+_Measured = TypeVar("_Measured")
 
 
 @dataclass(frozen=True)
 class Profile:
-    """machine: what the figures are of. corrections: measured over predicted seconds, by what bound the step."""
+    """machine: what the figures are of. scores: how predictions came true, by the weights and what was predicted."""
 
     machine: str
     dram_read_gbs: float | None = None
     disk_read_gbs: float | None = None
     formats: Mapping[str, FormatRates] = field(default_factory=dict)  # on the CPU
     device: DeviceRates | None = None
-    corrections: Mapping[Bound, float] = field(default_factory=dict)
-    errors: Mapping[Bound, tuple[float, ...]] = field(default_factory=dict)  # of the last predictions, as shares
+    scores: Mapping[str, Score] = field(default_factory=dict)
 
     def rates(self, weights: str) -> Rates | None:
         """None where something is not measured yet."""
@@ -57,18 +65,37 @@ class Profile:
             return None
         return Rates(found.matrix_gbs, found.compute_gops, self.disk_read_gbs)
 
-    def scored(self, bound: Bound, ratio: float) -> Profile:
-        """With a prediction's error taken in. ratio: measured seconds over those predicted with these corrections."""
-        before = self.corrections.get(bound, 1.0)
-        now = before * ratio**_NEW_WEIGHT
-        now = min(max(now, 1 / _MOST_CORRECTION), _MOST_CORRECTION)
-        errors = (*self.errors.get(bound, ()), ratio - 1)[-8:]
-        return replace(self, corrections={**self.corrections, bound: now}, errors={**self.errors, bound: errors})
+    @property
+    def _sure_dram_gbs(self) -> float | None:
+        """None also where it is doubtful: nothing is to be compared with it then."""
+        return self.dram_read_gbs if _can_be_dram(self.dram_read_gbs) else None
 
-    def band(self, bound: Bound) -> float:
-        """The share by which a prediction may be off: twice the usual error of the last ones, a quarter at first."""
-        errors = [abs(error) for error in self.errors.get(bound, ())]
-        return min(max(2 * statistics.median(errors), 0.05), 0.5) if len(errors) >= 3 else 0.25
+    @property
+    def doubtful(self) -> tuple[str, ...]:
+        """Which of the figures cannot be, though they were measured twice."""
+        dram, device = self._sure_dram_gbs, self.device
+        doubts = {"memory": dram != self.dram_read_gbs, "disk": not _can_be_disk(self.disk_read_gbs, dram)}
+        doubts |= {f"{name} matrices": not _can_be_format(name, rates, dram) for name, rates in self.formats.items()}
+        if device is not None:
+            doubts["graphics card"] = not _can_be_device(device)
+            for name, rates in device.formats.items():
+                doubts[f"{name} matrices on the graphics card"] = not _can_be_format(
+                    name, rates, device.device_copy_gbs
+                )
+        return tuple(name for name, doubted in doubts.items() if doubted)
+
+    def corrections(self, weights: str) -> Corrections:
+        named = ((name.split(), score) for name, score in self.scores.items())
+        return Corrections({Term(*term): score.correction for (of, *term), score in named if of == weights})  # type: ignore[arg-type]
+
+    def scored(self, weights: str, term: Term, ratio: float) -> Profile:
+        """With a run taken in. ratio: its seconds over those that would have been predicted without a correction."""
+        name = " ".join((weights, *term))
+        return replace(self, scores={**self.scores, name: self.scores.get(name, Score()).after(ratio)})
+
+    def band(self, weights: str, term: Term) -> float:
+        """The share by which such a prediction may be off."""
+        return self.scores.get(" ".join((weights, *term)), Score()).band
 
 
 def machine_key() -> str:
@@ -93,12 +120,23 @@ def kept_profile() -> Profile:
 
 def keep(profile: Profile) -> None:
     """A cache that cannot be written is done without."""
-    path = _path()
+    path, content = _path(), json.dumps(asdict(profile), indent=1)
     with suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".profile", delete=False) as file:
-            file.write(json.dumps(asdict(profile), indent=1))
-        Path(file.name).replace(path)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".profile")
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(content)
+            Path(temporary).replace(path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+
+def forget() -> None:
+    """All of it: the next plan begins with a measurement."""
+    with suppress(OSError):
+        _path().unlink(missing_ok=True)
 
 
 def measured(
@@ -108,15 +146,18 @@ def measured(
     before = profile
     if profile.dram_read_gbs is None:
         say("measuring the memory")
-        floor = MemoryFloor(_MEMORY_BYTES)
-        profile = replace(profile, dram_read_gbs=_best(floor.dram_read_gbs))
-        del floor
+        profile = replace(profile, dram_read_gbs=_once_more(_dram_gbs, _can_be_dram))
+    dram_gbs = profile._sure_dram_gbs
     if profile.disk_read_gbs is None:
         say("measuring the disk")
-        profile = replace(profile, disk_read_gbs=_disk_gbs(user_directories().cache))
+        disk_gbs = _once_more(lambda: _disk_gbs(user_directories().cache), lambda gbs: _can_be_disk(gbs, dram_gbs))
+        profile = replace(profile, disk_read_gbs=disk_gbs)
     if weights not in profile.formats:
         say(f"measuring {weights} matrices")
-        rates = format_rates(weight_format, dtype, torch.device("cpu"))
+        rates = _once_more(
+            lambda: format_rates(weight_format, dtype, torch.device("cpu")),
+            lambda rates: _can_be_format(weights, rates, dram_gbs),
+        )
         profile = replace(profile, formats={**profile.formats, weights: rates})
     if profile != before:
         keep(profile)
@@ -136,10 +177,13 @@ def device_measured(
     rates = profile.device
     if rates is None:
         say("measuring the graphics card")
-        rates = device_rates(device)
+        rates = _once_more(lambda: device_rates(device), _can_be_device)
+    copy_gbs = rates.device_copy_gbs
     if weights not in rates.formats:
         say(f"measuring {weights} matrices on the graphics card")
-        found = format_rates(weight_format, dtype, device)
+        found = _once_more(
+            lambda: format_rates(weight_format, dtype, device), lambda rates: _can_be_format(weights, rates, copy_gbs)
+        )
         rates = replace(rates, formats={**rates.formats, weights: found})
     if rates != profile.device:
         profile = replace(profile, device=rates)
@@ -149,8 +193,35 @@ def device_measured(
     return profile
 
 
-def _best(sample: Callable[[], float]) -> float:
-    return statistics.median(sample() for _ in range(_REPEATS))
+def _once_more(sample: Callable[[], _Measured], can_be: Callable[[_Measured], bool]) -> _Measured:
+    """What comes out, or the second time where the first cannot be."""
+    found = sample()
+    return found if can_be(found) else sample()
+
+
+def _can_be_dram(dram_gbs: float | None) -> bool:
+    return dram_gbs is None or dram_gbs >= _LEAST_DRAM_GBS
+
+
+def _can_be_disk(disk_gbs: float | None, dram_gbs: float | None) -> bool:
+    return disk_gbs is None or dram_gbs is None or disk_gbs <= dram_gbs
+
+
+def _can_be_format(weights: str, rates: FormatRates, memory_gbs: float | None) -> bool:
+    """Beside the memory that the matrices are read from. A matrix of 4 bytes a weight costs half an operation a byte,
+    and many rows are not computed slower than one after the other."""
+    least_share = _LEAST_NF4_SHARE if weights == "nf4" else _LEAST_SHARE
+    enough = memory_gbs is None or rates.matrix_gbs >= least_share * memory_gbs
+    return enough and rates.compute_gops >= rates.matrix_gbs / 2
+
+
+def _can_be_device(rates: DeviceRates) -> bool:
+    return max(rates.h2d_gbs, rates.d2h_gbs) <= rates.device_copy_gbs
+
+
+def _dram_gbs() -> float:
+    floor = MemoryFloor(_MEMORY_BYTES)
+    return statistics.median(floor.dram_read_gbs() for _ in range(_REPEATS))
 
 
 def _disk_gbs(directory: Path) -> float:
@@ -159,15 +230,25 @@ def _disk_gbs(directory: Path) -> float:
         return UNKNOWN_DISK_GBS if file is None else statistics.median(file.read_gbs() for _ in range(_DISK_READS))
 
 
-UNKNOWN_DISK_GBS = 0.5  # where no file can be written: an old SATA disk
-
-
 def _parsed(found: Mapping[str, Any]) -> Profile:
+    """Raises ValueError for a figure that is none: a plan would divide by it."""
+    _require_figures(found)
     device = found["device"]
     if device is not None:
         device = DeviceRates(**{**device, "formats": _parsed_formats(device["formats"])})
-    errors = {bound: tuple(values) for bound, values in found["errors"].items()}
-    return Profile(**{**found, "formats": _parsed_formats(found["formats"]), "device": device, "errors": errors})
+    scores = {name: Score(tuple(score["ratios"]), score["correction"]) for name, score in found["scores"].items()}
+    return Profile(**{**found, "formats": _parsed_formats(found["formats"]), "device": device, "scores": scores})
+
+
+def _require_figures(found: object, name: str = "") -> None:
+    """Every figure in it is a number, finite and above 0, but for bytes and seconds that may be none."""
+    if isinstance(found, Mapping | list):
+        for key, value in found.items() if isinstance(found, Mapping) else enumerate(found):
+            _require_figures(value, str(key))
+    elif isinstance(found, str) and name != "machine":
+        raise ValueError(f"{name} is no number")
+    elif isinstance(found, int | float) and not (math.isfinite(found) and (found > 0 or name.endswith(_MAY_BE_0))):
+        raise ValueError(f"{name} is {found}")
 
 
 def _parsed_formats(found: Mapping[str, Any]) -> dict[str, FormatRates]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from localllm.offload.plan import Placed, Tier
@@ -12,21 +12,34 @@ _SHARE = 8
 _LEAST = 3  # two of them have room in the ring that they pass through from then on
 
 
-def demoted(blocks: Sequence[Placed], tier: Tier) -> list[Placed] | None:
-    """Some of the blocks that rest in `tier` one tier further down, MLPs first and the last ones; None where none is.
+def demoted(blocks: Sequence[Placed], tier: Tier, is_tied: bool) -> list[Placed] | None:
+    """Some of the blocks that have bytes in `tier` one tier further down; None where none has.
 
-    From a device's memory they go to the host's and are copied at every step; from the host's to the disk.
+    From a device's memory blocks go to the host's and are copied at every step, while what was split, and the head, is
+    computed there; from the host's to the disk. is_tied: the embedding is the head's matrix, and goes where that goes.
     """
-    movable = [block for block in blocks[1:-1] if block.tier == tier]  # the vocabulary's matrices stay
-    there = [block for block in movable if block.name.endswith("mlp")] or movable
-    if not there:
+    leaving = next((names for names in _in_turn(blocks, tier, is_tied) if names), None)
+    if leaving is None:
         return None
-    count = max(_LEAST, len(there) // _SHARE)
-    leaving = {block.name for block in there[-count:]}
-    return [_down(block) if block.name in leaving else block for block in blocks]
+    return [_down(block, tier) if block.name in leaving else block for block in blocks]
 
 
-def _down(block: Placed) -> Placed:
-    if block.tier == "vram":
-        return replace(block, tier="ram", exec="gpu")
-    return replace(block, tier="disk", exec="cpu" if block.exec == "cpu" else "gpu", device_bytes=0)
+def _in_turn(blocks: Sequence[Placed], tier: Tier, is_tied: bool) -> Iterator[set[str]]:
+    """The names of those that go together, the cheapest first, and of MLPs the last ones."""
+    embed, *layers, head = blocks
+    if tier == "vram":
+        yield {block.name for block in layers if block.exec == "split"}
+    elif not is_tied:  # a token needs a row of it
+        yield {embed.name} if embed.tier == tier else set()
+    there = [block for block in layers if block.tier == tier]
+    for some in ([block for block in there if block.name.endswith("mlp")], there):
+        yield {block.name for block in some[-max(_LEAST, len(some) // _SHARE) :]}
+    if tier == "vram" or not is_tied:
+        yield {block.name for block in ((embed, head) if is_tied else (head,)) if block.tier == tier}
+
+
+def _down(block: Placed, tier: Tier) -> Placed:
+    if tier == "ram":
+        return replace(block, tier="disk", exec="cpu" if block.exec == "cpu" else "gpu", device_bytes=0)
+    stays = block.exec == "split" or block.name in ("embed", "head")
+    return replace(block, tier="ram", exec="cpu" if stays else "gpu", device_bytes=0)

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from localllm.errors import DoesNotFitError
+from localllm.offload.corrections import Corrections
 from localllm.offload.costs import PASS_TOKENS, StepCosts
 from localllm.offload.page_map import ALIGN_BYTES
 from localllm.offload.plan import (
     NEVER,
     BlockShape,
-    Bound,
     JobShape,
     Memory,
     ModelShape,
@@ -158,7 +158,7 @@ class Search:
     rates: Rates
     ctx: int | None = None  # asked for
     job: JobShape | None = None  # None: one answer, as fast as can be
-    corrections: Mapping[Bound, float] = field(default_factory=dict)  # measured over predicted seconds, of earlier runs
+    corrections: Corrections = field(default_factory=Corrections)  # of earlier runs
 
     def best(self) -> Plan:
         """As `best_plan` has it. Raises DoesNotFitError naming the least memory that would do."""

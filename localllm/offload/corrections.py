@@ -1,0 +1,64 @@
+"""How well predictions came true, and what the next ones are corrected by. Knows no model and no machine."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+Bound = Literal["memory", "compute", "disk", "link"]
+
+_MOST = 4.0  # beyond, it is no rate that is off: the machine was stopped, or did something else
+_MOST_AT_ONCE = 1.25
+_KEPT = 9  # runs; four that were disturbed do not move the one in the middle
+_FEWEST = 3  # that say how far off a prediction may be
+_UNKNOWN_BAND, _LEAST_BAND, _MOST_BAND = 0.25, 0.05, 0.5
+
+
+class Term(NamedTuple):
+    """What a correction belongs to, of one weight format. where: who computes the blocks. phase: a step of few tokens,
+    or the reading of a prompt. bound: what it waits for."""
+
+    where: Literal["cpu", "gpu", "both"]
+    phase: Literal["step", "prompt"]
+    bound: Bound
+
+
+@dataclass(frozen=True)
+class Corrections:
+    """Of one weight format: by what predicted seconds are multiplied."""
+
+    factors: Mapping[Term, float] = field(default_factory=dict)
+
+    def of(self, term: Term) -> float:
+        """1 where no run has told. A disk and a link that no prompt has waited for yet are as they are for a step."""
+        if term not in self.factors and term.bound in ("disk", "link"):
+            term = term._replace(phase="step")
+        return self.factors.get(term, 1.0)
+
+
+@dataclass(frozen=True)
+class Score:
+    """ratios: what a run would have needed as its correction, of the last ones. correction: by which seconds that are
+    predicted are multiplied: the middle of the ratios, to which it goes a quarter at a time."""
+
+    ratios: tuple[float, ...] = ()
+    correction: float = 1.0
+
+    def after(self, ratio: float) -> Score:
+        """With a run taken in. ratio: its seconds over those that would have been predicted without a correction."""
+        ratios = (*self.ratios, min(max(ratio, 1 / _MOST), _MOST))[-_KEPT:]
+        # What was measured at first counts as a run, until there are enough others.
+        middle = math.exp(statistics.median(math.log(each) for each in (1.0, *ratios)[-_KEPT:]))
+        correction = min(max(middle, self.correction / _MOST_AT_ONCE), self.correction * _MOST_AT_ONCE)
+        return Score(ratios, correction)
+
+    @property
+    def band(self) -> float:
+        """The share by which a prediction may be off: twice what it was off by as a rule, in the last runs."""
+        if len(self.ratios) < _FEWEST:
+            return _UNKNOWN_BAND
+        off = statistics.median(abs(math.log(ratio / self.correction)) for ratio in self.ratios)
+        return min(max(2 * off, _LEAST_BAND), _MOST_BAND)

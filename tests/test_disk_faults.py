@@ -1,0 +1,195 @@
+"""A disk that fails under an engine that streams from it: the answer ends with the file's name, the engine lives on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from localllm import Engine, FinishedEvent, SamplingParams, TokenEvent
+from localllm.engine import loading
+from localllm.engine.tokenizer import Tokenizer
+from localllm.errors import CheckpointError
+from localllm.offload import disk_stream
+from localllm.offload.plan import Memory, Rates
+from localllm.offload.search import Search
+from tests.cli_support import run_cli
+from tests.packed_support import pack, small_checkpoint
+from tests.test_device_placement import Packed
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+PROMPT = tuple(range(3, 23))
+KINDS = ["host", "device"]  # streamed to the CPU, and through it to what stands in for a card
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "cache"))
+    return small_checkpoint(tmp_path / "model", "llama")
+
+
+def least_bytes(directory: Path) -> int:
+    whole = Engine.load(directory, device="cpu", weights="int4-g32", ctx=128)
+    assert whole.plan is not None
+    whole.close()
+    return Search(whole.plan.shape, Memory(1, 0, 1), Rates(1, 1, 1), 128).least_bytes()
+
+
+@pytest.fixture(autouse=True)
+def nothing_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These files were written just now: the page cache has them, and they would not be read."""
+    monkeypatch.setattr(disk_stream, "can_map", lambda _descriptor: False)
+
+
+@contextmanager
+def streaming(kind: str, directory: Path) -> Iterator[Engine]:
+    if kind == "device":
+        packed = Packed(directory, pack(directory, directory / "packed", "int4-g32"), "int4-g32")
+        with packed.opened() as placed:
+            placed.place(packed.blocks(lambda index: ("disk", "resident")[index % 2]), 8)
+            yield Engine(placed.few, Tokenizer.load(directory), ctx=128, placed=placed)
+        return
+    least = least_bytes(directory)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "process_memory", lambda *_, **__: Memory(least, 0, least))
+        engine = Engine.load(directory, device="cpu", weights="int4-g32", ctx=128)
+    assert engine.plan is not None and engine.plan.streamed
+    yield engine
+    engine.close()
+
+
+def tokens(engine: Engine) -> list[int]:
+    """Raises what ended the answer."""
+    found = []
+    for event in engine.generate(PROMPT, GREEDY):
+        if isinstance(event, TokenEvent):
+            found.append(event.token_id)
+        elif isinstance(event, FinishedEvent) and event.error is not None:
+            raise event.error
+    return found
+
+
+class Disk:
+    """As the stream reads it. gone: every read fails. hangs: it gives nothing. delay_s: of each read."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.gone, self.delay_s, self.reads = False, 0.0, 0
+        self.answers = threading.Event()
+        self.answers.set()
+        self.reads_left: int | None = None
+        self._read = disk_stream.read_into
+        patch.setattr(disk_stream, "read_into", self.read)
+
+    def read(self, plain: int, direct: int | None, begin: int, into: memoryview) -> None:
+        self.reads += 1
+        self.answers.wait()
+        time.sleep(self.delay_s)
+        if self.gone or (self.reads_left is not None and self.reads > self.reads_left):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        self._read(plain, direct, begin, into)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_disk_that_vanishes_ends_the_answer_with_its_file_and_the_engine_goes_on_when_it_is_back(
+    kind: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with streaming(kind, directory) as engine:
+        expected = tokens(engine)
+        disk, seen = Disk(monkeypatch), []
+        answer = engine.generate(PROMPT, GREEDY)
+        for event in answer:
+            seen.append(event)
+            disk.gone |= isinstance(event, TokenEvent) and len(seen) > 2
+        assert isinstance(event, FinishedEvent) and isinstance(event.error, CheckpointError)
+        assert ".safetensors cannot be read" in event.error.what and "Input/output error" in event.error.why
+        assert event.error.fix.startswith("localllm quantize")
+        told = [each.token_id for each in seen if isinstance(each, TokenEvent)]
+        assert 0 < len(told) < len(expected) and told == expected[: len(told)]
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            tokens(engine)
+        disk.gone = False
+        assert tokens(engine) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_disk_that_gives_nothing_any_more_ends_the_answer_and_a_slow_one_does_not(
+    kind: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_stream, "STALLED_S", 0.5)
+    with streaming(kind, directory) as engine:
+        expected = tokens(engine)
+        disk = Disk(monkeypatch)
+        disk.delay_s = 0.02
+        assert tokens(engine) == expected
+        disk.answers.clear()
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match=r"\.safetensors cannot be read") as caught:
+                tokens(engine)
+            assert "has given nothing for" in caught.value.why
+        disk.answers.set()
+        assert tokens(engine) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_block_file_that_is_replaced_under_a_running_engine_changes_no_answer(kind: str, directory: Path) -> None:
+    with streaming(kind, directory) as engine:
+        expected = tokens(engine)
+        names = engine.model.stream.names
+        replaced = [path for path in directory.parent.rglob("*.safetensors") if path.stem in names]
+        assert replaced
+        for path in replaced:
+            other = path.with_suffix(".other")
+            other.write_bytes(bytes(path.stat().st_size))
+            other.replace(path)
+        assert tokens(engine) == tokens(engine) == expected
+
+
+def test_the_command_line_keeps_the_text_and_names_the_file(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    least = least_bytes(directory)
+    monkeypatch.setattr(loading, "process_memory", lambda *_, **__: Memory(least, 0, least))
+    flags = (
+        "-p",
+        "A fox",
+        "--raw",
+        "--weights",
+        "int4-g32",
+        "--ctx",
+        "128",
+        "--max-tokens",
+        "20",
+        "--temperature",
+        "0",
+    )
+    disk = Disk(monkeypatch)
+    whole = run_cli("run", str(directory), *flags, "--jsonl")
+    assert whole.code == 0 and disk.reads > 20
+    disk.reads_left, disk.reads = disk.reads // 2, 0
+    result = run_cli("run", str(directory), *flags)
+    assert result.code == 1 and result.out and ".safetensors cannot be read" in result.err
+    assert "Input/output error" in result.err and "localllm quantize" in result.err
+    assert "Traceback" not in result.err
+
+
+def test_a_disk_that_is_full_while_a_model_is_packed_to_be_streamed_is_exit_code_four(tmp_path: Path) -> None:
+    directory = small_checkpoint(tmp_path / "model", "llama")
+
+    def small_disk() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (14_000, 14_000))
+
+    command = [sys.executable, "-m", "localllm", "run", str(directory), "-p", "A fox", "--weights", "int4-g32", "--raw"]
+    environ = {**os.environ, "LOCALLLM_CACHE": str(tmp_path / "cache"), "LOCALLLM_HOME": str(tmp_path / "home")}
+    done = subprocess.run(
+        [*command, "--ram", "2GiB"], env=environ, preexec_fn=small_disk, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (4, "")
+    assert "does not fit" in done.stderr and "are free" in done.stderr and "Traceback" not in done.stderr
+    assert not list(tmp_path.rglob("*.tmp"))

@@ -1,0 +1,148 @@
+"""What a machine was measured to do, kept and doubted, and predictions that learn from what came true."""
+
+from __future__ import annotations
+
+import errno
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from localllm.offload import profile as profile_module
+from localllm.offload.corrections import Term
+from localllm.offload.format_rates import FormatRates
+from localllm.offload.plan import Rates
+from localllm.offload.profile import Profile, keep, kept_profile
+from localllm.quant.recipe import RECIPES
+
+DISK = Term("cpu", "step", "disk")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_a_profile_is_kept_and_found_again_on_the_same_machine_only(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = kept_profile()
+    assert found.rates("int4-g64") is None
+    measured = replace(found, disk_read_gbs=1.5, formats={"int4-g64": FormatRates(30.0, 900.0)})
+    keep(measured.scored("int4-g64", DISK, 1.2))
+    again = kept_profile()
+    assert again.rates("int4-g64") == Rates(30.0, 900.0, 1.5)
+    assert again.corrections("int4-g64").of(DISK) > 1
+    assert again == measured.scored("int4-g64", DISK, 1.2)
+    monkeypatch.setattr(profile_module, "_cpu_name", lambda: "another")
+    assert kept_profile().formats == {}
+
+
+@pytest.mark.parametrize("damage", ["", "[]", '{"machine": 3}', "{", '{"machine": "MACHINE", "formats": 3}', "\x00"])
+def test_a_damaged_profile_is_measured_anew(own_cache: Path, damage: str) -> None:
+    machine = kept_profile().machine
+    (own_cache / "profile.json").write_text(damage.replace("MACHINE", machine))
+    assert kept_profile() == Profile(machine)
+
+
+def test_a_cache_that_cannot_be_written_costs_nothing_but_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "file" / "below"))
+    keep(Profile("it"))
+
+
+def test_predictions_that_are_off_correct_themselves() -> None:
+    profile = Profile("it")
+    for count in range(6):
+        before = profile.corrections("int8").of(DISK)
+        profile = profile.scored("int8", DISK, 1.9)
+        assert profile.corrections("int8").of(DISK) > before or count > 2
+    assert profile.corrections("int8").of(DISK) == pytest.approx(1.9)
+    assert profile.band("int8", DISK) == 0.05 and profile.band("int8", DISK._replace(bound="memory")) == 0.25
+    for _ in range(9):
+        profile = profile.scored("int8", DISK, 1e9)
+    assert profile.corrections("int8").of(DISK) <= 4.0
+
+
+@pytest.mark.parametrize("ratio", [1e-3, 30.0, 1e9])
+@pytest.mark.parametrize("runs", [0, 1, 4, 20])
+def test_a_run_that_was_disturbed_moves_a_correction_little_and_not_for_long(ratio: float, runs: int) -> None:
+    profile = Profile("it")
+    for _ in range(runs):
+        profile = profile.scored("int8", DISK, 1.5)
+    before = profile.corrections("int8").of(DISK)
+    disturbed = profile.scored("int8", DISK, ratio)
+    assert disturbed.corrections("int8").of(DISK) == pytest.approx(before, rel=0.26)
+    if runs >= 4:
+        assert disturbed.corrections("int8").of(DISK) == pytest.approx(before)
+    after = disturbed.scored("int8", DISK, 1.5).scored("int8", DISK, 1.5)
+    assert 1.0 < after.corrections("int8").of(DISK) <= 1.6
+
+
+def test_the_runs_of_one_format_and_of_one_kind_say_nothing_of_another() -> None:
+    profile = Profile("it")
+    for _ in range(5):
+        profile = profile.scored("int8", DISK, 2.0)
+    for where in ("gpu", "both"):
+        assert profile.corrections("int8").of(DISK._replace(where=where)) == 1.0
+    assert profile.corrections("int8").of(DISK._replace(bound="memory")) == 1.0
+    assert profile.corrections("int4-g64").of(DISK) == 1.0
+    # A disk that no prompt has waited for yet is as it is for a step.
+    assert profile.corrections("int8").of(DISK._replace(phase="prompt")) == 2.0
+    of_prompts = profile.scored("int8", DISK._replace(phase="prompt"), 1.0).corrections("int8")
+    assert (of_prompts.of(DISK), of_prompts.of(DISK._replace(phase="prompt"))) == (2.0, 1.0)
+
+
+@pytest.mark.parametrize("figure", ["0", "-1", "NaN", "Infinity", '"3"'])
+@pytest.mark.parametrize("name", ["disk_read_gbs", "dram_read_gbs", "matrix_gbs", "compute_gops"])
+def test_a_kept_figure_that_is_none_is_measured_anew(own_cache: Path, name: str, figure: str) -> None:
+    keep(replace(kept_profile(), disk_read_gbs=1.5, dram_read_gbs=40.0, formats={"int8": FormatRates(30.0, 900.0)}))
+    path = own_cache / "profile.json"
+    assert kept_profile().rates("int8") == Rates(30.0, 900.0, 1.5)
+    path.write_text(re.sub(rf'"{name}": [0-9.]+', f'"{name}": {figure}', path.read_text()))
+    assert kept_profile() == Profile(kept_profile().machine)
+
+
+@pytest.mark.parametrize(
+    ("figure", "first", "named"),
+    [
+        ("_dram_gbs", 0.01, "memory"),
+        ("_disk_gbs", 90.0, "disk"),
+        ("format_rates", FormatRates(0.5, 900.0), "int8 matrices"),
+        ("format_rates", FormatRates(30.0, 1.0), "int8 matrices"),
+    ],
+)
+def test_a_rate_that_cannot_be_is_measured_again_once_and_doubted_where_it_comes_out_so_again(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch, figure: str, first: object, named: str
+) -> None:
+    right = {"_dram_gbs": 40.0, "_disk_gbs": 1.5, "format_rates": FormatRates(30.0, 900.0)}
+    for seconds_right in (True, False):
+        (own_cache / "profile.json").unlink(missing_ok=True)
+        samples = {name: [value] * 2 for name, value in right.items()}
+        samples[figure] = [right[figure] if seconds_right else first, first]
+        for name, values in samples.items():
+            monkeypatch.setattr(profile_module, name, lambda *_, values=values: values.pop())
+        profile = profile_module.measured(
+            kept_profile(), "int8", RECIPES["int8"].blocks, torch.bfloat16, lambda _text: None
+        )
+        assert samples[figure] == [] and sorted(map(len, samples.values())) == [0, 1, 1]
+        assert profile.doubtful == (() if seconds_right else (named,))
+        assert kept_profile() == profile  # and it is not measured a third time
+
+
+def test_a_profile_that_cannot_be_written_to_its_end_leaves_nothing_behind(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(Profile("before"))
+    before = (own_cache / "profile.json").read_text()
+
+    def full(_path: Path, _target: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    keep(Profile("after"))
+    assert [path.name for path in own_cache.iterdir()] == ["profile.json"]
+    assert (own_cache / "profile.json").read_text() == before
