@@ -379,7 +379,7 @@ def test_under_a_cap_a_random_model_lies_on_the_disk_and_is_gone_afterwards(
 ) -> None:
     folder = write_checkpoint(home / "shape", hidden=64, layers=4)
     monkeypatch.setattr("localllm.engine.loading.process_memory", lambda *_, **__: Memory(180_000, 0, 1 << 30))
-    outcome = bench(folder, "--random-weights", "--weights", "int4", "--ram", "1GiB", *QUICK, "--json")
+    outcome = bench(folder, "--random-weights", "--weights", "int4", "--ram", "3GiB", *QUICK, "--json")
     assert outcome.code == 0, outcome.err
     run = outcome.json["runs"][0]
     assert run["streamed_bytes"] > 0 and run["disk_fraction"] > 0

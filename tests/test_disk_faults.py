@@ -44,7 +44,7 @@ def least_bytes(directory: Path) -> int:
     return Search(whole.plan.shape, Memory(1, 0, 1), Rates(1, 1, 1), 128).least_bytes()
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def nothing_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     """These files were written just now: the page cache has them, and they would not be read."""
     monkeypatch.setattr(disk_stream, "can_map", lambda _descriptor: False)
@@ -98,6 +98,7 @@ class Disk:
         self._read(plain, direct, begin, into)
 
 
+@pytest.mark.usefixtures("nothing_mapped")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_disk_that_vanishes_ends_the_answer_with_its_file_and_the_engine_goes_on_when_it_is_back(
     kind: str, directory: Path, monkeypatch: pytest.MonkeyPatch
@@ -120,6 +121,7 @@ def test_a_disk_that_vanishes_ends_the_answer_with_its_file_and_the_engine_goes_
         assert tokens(engine) == expected
 
 
+@pytest.mark.usefixtures("nothing_mapped")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_disk_that_gives_nothing_any_more_ends_the_answer_and_a_slow_one_does_not(
     kind: str, directory: Path, monkeypatch: pytest.MonkeyPatch
@@ -140,6 +142,21 @@ def test_a_disk_that_gives_nothing_any_more_ends_the_answer_and_a_slow_one_does_
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_block_files_that_are_cut_under_a_running_engine_end_the_answer_with_their_name(
+    kind: str, directory: Path
+) -> None:
+    with streaming(kind, directory) as engine:
+        tokens(engine)
+        names = engine.model.stream.names
+        for path in directory.parent.rglob("*.safetensors"):
+            if path.stem in names:
+                os.truncate(path, 4096)
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match=r"\.safetensors (was changed|cannot be read)"):
+                tokens(engine)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_block_file_that_is_replaced_under_a_running_engine_changes_no_answer(kind: str, directory: Path) -> None:
     with streaming(kind, directory) as engine:
         expected = tokens(engine)
@@ -153,6 +170,7 @@ def test_a_block_file_that_is_replaced_under_a_running_engine_changes_no_answer(
         assert tokens(engine) == tokens(engine) == expected
 
 
+@pytest.mark.usefixtures("nothing_mapped")
 def test_the_command_line_keeps_the_text_and_names_the_file(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     least = least_bytes(directory)
     monkeypatch.setattr(loading, "process_memory", lambda *_, **__: Memory(least, 0, least))

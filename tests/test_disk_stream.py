@@ -330,6 +330,41 @@ def test_what_leaves_the_page_cache_and_comes_back_is_the_same(on_a_disk: Path) 
             it.lap(until=lap if lap % 4 == 3 else None)
 
 
+def test_what_leaves_the_page_cache_is_read_past_it_from_the_next_lap_on(
+    on_a_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = written(on_a_disk, [2048] * 4)
+    past_the_cache: list[str] = []
+    read = disk_stream.read_into
+
+    def watched(plain: int, direct: int | None, begin: int, into: memoryview) -> None:
+        if direct is not None:
+            past_the_cache.append(Path(f"/proc/self/fd/{plain}").readlink().stem)
+        read(plain, direct, begin, into)
+
+    monkeypatch.setattr(disk_stream, "read_into", watched)
+    monkeypatch.setattr(disk_stream, "_MAPPED_GBS", 1000.0)  # however fast this disk is, it was slow
+    with opened(files) as it:
+        it.lap()
+        for _ in range(2):
+            for file in files:
+                drop_from_cache(file.path)
+            it.stream.begin()
+            for file in files:
+                with it.stream.held(file.name):
+                    pass
+    assert {"2", "3"} <= set(past_the_cache)  # the first two were mapped ahead, and could not leave
+
+
+def test_a_file_that_changed_while_it_was_in_use_is_refused(on_a_disk: Path) -> None:
+    files = written(on_a_disk, [4, 4, 4, 4])
+    with opened(files) as it:
+        it.stream.begin()
+        with pytest.raises(CheckpointError, match="was changed while it was in use"), it.stream.held("0"):
+            assert it.is_mapped(0)
+            os.utime(files[0].path)
+
+
 def test_whoever_wants_to_write_to_a_file_in_use_waits(on_a_disk: Path) -> None:
     files = written(on_a_disk, [4, 4, 4, 4])
     with opened(files) as it:

@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,18 @@ def test_a_prompt_that_is_too_long_is_refused_with_the_cap_that_its_context_take
             with pytest.raises(ContextOverflowError) as caught:
                 loaded.check(Request((1,) * 200, SamplingParams()))
             assert re.fullmatch(fix, caught.value.fix), caught.value.fix
+
+
+def test_blocks_that_were_moved_on_purpose_stay_where_they_are(directory: Path) -> None:
+    with engine(directory, "int4", ctx=128) as loaded:
+        assert loaded.plan is not None
+        expected = tokens(loaded, temperature=0)
+        down = [
+            block if index in (0, 5) else replace(block, tier="disk") for index, block in enumerate(loaded.plan.blocks)
+        ]
+        loaded.move(down)
+        assert tokens(loaded, temperature=0) == expected
+        assert len(loaded.model.stream.names) == len(down) - 2  # type: ignore[attr-defined]
 
 
 def test_answers_side_by_side_are_those_that_each_has_alone(directory: Path) -> None:

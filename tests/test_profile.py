@@ -92,8 +92,10 @@ def test_the_runs_of_one_format_and_of_one_kind_say_nothing_of_another() -> None
     assert profile.corrections("int4-g64").of(DISK) == 1.0
     # A disk that no prompt has waited for yet is as it is for a step.
     assert profile.corrections("int8").of(DISK._replace(phase="prompt")) == 2.0
-    of_prompts = profile.scored("int8", DISK._replace(phase="prompt"), 1.0).corrections("int8")
-    assert (of_prompts.of(DISK), of_prompts.of(DISK._replace(phase="prompt"))) == (2.0, 1.0)
+    for ratio, expected in ((2.0, 2.0), (1.0, 2.0 / 1.25)):  # one that came true, and one that did not
+        of_prompts = profile.scored("int8", DISK._replace(phase="prompt"), ratio).corrections("int8")
+        assert of_prompts.of(DISK) == 2.0
+        assert of_prompts.of(DISK._replace(phase="prompt")) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("figure", ["0", "-1", "NaN", "Infinity", '"3"'])

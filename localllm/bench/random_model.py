@@ -16,6 +16,7 @@ from typing import Any
 from localllm import hub
 from localllm.bench.random_blocks import RandomBlocks
 from localllm.bench.random_folder import CONFIG, TOKENIZER, random_folder
+from localllm.config import format_bytes
 from localllm.errors import DoesNotFitError
 from localllm.hub import ModelFiles
 from localllm.hub.packed import PACKED_INDEX, packed_directory, source_id
@@ -61,7 +62,7 @@ def _require_room(config: ModelConfig, recipe: Recipe, folder: Path) -> None:
     if total > free:
         raise DoesNotFitError(
             "a model with random weights does not fit on the disk",
-            why=f"its blocks are streamed from there: {total / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free",
+            why=f"its blocks are streamed from there: {format_bytes(total)}, {format_bytes(free)} are free",
             fix="export LOCALLLM_CACHE=/a/folder/of/yours",
         )
 

@@ -109,7 +109,7 @@ def _with_command(error: LocalLLMError, arguments: Sequence[str]) -> LocalLLMErr
     if isinstance(error, UnknownModelError) and error.nearest and error.name in kept:
         kept[kept.index(error.name)] = error.nearest
         error.fix = error.fix.replace(f"localllm run {error.nearest}", _line(kept, error.nearest))
-    elif error.fix.startswith("--"):
+    elif any(fix.startswith("--") for fix in error.fix.split(", or ")):
         error.fix = ", or ".join(_with_flags(kept, fix) for fix in error.fix.split(", or "))
     elif type(error) is UsageError and not error.fix:
         error.fix = " ".join(["localllm", *_command(kept), "--help"])

@@ -12,7 +12,7 @@ from typing import Any
 from localllm.cli.front import Front
 from localllm.cli.options import setting_flags
 from localllm.config import Origin, ResolvedSettings, load_settings
-from localllm.errors import LocalLLMError, UsageError
+from localllm.errors import LocalLLMError
 
 _FLAG = re.compile(r"(?<!\S)--([a-z][a-z-]*)(?![\w-])")
 
@@ -43,13 +43,15 @@ def vram_cap(front: Front, tell: Callable[[str], None], *, has_gpu: bool) -> int
 
 def _refuse_idle_vram(resolved: ResolvedSettings) -> None:
     if resolved.origins["vram"].kind == "flag":
-        why = "the model runs on the CPU; --ram limits the memory that it takes there"
-        raise UsageError("--vram is a limit for a GPU, and none is used", why=why, fix="leave --vram out")
+        from localllm.offload.refusal import idle_vram
+
+        raise idle_vram()
 
 
 def with_origins(error: LocalLLMError, resolved: ResolvedSettings) -> None:
     """Puts a variable or a key of a file in the place of its flag where that is where the value came from."""
-    told = [name for text in (error.what, error.fix) for name in _settings_in(text, resolved)]
+    proposed = (fix for fix in error.fix.split(", or ") if fix.startswith(("--", "leave --")))
+    told = [name for text in (error.what, *proposed) for name in _settings_in(text, resolved)]
     for name in dict.fromkeys(told):
         origin = resolved.origins[name]
         error.what = _renamed(error.what, name, origin)

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+import torch
+
 from localllm.config import format_bytes, format_figure
 from localllm.errors import DoesNotFitError
 from localllm.offload.device_search import AnySearch, DeviceSearch
@@ -119,7 +121,9 @@ def _command_of(search: AnySearch, plan: Plan) -> str:
         f" --{name} {f'{at / GIB:g}GiB' if at % GIB == 0 else f'{at >> 20}MiB'}" for name, at in given.items()
     )
     ctx = f" --ctx {plan.ctx}" if plan.ctx < plan.shape.default_ctx else ""
-    return f"localllm plan {plan.shape.name}{caps}{ctx}"
+    # A machine that has a GPU would plan for it.
+    device = "" if isinstance(search, DeviceSearch) or not torch.cuda.is_available() else " --device cpu"
+    return f"localllm plan {plan.shape.name}{caps}{ctx}{device}"
 
 
 def _tried(search: AnySearch) -> Plan | None:

@@ -14,7 +14,7 @@ from localllm.engine.card import CardPlanning, cap_allocator
 from localllm.engine.memory import is_out_of_memory, out_of_memory, require_context
 from localllm.engine.placement import find_search, model_shape, process_memory
 from localllm.engine.weights import as_stored, is_unpacked, open_checkpoint, open_packed
-from localllm.errors import DoesNotFitError, UsageError
+from localllm.errors import DoesNotFitError
 from localllm.hub import ModelFiles
 from localllm.models.block_source import BlockSource
 from localllm.models.config import ModelConfig
@@ -24,6 +24,7 @@ from localllm.models.packed import PackedModel
 from localllm.models.placed import PlacedModel
 from localllm.offload.device_search import AnySearch
 from localllm.offload.plan import JobShape, Plan
+from localllm.offload.refusal import idle_vram
 from localllm.quant.recipe import DEFAULT, RECIPES, Recipe
 
 
@@ -168,8 +169,7 @@ class Loading:
 def require_card(device: torch.device, vram: int | None) -> None:
     """Raises UsageError for a cap on a GPU's memory where none is used."""
     if vram is not None and not has_card(device):
-        why = "the model runs on the CPU; --ram limits the memory that it takes there"
-        raise UsageError("--vram is a limit for a GPU, and none is used", why=why, fix="leave --vram out")
+        raise idle_vram()
 
 
 def has_card(device: torch.device) -> bool:

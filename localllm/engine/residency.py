@@ -41,6 +41,7 @@ class Residency:
         self.config, self.device = model.config, model.device
         self.placed = placed
         self.plan = plan  # that the model is placed by; None once something was moved or given up beside it
+        self._has_given_up = False  # something, since it was planned
         self._replan = replan
         self._free_bytes = reachable_bytes(self.device)
         self._batch_rows = batch_rows
@@ -82,6 +83,7 @@ class Residency:
                     raise
                 on_device = is_device_out_of_memory(error)
                 _give_back(error)
+            self._has_given_up = True
             asked = self._demoted(asked, on_device)
         else:
             raise DoesNotFitError("the memory ran out", why="no block has room any more", fix="close other programs")
@@ -101,9 +103,10 @@ class Residency:
         if self.placed is None or self._replan is None or not self._is_unsettled(self.placed):
             return None
         plan = None
-        with suppress(DoesNotFitError):  # it goes on as it is
+        with suppress(DoesNotFitError, MemoryError):  # it goes on as it is
             plan = self._replan()
         if plan is not None:
+            self._has_given_up = False
             self._batch_rows, self._has_kv_on_host = plan.batch_rows, False
             self.placed.many_rows = plan.many_rows
             if plan.blocks == self.placed.blocks:
@@ -118,7 +121,7 @@ class Residency:
         """Make do with less than a forward of `rows` tokens found too little of: a smaller chunk, then keys and values
         on the host, then blocks one tier down. Returns whether the forward is worth another try; raises as `move`."""
         _give_back(error)
-        self.plan = None
+        self.plan, self._has_given_up = None, True
         if rows > MAX_ROWS and self._batch_rows > MAX_ROWS:
             self._batch_rows = max(MAX_ROWS, min(self._batch_rows, rows) // 2)
             self.runner.shrink(self._batch_rows)
@@ -138,7 +141,7 @@ class Residency:
 
     def _is_unsettled(self, placed: PlacedModel) -> bool:
         if not placed.has_device:
-            return self.plan is None
+            return self._has_given_up
         return abs(reachable_bytes(self.device) - self._free_bytes) >= _MUCH_BYTES
 
     def _demoted(self, blocks: Sequence[Placed], on_device: bool) -> list[Placed] | None:

@@ -32,6 +32,7 @@ from localllm.models.strict_json import JsonLimits, read_json_object
 from localllm.offload.disk_read import READERS, FileRead, cached_share
 from localllm.offload.disk_stream import StreamedFile
 from localllm.offload.host_buffer import host_buffer
+from localllm.offload.page_map import can_map
 from localllm.quant.recipe import Recipe
 
 _LIMITS = JsonLimits(size_bytes=16 << 20)
@@ -194,12 +195,13 @@ class PackedModel:
         self._next = dict(itertools.pairwise(names))
 
     def cached_share(self) -> float:
-        """How much of the blocks lies in the page cache; 0 where that cannot be found out."""
+        """How much of the blocks lies in the page cache and can be used there; 0 where that cannot be found out."""
         cached = 0.0
         with suppress(OSError):
             for file in self._files.values():
                 with (self.directory / file.file_name).open("rb") as opened:
-                    cached += cached_share(opened.fileno(), file.file_bytes) * file.file_bytes
+                    if can_map(opened.fileno()):
+                        cached += cached_share(opened.fileno(), file.file_bytes) * file.file_bytes
         return cached / sum(file.file_bytes for file in self._files.values())
 
     def streamed_file(self, layout: BlockLayout) -> StreamedFile:

@@ -42,18 +42,20 @@ class Corrections:
 @dataclass(frozen=True)
 class Score:
     """ratios: what a run would have needed as its correction, of the last ones. correction: by which seconds that are
-    predicted are multiplied: the middle of the ratios, to which it goes a quarter at a time."""
+    predicted are multiplied: the middle of the ratios, to which it goes a quarter at a time. first: the correction
+    before any run."""
 
     ratios: tuple[float, ...] = ()
     correction: float = 1.0
+    first: float = 1.0
 
     def after(self, ratio: float) -> Score:
         """With a run taken in. ratio: its seconds over those that would have been predicted without a correction."""
         ratios = (*self.ratios, min(max(ratio, 1 / _MOST), _MOST))[-_KEPT:]
         # What was measured at first counts as a run, until there are enough others.
-        middle = math.exp(statistics.median(math.log(each) for each in (1.0, *ratios)[-_KEPT:]))
+        middle = math.exp(statistics.median(math.log(each) for each in (self.first, *ratios)[-_KEPT:]))
         correction = min(max(middle, self.correction / _MOST_AT_ONCE), self.correction * _MOST_AT_ONCE)
-        return Score(ratios, correction)
+        return Score(ratios, correction, self.first)
 
     @property
     def band(self) -> float:

@@ -27,6 +27,7 @@ _PIECE_BYTES = 8 << 20
 _MAPPED_GBS = 4.0
 # So long without a byte: a disk that was unplugged or a network that is gone, not one that is busy.
 STALLED_S = 60.0
+_STALL_PARTS = 60
 
 
 @dataclass(frozen=True)
@@ -129,25 +130,33 @@ class DiskStream:
 
     def close(self) -> None:
         with self._changed:
+            has_stopped = False
             with suppress(CheckpointError):
                 self._stop()
+                has_stopped = True
             self._files = []
             self._changed.notify_all()
-        self._opened.close()
+        if has_stopped:  # else a reader may come back to its descriptor, which must be no other's by then
+            self._opened.close()
 
     def _stop(self) -> None:
         """Begins nothing more, and waits for what is under way. Raises CheckpointError where the disk does not answer:
         what it gives later would overwrite what was read in between."""
         self._stops = True
-        if not self._changed.wait_for(lambda: not self._under_way, STALLED_S):
-            raise self._files[self._next[0] % len(self._files)].stalled()
+        while self._under_way:
+            if not self._progresses():
+                raise self._files[self._next[0] % len(self._files)].stalled()
+
+    def _progresses(self) -> bool:
+        """Waits until something changed; False after as much time as a disk may take. It is counted in small parts: a
+        process that was stopped and goes on finds one of them over, not all."""
+        return any(self._changed.wait(STALLED_S / _STALL_PARTS) for _ in range(_STALL_PARTS))
 
     def _wait_for(self, number: int) -> None:
         file = self._files[number % len(self._files)]
         with self._changed:
             while self._failure is None and self._missing.get(number, 1):
-                seen = self.clock.bytes_read
-                if not self._changed.wait(STALLED_S) and self.clock.bytes_read == seen:
+                if not self._progresses():
                     raise file.stalled()
             if self._failure is not None:
                 raise self._failure
@@ -160,10 +169,10 @@ class DiskStream:
                 if not self._files:
                     return
                 number, (begin, end) = self._take()
-            file = self._files[number % len(self._files)]
+                file, at = self._files[number % len(self._files)], self._ring.offsets[number % len(self._files)]
             failure: Exception | None = None
             try:
-                file.read(begin, end, self._memory, self._ring.offsets[number % len(self._files)])
+                file.read(begin, end, self._memory, at)
             except (OSError, EOFError) as error:
                 failure = file.refusal("cannot be read", str(error))
             except Exception as error:  # memory that ran out, as a rule: a reader that ended of it would be waited for
@@ -243,8 +252,8 @@ class _OpenFile:
         except OSError:  # what is wrong with it, reading tells
             self._may_map = False
             return False
-        if time.perf_counter() - started > (end - begin) / _MAPPED_GBS / 1e9:
-            self._is_cached = self._lies_in_cache()
+        # Asked now, the cache would have what was just read into it: the next lap asks before it reads.
+        self._is_cached = time.perf_counter() - started < (end - begin) / _MAPPED_GBS / 1e9
         return True
 
     @contextmanager
@@ -261,6 +270,7 @@ class _OpenFile:
                 self._copy(memory, at)
             self._examine(memory[at:end])
             yield
+            self._require_unchanged()  # a lease does not outlive 45 s in which this process is stopped
 
     def _copy(self, memory: MappableMemory, at: int) -> None:
         self._may_map = False
@@ -274,11 +284,18 @@ class _OpenFile:
         return cached_share(self._plain, self.num_bytes) >= CACHED_SHARE
 
     def _examine(self, content: memoryview) -> None:
-        if self._stamped() != self._stamp:
-            raise self.refusal("was changed while it was in use", "something has written to it")
+        self._require_unchanged()
         if not self._is_checked:
             self._file.check(content)
             self._is_checked = True
+
+    def _require_unchanged(self) -> None:
+        try:
+            stamp = self._stamped()
+        except OSError as error:  # of a network's file that is gone
+            raise self.refusal("cannot be read", str(error)) from None
+        if stamp != self._stamp:
+            raise self.refusal("was changed while it was in use", "something has written to it")
 
     def refusal(self, what: str, why: str) -> CheckpointError:
         return CheckpointError(f"{self._file.path} {what}", why=why, fix=self._file.fix)

@@ -7,6 +7,7 @@ read at the speed of memory (36 GB/s on 2 cores, where copying gave 10). Knows n
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import signal
@@ -21,6 +22,8 @@ from localllm.offload.host_buffer import HUGE_PAGE_BYTES, PAGE_BYTES
 
 ALIGN_BYTES = HUGE_PAGE_BYTES  # 70 MB of a file are mapped in 1 ms where their place is so aligned, in 4 elsewhere
 _MAP_FIXED = 0x10
+# ext2 to ext4, xfs, btrfs, f2fs, zfs and tmpfs, by statfs(2): nobody writes to them but through this kernel.
+_LOCAL = frozenset({0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x2FC12FC1, 0x01021994})
 _MADV_POPULATE_READ = 22  # Linux 5.14: maps every page, and says where one cannot be read
 
 
@@ -45,7 +48,7 @@ class MappableMemory:
     def map(self, begin: int, end: int, descriptor: int, offset: int) -> None:
         """These bytes are those of the file from `offset` on, to be read only, until `writable` is asked for.
 
-        Raises OSError, also where one of them cannot be read; then they are nobody's until `writable`.
+        Raises OSError, also where one of them cannot be read, and MemoryError; then they are nobody's until `writable`.
         """
         self._is_mapped[_pages(begin, end)] = True
         flags = mmap.MAP_PRIVATE | _MAP_FIXED
@@ -53,7 +56,7 @@ class MappableMemory:
         _madvise(self._memory.data_ptr() + begin, end - begin, _MADV_POPULATE_READ)
 
     def writable(self, begin: int, end: int) -> memoryview:
-        """These bytes, this process's own. Raises OSError."""
+        """These bytes, this process's own. Raises MemoryError."""
         if self.is_mapped(begin, end):
             address, count = self._memory.data_ptr() + begin, end - begin
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
@@ -69,9 +72,11 @@ def unwritten(descriptor: int) -> Iterator[bool]:
     """Whether nobody writes to the file inside: who wants to waits until it is left, for 45 s at most.
 
     A mapped file that is cut short kills whoever reads on; a lease is what Linux has against that. It is not granted on
-    files of other users, nor while somebody has the file open for writing, nor by every file system.
+    files of other users, nor while somebody has the file open for writing, nor by every file system; on one that other
+    machines write to it means nothing, and is not asked for. Left is what no lease helps against: a page that the
+    system takes back between mapping and use, from a disk that vanished meanwhile.
     """
-    if sys.platform != "linux":
+    if sys.platform != "linux" or not _is_local(descriptor):
         yield False
         return
     import fcntl
@@ -86,11 +91,14 @@ def unwritten(descriptor: int) -> Iterator[bool]:
     try:
         yield True
     finally:
-        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        with suppress(OSError):  # it was taken away, after 45 s in which this process stood still
+            fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
 
 
 def can_map(descriptor: int) -> bool:
-    """Whether this system maps such a file safely."""
+    """Whether this system maps such a file safely, page by page of what is meant here by one."""
+    if mmap.PAGESIZE != PAGE_BYTES:
+        return False
     with unwritten(descriptor) as is_unwritten:
         if not is_unwritten:
             return False
@@ -100,6 +108,11 @@ def can_map(descriptor: int) -> bool:
         except (OSError, ValueError):  # an older kernel, or an empty file
             return False
     return True
+
+
+def _is_local(descriptor: int) -> bool:
+    library, found = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(512)
+    return not library.fstatfs(descriptor, found) and ctypes.c_ulong.from_buffer(found).value in _LOCAL
 
 
 def _pages(begin: int, end: int) -> slice:
@@ -121,6 +134,8 @@ def _madvise(address: int, count: int, advice: int) -> None:
         raise _last_error()
 
 
-def _last_error() -> OSError:
+def _last_error() -> OSError | MemoryError:
     number = ctypes.get_errno()
+    if number == errno.ENOMEM:
+        return MemoryError("a file's pages could not be mapped")
     return OSError(number, os.strerror(number))

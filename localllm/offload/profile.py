@@ -91,7 +91,9 @@ class Profile:
     def scored(self, weights: str, term: Term, ratio: float) -> Profile:
         """With a run taken in. ratio: its seconds over those that would have been predicted without a correction."""
         name = " ".join((weights, *term))
-        return replace(self, scores={**self.scores, name: self.scores.get(name, Score()).after(ratio)})
+        known = self.corrections(weights).of(term)
+        score = self.scores.get(name, Score(correction=known, first=known))
+        return replace(self, scores={**self.scores, name: score.after(ratio)})
 
     def band(self, weights: str, term: Term) -> float:
         """The share by which such a prediction may be off."""
@@ -236,8 +238,15 @@ def _parsed(found: Mapping[str, Any]) -> Profile:
     device = found["device"]
     if device is not None:
         device = DeviceRates(**{**device, "formats": _parsed_formats(device["formats"])})
-    scores = {name: Score(tuple(score["ratios"]), score["correction"]) for name, score in found["scores"].items()}
+    scores = {name: _parsed_score(name, score) for name, score in found["scores"].items()}
     return Profile(**{**found, "formats": _parsed_formats(found["formats"]), "device": device, "scores": scores})
+
+
+def _parsed_score(name: str, found: Mapping[str, Any]) -> Score:
+    _, *term = name.split()
+    if len(term) != len(Term._fields):
+        raise ValueError(f"{name} is no kind of run")
+    return Score(tuple(found["ratios"]), found["correction"], found["first"])
 
 
 def _require_figures(found: object, name: str = "") -> None:

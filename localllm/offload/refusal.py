@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from localllm.config import format_bytes
-from localllm.errors import DoesNotFitError
+from localllm.errors import DoesNotFitError, UsageError
 from localllm.offload.plan import Memory, ModelShape, Packing, cap
 
 SMALLER = "choose a smaller model: localllm list --all"
@@ -51,3 +51,8 @@ def cannot_be_packed(
 def more_of(flag: str, least_bytes: int, most_bytes: int) -> list[str]:
     """The smallest cap that would do, where the machine has as much."""
     return [f"{flag} {cap(least_bytes)}"] if least_bytes <= most_bytes else []
+
+
+def idle_vram() -> UsageError:
+    why = "the model runs on the CPU; --ram limits the memory that it takes there"
+    return UsageError("--vram is a limit for a GPU, and none is used", why=why, fix="leave --vram out")
