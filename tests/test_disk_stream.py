@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from localllm.errors import CheckpointError
 from localllm.offload import disk_stream
-from localllm.offload.disk_read import open_direct
+from localllm.offload.disk_read import cached_share, open_direct
 from localllm.offload.disk_stream import DiskStream, StreamedFile
 from localllm.offload.host_buffer import host_buffer
 from localllm.offload.page_map import can_map
@@ -328,6 +328,14 @@ def test_what_leaves_the_page_cache_and_comes_back_is_the_same(on_a_disk: Path) 
                 else:
                     file.path.read_bytes()
             it.lap(until=lap if lap % 4 == 3 else None)
+
+
+def test_whether_a_file_can_be_mapped_is_found_out_without_reading_it(on_a_disk: Path) -> None:
+    (file,) = written(on_a_disk, [4096])
+    drop_from_cache(file.path)
+    with file.path.open("rb") as opened_file:
+        assert can_map(opened_file.fileno())
+        assert cached_share(opened_file.fileno(), file.num_bytes) == 0
 
 
 def test_what_leaves_the_page_cache_is_read_past_it_from_the_next_lap_on(

@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 
 import numpy
 from torch import Tensor
@@ -96,18 +97,21 @@ def unwritten(descriptor: int) -> Iterator[bool]:
 
 
 def can_map(descriptor: int) -> bool:
-    """Whether this system maps such a file safely, page by page of what is meant here by one."""
-    if mmap.PAGESIZE != PAGE_BYTES:
-        return False
+    """Whether this system maps such a file safely. Nothing of it is touched: that would bring more of it into the
+    cache than was asked for."""
     with unwritten(descriptor) as is_unwritten:
-        if not is_unwritten:
-            return False
-        try:
-            with mmap.mmap(descriptor, PAGE_BYTES, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ) as page:
-                page.madvise(_MADV_POPULATE_READ)
-        except (OSError, ValueError):  # an older kernel, or an empty file
-            return False
-    return True
+        return is_unwritten and _can_populate()
+
+
+@cache
+def _can_populate() -> bool:
+    """Whether this kernel has what `map` asks for, and pages of the size that is meant here."""
+    try:
+        with mmap.mmap(-1, PAGE_BYTES) as page:
+            page.madvise(_MADV_POPULATE_READ)
+    except (OSError, ValueError):
+        return False
+    return mmap.PAGESIZE == PAGE_BYTES
 
 
 def _is_local(descriptor: int) -> bool:
