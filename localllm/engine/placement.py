@@ -33,6 +33,9 @@ _GROWTH_BYTES = 12 << 20
 # What a process holds without model and tokenizer when it computes, the same for every command that asks: run, chat and
 # bench come to 290 to 308 MiB, a small tokenizer included.
 _PROGRAM_BYTES = 292 << 20
+# More than that, until it ends, where it has just measured and compiled: it counts only where it is more than this, or
+# the first process on a machine would want another cap than all that follow, and than `plan` has named.
+_FIRST_BYTES = 44 << 20
 _PACKING_BYTES = 32 << 20  # stay behind where it has packed the model itself: libraries, pages of the C library
 # A tokenizer's tables, for each entry of its vocabulary: 53 MB at 128,000.
 _TOKENIZER_BYTES = 500
@@ -91,7 +94,7 @@ def process_memory(
     ram_bytes: int | None, weights: Recipe, vocab_size: int, placed_bytes: int = 0, *, packs: bool = False
 ) -> Memory:
     """What this process may hold, `ram_bytes` or most of what is free, and what the program takes of it: a figure that
-    every process finds alike before it has a model, or what this one holds already, where that is more.
+    every process finds alike before it has a model, or what this one holds already, where that is much more.
 
     placed_bytes: of what it holds, blocks that are placed anew. packs: the model is yet to be packed. Raises UsageError
     for more than the machine has.
@@ -103,8 +106,8 @@ def process_memory(
     free = held + int(HEADROOM * available_bytes(torch.device("cpu")))
     libraries = _BITSANDBYTES_BYTES if any(isinstance(it, NF4) for it in (weights.blocks, weights.embedding)) else 0
     usual = _PROGRAM_BYTES + _TOKENIZER_BYTES * vocab_size + libraries + (_PACKING_BYTES if packs else 0)
-    now = -(-(held - placed_bytes + _GROWTH_BYTES) // _STEP_BYTES) * _STEP_BYTES
-    program = max(usual, now)
+    now = held - placed_bytes + _GROWTH_BYTES
+    program = usual if now <= usual + _FIRST_BYTES else -(-now // _STEP_BYTES) * _STEP_BYTES
     most = free if ram_bytes is None else min(ram_bytes, free)
     return Memory(most, program, free, int(psutil.virtual_memory().total))
 
