@@ -137,8 +137,8 @@ def test_whichever_allocation_fails_an_answer_comes_or_one_error_and_the_next_is
             if placed is not None and placed.blocks != start:
                 engine.move(start)
         assert answered + ended > 5
-        # What can be given up is, before a request ends.
-        assert answered > ended or placed is None
+        # What can be given up is, before a request ends; under the smallest cap little is left.
+        assert answered > ended or placed is None or (kind == "streamed" and answered)
 
 
 @pytest.mark.parametrize("weights", ["int4", "bf16"])
