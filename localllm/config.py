@@ -351,7 +351,7 @@ def accepted(key: str, value: object, where: str | Callable[[], str], accepts: A
 
 
 def _mending(key: str, value: object, place: str, accepts: Accepts) -> str:
-    if place.startswith(("--", "/")):  # typed: a flag, a command of the chat
+    if place.startswith("--") or place.rfind("/") == 0:  # typed: a flag, a command of the chat
         return accepts.mending(place if place.startswith("--") else f"{place} {key}", value)
     return f"unset {place}" if place.startswith(ENVIRONMENT_PREFIX) else "change that line, or delete it"
 

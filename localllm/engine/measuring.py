@@ -6,14 +6,13 @@ from collections.abc import Callable
 
 from localllm.engine.loading import has_card
 from localllm.engine.memory import choose_device, choose_dtype
-from localllm.offload.profile import Profile, device_measured, forget, kept_profile, measured
+from localllm.offload.profile import Profile, device_measured, machine_key, measured
 from localllm.quant.recipe import DEFAULT, RECIPES
 
 
 def measure_again(say: Callable[[str], None]) -> Profile:
     """The machine, with INT4 weights; other formats are measured when a plan needs them. What runs have taught is
-    forgotten: it was of the figures before."""
+    forgotten: it was of the figures before. Until there are new ones, the old ones stay."""
     device, dtype, blocks = choose_device("auto"), choose_dtype("auto"), RECIPES[DEFAULT].blocks
-    forget()
-    profile = measured(kept_profile(), DEFAULT, blocks, dtype, say)
+    profile = measured(Profile(machine_key()), DEFAULT, blocks, dtype, say)
     return device_measured(profile, device, DEFAULT, blocks, dtype, say) if has_card(device) else profile

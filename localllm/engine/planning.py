@@ -123,7 +123,8 @@ def _search(
 
 def _guesses(profile: Profile) -> list[str]:
     """What is behind a plan and could not be measured."""
-    found = []
+    doubtful = ", ".join(profile.doubtful)
+    found = [f"measured on a busy machine: {doubtful}; localllm doctor --measure measures again"] if doubtful else []
     if profile.disk_read_gbs == UNKNOWN_DISK_GBS:
         found.append(f"the disk is taken to read {UNKNOWN_DISK_GBS} GB/s: no file could be written to measure it")
     if profile.device is not None and profile.device.context_bytes == UNKNOWN_CONTEXT_BYTES:

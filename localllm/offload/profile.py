@@ -23,6 +23,7 @@ import psutil
 import torch
 
 from localllm.config import user_directories
+from localllm.kernels.cpu_linear import is_available
 from localllm.offload.corrections import Corrections, Score, Term
 from localllm.offload.device_rates import DeviceRates, device_rates, give_back_cached, gpu
 from localllm.offload.disk_speed import disk_file
@@ -38,9 +39,10 @@ _DISK_BYTES = 512 << 20
 _DISK_READS = 3
 _REPEATS = 5
 _LEAST_DRAM_GBS = 1.0  # of anything that torch runs on
-# Of what memory is read at, on a machine that does much else. NF4 is decoded by plain operators on a CPU: a hundredth.
-_LEAST_SHARE = 1 / 20
-_LEAST_NF4_SHARE = 1 / 1000
+# Of what memory is read at. Compiled kernels reach a third and more, and beside other programs on all cores, for which
+# each waits at every matrix, a twentieth. By plain operators, as NF4 is decoded on a CPU, it is a hundredth.
+_LEAST_SHARE = 1 / 8
+_LEAST_PLAIN_SHARE = 1 / 1000
 UNKNOWN_DISK_GBS = 0.5  # where no file can be written: an old SATA disk
 _MAY_BE_0 = ("_bytes", "_s")
 
@@ -72,16 +74,15 @@ class Profile:
 
     @property
     def doubtful(self) -> tuple[str, ...]:
-        """Which of the figures cannot be, though they were measured twice."""
+        """Which of the figures cannot be, though they were measured again."""
         dram, device = self._sure_dram_gbs, self.device
         doubts = {"memory": dram != self.dram_read_gbs, "disk": not _can_be_disk(self.disk_read_gbs, dram)}
         doubts |= {f"{name} matrices": not _can_be_format(name, rates, dram) for name, rates in self.formats.items()}
         if device is not None:
             doubts["graphics card"] = not _can_be_device(device)
             for name, rates in device.formats.items():
-                doubts[f"{name} matrices on the graphics card"] = not _can_be_format(
-                    name, rates, device.device_copy_gbs
-                )
+                can_be = _can_be_format(name, rates, device.device_copy_gbs, is_compiled=False)
+                doubts[f"{name} matrices on the graphics card"] = not can_be
         return tuple(name for name, doubted in doubts.items() if doubted)
 
     def corrections(self, weights: str) -> Corrections:
@@ -135,12 +136,6 @@ def keep(profile: Profile) -> None:
             raise
 
 
-def forget() -> None:
-    """All of it: the next plan begins with a measurement."""
-    with suppress(OSError):
-        _path().unlink(missing_ok=True)
-
-
 def measured(
     profile: Profile, weights: str, weight_format: WeightFormat, dtype: torch.dtype, say: Callable[[str], None]
 ) -> Profile:
@@ -184,7 +179,8 @@ def device_measured(
     if weights not in rates.formats:
         say(f"measuring {weights} matrices on the graphics card")
         found = _once_more(
-            lambda: format_rates(weight_format, dtype, device), lambda rates: _can_be_format(weights, rates, copy_gbs)
+            lambda: format_rates(weight_format, dtype, device),
+            lambda rates: _can_be_format(weights, rates, copy_gbs, is_compiled=False),
         )
         rates = replace(rates, formats={**rates.formats, weights: found})
     if rates != profile.device:
@@ -209,10 +205,14 @@ def _can_be_disk(disk_gbs: float | None, dram_gbs: float | None) -> bool:
     return disk_gbs is None or dram_gbs is None or disk_gbs <= dram_gbs
 
 
-def _can_be_format(weights: str, rates: FormatRates, memory_gbs: float | None) -> bool:
+def _can_be_format(
+    weights: str, rates: FormatRates, memory_gbs: float | None, *, is_compiled: bool | None = None
+) -> bool:
     """Beside the memory that the matrices are read from. A matrix of 4 bytes a weight costs half an operation a byte,
-    and many rows are not computed slower than one after the other."""
-    least_share = _LEAST_NF4_SHARE if weights == "nf4" else _LEAST_SHARE
+    and many rows are not computed slower than one after the other. is_compiled: its kernels are; None: as a CPU's."""
+    is_compiled = is_available() if is_compiled is None else is_compiled
+    is_plain = weights == "nf4" or not is_compiled
+    least_share = _LEAST_PLAIN_SHARE if is_plain else _LEAST_SHARE
     enough = memory_gbs is None or rates.matrix_gbs >= least_share * memory_gbs
     return enough and rates.compute_gops >= rates.matrix_gbs / 2
 
