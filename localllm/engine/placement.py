@@ -39,8 +39,8 @@ _FIRST_BYTES = 44 << 20
 _PACKING_BYTES = 32 << 20  # stay behind where it has packed the model itself: libraries, pages of the C library
 # A tokenizer's tables, for each entry of its vocabulary: 53 MB at 128,000.
 _TOKENIZER_BYTES = 500
-# With its libraries, once an nf4 matrix is made or used: 191 to 199 MiB. And what it leaves in the heap where it is used
-# in bf16: 67.
+# With its libraries, once an nf4 matrix is made or used: 191 to 199 MiB; and what it leaves in the heap where it is
+# used in bf16: 67.
 _BITSANDBYTES_BYTES = 280 << 20
 _STEP_BYTES = 16 << 20  # one that holds more than usual, started again, holds some MB more or less
 # Where nothing is measured and nothing need be: everything fits, whatever the rates are.
