@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from localllm.cli.options import NUMBERS, SAMPLING_SETTING_NAMES
-from localllm.cli.output import Output, format_bytes
+from localllm.cli.output import Output
 from localllm.cli.prompt import MAX_INPUT_BYTES, patience
 from localllm.cli.source import Source, asked
-from localllm.config import ACCEPTED, Accepts
+from localllm.config import ACCEPTED, Accepts, format_bytes
 from localllm.engine.chat_template import as_chat_input
 from localllm.engine.request import MAX_BIAS, SamplingParams
 from localllm.errors import CheckpointError, LocalLLMError, UsageError

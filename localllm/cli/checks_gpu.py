@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from localllm.cli.findings import Finding, ok, sm_name, warn
-from localllm.cli.output import format_bytes
 from localllm.cli.remedies import install_driver, is_container, is_wsl
+from localllm.config import format_bytes
 from localllm.offload.nvml import Gpu, gpus, refusal
 
 _NVIDIA = "0x10de"

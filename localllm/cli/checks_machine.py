@@ -11,9 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from localllm.cli.findings import Finding, fail, ok, warn
-from localllm.cli.output import format_bytes
 from localllm.cli.remedies import raise_cgroup_limit
-from localllm.config import format_figure
+from localllm.config import format_bytes, format_figure
 from localllm.offload.machine_memory import ROOT, SELF_CGROUP, memory_limits
 
 _GIB = 1 << 30

@@ -9,7 +9,8 @@ import typer
 
 from localllm.cli import options
 from localllm.cli.front import front_of
-from localllm.cli.output import SCHEMA_VERSION, format_bytes
+from localllm.cli.output import SCHEMA_VERSION
+from localllm.config import format_bytes
 
 if TYPE_CHECKING:
     from localllm.hub import InstalledModel, PackedWeights

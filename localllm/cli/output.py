@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TextIO
 
 from localllm.cli.wrap import WordWrap
-from localllm.config import format_bytes as format_bytes
+from localllm.config import format_bytes
 from localllm.errors import FETCH_ANEW, LocalLLMError
 
 SCHEMA_VERSION = 1

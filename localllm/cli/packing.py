@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from localllm.cli.front import Front
-from localllm.cli.output import ProgressLine, format_bytes
+from localllm.cli.output import ProgressLine
+from localllm.config import format_bytes
 
 
 class Packing:

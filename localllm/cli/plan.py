@@ -12,8 +12,8 @@ import typer
 from localllm.cli import options
 from localllm.cli.front import Front, front_of
 from localllm.cli.origins import read_settings, vram_cap, with_origins
-from localllm.cli.output import SCHEMA_VERSION, Output, ProgressLine, Tone, format_bytes
-from localllm.config import Settings, format_figure
+from localllm.cli.output import SCHEMA_VERSION, Output, ProgressLine, Tone
+from localllm.config import Settings, format_bytes, format_figure
 
 if TYPE_CHECKING:
     from localllm.engine.planning import Planned, Prediction

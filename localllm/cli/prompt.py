@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from localllm.cli.output import Output, format_bytes
+from localllm.cli.output import Output
+from localllm.config import format_bytes
 from localllm.errors import UsageError
 
 THIS_COMMAND = "this command"  # in a fix: `dispatch` puts the line there that was typed

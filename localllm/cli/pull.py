@@ -11,8 +11,8 @@ import typer
 from localllm.cli import options
 from localllm.cli.front import front_of
 from localllm.cli.names import is_model
-from localllm.cli.output import SCHEMA_VERSION, Output, ProgressLine, format_bytes
-from localllm.config import ResolvedSettings, load_settings
+from localllm.cli.output import SCHEMA_VERSION, Output, ProgressLine
+from localllm.config import ResolvedSettings, format_bytes, load_settings
 from localllm.errors import ModelNotFoundError
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ import typer
 from localllm.cli import options
 from localllm.cli.front import Front, front_of
 from localllm.cli.names import complete_weights
-from localllm.cli.output import SCHEMA_VERSION, format_bytes
+from localllm.cli.output import SCHEMA_VERSION
 from localllm.cli.packing import Packing
 from localllm.cli.selection import select
-from localllm.config import WEIGHTS, Accepts, accepted
+from localllm.config import WEIGHTS, Accepts, accepted, format_bytes
 from localllm.errors import UsageError
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ import typer
 
 from localllm.cli import options
 from localllm.cli.front import Front, front_of
-from localllm.cli.output import SCHEMA_VERSION, format_bytes
+from localllm.cli.output import SCHEMA_VERSION
+from localllm.config import format_bytes
 from localllm.errors import UsageError
 
 

@@ -77,7 +77,7 @@ class NF4:
     def linear(self, x: Tensor, tensors: dict[str, Tensor], out_features: int, bias: Tensor | None) -> Tensor:
         T, K = x.shape
         y = torch.empty((T, out_features), dtype=x.dtype, device=x.device)
-        # In fp32 a quarter is four times as fast for one row, and leaves 60 MiB in the heap where a whole slab left 114.
+        # In fp32 a quarter is four times as fast for one row, and leaves 60 MiB in the heap where a whole one left 114.
         step = _whole_blocks(K, SLAB_WEIGHTS // 4 if x.dtype is torch.float32 else SLAB_WEIGHTS)
         for first in range(0, out_features, step):
             N = min(step, out_features - first)
