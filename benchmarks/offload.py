@@ -98,6 +98,8 @@ CASES = [
     *(Case("llama-3.2-3b", "int8", share) for share in (0.4, 0.7, 2.0)),
 ]
 _PROGRAM_BYTES = 330 * MIB  # what a cap leaves no model
+_STEADY = 1.12  # between the fastest and the slowest round, and between the rates before and after
+_ATTEMPTS = 5  # at a case, until the machine is steady; the last one counts, whatever it was
 
 
 def predict(_rounds: int) -> dict[str, Any]:
@@ -106,13 +108,16 @@ def predict(_rounds: int) -> dict[str, Any]:
     for case in CASES:
         with packed(case.shape, case.weights) as (files, num_bytes):
             cap = int(_PROGRAM_BYTES + case.share * num_bytes)
-            measure_machine(case, files)
-            sizes = {"ctx": 1024, "prompt_tokens": 960, "gen_tokens": 48, "rounds": 2}
-            result = run(spec(files, case.weights, cap, **sizes))
+            results = [predicted_run(case, files, cap)]
+            while not is_steady(results[-1]) and len(results) < _ATTEMPTS:
+                results.append(predicted_run(case, files, cap))
+            result = results[-1]
         plan, measured = result["plan"], statistics.median(result["decode_tok_s"])
         rows.append(
             {
                 **asdict(case),
+                "attempts": len(results),
+                "was_steady": is_steady(result),
                 "cap_bytes": cap,
                 "streamed_bytes": result["streamed_bytes"],
                 "disk_gbs": statistics.median(result["floor_gbs"]) if result["floor_gbs"] else None,
@@ -141,6 +146,18 @@ def predict(_rounds: int) -> dict[str, Any]:
         "largest_prediction_error": max(errors),
         "largest_ledger_error": max(abs(row["ledger_error"]) for row in rows),
     }
+
+
+def predicted_run(case: Case, files: ModelFiles, cap: int) -> dict[str, Any]:
+    measure_machine(case, files)
+    return run(spec(files, case.weights, cap, ctx=1024, prompt_tokens=960, gen_tokens=48, rounds=3))
+
+
+def is_steady(result: dict[str, Any]) -> bool:
+    """Whether the machine stayed as it was from before the plan was made until the answers were done: a shared one
+    goes up and down by 40 %, and a prediction is of the machine that was measured. Knows nothing of how good it was."""
+    rates = (result["plan"]["decode_tok_s"], result["decode_tok_s_by_rates_afterwards"])
+    return all(max(each) <= _STEADY * min(each) for each in (result["decode_tok_s"], rates))
 
 
 def measure_machine(case: Case, files: ModelFiles) -> None:

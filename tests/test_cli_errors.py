@@ -231,6 +231,16 @@ def test_a_fix_that_is_a_flag_is_shown_as_the_command_to_paste(model: Path) -> N
     assert f"fix:   localllm run {model} -p 'two words' --ctx 512" in result.err
 
 
+def test_a_model_without_a_template_is_told_the_line_that_continues_the_text(model: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(model, tmp_path / "plain"))
+    (model / "tokenizer_config.json").write_text("{}")
+    result = run_cli("run", model, "-p", "Once upon", "--max-tokens", "4")
+    assert result.error_lines[2] == f"fix:   localllm run {model} -p 'Once upon' --max-tokens 4 --raw"
+    assert run_cli(*shlex.split(result.error_lines[2])[2:]).code == 0
+    system = run_cli("run", model, "-p", "Once upon", "--system", "Be brief")
+    assert system.error_lines[2].startswith(f"fix:   localllm run {model} --raw --prompt")
+
+
 def test_a_fix_of_several_flags_takes_the_place_of_those_that_were_typed(model: Path) -> None:
     result = run_cli("run", model, "--dtype", "fp32", "--weights", "bf16", "-p", "x")
     assert result.code == 2

@@ -10,7 +10,7 @@ import pytest
 
 from localllm.cli import checks_machine, remedies
 from localllm.cli.checks_machine import check_address_space, check_disk_speed, check_huge_pages, check_memory
-from localllm.cli.checks_setup import check_network, check_package
+from localllm.cli.checks_setup import check_network, check_package, check_settings
 from localllm.cli.findings import Check, Finding
 from localllm.offload import profile
 from localllm.offload.corrections import Term
@@ -208,6 +208,16 @@ def test_the_disk_is_measured_where_weights_lie_and_nothing_stays(home: Path) ->
 def test_a_package_that_is_not_there_is_a_finding() -> None:
     assert check_package("no-such-package-of-anyones", "nothing").fix == "pip install no-such-package-of-anyones"
     assert check_package("llvmlite", "CPU kernels").status == "ok"
+
+
+def test_a_stored_cap_beyond_the_machine_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCALLLM_RAM", "900000GiB")
+    finding = check_settings()
+    assert (finding.status, finding.detail.split(":")[0]) == (
+        "fail",
+        "LOCALLLM_RAM=900000.00GiB is more than this machine has",
+    )
+    assert finding.fix.startswith("export LOCALLLM_RAM=")
 
 
 def test_a_switch_that_forbids_the_network_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,6 +203,17 @@ def test_a_step_takes_the_longest_of_what_goes_on_side_by_side() -> None:
     assert cached.decode_s(0) == StepCosts(it, RATES, 0, 0, 2048).decode_s(0)
 
 
+def test_a_tied_embedding_is_read_and_multiplied_as_a_head_of_its_own_would_be() -> None:
+    tied = replace(parse_config(shipped_shapes()["llama-3.2-3b"], "it"), tie_word_embeddings=True)
+    shapes = (
+        model_shape(config, RECIPES["int8"], torch.bfloat16, "it")
+        for config in (tied, replace(tied, tie_word_embeddings=False))
+    )
+    one, other = (StepCosts(it, RATES, 0, 0, 2048) for it in shapes)
+    assert one.decode_s(0) == pytest.approx(other.decode_s(0), rel=0.01)
+    assert one.prompt_s(1) == pytest.approx(other.prompt_s(1), rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("num_bytes", "text"),
     [(0, "16MiB"), (1, "16MiB"), ((16 << 20) + 1, "32MiB"), (1 << 30, "1024MiB"), ((1 << 31) + 1, "2.1GiB")],
@@ -257,6 +268,14 @@ def test_weights_that_are_read_as_they_are_need_packing_only_where_they_are_stre
         return
     assert ram_bytes >= wanted.least_bytes()
     assert plan.is_whole or 1000 + packing_bytes <= ram_bytes
+
+
+def test_what_fits_whole_where_it_cannot_be_packed_is_said_to_need_that() -> None:
+    wanted = search(replace(shape(), packing=Packing(1 << 30, is_for_streaming=True)), 0, 256)
+    with pytest.raises(DoesNotFitError, match="it does not fit into") as caught:
+        wanted.best()
+    assert "with everything in memory; to pack it, so that less would do, needs 1.00 GiB" in caught.value.why
+    assert caught.value.fix == "--ram 16MiB"
 
 
 def test_a_refusal_names_the_context_and_a_shorter_one_that_fits() -> None:
@@ -416,7 +435,7 @@ def test_each_fix_of_a_refusal_is_a_line_that_works() -> None:
     flags = ("mistral-7b", "--weights", "int4", "--ram", "2GiB", "--ctx", "32768")
     refused = run_cli("plan", *flags)
     assert refused.code == 4 and "32768 tokens of context 4.00 GiB" in refused.err
-    lines = refused.error_lines[2].removeprefix("fix:").split(", or ")
+    lines = [line[7:] for line in refused.err.splitlines() if line.startswith(("fix:", "or:"))]
     assert len(lines) == 2
     for line in lines:
         assert run_cli(*line.split()[1:]).code == 0, line

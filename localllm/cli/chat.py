@@ -19,6 +19,7 @@ from localllm.cli.front import Front, front_of
 from localllm.cli.generate import Printing, can_be_longer, is_cut_by_context, print_answer
 from localllm.cli.interrupts import Interrupted
 from localllm.cli.lines import LineReader
+from localllm.cli.origins import with_origins
 from localllm.cli.prompt import argument_text, has_blanks, read_text_file
 from localllm.cli.selection import Selection, named, select
 from localllm.config import user_directories
@@ -150,7 +151,9 @@ class Chat:
                 if hinted:
                     self._output.note("Ctrl-C again leaves; so do /bye and Ctrl-D")
             except LocalLLMError as error:
-                self._output.error(_mended_here(named(error, self._selection.files)))
+                error = named(error, self._selection.files)
+                with_origins(error, self.dialogue.resolved)
+                self._output.error(_mended_here(error))
                 self._exit_code = error.exit_code
             if self._terminated:
                 raise typer.Exit(self._front.interrupts.exit_code or 0)

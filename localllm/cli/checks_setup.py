@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from localllm.cli.findings import Finding, fail, ok, warn
+from localllm.cli.origins import with_origins
 from localllm.cli.output import Output
 from localllm.config import load_settings, user_directories
 from localllm.errors import LocalLLMError
@@ -26,13 +27,19 @@ def check_package(name: str, purpose: str) -> Finding:
 
 
 def check_settings() -> Finding:
+    from localllm.engine.placement import require_cap
     from localllm.registry import load_registry
 
     file = user_directories().config / "config.toml"
     try:
-        load_settings()
+        resolved = load_settings()
         load_registry()
     except LocalLLMError as error:
+        return fail(f"{error.what}: {error.why}", error.fix)
+    try:
+        require_cap(resolved.settings.ram)
+    except LocalLLMError as error:
+        with_origins(error, resolved)
         return fail(f"{error.what}: {error.why}", error.fix)
     return ok(f"{file}{'' if file.is_file() else ' (none: defaults)'}")
 

@@ -1,4 +1,4 @@
-"""Runs one command line: every error becomes four lines on stderr and an exit code, every signal an exit code."""
+"""Runs one command line: every error becomes a few lines on stderr and an exit code, every signal an exit code."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 DEBUG_FLAG = "--debug"
 LONGEST_COMMAND = 200  # characters that are worth repeating in an error
+_RAW = "--raw"  # of `run` alone: continues a text where there is no template
+_NEEDS_TEMPLATE = ("--messages", "--system")
 
 
 class BugError(LocalLLMError):
@@ -109,6 +111,8 @@ def _with_command(error: LocalLLMError, arguments: Sequence[str]) -> LocalLLMErr
     if isinstance(error, UnknownModelError) and error.nearest and error.name in kept:
         kept[kept.index(error.name)] = error.nearest
         error.fix = error.fix.replace(f"localllm run {error.nearest}", _line(kept, error.nearest))
+    elif _RAW in error.fix and kept[:1] == ["run"] and not any(word.startswith(_NEEDS_TEMPLATE) for word in kept):
+        error.fix = _with_flags(kept, _RAW)
     elif any(fix.startswith("--") for fix in error.fix.split(", or ")):
         error.fix = ", or ".join(_with_flags(kept, fix) for fix in error.fix.split(", or "))
     elif type(error) is UsageError and not error.fix:

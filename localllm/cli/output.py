@@ -33,6 +33,7 @@ _CLEAR_LINE = "\r\x1b[2K"
 _RATE_WINDOW_S = 10.0
 _NARROWEST_BAR = 5  # columns; where a terminal has no room for it, the time that is left goes first
 
+_OTHER_COMMAND = re.compile(", or (?=localllm )")  # each is pasted from a line of its own
 # What an error says where its raiser had no more to tell: an error always has its four lines.
 _GENERIC: Mapping[str, tuple[str, str]] = {
     "failure": ("the command could not be finished", "localllm doctor"),
@@ -191,9 +192,11 @@ class Output:
         self._write_stderr(one_line(text))
 
     def error(self, error: LocalLLMError) -> None:
-        """Four lines: what, why, what to do, where to read more."""
+        """Four lines: what, why, what to do, where to read more; and one for each other command that would do."""
         why, fix = _GENERIC.get(error.code, _GENERIC["failure"])
-        rows = (("why:", error.why or why), ("fix:", error.fix or fix), ("more:", error.more))
+        first, *others = _OTHER_COMMAND.split(error.fix or fix)
+        fixes = [("fix:", first), *(("or:", other) for other in others)]
+        rows = [("why:", error.why or why), *fixes, ("more:", error.more)]
         text = self._styled(_RED + _BOLD, "error:") + f" {one_line(error.what)}\n"
         text += "".join(
             f"{self._styled(_DIM, label)}{' ' * (7 - len(label))}{one_line(value)}\n" for label, value in rows

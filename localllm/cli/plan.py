@@ -63,7 +63,7 @@ def plan_command(
         typer.Option(
             "--goal",
             metavar="latency|throughput",
-            help="latency: one answer, as fast as can be. throughput: a job of many prompts, as `run --batch` has it.",
+            help="latency: one answer, as fast as can be. throughput: `run --batch` with 16 prompts of 1024 tokens.",
         ),
     ] = "latency",
     as_json: options.AsJson = False,
@@ -110,7 +110,8 @@ def _planned(front: Front, word: str | None, settings: Settings, goal: str, line
         files = None
     wishes = {field: getattr(settings, field) for field in Wishes.__dataclass_fields__ if field != "job"}
     wishes["vram"] = vram_cap(front, line.interject, has_gpu=has_card(choose_device(settings.device)))
-    job = JobShape(options.DEFAULT_PARALLEL, _JOB_TOKENS, _JOB_TOKENS) if goal == "throughput" else None
+    tokens = min(_JOB_TOKENS, settings.ctx or _JOB_TOKENS)
+    job = JobShape(options.DEFAULT_PARALLEL, tokens, tokens) if goal == "throughput" else None
     return plan_model(shape, files, Wishes(**wishes, job=job), line.show)
 
 

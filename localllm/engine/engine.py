@@ -164,9 +164,9 @@ class Engine:
         they are used in, see `choose_recipe`; a packed one is made at first use. ctx: tokens of context; None takes
         what the model was trained for, at most 8192, or less where that costs much of the speed. ram, vram: the most
         bytes that this process may hold on the host and on the GPU; what does not fit there is placed one tier down, at
-        last on the disk, from where it is read at every step. threads: of the
-        CPU. limits: of what runs at once. job: many prompts; memory is then shared out for the most tokens a second of
-        all of them together, not for the fastest single one. watcher: hears of what takes long.
+        last on the disk, from where it is read at every step. threads: of the CPU. limits: of what runs at once. job:
+        many prompts; memory is then shared out for the most tokens a second of all of them together, not for the
+        fastest single one. watcher: hears of what takes long.
 
         Raises ModelNotFoundError, CheckpointError, UnsupportedModelError, DoesNotFitError, UsageError; LocalLLMError
         where a packed model cannot be written.

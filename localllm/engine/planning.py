@@ -78,7 +78,6 @@ def plan_model(model: Shape, files: ModelFiles | None, wishes: Wishes, say: Call
     dtype = choose_dtype(wishes.weights if wishes.dtype == "auto" and wishes.weights in DTYPES else wishes.dtype)
     packed = () if files is None else tuple(packed_recipes(files))
     recipe = RECIPES[choose_recipe(wishes.weights, model.config, packed, dtype)]
-    shape_in = partial(_shape, model, files, dtype, device)
     search = _search(model, files, recipe, dtype, device, wishes, say)
     profile, others = kept_profile(), partial(_others, dtype, device)
     guesses = _guesses(profile)
@@ -87,13 +86,13 @@ def plan_model(model: Shape, files: ModelFiles | None, wishes: Wishes, say: Call
     except DoesNotFitError as error:
         fixes = [*search.fixes(), *(str(advice) for advice in other_model(search, others()))]
         return Planned(search.shape, None, fixes, error, guesses=guesses)
-    int4 = None if recipe.name == DEFAULT else shape_in(RECIPES[DEFAULT])
+    int4 = None if recipe.name == DEFAULT else _shape(model, files, RECIPES[DEFAULT], dtype, device)
     advice = [str(advice) for advice in advise(search, plan, int4, others())]
     return Planned(search.shape, plan, advice, None, *_predictions(plan, profile), guesses)
 
 
 def _shape(
-    model: Shape, files: ModelFiles | None, dtype: torch.dtype, device: torch.device, recipe: Recipe
+    model: Shape, files: ModelFiles | None, recipe: Recipe, dtype: torch.dtype, device: torch.device
 ) -> ModelShape:
     config, packing = as_stored(files, model.name, model.config, recipe)
     return model_shape(config, recipe, dtype, model.name, device, packing)
@@ -108,16 +107,16 @@ def _search(
     wishes: Wishes,
     say: Callable[[str], None],
 ) -> AnySearch:
-    config, packing = as_stored(files, model.name, model.config, recipe)
     if has_card(device):
+        config, packing = as_stored(files, model.name, model.config, recipe)
         card = CardPlanning(device, dtype, wishes.ctx, wishes.ram, wishes.vram, wishes.job, say)
         return card.search(config, recipe, model.name, packing)
     require_cap(wishes.ram)  # before seconds of measuring
     profile = measured(kept_profile(), recipe.name, recipe.blocks, dtype, say)
     rates = profile.rates(recipe.name)
     assert rates is not None
-    memory = process_memory(wishes.ram, recipe, config.vocab_size, packs=packing is not None)
-    shape = model_shape(config, recipe, dtype, model.name, packing=packing)
+    shape = _shape(model, files, recipe, dtype, device)
+    memory = process_memory(wishes.ram, recipe, model.config.vocab_size, packs=shape.packing is not None)
     return Search(shape, memory, rates, wishes.ctx, wishes.job, profile.corrections(recipe.name))
 
 
@@ -146,7 +145,6 @@ def _banded(amount: float, band: float) -> Prediction:
 
 def _others(dtype: torch.dtype, device: torch.device) -> Iterator[ModelShape]:
     """Every model of the registry in INT4, as if none were packed."""
-    recipe = RECIPES[DEFAULT]
     for name, raw in shipped_shapes().items():
-        config, packing = as_stored(None, name, parse_config(raw, f"the shape of {name}"), recipe)
-        yield model_shape(config, recipe, dtype, name, device, packing)
+        shape = Shape(name, parse_config(raw, f"the shape of {name}"), raw)
+        yield _shape(shape, None, RECIPES[DEFAULT], dtype, device)

@@ -1,4 +1,7 @@
-"""Memory that libraries take without being asked. Where they find none they end the process, LLVM and oneDNN alike."""
+"""Memory that libraries take without being asked. Where they find none they end the process, LLVM and oneDNN alike.
+
+Sees the limits of the address space and of overcommit; what a cgroup or the machine runs out of, no request shows.
+"""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class StepCosts:
         return -(-num_tokens // self.pass_tokens)
 
     def _prompt_computing_s(self, num_tokens: int) -> float:
-        flops = num_tokens * self.shape.block_flops + self.shape.head.flops
+        flops = num_tokens * self.shape.block_flops + self.shape.lm_head.flops
         return flops / self.rates.compute_gops / 1e9 * self.corrections.of(Term("cpu", "prompt", "compute"))
 
     def _prompt_disk_s(self, num_tokens: int) -> float:
@@ -64,7 +64,7 @@ class StepCosts:
 
     def _computing_s(self, depth: int, rows: int) -> float:
         shape, rates = self.shape, self.rates
-        matrices = (*shape.blocks, shape.head)
+        matrices = (*shape.blocks, shape.lm_head)
         read_s = sum(block.num_bytes for block in matrices) / rates.matrix_gbs / 1e9
         many_s = rows * sum(block.flops for block in matrices) / rates.compute_gops / 1e9
         attention_s = rows * depth * shape.kv_bytes_per_token / (ATTENTION_SHARE * rates.matrix_gbs) / 1e9

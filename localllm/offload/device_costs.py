@@ -112,7 +112,7 @@ class DeviceCosts:
 
     def _compute_s(self, num_tokens: int) -> float:
         """On the device alone."""
-        flops = num_tokens * self.shape.block_flops + self.shape.head.flops
+        flops = num_tokens * self.shape.block_flops + self.shape.lm_head.flops
         return flops / self.card_rates.compute_gops / 1e9 * self.corrections.of(self._term("prompt", "compute"))
 
     def _serial_s(self, phase: _Phase, depth: int, rows: int) -> float:

@@ -312,8 +312,8 @@ class DeviceSearch:
     def _costs(self, amount: _Amount, choice: _Choice) -> DeviceCosts:
         shape, (attention, mlp) = self.shape, (self.shape.blocks[0].num_bytes, self.shape.blocks[1].num_bytes)
         pairs = ((choice.attention, attention), (choice.mlp, mlp))
-        head_bytes = shape.embed.num_bytes if self.shape.is_tied else shape.head.num_bytes
-        on_device, on_host = (head_bytes, 0) if choice.head == "resident" else (0, head_bytes)
+        head = shape.lm_head.num_bytes
+        on_device, on_host = (head, 0) if choice.head == "resident" else (0, head)
         split = choice.mlp.split * mlp - choice.split_bytes
         streamed = sum((counts.streamed + counts.disk) * size for counts, size in pairs)
         blocks = [counts.resident + counts.streamed + counts.disk for counts, _ in pairs]

@@ -1,7 +1,7 @@
 """Memory whose pages are a file's own while the page cache has them, and private ones else.
 
-What lies in the page cache need not be copied to be computed with: its pages are mapped in place, in microseconds, and
-read at the speed of memory (36 GB/s on 2 cores, where copying gave 10). Knows nothing of what the files hold.
+What lies in the page cache need not be copied to be computed with: its pages are mapped in place, 70 MB in 1 to
+4 ms, and read at the speed of memory (36 GB/s on 2 cores, where copying gave 10). Knows nothing of what the files hold.
 """
 
 from __future__ import annotations

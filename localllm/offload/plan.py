@@ -57,6 +57,11 @@ class ModelShape:
     can_split: bool = False  # an MLP block, between a device and the host
     packing: Packing | None = None
 
+    @property
+    def lm_head(self) -> BlockShape:
+        """The block whose matrix makes logits."""
+        return self.embed if self.is_tied else self.head
+
     @cached_property
     def num_bytes(self) -> int:
         return sum(block.num_bytes for block in (self.embed, *self.blocks, self.head))

@@ -317,6 +317,10 @@ class Search:
     def refusal(self) -> DoesNotFitError:
         shape, least, owners = self.shape, self.least_bytes(), self._least_owners()
         packed_bytes = sum(owners.values())
+        packing_bytes = 0 if shape.packing is None else self.memory.program_bytes + shape.packing.num_bytes
+        if packed_bytes < least < packing_bytes:
+            reason = f"with everything in memory; to pack it, so that less would do, needs {amount(packing_bytes)}"
+            return does_not_fit(shape, "memory", self.memory.ram_bytes, least, reason, self.fixes())
         if shape.packing is not None and least > packed_bytes:
             return cannot_be_packed(shape.name, shape.weights, self.memory, shape.packing, self.fixes(), packed_bytes)
         largest = max((*shape.blocks, shape.head), key=lambda block: block.num_bytes)
