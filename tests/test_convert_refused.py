@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from localllm.errors import CheckpointError
+from localllm.errors import CheckpointError, LocalLLMError
 from tests.packed_support import contents, pack, small_checkpoint
 
 
@@ -79,3 +79,15 @@ def test_a_checkpoint_that_is_not_whole_is_refused_before_anything_is_written(ch
         pack(checkpoint, tmp_path / "p")
     assert name in caught.value.what + caught.value.why
     assert not (tmp_path / "p").exists()
+
+
+def test_a_folder_in_a_blocks_place_is_named_with_the_command_that_takes_it_away(tmp_path):
+    checkpoint = small_checkpoint(tmp_path / "m")
+    packed = pack(checkpoint, tmp_path / "p")
+    block = sorted(packed.glob("*.safetensors"))[0]
+    block.unlink()
+    block.mkdir()
+    with pytest.raises(LocalLLMError) as caught:
+        pack(checkpoint, tmp_path / "p")
+    assert caught.value.what == f"{block} cannot be written"
+    assert caught.value.fix == "localllm rm --packed MODEL"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -90,7 +91,7 @@ def pack(
             if not (waited and conversion.is_finished()):
                 conversion.run()
     except OSError as error:
-        raise _disk_error(error, target, conversion.missing_bytes) from error
+        raise _disk_error(error, target, plan.model, conversion.missing_bytes) from error
 
 
 class _Conversion:
@@ -201,11 +202,13 @@ class _Conversion:
         return self._target / self._file(layout).file_name
 
 
-def _disk_error(error: OSError, target: Path, missing_bytes: int) -> LocalLLMError:
+def _disk_error(error: OSError, target: Path, model: str, missing_bytes: int) -> LocalLLMError:
     if error.errno in _NO_SPACE:
         return _no_space(target, missing_bytes, f"{error.strerror}: ")
     why = f"{error.strerror or error}; what was finished is kept"
-    return LocalLLMError(f"{target} cannot be written", why=why, fix="localllm doctor")
+    is_in_the_way = isinstance(error, IsADirectoryError)  # of a block's name
+    fix = f"localllm rm --packed {shlex.quote(model)}" if is_in_the_way else "localllm doctor"
+    return LocalLLMError(f"{error.filename or target} cannot be written", why=why, fix=fix)
 
 
 def _no_space(target: Path, missing_bytes: int, reason: str = "") -> DoesNotFitError:
