@@ -29,7 +29,10 @@ from benchmarks.peers_protocol import UnavailableError
 from benchmarks.process_memory import process_memory
 from localllm.bench.random_model import random_model
 from localllm.config import user_directories
+from localllm.engine.weights import compact_form
 from localllm.hub import ModelFiles
+from localllm.models.families import parse_config
+from localllm.models.layout import model_bytes
 from localllm.models.shapes import shipped_shapes
 from localllm.quant.recipe import RECIPES
 
@@ -39,12 +42,11 @@ MIB = 1 << 20
 
 @contextlib.contextmanager
 def packed(shape: str, weights: str) -> Iterator[tuple[ModelFiles, int]]:
-    """A random model on the disk, and the bytes of its blocks."""
-    from localllm.hub.packed import packed_directory
-
-    with random_model(shape, shipped_shapes()[shape], RECIPES[weights]) as files:
-        paths = packed_directory(files, weights).glob("*.safetensors")
-        yield files, sum(path.stat().st_size for path in paths)
+    """A random model on the disk, as `weights` are streamed, and the bytes of its matrices in `weights`."""
+    raw_config, recipe = shipped_shapes()[shape], RECIPES[weights]
+    config = parse_config(raw_config, shape)
+    with random_model(shape, raw_config, compact_form(recipe, config, ()) or recipe) as files:
+        yield files, model_bytes(config, recipe)
 
 
 def run(spec: Spec) -> dict[str, Any]:

@@ -47,8 +47,7 @@ class Spec:
 
 def measure(spec: Spec) -> dict[str, Any]:
     files = locate(spec.folder)
-    packed = packed_directory(files, spec.weights)
-    paths = sorted(packed.glob("*.safetensors"))
+    paths = sorted(packed_directory(files, spec.weights).parent.glob("*/*.safetensors"))
     if spec.is_cold:
         drop(paths)
     else:
@@ -61,6 +60,7 @@ def measure(spec: Spec) -> dict[str, Any]:
     load_s = time.perf_counter() - started
     plan = engine.plan
     assert plan is not None
+    packed = packed_directory(files, plan.shape.weights)
     streamed = [packed / f"{name}.safetensors" for name in plan.streamed]
     prompts = [ids(spec.prompt_tokens, engine.model.config.vocab_size, seed) for seed in range(spec.sequences)]
     answers = [answer(engine, prompts, spec.gen_tokens)]  # warm: kernels are compiled, the ring is full
@@ -91,7 +91,7 @@ def measure(spec: Spec) -> dict[str, Any]:
 
 def by_rates_afterwards(plan: Plan, spec: Spec) -> float:
     """What the plan would have predicted had the machine been measured when the answers were done."""
-    recipe, costs = RECIPES[spec.weights], plan.costs
+    recipe, costs = RECIPES[plan.shape.weights], plan.costs
     dtype = torch.float32 if spec.weights == "fp32" else torch.bfloat16
     rates = measured(Profile(machine_key()), recipe.name, recipe.blocks, dtype, lambda _text: None).rates(recipe.name)
     assert isinstance(costs, StepCosts) and rates is not None

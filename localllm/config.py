@@ -130,7 +130,7 @@ def _as_whole_number(text: str) -> int | None:
 
 # "int4" stands for one of the groups; the round-to-nearest forms are there to be compared with.
 WEIGHTS = (
-    "auto", "bf16", "int8", "int4", "nf4", "int4-g32", "int4-g64", "int4-g128",
+    "auto", "bf16", "int8", "int4", "nf4", "bf12", "int4-g32", "int4-g64", "int4-g128",
     "int4-g32-rtn", "int4-g64-rtn", "int4-g128-rtn",
 )  # fmt: skip
 

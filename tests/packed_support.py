@@ -22,7 +22,7 @@ from tests.checkpoints import write_checkpoint
 WEIGHTS = "int4-g64"
 SOURCE = "maker/model@0123abcd"
 # int4 with groups that the fixtures' widths do not fill, int8, a format with odd sizes, and one that is not quantized.
-FORMATS = ["int4-g64", "int4-g32-rtn", "int8", "nf4", "bf16"]
+FORMATS = ["int4-g64", "int4-g32-rtn", "int8", "nf4", "bf16", "bf12"]
 
 
 def small_checkpoint(folder: Path, family: str = "llama", seed: int = 0) -> Path:

@@ -49,7 +49,7 @@ ODD: dict[str, Any] = {  # no size is a multiple of a tile's 16 rows, nor of a g
     "max_position_embeddings": 256,
     "attention_bias": True,
 }
-RECIPES = ["bf16", "int8", "nf4", "int4-g32", "int4-g64", "int4-g128"]
+RECIPES = ["bf16", "bf12", "int8", "nf4", "int4-g32", "int4-g64", "int4-g128"]
 
 # The published file of each shape, where the data has one. The context stands for the instructed model.
 PUBLISHED = {

@@ -95,4 +95,4 @@ def test_a_job_without_prompts_is_refused_with_a_command_that_writes_one(tmp_pat
 
 
 def test_a_format_that_is_none_is_refused_with_one_that_can_be_packed() -> None:
-    assert run_cli("quantize", "tiny", "--weights", "bf16-x").error_lines[2].split()[-2:] == ["--weights", "int8"]
+    assert run_cli("quantize", "tiny", "--weights", "bf16-x").error_lines[2].split()[-2:] == ["--weights", "bf12"]

@@ -330,7 +330,7 @@ def test_the_format_can_be_a_setting(model: Path, tmp_path: Path, monkeypatch: p
 def test_an_unknown_format_is_refused_with_the_known_ones(model: Path, cache: Path, weights: str) -> None:
     result = ask(model, "--weights", weights)
     assert (result.code, result.out) == (2, b"")
-    assert "one of auto, bf16, int8, int4, nf4, int4-g32" in " ".join(result.error_lines)
+    assert "one of auto, bf16, int8, int4, nf4, bf12, int4-g32" in " ".join(result.error_lines)
     assert re.fullmatch(r"fix:   localllm run .* --weights \S+", result.error_lines[2])
     assert not cache.exists()
 

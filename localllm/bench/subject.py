@@ -178,8 +178,8 @@ def require_plan(
     ctx: int,
     caps: Caps,
     say: Callable[[str], None],
-) -> None:
-    """Raises what `Engine.load` would say of memory: UsageError, DoesNotFitError."""
+) -> Recipe:
+    """The recipe in which it then runs. Raises what `Engine.load` would say of memory: UsageError, DoesNotFitError."""
     wishes = Wishes(
         weights=recipe.name,
         ctx=ctx,
@@ -189,6 +189,7 @@ def require_plan(
         vram=caps.vram_bytes,
         job=JobShape(1, caps.kv_tokens, ctx),
     )
-    refusal = plan_model(shape, files, wishes, say).refusal
-    if refusal is not None:
-        raise refusal
+    planned = plan_model(shape, files, wishes, say)
+    if planned.refusal is not None:
+        raise planned.refusal
+    return RECIPES[planned.shape.weights]

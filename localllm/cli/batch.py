@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from localllm.engine.engine import Engine
 
 _BYTES_A_TOKEN = 3  # of a prompt's line; English text has 4 to 5
+_SAME_NUMBERS = {"bf12": "bf16"}  # in other bytes
 _WINDOW = 2  # times what is answered at once is handed to the engine: it never waits, and little is held
 # What makes text of ids and ids of text, beside the weights.
 _TEXT_FILES = (
@@ -148,7 +149,7 @@ def job_key(selection: Selection, rules: LineRules, prompts: Prompts, engine: En
         "localllm": __version__,
         "model": source_id(files),
         "texts": texts.hexdigest(),
-        "weights": engine.weights,
+        "weights": _SAME_NUMBERS.get(engine.weights, engine.weights),
         "dtype": str(engine.model.dtype),
         "device": engine.model.device.type,
         "ctx": selection.settings.ctx,

@@ -200,7 +200,7 @@ def _set_up(front: Front, target: _Target, workload: Workload, line: ProgressLin
         workload.check(target.name, config)
     if target.files is not None or caps.are_given:
         shape = Shape(target.name, config, target.raw_config)
-        require_plan(shape, target.files, chosen, dtype, device, workload.ctx, caps, line.show)
+        chosen = require_plan(shape, target.files, chosen, dtype, device, workload.ctx, caps, line.show)
     else:
         require_room(config, chosen, dtype, device, workload.kv_tokens)
     return _Setup(device, dtype, chosen, caps)

@@ -80,10 +80,11 @@ Weights = Annotated[
     str | None,
     typer.Option(
         "--weights",
-        metavar="auto|bf16|int8|int4|nf4",
+        metavar="auto|bf16|int8|int4|nf4|bf12",
         autocompletion=complete_weights,
-        help="Format of the weights: fewer bits take less memory and are faster, at some cost of quality; int4-g32, "
-        "-g64, -g128 too. Packed at first use. auto: what is packed already, else int4 if it has 512 MiB or more.",
+        help="Format of the weights: fewer bits take less memory and are faster, at some cost of quality; bf12 is bf16 "
+        "without loss in 12 bits; int4-g32, -g64, -g128 too. Packed at first use. auto: what is packed already, else "
+        "int4 if it has 512 MiB or more.",
     ),
 ]
 Threads = Annotated[int | None, typer.Option("--threads", metavar="N", help="CPU threads. Default: torch's choice.")]

@@ -63,7 +63,7 @@ def plan_command(
         typer.Option(
             "--goal",
             metavar="latency|throughput",
-            help="latency: one answer, as fast as can be. throughput: `run --batch` with 16 prompts of 1024 tokens.",
+            help="latency: one answer, as fast as can be. throughput: `run --batch` with 32 prompts of 1024 tokens.",
         ),
     ] = "latency",
     as_json: options.AsJson = False,

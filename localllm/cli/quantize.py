@@ -39,7 +39,7 @@ def quantize_command(
         str | None,
         typer.Option(
             "--weights",
-            metavar="int4|int8|nf4",
+            metavar="int4|int8|nf4|bf12",
             autocompletion=complete_weights,
             help="The format. Default: the setting `weights` if it names one of these, else int4.",
         ),

@@ -13,9 +13,10 @@ from localllm.engine.advice import flags_for_context
 from localllm.engine.card import CardPlanning, cap_allocator
 from localllm.engine.memory import is_out_of_memory, out_of_memory, require_context
 from localllm.engine.placement import find_search, model_shape, process_memory
-from localllm.engine.weights import as_stored, is_unpacked, open_checkpoint, open_packed
+from localllm.engine.weights import as_stored, compact_form, is_unpacked, open_checkpoint, open_packed
 from localllm.errors import DoesNotFitError
 from localllm.hub import ModelFiles
+from localllm.hub.packed import packed_recipes
 from localllm.models.block_source import BlockSource
 from localllm.models.config import ModelConfig
 from localllm.models.decoder import Decoder
@@ -25,6 +26,8 @@ from localllm.models.placed import PlacedModel
 from localllm.offload.device_search import AnySearch
 from localllm.offload.plan import JobShape, Plan
 from localllm.offload.refusal import idle_vram
+from localllm.offload.search import Search, fits_whole, is_better
+from localllm.quant.bf12 import NotCompactError
 from localllm.quant.recipe import DEFAULT, RECIPES, Recipe
 
 
@@ -85,6 +88,9 @@ class Loading:
 
     def _load(self, config: ModelConfig) -> LoadedModel:
         require_context(config, self.ctx)
+        if (compact := self._compact(config)) is not None:
+            with suppress(NotCompactError):
+                return compact._load(config)
         plan, search = self._plan(config)  # before minutes of conversion, not after
         with ExitStack() as opened:
             if is_unpacked(self.recipe) and plan.is_whole:
@@ -98,6 +104,17 @@ class Loading:
             loaded = self._loaded(plan, search, placed.few, placed, opened.pop_all())
         promised = replace(self, ctx=loaded.ctx, watcher=Watcher())
         return replace(loaded, replan=lambda: promised._plan(packed.config, packed, placed.host_bytes)[0])
+
+    def _compact(self, config: ModelConfig) -> Loading | None:
+        """In fewer bytes, where these weights have a form that has, and it is the better one."""
+        own = self._search(config, self.recipe)
+        if not isinstance(own, Search) or fits_whole(own):
+            return None
+        recipe = compact_form(self.recipe, config, packed_recipes(self.files))
+        if recipe is None:
+            return None
+        other = self._search(config, recipe)
+        return replace(self, recipe=recipe) if isinstance(other, Search) and is_better(other, own) else None
 
     def _loaded(
         self,

@@ -23,7 +23,8 @@ from localllm.models.split_mlp import can_be_split
 from localllm.offload.host_buffer import give_back_freed
 from localllm.offload.plan import GIB, BlockShape, JobShape, Memory, ModelShape, Packing, Rates
 from localllm.offload.profile import kept_profile, measured
-from localllm.offload.search import Search
+from localllm.offload.search import Search, fitting
+from localllm.quant.bf12 import BF12
 from localllm.quant.dense import Dense
 from localllm.quant.nf4 import NF4
 from localllm.quant.recipe import Recipe
@@ -42,6 +43,7 @@ _TOKENIZER_BYTES = 500
 # With its libraries, once an nf4 matrix is made or used: 191 to 199 MiB; and what it leaves in the heap where it is
 # used in bf16: 67.
 _BITSANDBYTES_BYTES = 280 << 20
+_UNPACKING_BYTES = 8 << 20  # slabs of bf12, and what the C library keeps of them
 _STEP_BYTES = 16 << 20  # one that holds more than usual, started again, holds some MB more or less
 # Where nothing is measured and nothing need be: everything fits, whatever the rates are.
 _TYPICAL = Rates(matrix_gbs=20.0, compute_gops=500.0, disk_gbs=1.0, is_measured=False)
@@ -106,8 +108,9 @@ def process_memory(
     give_back_freed()  # a tokenizer of 128,000 entries leaves 177 MB behind when it is read
     held = int(psutil.Process().memory_info().rss)
     free = held + int(HEADROOM * available_bytes(torch.device("cpu")))
-    libraries = _BITSANDBYTES_BYTES if any(isinstance(it, NF4) for it in (weights.blocks, weights.embedding)) else 0
-    usual = _PROGRAM_BYTES + _TOKENIZER_BYTES * vocab_size + libraries + (_PACKING_BYTES if packs else 0)
+    usual = _PROGRAM_BYTES + _TOKENIZER_BYTES * vocab_size + (_PACKING_BYTES if packs else 0)
+    usual += _BITSANDBYTES_BYTES if isinstance(weights.blocks, NF4) else 0
+    usual += _UNPACKING_BYTES if isinstance(weights.blocks, BF12) else 0
     now = held - placed_bytes + _GROWTH_BYTES
     program = usual if now <= usual + _FIRST_BYTES else -(-now // _STEP_BYTES) * _STEP_BYTES
     most = free if ram_bytes is None else min(ram_bytes, free)
@@ -138,14 +141,14 @@ def find_search(
     """For the best placement; what this machine does is measured only where something has to be chosen.
 
     memory: what may be used, asked again after a measurement, which leaves something behind. cached_share: of the
-    packed files, in the page cache. Raises DoesNotFitError.
+    packed files, in the page cache.
     """
     profile = kept_profile()
     rates = profile.rates(shape.weights)
     if rates is None:  # measuring takes seconds
         search = Search(shape, memory(), _TYPICAL, ctx, job)
-        plan = search.best()
-        if not plan.streamed and plan.ctx >= (ctx or shape.default_ctx):
+        plan = fitting(search)
+        if plan is None or (not plan.streamed and plan.ctx >= (ctx or shape.default_ctx)):
             return search
         rates = measured(profile, shape.weights, recipe.blocks, dtype, say).rates(shape.weights)
         assert rates is not None

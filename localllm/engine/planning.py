@@ -14,7 +14,7 @@ from localllm.engine.card import CardPlanning
 from localllm.engine.loading import has_card, require_card
 from localllm.engine.memory import DTYPES, choose_device, choose_dtype, require_context
 from localllm.engine.placement import model_shape, process_memory, require_cap
-from localllm.engine.weights import as_stored, choose_recipe
+from localllm.engine.weights import as_stored, choose_recipe, compact_form
 from localllm.errors import DoesNotFitError
 from localllm.hub import ModelFiles
 from localllm.hub.packed import packed_recipes
@@ -24,7 +24,7 @@ from localllm.offload.device_rates import UNKNOWN_CONTEXT_BYTES
 from localllm.offload.device_search import AnySearch
 from localllm.offload.plan import JobShape, ModelShape, Plan
 from localllm.offload.profile import UNKNOWN_DISK_GBS, Profile, kept_profile, measured
-from localllm.offload.search import Search
+from localllm.offload.search import Search, fits_whole, is_better
 from localllm.quant.recipe import DEFAULT, RECIPES, Recipe
 
 
@@ -79,6 +79,10 @@ def plan_model(model: Shape, files: ModelFiles | None, wishes: Wishes, say: Call
     packed = () if files is None else tuple(packed_recipes(files))
     recipe = RECIPES[choose_recipe(wishes.weights, model.config, packed, dtype)]
     search = _search(model, files, recipe, dtype, device, wishes, say)
+    if isinstance(search, Search) and not fits_whole(search):
+        compact = compact_form(recipe, model.config, packed)
+        other = None if compact is None else _search(model, files, compact, dtype, device, wishes, say)
+        search = other if isinstance(other, Search) and is_better(other, search) else search
     profile, others = kept_profile(), partial(_others, dtype, device)
     guesses = _guesses(profile)
     try:

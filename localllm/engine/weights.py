@@ -12,17 +12,19 @@ from localllm.engine.placement import process_memory, require_cap
 from localllm.errors import LocalLLMError, UsageError
 from localllm.hub import ModelFiles
 from localllm.hub.packed import packed_directory, source_id
+from localllm.kernels import cpu_bf12
 from localllm.models.block_source import CheckpointBlocks, foreseen_bytes
 from localllm.models.checkpoint import Checkpoint
 from localllm.models.config import ModelConfig
 from localllm.models.convert import convert
 from localllm.models.families import load_config
-from localllm.models.layout import block_layouts
+from localllm.models.layout import block_layouts, model_bytes
 from localllm.models.load import Progress
 from localllm.models.packed import PackedModel, needs_conversion
 from localllm.offload.host_buffer import give_back_freed
 from localllm.offload.plan import Packing
 from localllm.offload.refusal import cannot_be_packed, more_of
+from localllm.quant.bf12 import BF12
 from localllm.quant.dense import Dense
 from localllm.quant.recipe import DEFAULT, RECIPES, Recipe, recipe
 
@@ -43,15 +45,16 @@ def choose_recipe(weights: str, config: ModelConfig, packed: Sequence[str], dtyp
     """
     if weights != "auto":
         name = recipe(weights).name
-        if is_unpacked(RECIPES[name]) and name != Dense(dtype).name:
+        own = _own_dtype(RECIPES[name])
+        if own not in (None, dtype):
             raise UsageError(
                 f"{name} weights cannot be used with {Dense(dtype).name} activations",
                 why="weights that are not quantized have the type of the activations",
-                fix=f"--weights {name} --dtype {name}",
+                fix=f"--weights {name} --dtype {Dense(own).name}",
             )
         return name
     # A copy of unquantized weights, in the order in which they are streamed, is no choice of a format.
-    usable = [name for name in (DEFAULT, *RECIPES) if name in packed and not is_unpacked(RECIPES[name])]
+    usable = [name for name in (DEFAULT, *RECIPES) if name in packed and _own_dtype(RECIPES[name]) is None]
     if usable:
         return usable[0]
     matrices = (matrix for layout in block_layouts(config) for matrix in layout.matrices)
@@ -62,6 +65,23 @@ def choose_recipe(weights: str, config: ModelConfig, packed: Sequence[str], dtyp
 def is_unpacked(weights: Recipe) -> bool:
     """Whether these weights are read straight from the checkpoint, which holds them as they are."""
     return isinstance(weights.blocks, Dense)
+
+
+def compact_form(weights: Recipe, config: ModelConfig, packed: Sequence[str]) -> Recipe | None:
+    """In which bf16 weights are streamed to a CPU: the same numbers in fewer bytes. None where they are streamed as
+    they are; those that do not fit into it have a copy of their own."""
+    compact = RECIPES["bf12"]
+    if weights.name != "bf16" or weights.name in packed:
+        return None
+    is_smaller = model_bytes(config, compact) < model_bytes(config, weights)  # units of 128 columns, where there are 64
+    return compact if is_smaller and cpu_bf12.is_available() else None
+
+
+def _own_dtype(weights: Recipe) -> torch.dtype | None:
+    """Of weights that are not quantized."""
+    if isinstance(weights.blocks, BF12):
+        return torch.bfloat16
+    return weights.blocks.dtype if isinstance(weights.blocks, Dense) else None
 
 
 @contextmanager

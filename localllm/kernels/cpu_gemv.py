@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels import cpu_math
-from localllm.kernels.cpu_ir import I32V, Kernel
+from localllm.kernels.cpu_ir import I32V, Kernel, Value
 from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_jit import KernelUnavailableError, Native, best_isa, compile_kernel
 from localllm.kernels.cpu_tape import Tape
@@ -28,23 +28,32 @@ def gemv_source(rows: int) -> Kernel:
     """x bf16 [rows, K], w bf16 [N, K], y bf16 [rows, N]. Threads share out the rows of W."""
     k = Kernel("gemv", "x w y | out_features in_features")
     a = k.arg
-    row_bytes = a.in_features * 2
     begin, end = k.share(a.out_features)
     with k.range(begin, end) as n:
-        weights = a.w.at(n * row_bytes)
-        sums = [[k.variable(k.f32v(0)) for _ in ("even", "odd")] for _ in range(rows)]
-        with k.range(k.i64(0), row_bytes, 2 * VECTOR) as at:
-            k.prefetch(weights.at(at).at(PREFETCH_BYTES))
-            w = cpu_math.from_bf16_pairs(weights.at(at).load(I32V, 2))
-            for m, pair in enumerate(sums):
-                x = cpu_math.from_bf16_pairs(a.x.at(row_bytes * m + at).load(I32V, 2))
-                for half in (0, 1):
-                    pair[half].set(k.fma(w[half], x[half], pair[half].get()))
-        for m, (even, odd) in enumerate(sums):
-            total = cpu_math.total(k, even.get() + odd.get())
-            rounded = cpu_math.to_bf16(k, total.splat())
-            a.y.at((a.out_features * m + n) * 2).store(k.lane(rounded, 0), 2)
+        multiply_row(k, rows, n, a.w.at(n * (a.in_features * 2)), PREFETCH_BYTES)
     return k
+
+
+def multiply_row(k: Kernel, rows: int, n: Value, weights: Value, prefetch_bytes: int = 0) -> None:
+    """Row n of W at `weights`, times every row of x, into y. The kernel has the words x, y, out_features, in_features.
+
+    prefetch_bytes: so far ahead; 0 where the row is in a cache.
+    """
+    a = k.arg
+    row_bytes = a.in_features * 2
+    sums = [[k.variable(k.f32v(0)) for _ in ("even", "odd")] for _ in range(rows)]
+    with k.range(k.i64(0), row_bytes, 2 * VECTOR) as at:
+        if prefetch_bytes:
+            k.prefetch(weights.at(at).at(prefetch_bytes))
+        w = cpu_math.from_bf16_pairs(weights.at(at).load(I32V, 2))
+        for m, pair in enumerate(sums):
+            x = cpu_math.from_bf16_pairs(a.x.at(row_bytes * m + at).load(I32V, 2))
+            for half in (0, 1):
+                pair[half].set(k.fma(w[half], x[half], pair[half].get()))
+    for m, (even, odd) in enumerate(sums):
+        total = cpu_math.total(k, even.get() + odd.get())
+        rounded = cpu_math.to_bf16(k, total.splat())
+        a.y.at((a.out_features * m + n) * 2).store(k.lane(rounded, 0), 2)
 
 
 @cache

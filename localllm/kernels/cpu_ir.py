@@ -68,6 +68,9 @@ class Value:
     def __and__(self, other: Value | Number) -> Value:
         return self._binary("and", other)
 
+    def __or__(self, other: Value | Number) -> Value:
+        return self._binary("or", other)
+
     def __xor__(self, other: Value | Number) -> Value:
         return self._binary("xor", other)
 
@@ -76,6 +79,10 @@ class Value:
 
     def __rshift__(self, other: Value | Number) -> Value:
         return self._binary("lshr", other)
+
+    def shift_signed(self, bits: int) -> Value:
+        """To the right; what comes in on the left is the sign."""
+        return self._binary("ashr", bits)
 
     def compare(self, predicate: str, other: Value | Number) -> Value:
         """i1 (or a vector of them); predicate as LLVM's: ult, slt, eq, olt, uno ..."""

@@ -340,6 +340,27 @@ class Search:
         return [*found, *packing_commands(self, packed_bytes), *shorter_contexts(self)] or [SMALLER]
 
 
+def fits_whole(of: Placements) -> bool:
+    """Whether the best plan leaves every block where it is computed fastest."""
+    plan = fitting(of)
+    return plan is not None and plan.is_whole
+
+
+def is_better(other: Search, own: Search) -> bool:
+    """Of a model in another form, of fewer bytes, beside its own, which does not fit as a whole."""
+    if fitting(other) is not None:
+        return True
+    return fitting(own) is None and other.least_bytes() < own.least_bytes()
+
+
+def fitting(of: Placements) -> Plan | None:
+    """The best plan; None where nothing fits."""
+    try:
+        return best_plan(of)
+    except DoesNotFitError:
+        return None
+
+
 def _spread(blocks: tuple[BlockShape, ...], count: int) -> set[str]:
     """The names of so many of the blocks, at even distances."""
     return {blocks[(2 * index + 1) * len(blocks) // (2 * count)].name for index in range(count)}

@@ -10,6 +10,7 @@ from types import MappingProxyType
 import torch
 
 from localllm.errors import UsageError
+from localllm.quant.bf12 import BF12
 from localllm.quant.dense import Dense
 from localllm.quant.int4 import Int4
 from localllm.quant.int8 import Int8
@@ -32,6 +33,7 @@ _INT4 = [Int4(group, calibration) for group in (32, 64, 128) for calibration in 
 RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {
         "bf16": Recipe("bf16", Dense(), Dense()),
+        "bf12": Recipe("bf12", BF12(), BF12()),
         "fp32": Recipe("fp32", Dense(torch.float32), Dense(torch.float32)),
         "int8": Recipe("int8", Int8(), Int8()),
         "nf4": Recipe("nf4", NF4(), Int8()),

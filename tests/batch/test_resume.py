@@ -62,6 +62,17 @@ def test_one_prompt_that_fails_does_not_end_the_job_and_is_tried_again(
     assert answers(again) == answers(whole)
 
 
+def test_the_same_numbers_in_other_bytes_go_on_with_the_job(
+    model: Path, file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = file(*PROMPTS)
+    with monkeypatch.context() as patch:
+        fail_on(answers(batch(model, path, "--fresh"))[1]["usage"]["prompt_tokens"], patch)
+        assert batch(model, path, "--weights", "bf16").code == 1
+    again = batch(model, path, "--weights", "bf12")
+    assert (again.code, "5 of 6 answers were there" in again.err) == (0, True)
+
+
 def test_an_engine_that_breaks_ends_the_job_and_what_was_answered_is_kept(
     model: Path, file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

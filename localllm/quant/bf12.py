@@ -1,0 +1,87 @@
+"""bf16 without loss in three quarters of its bytes: see kernels/bf12.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from localllm.errors import CheckpointError
+from localllm.kernels import bf12, cpu_bf12
+from localllm.kernels.dense import dense_linear
+from localllm.kernels.tile16 import TILE
+from localllm.quant.weight_format import TensorSpec
+
+SLAB_WEIGHTS = 1 << 19  # unpacked for one matrix product: 1 MiB, which the second cache keeps
+_PACKED_WEIGHTS = 1 << 18  # packed at once
+_COPIES = 12  # of them in 32 bits that are there at once
+
+
+class NotCompactError(CheckpointError):
+    """A matrix whose exponents are spread too widely for it; its weights in bf16 are as good."""
+
+
+@dataclass(frozen=True)
+class BF12:
+    """`packed`, `row` and `exceptions` of kernels/bf12.py. Every product has the bits that bf16 has."""
+
+    name: str = "bf12"
+
+    def specs(self, out_features: int, in_features: int) -> dict[str, TensorSpec]:
+        tiles, units = -(-out_features // TILE), bf12.units(in_features)
+        return {
+            "packed": TensorSpec((tiles, TILE, units, bf12.UNIT_BYTES), torch.uint8),
+            "row": TensorSpec((tiles, TILE, 3), torch.int32),
+            "exceptions": TensorSpec((tiles, bf12.capacity(in_features)), torch.int32),
+        }
+
+    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
+        """Of the weight in bf16. Raises NotCompactError."""
+        N, K = weight.shape
+        specs = self.specs(N, K)
+        tensors = {name: torch.empty(s.shape, dtype=s.dtype, device=weight.device) for name, s in specs.items()}
+        step = max(1, _PACKED_WEIGHTS // (TILE * max(1, K)))
+        for first in range(0, specs["row"].shape[0], step):
+            slab = weight[first * TILE : (first + step) * TILE].to(torch.bfloat16)
+            try:
+                parts = bf12.pack(slab)
+            except bf12.ManyExceptionsError as error:
+                raise NotCompactError(
+                    "the exponents of its weights do not fit into 4 bits", why=str(error), fix="--weights bf16"
+                ) from None
+            for tensor, part in zip(tensors.values(), parts, strict=True):
+                tensor[first : first + step] = part
+        return tensors
+
+    def working_bytes(self, in_features: int, /) -> int:
+        return _COPIES * 4 * max(_PACKED_WEIGHTS, TILE * in_features)
+
+    def dequantize(self, tensors: dict[str, Tensor], out_features: int, in_features: int) -> Tensor:
+        return _unpacked(tensors, slice(None), in_features)[:out_features]
+
+    def rows(self, tensors: dict[str, Tensor], indices: Tensor, in_features: int) -> Tensor:
+        tile, place = indices // TILE, indices % TILE
+        packed, row = (tensors[name][tile, place].unsqueeze(1) for name in ("packed", "row"))
+        return bf12.unpack(packed, row, tensors["exceptions"][tile], in_features)
+
+    def linear(self, x: Tensor, tensors: dict[str, Tensor], out_features: int, bias: Tensor | None) -> Tensor:
+        T, K = x.shape
+        if x.dtype is torch.bfloat16 and x.device.type == "cpu" and cpu_bf12.supports(T, out_features, K):
+            y = cpu_bf12.gemv(x.contiguous(), tensors["packed"], tensors["row"], tensors["exceptions"], out_features)
+            return y if bias is None else y + bias
+        y = torch.empty((T, out_features), dtype=x.dtype, device=x.device)
+        step = max(1, SLAB_WEIGHTS // (TILE * max(1, K)))
+        for first in range(0, len(tensors["row"]), step):
+            rows = slice(first * TILE, min((first + step) * TILE, out_features))
+            slab = _unpacked(tensors, slice(first, first + step), K)[: rows.stop - rows.start].to(x.dtype)
+            y[:, rows] = dense_linear(x, slab, None if bias is None else bias[rows])
+        return y
+
+
+def _unpacked(tensors: dict[str, Tensor], tiles: slice, in_features: int) -> Tensor:
+    """bf16 [rows of these tiles, K]."""
+    packed, row, exceptions = (tensors[name][tiles] for name in ("packed", "row", "exceptions"))
+    if packed.device.type == "cpu" and cpu_bf12.is_available():
+        return cpu_bf12.unpack(packed, row, exceptions)[:, :in_features]
+    return bf12.unpack(packed, row, exceptions, in_features)
