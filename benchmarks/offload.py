@@ -151,7 +151,7 @@ def predict(_rounds: int) -> dict[str, Any]:
 
 
 def predicted_run(case: Case, files: ModelFiles, cap: int) -> dict[str, Any]:
-    measure_machine(case, files)
+    measure_machine(case, files, cap)
     return run(spec(files, case.weights, cap, ctx=1024, prompt_tokens=960, gen_tokens=48, rounds=3))
 
 
@@ -162,11 +162,11 @@ def is_steady(result: dict[str, Any]) -> bool:
     return all(max(each) <= _STEADY * min(each) for each in (result["decode_tok_s"], rates))
 
 
-def measure_machine(case: Case, files: ModelFiles) -> None:
+def measure_machine(case: Case, files: ModelFiles, cap: int) -> None:
     """Anew, in a process of its own: what else runs on a machine changes from minute to minute."""
     (user_directories().cache / "profile.json").unlink(missing_ok=True)
-    command = [sys.executable, "-m", "localllm", "plan", str(files.directory), "--weights", case.weights, "--json"]
-    subprocess.run(command, check=True, capture_output=True)
+    command = [sys.executable, "-m", "localllm", "plan", str(files.directory), "--weights", case.weights]
+    subprocess.run([*command, "--ram", f"{cap >> 20}MiB"], check=True, capture_output=True)
 
 
 def job(_rounds: int) -> dict[str, Any]:

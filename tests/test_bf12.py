@@ -80,6 +80,17 @@ def test_every_instruction_set_unpacks_and_multiplies_alike(isa: cpu_isa.Isa) ->
         assert torch.equal(cpu_bf12.gemv(x, *parts, 37, isa), Dense().linear(x, {"weight": weight}, 37, None))
 
 
+@needs_kernels
+def test_a_file_that_is_written_to_meanwhile_reaches_no_memory_but_its_own() -> None:
+    """What is mapped from the page cache may change while it is computed with."""
+    packed, row, exceptions = bf12.pack(normal(64, 256))
+    garbage = torch.Generator().manual_seed(0)
+    for tensor in (row, exceptions):
+        tensor.random_(-(2**31), 2**31 - 1, generator=garbage)
+    assert cpu_bf12.gemv(normal(2, 256), packed, row, exceptions, 64).shape == (2, 64)
+    assert cpu_bf12.unpack(packed, row, exceptions).shape == (64, 256)
+
+
 @pytest.mark.parametrize(("N", "K"), [(33, 416), (700, 128), (16, 8192), (2050, 4096)])
 @pytest.mark.parametrize("T", [1, 8, 9, 70])
 def test_a_product_has_the_bits_of_bf16(N: int, K: int, T: int) -> None:

@@ -113,10 +113,10 @@ class Job:
         began = time.monotonic()
         with progress.line:
             while True:
-                self._submit(service, waiting, window)
                 self._print()
                 if self._num_printed == len(self._prompts):
                     return
+                self._submit(service, waiting, window)
                 event = self._next()
                 if event is not None:
                     self._take(event)

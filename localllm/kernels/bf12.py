@@ -28,7 +28,7 @@ _EXCEPTIONS = 256  # of so many weights one may be one; of normal ones, one in 6
 
 
 class ManyExceptionsError(ValueError):
-    """More weights of some tile are exceptions than there is room for."""
+    """More weights of some tile are exceptions than there is room for, or there are more columns than have a number."""
 
 
 def units(in_features: int) -> int:
@@ -44,6 +44,8 @@ def pack(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """packed, row, exceptions of bf16 [N, K]. Raises ManyExceptionsError."""
     N, K = weight.shape
     tiles, U = -(-N // TILE), units(K)
+    if K > MOST_COLUMNS:
+        raise ManyExceptionsError(f"{K} columns, {MOST_COLUMNS} have a number")
     bits = functional.pad(weight, (0, U * UNIT - K, 0, tiles * TILE - N)).view(torch.int16).int() & 0xFFFF
     exponents = (bits >> 7) & 0xFF
     base = (exponents.amax(dim=1, keepdim=True) - CODES).clamp_(min=0)

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from localllm.kernels import cpu_gemv
 from localllm.kernels.bf12 import UNIT, UNIT_BYTES
-from localllm.kernels.cpu_ir import I32, Kernel, Value, vector_of
+from localllm.kernels.cpu_ir import I32, I64, Kernel, Value, vector_of
 from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_jit import KernelUnavailableError, Native, best_isa, compile_kernel
 from localllm.kernels.cpu_tape import Tape
+from localllm.kernels.tile16 import TILE
 
 PREFETCH_BYTES = 4096
 _LANES = 32
@@ -64,10 +65,11 @@ def _unpack_row(k: Kernel, isa: Isa, n: Value, y: Value) -> None:
             rest = (pair if group % 2 else pair << 8).shift_signed(8) & _MANTISSA_AND_SIGN
             value = rest | exponents(codes >> (4 * group) if group else codes)
             y.at(unit * (2 * UNIT) + group * (2 * _LANES)).store(value, 2)
-    tile = a.exceptions.at(n / 16 * a.capacity * 4)
-    with k.range(first.convert("zext", "i64"), last.convert("zext", "i64")) as i:
+    # A file that is written to while it is mapped gives wrong numbers, and must not reach beyond the row.
+    tile, most = a.exceptions.at(n / TILE * a.capacity * 4), a.units * UNIT - 1
+    with k.range(first.convert("zext", I64), k.smaller(last.convert("zext", I64), a.capacity)) as i:
         exception = tile.at(i * 4).load(I32)
-        column = (exception >> 16).convert("zext", "i64")
+        column = k.smaller((exception >> 16).convert("zext", I64), most)
         y.at(column * 2).store(exception.convert("trunc", _I16), 2)
 
 
