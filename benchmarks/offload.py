@@ -100,7 +100,7 @@ CASES = [
     *(Case("llama-3.2-3b", "int8", share) for share in (0.4, 0.7, 2.0)),
 ]
 _PROGRAM_BYTES = 330 * MIB  # what a cap leaves no model
-_STEADY = 1.12  # between the fastest and the slowest round, and between the rates before and after
+_STEADY = 1.12  # between the fastest and the slowest round, and between the rates before and after each
 _ATTEMPTS = 5  # at a case, until the machine is steady; the last one counts, whatever it was
 
 
@@ -128,7 +128,7 @@ def predict(_rounds: int) -> dict[str, Any]:
                 "measured_tok_s": measured,
                 "prediction_error": plan["decode_tok_s"] / measured - 1,
                 "prediction_error_by_rates_around": statistics.harmonic_mean(
-                    (plan["decode_tok_s"], result["decode_tok_s_by_rates_afterwards"])
+                    (plan["decode_tok_s"], *result["decode_tok_s_by_rates_between"])
                 )
                 / measured
                 - 1,
@@ -156,9 +156,9 @@ def predicted_run(case: Case, files: ModelFiles, cap: int) -> dict[str, Any]:
 
 
 def is_steady(result: dict[str, Any]) -> bool:
-    """Whether the machine stayed as it was from before the plan was made until the answers were done: a shared one
+    """Whether the machine stayed as it was when the plan was made, by rates measured after each answer: a shared one
     goes up and down by 40 %, and a prediction is of the machine that was measured. Knows nothing of how good it was."""
-    rates = (result["plan"]["decode_tok_s"], result["decode_tok_s_by_rates_afterwards"])
+    rates = (result["plan"]["decode_tok_s"], *result["decode_tok_s_by_rates_between"])
     return all(max(each) <= _STEADY * min(each) for each in (result["decode_tok_s"], rates))
 
 

@@ -66,11 +66,13 @@ def measure(spec: Spec) -> dict[str, Any]:
     answers = [answer(engine, prompts, spec.gen_tokens)]  # warm: kernels are compiled, the ring is full
     peaks = [peak.rss_bytes()]
     floors = [files_read_gbs(streamed)] if streamed else []
+    between = []
     for _ in range(spec.rounds):
         peak = PeakMemory(torch.device("cpu"))  # without what the floor was read into
         answers.append(answer(engine, prompts, spec.gen_tokens))
         peaks.append(peak.rss_bytes())
         floors += [files_read_gbs(streamed)] if streamed else []
+        between.append(by_rates_now(plan, spec))
     engine.close()
     peak_rss_bytes = max(peaks)
     rounds = answers[1:]
@@ -84,13 +86,13 @@ def measure(spec: Spec) -> dict[str, Any]:
         "streamed_bytes": plan.streamed_bytes,
         "floor_gbs": [statistics.harmonic_mean(pair) for pair in itertools.pairwise(floors)],
         "peak_rss_bytes": peak_rss_bytes,
-        "decode_tok_s_by_rates_afterwards": by_rates_afterwards(plan, spec),
+        "decode_tok_s_by_rates_between": between,
         "token_ids": answers[0].token_ids,
     }
 
 
-def by_rates_afterwards(plan: Plan, spec: Spec) -> float:
-    """What the plan would have predicted had the machine been measured when the answers were done."""
+def by_rates_now(plan: Plan, spec: Spec) -> float:
+    """What the plan would have predicted had the machine been measured now."""
     recipe, costs = RECIPES[plan.shape.weights], plan.costs
     dtype = torch.float32 if spec.weights == "fp32" else torch.bfloat16
     rates = measured(Profile(machine_key()), recipe.name, recipe.blocks, dtype, lambda _text: None).rates(recipe.name)

@@ -94,8 +94,9 @@ def check(plan: Plan, ram_bytes: int) -> None:
     assert plan.ring_bytes == ring_bytes(sizes, ALIGN_BYTES) == plan.ledger["ram"].get("staging", 0)
     waiting = plan.pass_tokens * plan.shape.state_bytes if plan.streamed else 0
     logits = max(LOGIT_ROWS, 2 * plan.sequences) * plan.shape.logits_bytes
-    looked_up = 4 * plan.batch_rows * plan.shape.state_bytes if plan.blocks[0].tier == "disk" else 0
-    assert plan.ledger["ram"]["activations"] == plan.batch_rows * plan.shape.row_bytes + waiting + logits + looked_up
+    rows = min(plan.batch_rows, max(plan.kv_tokens, plan.sequences))
+    looked_up = 4 * rows * plan.shape.state_bytes if plan.blocks[0].tier == "disk" else 0
+    assert plan.ledger["ram"]["activations"] == rows * plan.shape.row_bytes + waiting + logits + looked_up
 
 
 @given(shapes, st.integers(0, 1_200_000), st.none() | st.integers(1, 1024))

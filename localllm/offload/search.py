@@ -230,9 +230,10 @@ class Search:
         """What every placement needs. stores_embedding: on the disk, where it may be."""
         shape, logit_rows = self.shape, max(LOGIT_ROWS, 2 * sequences)
         looks_up = stores_embedding and not shape.is_tied
-        activations = rows * shape.row_bytes + pass_tokens * shape.state_bytes + logit_rows * shape.logits_bytes
+        at_once = min(rows, max(kv_tokens, sequences))  # a short context never fills a chunk
+        activations = at_once * shape.row_bytes + pass_tokens * shape.state_bytes + logit_rows * shape.logits_bytes
         if looks_up:  # rows from the disk pass through torch: as they are read, in fp32, and as they are wanted
-            activations += 4 * rows * shape.state_bytes
+            activations += 4 * at_once * shape.state_bytes
         return {
             "program": self.memory.program_bytes,
             "kv": kv_tokens * shape.kv_bytes_per_token,

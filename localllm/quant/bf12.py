@@ -15,6 +15,7 @@ from localllm.quant.weight_format import TensorSpec
 
 SLAB_WEIGHTS = 1 << 19  # unpacked for one matrix product: 1 MiB, which the second cache keeps
 _PACKED_WEIGHTS = 1 << 18  # packed at once
+_LOOKED_UP = 64  # rows at once: by plain operators they take 40 bytes a column
 _COPIES = 12  # of them in 32 bits that are there at once
 
 
@@ -61,9 +62,12 @@ class BF12:
         return _unpacked(tensors, slice(None), in_features)[:out_features]
 
     def rows(self, tensors: dict[str, Tensor], indices: Tensor, in_features: int) -> Tensor:
-        tile, place = indices // TILE, indices % TILE
-        packed, row = (tensors[name][tile, place].unsqueeze(1) for name in ("packed", "row"))
-        return bf12.unpack(packed, row, tensors["exceptions"][tile], in_features)
+        found = []
+        for some in torch.split(indices, _LOOKED_UP):
+            tile, place = some // TILE, some % TILE
+            packed, row = (tensors[name][tile, place].unsqueeze(1) for name in ("packed", "row"))
+            found.append(bf12.unpack(packed, row, tensors["exceptions"][tile], in_features))
+        return torch.cat(found)
 
     def linear(self, x: Tensor, tensors: dict[str, Tensor], out_features: int, bias: Tensor | None) -> Tensor:
         T, K = x.shape

@@ -43,7 +43,7 @@ class WeightFormat(Protocol):
         ...
 
     def dequantize(self, tensors: dict[str, Tensor], out_features: int, in_features: int) -> Tensor:
-        """[N, K] fp32 (Dense: its own dtype): what the tensors mean."""
+        """[N, K] fp32 (Dense: its own dtype, BF12: bf16): what the tensors mean."""
         ...
 
     def rows(self, tensors: dict[str, Tensor], indices: Tensor, in_features: int) -> Tensor:
