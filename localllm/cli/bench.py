@@ -223,13 +223,18 @@ def _run(
     from localllm.bench.subject import installed_subject, pack_ahead, random_subject
     from localllm.hub.packed import packed_root
     from localllm.models.shapes import Shape
+    from localllm.quant.bf12 import NotCompactError
+    from localllm.quant.recipe import RECIPES
 
     settings, files, config = target.settings, target.files, target.config
     device, dtype, chosen, caps = setup.device, setup.dtype, setup.recipe, setup.caps
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     if files is not None:
-        pack_ahead(files, config, chosen, packing.update, packing.wait, caps.ram_bytes)
+        try:
+            pack_ahead(files, config, chosen, packing.update, packing.wait, caps.ram_bytes)
+        except NotCompactError:  # bf16 was asked for
+            chosen = RECIPES["bf16"]
         packing.end()
     elif folder is not None:
         files = write_random_model(folder, target.name, target.raw_config, chosen, line.update)

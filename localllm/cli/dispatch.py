@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 DEBUG_FLAG = "--debug"
 LONGEST_COMMAND = 200  # characters that are worth repeating in an error
 _RAW = "--raw"  # of `run` alone: continues a text where there is no template
-_NEEDS_TEMPLATE = ("--messages", "--system")
+_WITH_TEMPLATE = (_RAW, "--messages", "--system")
 
 
 class BugError(LocalLLMError):
@@ -111,7 +111,7 @@ def _with_command(error: LocalLLMError, arguments: Sequence[str]) -> LocalLLMErr
     if isinstance(error, UnknownModelError) and error.nearest and error.name in kept:
         kept[kept.index(error.name)] = error.nearest
         error.fix = error.fix.replace(f"localllm run {error.nearest}", _line(kept, error.nearest))
-    elif _RAW in error.fix and kept[:1] == ["run"] and not any(word.startswith(_NEEDS_TEMPLATE) for word in kept):
+    elif error.code == "template" and kept[:1] == ["run"] and not any(word.startswith(_WITH_TEMPLATE) for word in kept):
         error.fix = _with_flags(kept, _RAW)
     elif any(fix.startswith("--") for fix in error.fix.split(", or ")):
         error.fix = ", or ".join(_with_flags(kept, fix) for fix in error.fix.split(", or "))

@@ -33,7 +33,7 @@ _CLEAR_LINE = "\r\x1b[2K"
 _RATE_WINDOW_S = 10.0
 _NARROWEST_BAR = 5  # columns; where a terminal has no room for it, the time that is left goes first
 
-_OTHER_COMMAND = re.compile(", or (?=localllm )")  # each is pasted from a line of its own
+_OTHER_COMMAND = re.compile(", or (?=localllm |the same command )")  # each is pasted from a line of its own
 # What an error says where its raiser had no more to tell: an error always has its four lines.
 _GENERIC: Mapping[str, tuple[str, str]] = {
     "failure": ("the command could not be finished", "localllm doctor"),

@@ -107,14 +107,14 @@ class Loading:
 
     def _compact(self, config: ModelConfig) -> Loading | None:
         """In fewer bytes, where these weights have a form that has, and it is the better one."""
-        if has_card(self.device) or not is_unpacked(self.recipe) or fits_whole(self._search(config, self.recipe)):
+        own = None if has_card(self.device) or not is_unpacked(self.recipe) else self._search(config, self.recipe)
+        if not isinstance(own, Search) or fits_whole(own):
             return None
         recipe = compact_form(self.recipe, config, packed_recipes(self.files))
         if recipe is None:
             return None
-        own, other = self._search(config, self.recipe), self._search(config, recipe)
-        assert isinstance(own, Search) and isinstance(other, Search)
-        return replace(self, recipe=recipe) if is_better(other, own) else None
+        other = self._search(config, recipe)
+        return replace(self, recipe=recipe) if isinstance(other, Search) and is_better(other, own) else None
 
     def _loaded(
         self,

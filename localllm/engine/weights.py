@@ -69,9 +69,9 @@ def is_unpacked(weights: Recipe) -> bool:
 
 def compact_form(weights: Recipe, config: ModelConfig, packed: Sequence[str]) -> Recipe | None:
     """In which bf16 weights are streamed to a CPU: the same numbers in fewer bytes. None where they are streamed as
-    they are; those that do not fit into it have a copy of their own."""
+    they are: those that do not fit into it have a copy of their own, as those have that were packed before."""
     compact = RECIPES["bf12"]
-    if weights.name != "bf16" or weights.name in packed:
+    if weights.name != "bf16" or (weights.name in packed and compact.name not in packed):
         return None
     is_smaller = model_bytes(config, compact) < model_bytes(config, weights)  # units of 128 columns, where there are 64
     return compact if is_smaller and cpu_bf12.is_available() else None

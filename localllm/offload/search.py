@@ -349,9 +349,12 @@ def fits_whole(of: Placements) -> bool:
 
 def is_better(other: Search, own: Search) -> bool:
     """Of a model in another form, of fewer bytes, beside its own, which does not fit as a whole."""
-    if fitting(other) is not None:
-        return True
-    return fitting(own) is None and other.least_bytes() < own.least_bytes()
+    plan, own_plan = fitting(other), fitting(own)
+    if plan is None and own_plan is None:
+        return other.least_bytes() < own.least_bytes()
+    if plan is None or own_plan is None:
+        return own_plan is None
+    return plan.ctx >= own_plan.ctx and plan.streamed_bytes <= own_plan.streamed_bytes
 
 
 def fitting(of: Placements) -> Plan | None:

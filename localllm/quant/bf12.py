@@ -15,7 +15,7 @@ from localllm.quant.weight_format import TensorSpec
 
 SLAB_WEIGHTS = 1 << 19  # unpacked for one matrix product: 1 MiB, which the second cache keeps
 _PACKED_WEIGHTS = 1 << 18  # packed at once
-_LOOKED_UP = 64  # rows at once: by plain operators they take 40 bytes a column
+_LOOKED_UP = 16  # rows at once: by plain operators they take 40 bytes a column
 _COPIES = 12  # of them in 32 bits that are there at once
 
 
@@ -42,21 +42,23 @@ class BF12:
         N, K = weight.shape
         specs = self.specs(N, K)
         tensors = {name: torch.empty(s.shape, dtype=s.dtype, device=weight.device) for name, s in specs.items()}
-        step = max(1, _PACKED_WEIGHTS // (TILE * max(1, K)))
+        step = max(1, _PACKED_WEIGHTS // (TILE * max(1, _columns(K))))
         for first in range(0, specs["row"].shape[0], step):
             slab = weight[first * TILE : (first + step) * TILE].to(torch.bfloat16)
             try:
                 parts = bf12.pack(slab)
             except bf12.ManyExceptionsError as error:
                 raise NotCompactError(
-                    "the exponents of its weights do not fit into 4 bits", why=str(error), fix="--weights bf16"
+                    "the exponents of its weights do not fit into 4 bits",
+                    why=str(error),
+                    fix="localllm run MODEL --weights bf16",
                 ) from None
             for tensor, part in zip(tensors.values(), parts, strict=True):
                 tensor[first : first + step] = part
         return tensors
 
     def working_bytes(self, in_features: int, /) -> int:
-        return _COPIES * 4 * max(_PACKED_WEIGHTS, TILE * in_features)
+        return _COPIES * 4 * max(_PACKED_WEIGHTS, TILE * _columns(in_features))
 
     def dequantize(self, tensors: dict[str, Tensor], out_features: int, in_features: int) -> Tensor:
         return _unpacked(tensors, slice(None), in_features)[:out_features]
@@ -81,6 +83,10 @@ class BF12:
             slab = _unpacked(tensors, slice(first, first + step), K)[: rows.stop - rows.start].to(x.dtype)
             y[:, rows] = dense_linear(x, slab, None if bias is None else bias[rows])
         return y
+
+
+def _columns(in_features: int) -> int:
+    return bf12.units(in_features) * bf12.UNIT
 
 
 def _unpacked(tensors: dict[str, Tensor], tiles: slice, in_features: int) -> Tensor:
