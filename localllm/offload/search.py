@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Protocol
 
 from localllm.errors import DoesNotFitError
@@ -162,6 +163,10 @@ class Search:
 
     def best(self) -> Plan:
         """As `best_plan` has it. Raises DoesNotFitError naming the least memory that would do."""
+        return self._best
+
+    @cached_property
+    def _best(self) -> Plan:
         return best_plan(self)
 
     @property
@@ -341,9 +346,9 @@ class Search:
         return [*found, *packing_commands(self, packed_bytes), *shorter_contexts(self)] or [SMALLER]
 
 
-def fits_whole(of: Placements) -> bool:
+def fits_whole(search: Search) -> bool:
     """Whether the best plan leaves every block where it is computed fastest."""
-    plan = fitting(of)
+    plan = fitting(search)
     return plan is not None and plan.is_whole
 
 
@@ -357,10 +362,10 @@ def is_better(other: Search, own: Search) -> bool:
     return plan.ctx >= own_plan.ctx and plan.streamed_bytes <= own_plan.streamed_bytes
 
 
-def fitting(of: Placements) -> Plan | None:
+def fitting(search: Search) -> Plan | None:
     """The best plan; None where nothing fits."""
     try:
-        return best_plan(of)
+        return search.best()
     except DoesNotFitError:
         return None
 
