@@ -22,6 +22,7 @@ from benchmarks.offload_worker import answer, ids
 from benchmarks.peers_protocol import UnavailableError, serve
 from localllm.engine.card import CardPlanning
 from localllm.engine.engine import Engine
+from localllm.engine.kv_reuse import NO_REUSE
 from localllm.engine.memory import choose_device
 from localllm.engine.residency import Residency
 from localllm.models.families import load_config
@@ -60,18 +61,18 @@ class Card:
             config = load_config(files.directory)
             self.model = MemoryModel(config, recipe)
             with as_card(self.device, self.model):
-                asked = CardPlanning(self.device, torch.bfloat16, CTX, None, cap_bytes, None, _untold)
+                asked = CardPlanning(self.device, torch.bfloat16, "auto", CTX, None, cap_bytes, None, _untold)
                 self.search = asked.search(config, recipe, files.name, None)
                 plannings = [_planned_ms(self.search) for _ in range(_PLANNINGS)]
                 self._reset_peak()
-                engine = Engine.load(files, device=device, weights=weights, ctx=CTX, vram=cap_bytes)
+                engine = Engine.load(files, device=device, weights=weights, ctx=CTX, vram=cap_bytes, reuse=NO_REUSE)
         plan, placed = engine.plan, engine.residency.placed
         assert plan is not None
         if placed is None:
             raise UnavailableError(f"the model fits into {cap_bytes / 1e9:.3g} GB: nothing is left to be placed")
         self.engine, self.plan, self.placed, self.recipe = engine, plan, placed, recipe
         # Nothing but `decode` moves blocks: the link's own memory, and another side's, come and go on the card as well.
-        engine.residency = Residency(engine.model, plan.batch_rows, placed)
+        engine.residency = Residency(engine.model, engine.kv_format, plan.batch_rows, placed)
         streaming = replace(self.search.card_rates, hop_s=_NO_HANDING_OVER_S)
         copying = replace(self.search, card_rates=streaming).best()
         self.placements = {"found": plan.blocks, "streamed": copying.blocks}

@@ -22,6 +22,7 @@ import torch
 from localllm.bench.machine import PeakMemory
 from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent, TokenEvent
+from localllm.engine.kv_reuse import NO_REUSE
 from localllm.engine.request import Request, SamplingParams
 from localllm.hub import locate
 from localllm.hub.packed import packed_directory
@@ -56,7 +57,9 @@ def measure(spec: Spec) -> dict[str, Any]:
     job = JobShape(spec.sequences, spec.prompt_tokens + spec.gen_tokens, spec.ctx) if spec.sequences > 1 else None
     dtype = "fp32" if spec.weights == "fp32" else "bf16"
     started = time.perf_counter()
-    engine = Engine.load(files, weights=spec.weights, dtype=dtype, ram=spec.ram_bytes, ctx=spec.ctx, job=job)
+    engine = Engine.load(
+        files, weights=spec.weights, dtype=dtype, ram=spec.ram_bytes, ctx=spec.ctx, job=job, reuse=NO_REUSE
+    )
     load_s = time.perf_counter() - started
     plan = engine.plan
     assert plan is not None

@@ -14,7 +14,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import product
@@ -27,7 +27,9 @@ from torch.nn import functional
 
 from benchmarks import quality_page
 from benchmarks.measure import machine, seconds, spread
-from localllm.cache.contiguous import ContiguousKV
+from localllm.cache.kv_format import KV_FORMATS
+from localllm.cache.paged_kv import PagedKV
+from localllm.engine.residency import new_pages
 from localllm.engine.runner import Chunk, ModelRunner
 from localllm.engine.tokenizer import Tokenizer
 from localllm.hub.names import TINY_DIRECTORY
@@ -36,6 +38,7 @@ from localllm.kernels.cpu_matmul import INT8_GROUP
 from localllm.models.block_source import CheckpointBlocks
 from localllm.models.checkpoint import Checkpoint
 from localllm.models.config import ModelConfig
+from localllm.models.decoder import Decoder
 from localllm.models.families import load_config
 from localllm.models.layout import block_layouts, model_bytes
 from localllm.models.load import load_decoder
@@ -113,14 +116,11 @@ class Exactly(Dense):
 
 @dataclass
 class Subject:
-    """A model in some formats, and how far it has been from the base."""
+    """A model in some formats, and how far it has been from the base. about: what its row says beside that."""
 
-    blocks: str
-    embedding: str
-    activations: str  # "exact", "int8", "product"
-    nbytes: int
+    about: Mapping[str, object]
     runner: ModelRunner
-    kv: ContiguousKV
+    kv: PagedKV
     surprises: list[Tensor] = field(default_factory=list)  # -log p of each token, a tensor a window
     kl: float = 0.0
     same_top1: int = 0
@@ -130,12 +130,13 @@ class Subject:
         logits = self.runner.forward([Chunk(window, self.kv, len(window))], all_logits=True)
         return logits[:-1].log_softmax(-1)
 
-    def read(self, window: list[int], base: Tensor) -> None:
-        """base: the log-probabilities of the same window in the base."""
+    def read(self, window: list[int], base: Tensor) -> Tensor:
+        """base: the log-probabilities of the same window in the base. Returns its own."""
         own = self.log_probabilities(window)
         self.surprises.append(token_surprises(own, window))
         self.kl += functional.kl_div(own, base, reduction="sum", log_target=True).item()
         self.same_top1 += int((own.argmax(-1) == base.argmax(-1)).sum().item())
+        return own
 
     def result(self, base: Tensor) -> dict[str, object]:
         """base: -log p of each token in the base."""
@@ -144,10 +145,7 @@ class Subject:
         increase = math.expm1(difference.mean().item())
         error = difference.std().item() / len(difference) ** 0.5
         return {
-            "blocks": self.blocks,
-            "embedding": self.embedding,
-            "activations": self.activations,
-            "bytes": self.nbytes,
+            **self.about,
             "perplexity": math.exp(surprise.mean().item()),
             "increase_percent": 100 * increase,
             "standard_error_percent": 100 * error,
@@ -167,6 +165,17 @@ class Subjects:
         self.config = config
 
     def of(self, recipe: Recipe, activations: str) -> Subject:
+        about = {
+            "blocks": recipe.blocks.name,
+            "embedding": recipe.embedding.name,
+            "activations": activations,  # "exact", "int8", "product"
+            "bytes": model_bytes(self.config, recipe),
+        }
+        decoder = self.decoder(recipe, activations)
+        kv = new_pages(decoder, KV_FORMATS["bf16"]).new(self.config.max_position_embeddings)
+        return Subject(about, ModelRunner(decoder), kv)
+
+    def decoder(self, recipe: Recipe, activations: str) -> Decoder:
         loaded, dtype = recipe, torch.bfloat16
         if activations != "product":
             wrapped = [
@@ -177,16 +186,7 @@ class Subjects:
         cpu, config = torch.device("cpu"), self.config
         with Checkpoint.open(TINY_DIRECTORY) as checkpoint:
             source = CheckpointBlocks(checkpoint, config, loaded)
-            decoder = load_decoder(source, config, loaded, dtype=dtype, device=cpu)
-        kv = ContiguousKV(
-            devices=decoder.kv_devices,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            capacity=config.max_position_embeddings,
-            dtype=dtype,
-        )
-        names = recipe.blocks.name, recipe.embedding.name
-        return Subject(*names, activations, model_bytes(config, recipe), ModelRunner(decoder), kv)
+            return load_decoder(source, config, loaded, dtype=dtype, device=cpu)
 
     def all(self) -> Iterator[Subject]:
         for weights in FORMATS:
@@ -231,7 +231,7 @@ def measure(text: str, num_windows: int | None) -> dict[str, Any]:
         "text": TEXT,
         "ctx": config.max_position_embeddings,
         "predicted_tokens": len(surprise),
-        "base": {"perplexity": math.exp(surprise.mean().item()), "bytes": base.nbytes},
+        "base": {"perplexity": math.exp(surprise.mean().item()), "bytes": base.about["bytes"]},
         "runs": [subject.result(surprise) for subject in subjects],
     }
 

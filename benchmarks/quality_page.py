@@ -21,9 +21,14 @@ def save(result: Mapping[str, Any]) -> None:
 
 def with_tables(text: str, result: Mapping[str, Any]) -> str:
     """The page with what stands between its markers replaced."""
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    return before + BEGIN + "\n\n" + tables(result) + "\n" + END + after
+    return with_section(text, BEGIN, END, tables(result))
+
+
+def with_section(text: str, begin: str, end: str, content: str) -> str:
+    """The page with what stands between these markers replaced."""
+    before, rest = text.split(begin)
+    _, after = rest.split(end)
+    return before + begin + "\n\n" + content + "\n" + end + after
 
 
 def tables(result: Mapping[str, Any]) -> str:

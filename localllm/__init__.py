@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine
-    from localllm.engine.events import Event, FinishedEvent, PrefillEvent, TokenEvent
+    from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent, TokenEvent
     from localllm.engine.request import Request, SamplingParams
     from localllm.engine.service import EngineService
 
@@ -28,6 +28,7 @@ __all__ = [
     "EngineService",
     "Event",
     "FinishedEvent",
+    "GrownEvent",
     "PrefillEvent",
     "Request",
     "SamplingParams",
@@ -40,6 +41,7 @@ _HOMES = {
     "EngineService": "localllm.engine.service",
     "Event": "localllm.engine.events",
     "FinishedEvent": "localllm.engine.events",
+    "GrownEvent": "localllm.engine.events",
     "PrefillEvent": "localllm.engine.events",
     "Request": "localllm.engine.request",
     "SamplingParams": "localllm.engine.request",

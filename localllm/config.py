@@ -33,11 +33,15 @@ class Settings:
     device: str = "auto"
     dtype: str = "auto"
     weights: str = "auto"
+    kv: str = "auto"
     ctx: int | None = None  # tokens
     ram: int | None = None  # bytes that the process may hold
     vram: int | None = None  # bytes of the GPU's memory
+    cache_disk: int | None = None  # bytes of the disk for what outlives the process of contexts; 0: none are kept
     threads: int | None = None
     offline: bool = False
+    private: bool = False  # nothing of a chat is kept
+    overflow: str = "stop"  # what is done where a chat is longer than the context
     system: str | None = None
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
@@ -56,7 +60,7 @@ class Settings:
 class Accepts:
     """The values that a key takes. `low` and `high` are inclusive and bound numbers; `usual` is one that often does."""
 
-    kind: Literal["text", "texts", "switch", "integer", "number", "bytes"]
+    kind: Literal["text", "texts", "switch", "integer", "number", "bytes", "bytes or off"]
     low: float = 0
     high: float = math.inf
     choices: tuple[str, ...] = ()
@@ -74,6 +78,7 @@ class Accepts:
             "texts": "a list of texts, none empty",
             "switch": "true or false",
             "bytes": "an amount of memory above 0, with its unit: 8GiB, 1.5GiB, 600MiB",
+            "bytes or off": "an amount with its unit, 8GiB, 600MiB, or off",
         }[self.kind]
 
     def mending(self, flag: str, value: object) -> str:
@@ -82,6 +87,9 @@ class Accepts:
             return f"{flag} {self._likeliest(str(value).casefold())}"
         if self.kind == "bytes":
             return f"{flag} {_nearest_gib(str(value)):g}GiB"
+        if self.kind == "bytes or off":
+            number = _leading_number(str(value))
+            return f"{flag} {f'{number:g}GiB' if number else self.usual}"
         near = _as_whole_number(str(value)) if self.kind == "integer" else self._nearest(str(value))
         if near is not None and self.low <= near <= self.high:
             return f"{flag} {near if self.kind == 'integer' else f'{near:g}'}"
@@ -113,6 +121,8 @@ class Accepts:
                 return isinstance(value, int) and not isinstance(value, bool) and self.low <= value <= self.high
             case "bytes":
                 return parse_bytes(value) is not None
+            case "bytes or off":
+                return _is_off(value) or parse_bytes(value) is not None
             case "number":
                 number = isinstance(value, int | float) and not isinstance(value, bool)
                 return number and self.low <= value <= self.high  # type: ignore[operator]
@@ -134,17 +144,25 @@ WEIGHTS = (
     "int4-g32-rtn", "int4-g64-rtn", "int4-g128-rtn",
 )  # fmt: skip
 
+OVERFLOW_POLICIES = ("stop", "evict", "grow")
+
+KV_FORMATS = ("auto", "bf16", "int8", "k8v4", "int4")
+
 ACCEPTED: Mapping[str, Accepts] = MappingProxyType(
     {
         "model": Accepts("text"),
         "device": Accepts("text", choices=("auto", "cpu", "cuda")),
         "dtype": Accepts("text", choices=("auto", "bf16", "fp32")),
         "weights": Accepts("text", choices=WEIGHTS),
+        "kv": Accepts("text", choices=KV_FORMATS),
         "ctx": Accepts("integer", 1, 2**31, usual="8192"),
         "ram": Accepts("bytes"),
         "vram": Accepts("bytes"),
+        "cache_disk": Accepts("bytes or off", usual="8GiB"),
         "threads": Accepts("integer", 1, 1024, usual="4"),
         "offline": Accepts("switch"),
+        "private": Accepts("switch"),
+        "overflow": Accepts("text", choices=OVERFLOW_POLICIES),
         "system": Accepts("text"),
         "max_tokens": Accepts("integer", 1, 2**31, usual="512"),
         "stop": Accepts("texts"),
@@ -175,9 +193,19 @@ def _nearest_gib(amount: str) -> float:
     import psutil
 
     total = psutil.virtual_memory().total / (1 << 30)
-    number = re.match(r"\s*(\d{1,9}(?:\.\d{1,3})?)\s*([a-z]*)\s*$", amount.lower())
-    gib = float(number[1]) if number else 0.0
+    gib = _leading_number(amount)
     return gib if 0.5 <= gib <= total else round(total / 2, 1)
+
+
+def _leading_number(amount: str) -> float:
+    """8 of "8", "8gigs"; 0 where there is none."""
+    number = re.match(r"\s*(\d{1,9}(?:\.\d{1,3})?)\s*([a-z]*)\s*$", amount.lower())
+    return float(number[1]) if number else 0.0
+
+
+def _is_off(value: object) -> bool:
+    """As a flag or a variable may say it, which are texts, and as a file may."""
+    return value in ("0", "off") or (isinstance(value, int) and value == 0 and not isinstance(value, bool))
 
 
 _AMOUNT = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([kmgt])(i?b)?\s*", re.ASCII | re.IGNORECASE)
@@ -347,6 +375,8 @@ def accepted(key: str, value: object, where: str | Callable[[], str], accepts: A
         return float(value)  # type: ignore[arg-type]
     if accepts.kind == "bytes":
         return parse_bytes(value)
+    if accepts.kind == "bytes or off":
+        return parse_bytes(value) or 0
     return tuple(value) if accepts.kind == "texts" else value  # type: ignore[arg-type]
 
 

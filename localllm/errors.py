@@ -111,3 +111,9 @@ class NonFiniteError(LocalLLMError):
     """A NaN or an infinity came out of a block; no token was made from it."""
 
     code = "non-finite"
+
+
+class HistoryError(LocalLLMError):
+    """The history of chats cannot be opened, read or written, or has no such chat."""
+
+    code = "history"

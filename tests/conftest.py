@@ -31,8 +31,9 @@ def shared_data() -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What the tests pack stays out of the developer's cache, and what is packed there out of the tests."""
+    """What the tests pack and say stays out of the developer's folders, and what is there out of the tests."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCALLLM_HOME", str(tmp_path_factory.mktemp("home")))
         patch.setenv("LOCALLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
 

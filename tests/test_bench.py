@@ -21,10 +21,12 @@ from localllm.bench.random_blocks import RandomBlocks
 from localllm.bench.run import Decoding, Peaks, Round, summary
 from localllm.bench.subject import Subject, random_subject
 from localllm.bench.workload import Workload
+from localllm.cache.kv_format import KV_FORMATS
 from localllm.engine.engine import Engine
 from localllm.engine.events import Timings
 from localllm.engine.runner import Chunk
 from localllm.errors import ModelNotFoundError
+from localllm.kernels import kv_page
 from localllm.models.decoder import ALL_RESIDENT
 from localllm.models.families import parse_config
 from localllm.models.layout import block_layouts, model_bytes
@@ -36,6 +38,7 @@ from localllm.registry import BUILT_IN, load_registry
 from tests.cli_support import write_checkpoint
 
 ENTRIES = [entry for entry in load_registry().entries if entry.name != BUILT_IN]
+DENSE_KV = KV_FORMATS["bf16"]
 CPU = torch.device("cpu")
 ODD: dict[str, Any] = {  # no size is a multiple of a tile's 16 rows, nor of a group
     "model_type": "llama",
@@ -216,8 +219,8 @@ def test_the_cache_is_read_as_far_as_each_layers_window_reaches() -> None:
     windowed = made(Shape("windowed", parse_config(raw, "windowed"), raw))
     row = 2 * 1 * 10 * 2  # keys and values, heads, features, bytes
     lengths = [11, 12, 12, 12]  # 10 tokens in the cache, and the new one itself
-    assert subject.mean_kv_bytes(windowed.engine.model, 10, 4) == 2 * row * sum(lengths) // 4
-    assert subject.mean_kv_bytes(made(odd_shape()).engine.model, 10, 4) == 2 * row * (11 + 12 + 13 + 14) // 4
+    assert subject.mean_kv_bytes(windowed.engine.model, DENSE_KV, 10, 4) == 2 * row * sum(lengths) // 4
+    assert subject.mean_kv_bytes(made(odd_shape()).engine.model, DENSE_KV, 10, 4) == 2 * row * (11 + 12 + 13 + 14) // 4
 
 
 # Decoding at a depth
@@ -275,8 +278,11 @@ def test_a_real_models_cache_is_filled_by_reading_a_prompt() -> None:
     depth = Depth(ours, 20, workload)
     expected = ours.engine._new_kv(20)
     ours.engine.runner.forward([Chunk(random_ids(ours, 28, seed=20), expected, 20)])
-    assert torch.equal(depth._kv.keys[:, :, :20], expected.keys)
-    assert torch.equal(depth._kv.values[:, :, :20], expected.values)
+    assert depth._kv.length == expected.length == 20
+    for layer in range(2):
+        pages = [kv.layer(layer, 0, 20).pages[0][None] for kv in (depth._kv, expected)]
+        ours_read, theirs = (kv_page.load(expected.layouts[0], page)[0] for page in pages)
+        assert torch.equal(ours_read[:, :20], theirs[:, :20])
 
 
 def test_the_floor_is_sampled_before_and_after_decoding() -> None:

@@ -63,6 +63,7 @@ def keys(value: object) -> Iterator[str]:
         (["plan", "MODEL", "--json"], "`plan --json`"),
         (["plan", "MODEL", "--ram", "16MiB", "--json"], "`plan --json`"),
         (["run", "MODEL", "-p", "x", "--max-tokens", "2", "--json"], "`timings"),
+        (["cache", "info", "--json"], "`cache info --json`"),
     ],
 )
 def test_the_page_names_every_key_of_the_json(

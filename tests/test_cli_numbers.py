@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ def numeric_flags() -> Iterator[tuple[list[str], str, str]]:
     commands: Any = typer.main.get_command(app)
     for name, command in commands.commands.items():
         for parameter in getattr(command, "params", []):
-            if any(kind in str(parameter.type_descriptor.annotation) for kind in ("int", "float")):
+            if re.search(r"\b(int|float)\b", str(parameter.type_descriptor.annotation)):
                 yield [name, *REQUIRED.get(name, [])], parameter.opts[0], parameter.name
 
 

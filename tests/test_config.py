@@ -26,7 +26,15 @@ from localllm.engine.request import SamplingParams
 from localllm.errors import SettingsError, UsageError
 
 REPOSITORY = Path(__file__).parent.parent
-VALUES = {"text": "words", "texts": ["a"], "switch": True, "integer": 7, "number": 0.5, "bytes": "1.5GiB"}
+VALUES = {
+    "text": "words",
+    "texts": ["a"],
+    "switch": True,
+    "integer": 7,
+    "number": 0.5,
+    "bytes": "1.5GiB",
+    "bytes or off": "1.5GiB",
+}
 
 
 @pytest.fixture
@@ -79,7 +87,7 @@ def test_a_figure_has_three_digits_and_no_power_of_ten(value, figure):
 
 
 def meant(name: str, value: object) -> object:
-    if ACCEPTED[name].kind == "bytes":
+    if ACCEPTED[name].kind in ("bytes", "bytes or off"):
         return 3 << 29
     return tuple(value) if isinstance(value, list) else value
 
@@ -111,6 +119,24 @@ def test_what_is_no_amount_of_memory_is_refused_with_one_that_is(config_file, am
     if total > 8 << 30 and amount in ("8", "8 gigs"):
         assert proposed == "8GiB"
     assert "8GiB" in caught.value.why
+
+
+@pytest.mark.parametrize("text", ["0", '"0"', '"off"'])
+def test_what_is_kept_on_the_disk_can_be_switched_off(config_file, text):
+    write(config_file, f"cache_disk = {text}\n")
+    assert load_settings(environ={}, config_file=config_file).settings.cache_disk == 0
+    variable = {"LOCALLLM_CACHE_DISK": text.strip('"')}
+    assert load_settings(environ=variable, config_file=config_file).settings.cache_disk == 0
+
+
+@pytest.mark.parametrize(
+    ("typed", "proposed"), [("20", "20GiB"), ("0GiB", "8GiB"), ("on", "8GiB"), ("-1GiB", "8GiB"), ("false", "8GiB")]
+)
+def test_what_is_no_room_on_the_disk_is_refused_with_one_that_is(config_file, typed, proposed):
+    with pytest.raises(SettingsError, match="--cache-disk") as caught:
+        load_settings({"cache_disk": typed}, environ={}, config_file=config_file)
+    assert caught.value.fix == f"--cache-disk {proposed}"
+    assert "or off" in caught.value.why
 
 
 @pytest.mark.parametrize("name", ACCEPTED)

@@ -34,6 +34,7 @@ from localllm.kernels.cpu_ir import F32V, LANES, Kernel, Value
 from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_linear import Activations, PackedMatrix, float_bits
 from localllm.kernels.cpu_tape import Tape
+from localllm.kernels.kv_page import PageLayout
 
 HOST_ISAS = cpu_isa.host_isas()
 pytestmark = pytest.mark.skipif(not cpu_linear.is_available(), reason="no CPU kernel runs on this machine")
@@ -227,145 +228,6 @@ def test_a_norm_equals_the_formula(isa: Isa, adds: bool) -> None:
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
 
 
-@dataclasses.dataclass(frozen=True)
-class Heads:
-    H: int
-    KH: int
-    D: int
-    rotary_dim: int
-    has_norms: bool = False
-    softcap: float | None = None
-    window: int | None = None
-
-
-SHAPES = [
-    Heads(8, 1, 64, 64),
-    Heads(8, 2, 128, 128, has_norms=True, window=37),
-    Heads(4, 4, 96, 64, softcap=30.0),
-    Heads(14, 2, 64, 32),
-    Heads(2, 2, 256, 256, has_norms=True),
-]
-
-
-@every_isa
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("segments", [[(0, 5)], [(300, 1)], [(513, 3)], [(0, 270)], [(10, 1), (700, 1)]], ids=str)
-def test_rope_and_attention_equal_the_reference(isa: Isa, shape: Heads, segments: list[tuple[int, int]]) -> None:
-    """segments: (tokens held, new tokens) of each sequence."""
-    H, KH, D, T, layer = shape.H, shape.KH, shape.D, sum(new for _, new in segments), 1
-    caches = [_cache(KH, past, new, D, seed) for seed, (past, new) in enumerate(segments)]
-    qkv, cos, sin = random(T, H + 2 * KH, D), random(T, shape.rotary_dim, seed=1), random(T, shape.rotary_dim, seed=2)
-    q_norm, k_norm = random(D, seed=3), random(D, seed=4)
-    rotated = _rotated(qkv, cos, sin, (q_norm, k_norm) if shape.has_norms else None, shape)
-    out = _attend(isa, shape, layer, qkv.clone(), (cos, sin, q_norm, k_norm), caches, segments)
-    begin = 0
-    for (keys, values), (past, new) in zip(caches, segments, strict=True):
-        rows = slice(begin, begin + new)
-        expected_keys = rotated[rows, H:].bfloat16().transpose(0, 1)
-        torch.testing.assert_close(keys[layer, :, past : past + new], expected_keys, rtol=2**-7, atol=0)
-        assert torch.equal(values[layer, :, past : past + new], qkv[rows, H + KH :].bfloat16().transpose(0, 1))
-        held = (tensor[layer, :, : past + new].float() for tensor in (keys, values))
-        options = {"scale": D**-0.5, "window": shape.window, "softcap": shape.softcap}
-        expected = reference.attention(rotated[rows, :H], *held, **options)
-        torch.testing.assert_close(out[rows].view(new, H, D), expected, rtol=0, atol=2e-5)
-        begin += new
-
-
-def _cache(KH: int, past: int, new: int, D: int, seed: int) -> tuple[Tensor, Tensor]:
-    """What lies beyond the tokens held is NaN: nothing may read it."""
-    keys, values = (random(2, KH, past + new + 7, D, seed=10 * seed + n).bfloat16() for n in (5, 6))
-    keys[:, :, past:], values[:, :, past:] = float("nan"), float("nan")
-    return keys, values
-
-
-def _rotated(qkv: Tensor, cos: Tensor, sin: Tensor, norms: tuple[Tensor, Tensor] | None, shape: Heads) -> Tensor:
-    x = qkv[:, : shape.H + shape.KH]
-    if norms is not None:
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
-        x = torch.cat((x[:, : shape.H] * norms[0], x[:, shape.H :] * norms[1]), dim=1)
-    turning, half = x[..., : shape.rotary_dim], shape.rotary_dim // 2
-    swapped = torch.cat((turning[..., half:], turning[..., :half]), dim=-1)
-    return torch.cat((turning * cos[:, None] + swapped * sin[:, None], x[..., shape.rotary_dim :]), dim=-1)
-
-
-def _attend(
-    isa: Isa,
-    shape: Heads,
-    layer: int,
-    qkv: Tensor,
-    tables: tuple[Tensor, ...],
-    caches: list[tuple[Tensor, Tensor]],
-    segments: list[tuple[int, int]],
-    rows: int | None = None,
-) -> Tensor:
-    H, KH, D, G = shape.H, shape.KH, shape.D, shape.H // shape.KH
-    rows = rows or min(8, 1 << (max(new for _, new in segments) * G - 1).bit_length())
-    tokens, tasks, begin = [], [], 0
-    for (keys, values), (past, new) in zip(caches, segments, strict=True):
-        tokens += [(keys.data_ptr(), values.data_ptr(), keys.shape[2], past + i) for i in range(new)]
-        tasks += [(begin, first, min(rows, new * G - first)) for first in range(0, new * G, rows)]
-        begin += new
-    out = torch.full((begin, H * D), float("nan"))
-    cos, sin, q_norm, k_norm = tables
-    token_table, task_table = torch.tensor(tokens), torch.tensor(tasks)
-    rope = cpu_rope.rope(isa, D, shape.rotary_dim, has_norms=shape.has_norms)
-    attention = cpu_attention.attention(isa, D, rows, has_softcap=shape.softcap is not None)
-    common = {"tokens": token_table, "kv_heads": KH, "layer": layer}
-    rope_words = rope.arguments(
-        qkv=qkv,
-        cos=cos,
-        sin=sin,
-        q_norm=q_norm,
-        k_norm=k_norm,
-        shape=torch.tensor([begin]),
-        heads=H,
-        scale=float_bits(D**-0.5),
-        eps=float_bits(1e-6),
-        **common,
-    )
-    attention_words = attention.arguments(
-        q=qkv,
-        out=out,
-        tasks=task_table,
-        shape=torch.tensor([len(tasks)]),
-        group=G,
-        stride=(H + 2 * KH) * D,
-        window=shape.window or 1 << 40,
-        softcap=float_bits(shape.softcap or 0.0),
-        **common,
-    )
-    Tape([(rope, rope_words), (attention, attention_words)]).run()
-    return out
-
-
-@pytest.mark.parametrize("window", [None, 40])
-def test_a_token_attends_with_the_same_bits_in_tasks_of_any_size(window: int | None) -> None:
-    shape = Heads(8, 2, 64, 64, window=window)
-    segments = [(0, 300)]
-    tables = tuple(random(*size, seed=seed) for seed, size in enumerate([(300, 64), (300, 64), (64,), (64,)]))
-    results = []
-    for rows in (1, 2, 4, 8):
-        results.append(
-            _attend(HOST_ISAS[0], shape, 0, random(300, 12, 64), tables, [_cache(2, 0, 300, 64, 0)], segments, rows)
-        )
-    assert all(torch.equal(result, results[0]) for result in results)
-
-
-@every_isa
-@pytest.mark.parametrize("value", [float("nan"), 3e38])
-@pytest.mark.parametrize("softcap", [None, 30.0])
-def test_a_query_whose_scores_are_not_finite_gives_no_number_and_the_other_heads_theirs(
-    isa: Isa, value: float, softcap: float | None
-) -> None:
-    shape = Heads(2, 1, 64, 64, softcap=softcap)
-    tables = tuple(random(*size, seed=seed) for seed, size in enumerate([(1, 64), (1, 64), (64,), (64,)]))
-    qkv = random(1, 4, 64)
-    usual = _attend(isa, shape, 0, qkv.clone(), tables, [_cache(1, 20, 1, 64, 0)], [(20, 1)]).view(2, 64)
-    qkv[0, 0] = value
-    out = _attend(isa, shape, 0, qkv, tables, [_cache(1, 20, 1, 64, 0)], [(20, 1)]).view(2, 64)
-    assert bool(out[0].isnan().all()) and torch.equal(out[1], usual[1])
-
-
 X86 = [
     ("avx2", "haswell"),
     ("avx2", "znver3"),
@@ -374,13 +236,16 @@ X86 = [
     ("avx512-vnni", "cascadelake"),
     ("avx512-vnni", "sapphirerapids"),
 ]
+DENSE = PageLayout(2, 128, "dense", "dense", torch.bfloat16)
+CODED = PageLayout(2, 128, "int8", "int4", torch.bfloat16)
 SOURCES: dict[str, Callable[[Isa], Kernel]] = {
     "int4": lambda isa: cpu_matmul.matmul_source(isa, "int4", 64, 4, adds=True, has_bias=True),
     "int8": lambda isa: cpu_matmul.matmul_source(isa, "int8", 64, 4, adds=False, has_bias=False),
     "gated": lambda isa: cpu_quantize.quantize_source(64, "gated", "gelu"),
     "norm quantize": lambda isa: cpu_quantize.quantize_source(64, "norm"),
-    "rope": lambda isa: cpu_rope.rope_source(128, 128, has_norms=True),
-    "attention": lambda isa: cpu_attention.attention_source(128, 4, has_softcap=True),
+    "rope": lambda isa: cpu_rope.rope_source(DENSE, CODED, 128, has_norms=True),
+    "attention": lambda isa: cpu_attention.attention_source(DENSE, CODED, 4, has_softcap=True),
+    "combine": lambda isa: cpu_attention.combine_source(128, is_rotated=True),
     "norm": lambda isa: cpu_norm.norm_source(adds=True),
     "gemv": lambda isa: cpu_gemv.gemv_source(8),
 }

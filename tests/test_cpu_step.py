@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from localllm.bench.random_blocks import RandomBlocks
-from localllm.cache.contiguous import ContiguousKV
+from localllm.cache.kv_format import KV_FORMATS
+from localllm.cache.paged_kv import PagedKV
+from localllm.engine.residency import new_pages
 from localllm.engine.runner import Chunk, ModelRunner
 from localllm.errors import NonFiniteError
 from localllm.kernels import cpu_isa, cpu_linear
@@ -61,20 +63,13 @@ def decoder(description: dict[str, Any], weights: str, dtype: torch.dtype = torc
     return load_decoder(RandomBlocks(chosen), config, chosen, dtype=dtype, device=torch.device("cpu"))
 
 
-def new_kv(model: Decoder, capacity: int = 128) -> ContiguousKV:
-    config = model.config
-    return ContiguousKV(
-        devices=model.kv_devices,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        capacity=capacity,
-        dtype=model.dtype,
-    )
+def new_kv(model: Decoder, capacity: int = 128, kv: str = "bf16") -> PagedKV:
+    return new_pages(model, KV_FORMATS[kv]).new(capacity)
 
 
-def run(runner: ModelRunner, ids: Sequence[int], ends: Sequence[int]) -> Tensor:
+def run(runner: ModelRunner, ids: Sequence[int], ends: Sequence[int], kv_format: str = "bf16") -> Tensor:
     """All logits of a sequence, computed in chunks that end where `ends` says."""
-    kv, parts = new_kv(runner.model), []
+    kv, parts = new_kv(runner.model, max(128, len(ids)), kv_format), []
     for end in ends:
         parts.append(runner.forward([Chunk(ids[:end], kv, end - kv.length)], all_logits=True))
     return torch.cat(parts)
@@ -98,22 +93,26 @@ def test_the_native_step_computes_what_the_operators_compute(family: str, weight
     assert float((ours - expected).square().mean().sqrt()) < 0.04 * spread
 
 
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_chunks_of_any_size_give_the_same_bits(family: str) -> None:
+def test_chunks_of_any_size_give_the_same_bits(family: str, kv_format: str) -> None:
     runner = ModelRunner(decoder(FAMILIES[family], "int4"))
-    tokens = ids(60)
-    whole = run(runner, tokens, [60])
-    for ends in ([1, 2, 3, 11, 24, 60], list(range(1, 61)), [8, 20, 60]):
-        assert torch.equal(run(runner, tokens, ends), whole)
+    tokens = ids(200)
+    whole = run(runner, tokens, [200], kv_format)
+    for ends in ([1, 2, 3, 11, 24, 60, 130, 200], list(range(8, 201, 8)), [63, 64, 65, 192, 200]):
+        assert torch.equal(run(runner, tokens, ends, kv_format), whole)
 
 
+@pytest.mark.parametrize("kv_format", ["bf16", "k8v4"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_prompt_that_goes_through_each_block_in_parts_gives_the_same_bits(family: str, dtype: torch.dtype) -> None:
+def test_a_prompt_that_goes_through_each_block_in_parts_gives_the_same_bits(
+    family: str, dtype: torch.dtype, kv_format: str
+) -> None:
     model = decoder(FAMILIES[family], "int4", dtype)
-    tokens = ids(60)
-    whole = run(ModelRunner(model, batch_rows=9), tokens, [60])
-    assert torch.equal(run(ModelRunner(model), tokens, [*range(9, 60, 9), 60]), whole)
+    tokens = ids(200)
+    whole = run(ModelRunner(model, batch_rows=9), tokens, [200], kv_format)
+    assert torch.equal(run(ModelRunner(model), tokens, [*range(9, 200, 9), 200], kv_format), whole)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3, partial rotary"])

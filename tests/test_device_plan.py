@@ -69,7 +69,7 @@ def check(plan: Plan) -> None:
     ring = max(ring_bytes([block.num_bytes for block in some]) for some in (passing, by_few))
     assert plan.ring_bytes == ring == plan.ledger["vram"].get("staging", 0)
     on_device = [block.exec == "gpu" for block in plan.blocks[1:-1:2]]
-    kv_bytes = plan.kv_tokens * shape.kv_bytes_per_token
+    kv_bytes = shape.kv_bytes(plan.kv_tokens, plan.sequences)
     assert plan.ledger["vram"].get("kv", 0) == pytest.approx(kv_bytes * sum(on_device) / len(on_device), abs=1)
     assert (plan.ledger["vram"].get("kv", 0) + plan.ledger["ram"].get("kv", 0)) == pytest.approx(kv_bytes, abs=1)
 

@@ -98,7 +98,7 @@ def test_prefill_is_reported_until_the_prompt_is_read(directory: Path) -> None:
 def test_a_long_forward_tells_how_far_the_prompt_is_and_ends_with_what_is_true(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("localllm.engine.engine._TELL_S", 0.0)
+    monkeypatch.setattr("localllm.engine.telling._TELL_S", 0.0)
     engine = Engine.load(directory, device="cpu", dtype="fp32", limits=Limits(chunk_tokens=32))
     engine.submit(Request((1,) * 40, SamplingParams(max_tokens=2, ignore_eos=True)))
     told: list[Event] = []
@@ -117,7 +117,7 @@ def test_a_long_forward_tells_how_far_the_prompt_is_and_ends_with_what_is_true(
 def test_a_service_passes_on_how_far_a_prompt_is_before_its_forward_has_ended(
     service: EngineService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("localllm.engine.engine._TELL_S", 0.0)
+    monkeypatch.setattr("localllm.engine.telling._TELL_S", 0.0)
     events = list(service.submit(Request((1,) * 40, SamplingParams(max_tokens=1))))
     first = events[0]
     assert isinstance(first, PrefillEvent) and 0 < first.done < 40
@@ -323,7 +323,7 @@ def test_a_context_that_was_asked_for_and_does_not_fit_is_refused(
 
 @pytest.mark.usefixtures("own_cache")
 def test_a_context_that_nobody_asked_for_shrinks_to_what_fits(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    give_memory(monkeypatch, 400_000)
+    give_memory(monkeypatch, 440_000)
     assert 100 < Engine.load(directory, device="cpu", dtype="fp32").ctx < 256
 
 
@@ -500,7 +500,7 @@ def test_memory_that_runs_out_ends_the_request_and_the_engine_goes_on(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    target = (engine.runner, "forward") if where == "forward" else (engine.scheduler, "_new_kv")
+    target = (engine.runner, "forward") if where == "forward" else (engine.scheduler, "_give_kv")
     with monkeypatch.context() as patch:
         patch.setattr(*target, fail)
         finished = last(run(engine, max_tokens=2))

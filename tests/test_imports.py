@@ -32,7 +32,16 @@ sys.stderr.write("\\n" + json.dumps(sorted({{name.partition(".")[0] for name in 
 
 @pytest.mark.parametrize(
     "line",
-    [["--help"], ["--version"], ["run", "--help"], ["list"], ["list", "--all"], ["config", "show"]],
+    [
+        ["--help"],
+        ["--version"],
+        ["run", "--help"],
+        ["list"],
+        ["list", "--all"],
+        ["config", "show"],
+        ["cache"],
+        ["sessions", "list"],
+    ],
     ids=" ".join,
 )
 def test_a_quick_command_loads_nothing_heavy(line: list[str], tmp_path: Path) -> None:
@@ -55,12 +64,14 @@ def test_completion_of_a_models_name_loads_nothing_heavy(tmp_path: Path) -> None
         "localllm.cli",
         "localllm.cli.app",
         "localllm.hub",
+        "localllm.history",
         "localllm.registry",
         "localllm.config",
         "localllm.errors",
         "localllm.engine.request",
         "localllm.engine.events",
         "localllm.engine.stopping",
+        "localllm.cache.page_folder",
     ],
 )
 def test_a_module_of_the_front_loads_nothing_heavy(module: str, tmp_path: Path) -> None:
@@ -75,6 +86,10 @@ def test_a_module_of_the_front_loads_nothing_heavy(module: str, tmp_path: Path) 
 )
 def test_text_needs_no_torch(module: str, tmp_path: Path) -> None:
     assert not loaded_by(f"import {module}", tmp_path) & (HEAVY - {"tokenizers", "numpy"})
+
+
+def test_pages_on_the_disk_need_no_torch(tmp_path: Path) -> None:
+    assert not loaded_by("import localllm.cache.disk", tmp_path) & (HEAVY - {"numpy"})
 
 
 @pytest.mark.parametrize("line", [["tokenize", "tiny", "a fox"], ["run", "tiny", "--show-prompt", "-p", "a fox"]])

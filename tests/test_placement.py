@@ -113,7 +113,8 @@ def test_less_than_the_least_is_refused_with_what_would_do(directory: Path) -> N
 
 def test_a_prompt_that_is_too_long_is_refused_with_the_cap_that_its_context_takes(directory: Path) -> None:
     least, most = least_of(directory, "int4"), 1 << 30
-    for machine, fix in ((most, r"--ctx \d+ --ram \d+MiB"), (least, "shorten the prompt")):
+    enough = r"--ctx \d+ --ram \d+MiB(, or --ctx \d+ --kv int4)?"
+    for machine, fix in ((most, enough), (least, r"shorten the prompt|--ctx \d+ --kv int4")):
         with engine(directory, "int4", least, machine, ctx=128) as loaded:
             with pytest.raises(ContextOverflowError) as caught:
                 loaded.check(Request((1,) * 200, SamplingParams()))
@@ -225,4 +226,4 @@ def test_the_plan_accounts_for_every_byte(directory: Path) -> None:
         assert plan.ledger["ram"]["weights"] == resident
         assert plan.total_bytes("disk") + resident == plan.shape.num_bytes
         assert plan.total_bytes("ram") <= plan.limits["ram"]
-        assert plan.ledger["ram"]["kv"] == 128 * plan.shape.kv_bytes_per_token
+        assert plan.ledger["ram"]["kv"] == plan.shape.kv_bytes(128)

@@ -89,7 +89,7 @@ def check(plan: Plan, ram_bytes: int) -> None:
     kept = sum(block.num_bytes for block in plan.blocks if block.tier == "ram")
     assert plan.ledger["ram"].get("weights", 0) == kept
     assert plan.total_bytes("disk") == plan.shape.num_bytes - kept
-    assert plan.ledger["ram"]["kv"] == plan.kv_tokens * plan.shape.kv_bytes_per_token
+    assert plan.ledger["ram"]["kv"] == plan.shape.kv_bytes(plan.kv_tokens, plan.sequences)
     sizes = [block.num_bytes for block in plan.blocks[1:] if block.tier == "disk"]
     assert plan.ring_bytes == ring_bytes(sizes, ALIGN_BYTES) == plan.ledger["ram"].get("staging", 0)
     waiting = plan.pass_tokens * plan.shape.state_bytes if plan.streamed else 0
@@ -334,7 +334,7 @@ def test_the_json_of_a_plan_has_the_keys_of_the_contract() -> None:
     code, plan = planned("mistral-7b", "--ram", "1200MiB", "--weights", "int4", "--ctx", "512")
     assert code == 0
     assert plan["fits"] is True and plan["model"] == "mistral-7b" and plan["ctx"] == 512
-    assert (plan["weights"], plan["kv"], plan["bound_by"]) == ("int4-g64", "bf16", "disk")
+    assert (plan["weights"], plan["kv"], plan["bound_by"]) == ("int4-g64", "int8", "disk")
     blocks = plan["blocks"]
     assert isinstance(blocks, list) and len(blocks) == 66
     assert all(list(block) == ["name", "bytes", "tier", "exec"] for block in blocks)
@@ -435,7 +435,7 @@ def test_the_cap_that_mends_a_bad_one_is_accepted(own_cache: Path, amount: str) 
 def test_each_fix_of_a_refusal_is_a_line_that_works() -> None:
     flags = ("mistral-7b", "--weights", "int4", "--ram", "2GiB", "--ctx", "32768")
     refused = run_cli("plan", *flags)
-    assert refused.code == 4 and "32768 tokens of context 4.00 GiB" in refused.err
+    assert refused.code == 4 and "32768 tokens of context 2.09 GiB" in refused.err
     lines = [line[7:] for line in refused.err.splitlines() if line.startswith(("fix:", "or:"))]
     assert len(lines) == 2
     for line in lines:

@@ -102,7 +102,7 @@ def test_the_tiny_model_says_nearly_the_same_in_every_format(
 def test_the_perplexity_is_that_of_the_command(make: quality.Subjects, window: list[int]) -> None:
     subject = make.of(RECIPES["bf16"], "product")
     own = subject.log_probabilities(window)
-    expected = perplexity(subject.runner, window, ctx=len(window), new_kv=lambda _capacity: subject.kv)
+    expected = perplexity(subject.runner, window, ctx=len(window), new_kv=subject.kv.pages.new)
     assert math.isclose(quality.token_surprises(own, window).mean().item(), expected.nll, rel_tol=1e-3)
 
 

@@ -46,7 +46,7 @@ EXAMPLES = [
 def test_a_command_that_needs_no_download_answers(line: str) -> None:
     result = run(sys.executable, "-m", *shlex.split(line))
     assert (result.returncode, result.stderr) == (0, "")
-    assert len(result.stdout) > 100
+    assert result.stdout.strip()
 
 
 def test_the_readme_has_commands_to_run() -> None:

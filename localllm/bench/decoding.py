@@ -10,16 +10,16 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from localllm.bench.subject import Subject
 from localllm.bench.workload import VERIFY_TOKENS, Workload
-from localllm.cache.contiguous import ContiguousKV
+from localllm.cache.paged_kv import PagedKV
 from localllm.engine.engine import Engine
 from localllm.engine.events import Event, FinishedEvent, Timings, TokenEvent
 from localllm.engine.request import Request, SamplingParams
 from localllm.engine.runner import Chunk
 from localllm.engine.sequence import Sequence
+from localllm.kernels.paged_attention import write
 from localllm.offload.floors import seconds
 
 _VERIFY_REPEATS = 3
@@ -64,7 +64,7 @@ class Depth:
         self._engine = subject.engine
         self._gen_tokens = workload.gen_tokens
         self._prompt = random_ids(subject, context + VERIFY_TOKENS, seed=context)
-        self._kv = self._reserve(workload.reach(context))
+        self._kv = subject.engine.residency.new_kv(workload.reach(context))
         if subject.has_random_weights:
             _fill(self._kv, context)
         elif context:
@@ -95,17 +95,11 @@ class Depth:
         (sequence,) = self._engine.scheduler.running
         return sequence
 
-    def _reserve(self, num_tokens: int) -> ContiguousKV:
-        """A cache as the engine makes it, with room for so many tokens."""
-        sequence = self._begin(self._prompt[: self.context + 1], num_tokens - self.context - 1)
-        self._engine.abort(sequence.request_id)
-        self._engine.step()
-        assert sequence.kv is not None and sequence.kv.capacity == num_tokens
-        return sequence.kv
-
     def _run(self, sequence: Sequence, floor_gbs: Callable[[], float] | None = None) -> tuple[float, float]:
         """The request to its end, in our own cache instead of the one that it was given."""
-        sequence.kv = self._kv
+        assert sequence.kv is not None
+        sequence.kv.close()
+        sequence.kv, sequence.owns_kv = self._kv, False
         samples = [floor_gbs()] if floor_gbs else []
         elapsed, num_tokens, stretch = 0.0, 0, 0.0
         while self._engine.has_work:
@@ -130,12 +124,13 @@ def _greedy(num_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
 
 
-def _fill(kv: ContiguousKV, num_tokens: int) -> None:
+def _fill(kv: PagedKV, num_tokens: int) -> None:
     """Random keys and values, the same few in every layer: to attend to them takes as long as to any."""
-    _, heads, _, head_dim = kv.keys.shape
-    noise: Tensor = torch.randn((2, 1, heads, min(_FILL_TOKENS, num_tokens), head_dim)).to(kv.keys)
-    for begin in range(0, num_tokens, _FILL_TOKENS):
-        part = slice(begin, min(begin + _FILL_TOKENS, num_tokens))
-        for cache, values in zip((kv.keys, kv.values), noise, strict=True):
-            cache[:, :, part] = values[:, :, : part.stop - part.start]
-    kv.advance(num_tokens)
+    layout, num_layers = kv.layouts[0], len(kv.pages.places)
+    noise = torch.randn((2, min(_FILL_TOKENS, num_tokens), layout.num_kv_heads, layout.head_dim))
+    while kv.length < num_tokens:
+        past, count = kv.length, min(_FILL_TOKENS, num_tokens - kv.length)
+        kv.prepare(past + count)
+        for layer in range(num_layers):
+            write(kv.layer(layer, past, count), past, *(values[:count].to(layout.dtype) for values in noise))
+        kv.advance(count)

@@ -15,9 +15,10 @@ import torch
 
 from localllm.bench.random_blocks import RandomBlocks
 from localllm.bench.random_model import word_vocabulary
-from localllm.cache.contiguous import kv_bytes_per_token
+from localllm.cache.kv_format import KVFormat, choose_format, kv_bytes_per_sequence, kv_bytes_per_token
 from localllm.config import format_bytes
 from localllm.engine.engine import Engine
+from localllm.engine.kv_reuse import NO_REUSE
 from localllm.engine.loading import Watcher
 from localllm.engine.memory import HEADROOM, available_bytes
 from localllm.engine.planning import Wishes, plan_model
@@ -53,7 +54,7 @@ class Subject:
     def bytes_per_token(self, context: int, gen_tokens: int) -> int:
         """What one decode step must read: every matrix, and the keys and values, on average over the steps."""
         model = self.engine.model
-        return matrix_bytes(model) + mean_kv_bytes(model, context, gen_tokens)
+        return matrix_bytes(model) + mean_kv_bytes(model, self.engine.kv_format, context, gen_tokens)
 
     def prefill_flops_per_token(self) -> int:
         """Multiplications and additions in the blocks' matrices; the head sees one token of a prompt."""
@@ -67,20 +68,22 @@ def random_subject(
     device: torch.device,
     ctx: int,
     progress: Progress = lambda _done, _total: None,
+    kv: str = "auto",
 ) -> Subject:
     """A model of this shape, made in memory."""
     decoder = load_decoder(RandomBlocks(recipe), shape.config, recipe, dtype=dtype, device=device, progress=progress)
-    engine = Engine(decoder, word_tokenizer(shape.config.vocab_size), ctx=ctx)
+    engine = Engine(decoder, word_tokenizer(shape.config.vocab_size), ctx=ctx, kv=kv, reuse=NO_REUSE)
     return Subject(shape.name, recipe.name, engine, has_random_weights=True)
 
 
 @dataclass(frozen=True)
 class Caps:
-    """ram_bytes, vram_bytes: as `Engine.load` has them. kv_tokens: of all caches that are held at once."""
+    """ram_bytes, vram_bytes, kv: as `Engine.load` has them. kv_tokens: of all caches that are held at once."""
 
     ram_bytes: int | None
     vram_bytes: int | None
     kv_tokens: int
+    kv: str = "auto"
 
     @property
     def are_given(self) -> bool:
@@ -105,12 +108,14 @@ def installed_subject(
         device=device.type,
         dtype=Dense(dtype).name,
         weights=recipe.name,
+        kv=caps.kv,
         ctx=ctx,
         ram=caps.ram_bytes,
         vram=caps.vram_bytes,
         limits=Limits(max_sequences=1),
         job=JobShape(1, caps.kv_tokens, ctx),
         watcher=Watcher(progress),
+        reuse=NO_REUSE,
     )
     return Subject(name, recipe.name, engine, has_random_weights=is_random)
 
@@ -145,26 +150,28 @@ def matrix_bytes(model: Decoder) -> int:
     return sum(tensor.nbytes for linear in linears for tensor in linear.tensors.values())
 
 
-def mean_kv_bytes(model: Decoder, context: int, gen_tokens: int) -> int:
+def mean_kv_bytes(model: Decoder, kv_format: KVFormat, context: int, gen_tokens: int) -> int:
     """Keys and values that a step attends to behind `context` others, its own included, as far as a window reaches."""
     config = model.config
-    per_layer = kv_bytes_per_token(1, config.num_kv_heads, config.head_dim, model.dtype)
+    per_layer = kv_bytes_per_token(kv_format.layouts(config.num_kv_heads, config.head_dim, model.dtype), 1)
     lengths = range(context + 1, context + 1 + gen_tokens)
     keys = sum(min(window or length, length) for window in config.windows for length in lengths)
     return per_layer * keys // gen_tokens
 
 
-def require_room(config: ModelConfig, recipe: Recipe, dtype: torch.dtype, device: torch.device, kv_tokens: int) -> None:
-    """Raises DoesNotFitError where the weights, and the cache of `kv_tokens` tokens in all, have no room."""
+def require_room(config: ModelConfig, recipe: Recipe, dtype: torch.dtype, device: torch.device, caps: Caps) -> None:
+    """Raises DoesNotFitError where the weights, and the cache of all tokens, have no room."""
     weights, as_int4 = model_bytes(config, recipe), model_bytes(config, RECIPES[DEFAULT])
-    kv = kv_tokens * kv_bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
+    layouts = choose_format(caps.kv, config.head_dim, dtype).layouts(config.num_kv_heads, config.head_dim, dtype)
+    kv = caps.kv_tokens * kv_bytes_per_token(layouts, config.num_layers)
+    kv += kv_bytes_per_sequence(layouts, config.num_layers)
     free = available_bytes(device)
     if weights + kv > HEADROOM * free:
         helps = as_int4 + kv <= HEADROOM * free
         raise DoesNotFitError(
             "the model does not fit into memory",
             why=f"weights {format_bytes(weights, 2)} ({recipe.name}) + KV cache {format_bytes(kv, 2)} "
-            f"for {kv_tokens} tokens; free: {format_bytes(free, 2)}, of which {HEADROOM:.0%} may be used",
+            f"for {caps.kv_tokens} tokens; free: {format_bytes(free, 2)}, of which {HEADROOM:.0%} may be used",
             fix="--weights int4" if helps else "choose a smaller model: localllm list --all",
         )
 
@@ -182,6 +189,7 @@ def require_plan(
     """The recipe in which it then runs. Raises what `Engine.load` would say of memory: UsageError, DoesNotFitError."""
     wishes = Wishes(
         weights=recipe.name,
+        kv=caps.kv,
         ctx=ctx,
         device=device.type,
         dtype=Dense(dtype).name,

@@ -17,6 +17,7 @@ from localllm.config import format_figure
 from localllm.engine.events import (
     Event,
     FinishedEvent,
+    GrownEvent,
     PrefillEvent,
     StepSplit,
     Timings,
@@ -53,7 +54,7 @@ class Answer:
 
     def take(self, event: Event) -> str:
         """Takes an event in and returns the text that it adds."""
-        if isinstance(event, PrefillEvent):
+        if isinstance(event, GrownEvent | PrefillEvent):
             return ""
         if isinstance(event, TokenEvent):
             self.token_ids.append(event.token_id)
@@ -129,12 +130,24 @@ def statistics(answer: Answer) -> str:
         parts.append(f"first token after {timings.ttft_s:.2f} s")
     if timings.load_s:
         parts.append(f"load {timings.load_s:.2f} s")
+    if finished.ctx is not None:
+        parts.append(f"context {filled(context_used(finished), finished.ctx)}")
     if spent := _spent(timings.split):
         parts.append(spent)
     if answer.seed is not None:
         parts.append(f"seed {answer.seed}")
     cancelled = finished.finish_reason == "cancelled"
     return ", ".join([*parts, "cancelled" if cancelled else f"ended by {finished.finish_reason}"])
+
+
+def context_used(finished: FinishedEvent) -> int:
+    """The tokens of the context that prompt and answer have."""
+    return finished.usage.prompt_tokens + finished.usage.completion_tokens
+
+
+def filled(used: int, limit: int) -> str:
+    """How full a context is: "83% full (6,800 of 8,192 tokens)"."""
+    return f"{used / limit:.0%} full ({used:,} of {limit:,} tokens)"
 
 
 def _spent(split: StepSplit) -> str:
@@ -155,9 +168,10 @@ def _rate(tokens_per_s: float | None) -> str:
 
 
 def finished_fields(finished: FinishedEvent) -> dict[str, Any]:
-    """`finish_reason`, `usage` and `timings` as the JSON forms have them."""
+    """`finish_reason`, `context`, `usage` and `timings` as the JSON forms have them."""
     return {
         "finish_reason": finished.finish_reason,
+        "context": {"used": context_used(finished), "limit": finished.ctx},
         "usage": asdict(finished.usage),
         "timings": asdict(finished.timings),
     }

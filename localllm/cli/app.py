@@ -10,6 +10,7 @@ import typer
 from localllm import __version__
 from localllm.cli import bench, chat, perplexity, plan, pull, quantize, run, tokenize
 from localllm.cli.bench import bench_command
+from localllm.cli.cache import cache_app
 from localllm.cli.chat import chat_command
 from localllm.cli.commands import PlainCommand, PlainGroup
 from localllm.cli.config import config_app
@@ -23,6 +24,7 @@ from localllm.cli.pull import pull_command
 from localllm.cli.quantize import quantize_command
 from localllm.cli.rm import rm_command
 from localllm.cli.run import run_command
+from localllm.cli.sessions import sessions_app
 from localllm.cli.show import show_command
 from localllm.cli.tokenize import tokenize_command
 
@@ -77,5 +79,7 @@ _add("perplexity", perplexity_command, perplexity.EXAMPLES)
 _add("plan", plan_command, plan.EXAMPLES)
 _add("bench", bench_command, bench.EXAMPLES)
 _add("doctor", doctor_command)
+app.add_typer(cache_app)
+app.add_typer(sessions_app)
 app.add_typer(config_app)
 _add("help", help_command)

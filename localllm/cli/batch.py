@@ -151,6 +151,7 @@ def job_key(selection: Selection, rules: LineRules, prompts: Prompts, engine: En
         "texts": texts.hexdigest(),
         "weights": _SAME_NUMBERS.get(engine.weights, engine.weights),
         "dtype": str(engine.model.dtype),
+        "kv": engine.kv_format.name,
         "device": engine.model.device.type,
         "ctx": selection.settings.ctx,
         "rules": asdict(rules),

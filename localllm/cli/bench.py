@@ -51,6 +51,7 @@ def bench_command(
         bool, typer.Option("--random-weights", help="Random weights of the model's shape: nothing need be downloaded.")
     ] = False,
     weights: options.Weights = None,
+    kv: options.KV = None,
     prompt_tokens: Annotated[
         int | None, typer.Option("--prompt-tokens", metavar="N", help="Length of the prompt. Default: 512.")
     ] = None,
@@ -195,14 +196,14 @@ def _set_up(front: Front, target: _Target, workload: Workload, line: ProgressLin
     vram = vram_cap(front, line.interject, has_gpu=has_card(device))
     packed = packed_recipes(target.files) if target.files else ()
     chosen = recipe(choose_recipe(settings.weights, config, packed, dtype))
-    caps = Caps(settings.ram, vram, workload.kv_tokens)
+    caps = Caps(settings.ram, vram, workload.kv_tokens, settings.kv)
     if target.files is None and caps.are_given:  # it is loaded as any model is
         workload.check(target.name, config)
     if target.files is not None or caps.are_given:
         shape = Shape(target.name, config, target.raw_config)
         chosen = require_plan(shape, target.files, chosen, dtype, device, workload.ctx, caps, line.show)
     else:
-        require_room(config, chosen, dtype, device, workload.kv_tokens)
+        require_room(config, chosen, dtype, device, caps)
     return _Setup(device, dtype, chosen, caps)
 
 
@@ -246,7 +247,7 @@ def _run(
                 files, chosen, dtype, device, workload.ctx, line.update, caps, name=target.name, is_random=is_random
             )
         shape = Shape(target.name, config, target.raw_config)
-        return random_subject(shape, chosen, dtype, device, workload.ctx, line.update)
+        return random_subject(shape, chosen, dtype, device, workload.ctx, line.update, caps.kv)
 
     def say(text: str) -> None:
         if output.animated:

@@ -5,42 +5,55 @@ from __future__ import annotations
 import contextlib
 import shlex
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from localllm.cli import dialogue, options
-from localllm.cli.answer import Answer, statistics
+from localllm.cli.answer import Answer, context_used, statistics
 from localllm.cli.config import shown_setting
-from localllm.cli.dialogue import Dialogue
+from localllm.cli.context import REMEDIES, Conversation, Meter, evicted_text, offer_policies, usage_lines
+from localllm.cli.dialogue import Dialogue, Message, joined
 from localllm.cli.front import Front, front_of
-from localllm.cli.generate import Printing, can_be_longer, is_cut_by_context, print_answer
+from localllm.cli.generate import Printing, can_be_longer, explained, is_cut_by_context
 from localllm.cli.interrupts import Interrupted
+from localllm.cli.keeping import Keeper, Resumed, keeper_of, look_up, print_kept, select_resumed
 from localllm.cli.lines import LineReader
+from localllm.cli.miss import Explanation, explain
+from localllm.cli.names import complete_sessions, is_model
 from localllm.cli.origins import with_origins
 from localllm.cli.prompt import argument_text, has_blanks, read_text_file
-from localllm.cli.selection import Selection, named, select
+from localllm.cli.selection import Selection, named
 from localllm.config import user_directories
+from localllm.engine.overflow import without
 from localllm.errors import (
     ContextOverflowError,
+    HistoryError,
     LocalLLMError,
     ModelNotFoundError,
     SettingsError,
     TemplateError,
     UsageError,
 )
+from localllm.registry import BUILT_IN
 
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine
+    from localllm.engine.events import FinishedEvent
     from localllm.engine.service import EngineService
+
+_LISTED = 10  # by /sessions
 
 EXAMPLES = """Examples:
 
 \b
   localllm chat --plain
   localllm chat mistral-7b --plain -s "You are a patient teacher." --temperature 0.5
+  localllm chat --plain --resume
+  localllm chat --plain --resume kibaro
 
 Inside: /help lists the commands; a line that ends in a backslash goes on, three double quotes open and close a block;
 Ctrl-C stops an answer, Ctrl-D leaves."""
@@ -53,6 +66,18 @@ def chat_command(
         bool, typer.Option("--plain", help="Line by line; also for screen readers, ssh and pipes.")
     ] = False,
     system: options.System = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            "--resume",
+            metavar="[ID]",
+            autocompletion=complete_sessions,
+            help="Go on with a chat of `localllm sessions list`: by its id, the beginning of one, or a part of its "
+            "title. Without one, or with `last`: the latest.",
+        ),
+    ] = None,
+    private: options.Private = None,
+    overflow: options.Overflow = None,
     stats: Annotated[bool, typer.Option("--stats", help="Print tokens, rates and times after each answer.")] = False,
     max_tokens: options.MaxTokens = None,
     temperature: options.Temperature = None,
@@ -75,11 +100,13 @@ def chat_command(
     device: options.Device = None,
     dtype: options.Dtype = None,
     weights: options.Weights = None,
+    kv: options.KV = None,
+    cache_disk: options.CacheDisk = None,
     threads: options.Threads = None,
 ) -> None:
     """Talk with a model, line by line.
 
-    What was said before is part of each question.
+    What was said before is part of each question. The chat is kept as it happens, on this disk alone.
     """
     flags = dict(locals())  # by name: they are passed on as one
     from localllm.cli.opening import loading
@@ -89,18 +116,36 @@ def chat_command(
         front.output.note("there is no full-screen chat yet: this is the line mode, `chat --plain`")
     if system is not None:
         flags["system"] = argument_text(system, "--system")
-    selection = _select(front, model, flags)
+    resumed = _resumed(front, resume) if resume is not None else None
+    selection = _select(front, model, flags, resumed)
     selection.sampling(flags)  # what is wrong with it is said before the model is loaded
     reader = LineReader(front.output, user_directories().data / "history")
-    with loading(front, selection) as load, contextlib.ExitStack() as stack:
-        stack.callback(reader.save_history)
+    with loading(front, selection, keeps_pages=True) as load, contextlib.ExitStack() as stack:
+        keeper = keeper_of(front.output, selection, resumed)
+        stack.callback(keeper.close)
+        if not selection.private:
+            stack.callback(reader.save_history)
         engine = load.wait()
-        Chat(front, selection, load.service, engine, reader, flags).run()
+        chat = Chat(front, selection, load.service, engine, reader, flags, keeper)
+        if resumed is not None:
+            resumed.restore(chat.dialogue, system and flags["system"])
+            resumed.show(front.output)
+        chat.run()
 
 
-def _select(front: Front, word: str | None, flags: Mapping[str, Any]) -> Selection:
+def _resumed(front: Front, word: str) -> Resumed:
     try:
-        return select(front, word, flags)
+        return look_up(front.output, word)
+    except HistoryError as error:
+        if is_model(word):  # which is a positional
+            error.fix = f"localllm chat {shlex.quote(word)} --resume"
+        raise
+
+
+def _select(front: Front, word: str | None, flags: Mapping[str, Any], resumed: Resumed | None) -> Selection:
+    try:
+        again = f"localllm chat {BUILT_IN} --resume {resumed.session.id}" if resumed else ""
+        return select_resumed(front, word, flags, resumed, again)
     except ModelNotFoundError as error:
         if word is not None and has_blanks(word):
             error.fix += f", or if it is a prompt: localllm run -p {shlex.quote(word)}"
@@ -118,6 +163,7 @@ class Chat:
         engine: Engine,
         reader: LineReader,
         flags: dict[str, Any],
+        keeper: Keeper,
     ) -> None:
         _ = engine.template  # raises TemplateError where there is none to talk through
         self._front = front
@@ -127,15 +173,19 @@ class Chat:
         self._engine = engine
         self._reader = reader
         self._flags = flags
+        self._keeper = keeper
         self._shows_statistics = bool(flags["stats"])
         self._last: Answer | None = None
+        self._why_missed: Callable[[], Explanation | None] | None = None
+        self._meter = Meter()
         self._leaving = False
         self._exit_code = 0
         self.dialogue = Dialogue(selection.resolved, selection.settings.system)
 
     def run(self) -> None:
         if self._reader.interactive:
-            self._output.note(f"{self._selection.files.name}, context {self._engine.ctx} tokens; /help, /bye")
+            private = "private: nothing is kept; " if self._keeper.is_private else ""
+            self._output.note(f"{self._selection.files.name}, context {self._engine.ctx} tokens; {private}/help, /bye")
         hinted = False
         while not self._leaving:
             try:
@@ -157,6 +207,8 @@ class Chat:
                 self._exit_code = error.exit_code
             if self._terminated:
                 raise typer.Exit(self._front.interrupts.exit_code or 0)
+        if self._reader.interactive and self._keeper.session_id is not None:
+            self._output.note(f"localllm chat --resume {self._keeper.session_id} goes on with this chat")
         if not self._reader.interactive:  # a script wants to know; a person has read it
             raise typer.Exit(self._exit_code)
 
@@ -176,34 +228,59 @@ class Chat:
         if message.startswith("/"):
             name, rest = dialogue.split_command(message)
             getattr(self, f"_do_{name}")(rest)
+            self._keeper.sync(self.dialogue)
         elif message.strip():
             self.dialogue.ask(argument_text(message, "the message").strip())
             self._reply()
 
     def _reply(self) -> None:
-        """Answers the last question; one that cannot be answered is taken back, and the conversation kept."""
-        from localllm.engine.request import Request
+        """Answers the last question. One that cannot be answered is taken back, and the conversation kept; of an
+        answer that an error ended what was said stays."""
+        from localllm.engine.chat_template import ChatInput
 
-        before = len(self.dialogue.turns)
+        selection = Selection(self._selection.files, self.dialogue.resolved)
         try:
-            ids = self._prompt_ids()
-            selection = Selection(self._selection.files, self.dialogue.resolved)
-            request = Request(tuple(ids), selection.sampling(self._flags))
-            stream = self._service.submit(request)
-            printing = Printing(statistics=self._shows_statistics)
-            answer = print_answer(self._front, self._selection.files, stream, request, printing)
+            request, fitted = self._conversation().request(self._engine, selection.sampling(self._flags))
         except LocalLLMError:
-            if len(self.dialogue.turns) == before:
-                self.dialogue.take_back_question()
+            self.dialogue.take_back_question()
+            raise
+        self.dialogue.leave(fitted.floor)
+        if fitted.evicted.turns:
+            self._output.note(evicted_text(fitted.evicted))
+        given = ChatInput(joined(without(self.dialogue.messages, fitted.floor)))
+        why = partial(explain, self._engine, given, request.prompt_ids)
+        printing = Printing(statistics=self._shows_statistics, explain=why, evicted=fitted.evicted)
+        try:
+            answer = print_kept(self._front, selection, self._service, request, printing, self.dialogue, self._keeper)
+        except ContextOverflowError as error:  # it could not grow
+            offer_policies(error, ["evict"], "/set overflow")
             raise
         self._last = answer
-        self.dialogue.answer(answer.text)
-        if answer.finished is not None and is_cut_by_context(answer.finished, self._engine.ctx):
-            larger = ", or start with a larger --ctx" if can_be_longer(self._engine) else ""
-            self._output.warn(f"the context of {self._engine.ctx} tokens is full: /undo, /clear{larger}")
+        self._why_missed = partial(explained, answer.finished, printing) if answer.finished is not None else None
+        if answer.finished is not None and answer.finished.ctx is not None:
+            self._tell_fullness(answer.finished, answer.finished.ctx)
 
-    def _prompt_ids(self) -> list[int]:
-        return self._engine.encode(self.dialogue.messages)
+    def _tell_fullness(self, finished: FinishedEvent, ctx: int) -> None:
+        note = self._meter.note(context_used(finished), ctx, self._policy)
+        if is_cut_by_context(finished, ctx):
+            larger = ", or start with a larger --ctx" if can_be_longer(self._engine) else ""
+            remedy = f"{REMEDIES['stop']}{larger}" if self._policy == "stop" else REMEDIES[self._policy]
+            self._output.warn(f"the context of {ctx} tokens is full: {remedy}")
+        elif note is not None:
+            self._output.note(note)
+
+    @property
+    def _policy(self) -> str:
+        return self.dialogue.resolved.settings.overflow
+
+    def _conversation(self) -> Conversation:
+        said = self.dialogue
+        return Conversation(
+            said.messages, self._encoded, self._policy, "/set overflow", said.num_out, looks=said.has_room
+        )
+
+    def _encoded(self, messages: Sequence[Message]) -> list[int]:
+        return self._engine.encode(joined(messages))
 
     # Slash commands
 
@@ -217,10 +294,10 @@ class Chat:
         self._output.note(f"system message: {self.dialogue.system or 'none'}")
 
     def _do_regen(self, _: str) -> None:
-        if not self.dialogue.take_back_answer():
+        if self.dialogue.take_back_answer() or self.dialogue.is_asked:
+            self._reply()
+        else:
             self._output.note("there is no answer yet")
-            return
-        self._reply()
 
     def _do_undo(self, _: str) -> None:
         done = self.dialogue.take_back_question()
@@ -228,7 +305,22 @@ class Chat:
 
     def _do_clear(self, _: str) -> None:
         self.dialogue.clear()
+        self._keeper.begin_anew()
         self._output.note("a new conversation")
+
+    def _do_fork(self, _: str) -> None:
+        name = self._keeper.fork(self.dialogue)
+        self._output.note(f"a copy: {name}" if name is not None else "nothing of this chat is kept yet")
+
+    def _do_title(self, text: str) -> None:
+        self._output.note(f"title: {self._keeper.rename(self.dialogue, text)}")
+
+    def _do_sessions(self, _: str) -> None:
+        from localllm.cli.sessions import listed
+
+        for line in listed(_LISTED):
+            self._output.note(line)
+        self._output.note("localllm chat --resume ID goes on with one of them")
 
     def _do_file(self, path: str) -> None:
         count = self.dialogue.attach(Path(path).expanduser())
@@ -250,6 +342,7 @@ class Chat:
 
         text = read_text_file(Path(path).expanduser(), "/load")
         self.dialogue.load(list(parse_messages_file(text).messages))
+        self._keeper.begin_anew()
         self._output.note(f"{len(self.dialogue.turns)} messages")
 
     def _do_set(self, text: str) -> None:
@@ -277,9 +370,24 @@ class Chat:
         self._shows_statistics = switch == "on"
         self._output.note(f"statistics after each answer: {switch}")
 
+    def _do_cache(self, _: str) -> None:
+        if self._last is None or self._last.finished is None:
+            self._output.note("there is no answer yet")
+            return
+        usage = self._last.finished.usage
+        self._output.note(
+            f"{usage.cached_tokens} of the last prompt's {usage.prompt_tokens} tokens were not computed again"
+        )
+        if self._why_missed is not None and (explanation := self._why_missed()) is not None:
+            self._output.note(str(explanation))
+
     def _do_tokens(self, _: str) -> None:
-        count = len(self._prompt_ids()) if self.dialogue.messages else 0
-        self._output.note(f"{count} of {self._engine.ctx} tokens of the context are used")
+        num_out = self.dialogue.num_out if self._policy == "evict" else 0
+        given = without(self.dialogue.messages, num_out)
+        used = len(self._encoded(given)) if given else 0
+        count = self._engine.tokenizer.encode
+        for line in usage_lines(given, used, self._engine.ctx, lambda text: len(count(text)), num_out):
+            self._output.note(line)
 
     def _do_bye(self, _: str) -> None:
         self._leaving = True
@@ -296,7 +404,8 @@ def _mended_here(error: LocalLLMError) -> LocalLLMError:
         error.fix = f"start again with {error.fix}"
     match error:
         case ContextOverflowError():
-            error.fix = f"/undo, /clear, or {error.fix}"
+            *others, last = error.fix.split(", or ")
+            error.fix = f"{', '.join(['/undo', '/clear', *others])}, or {last}"
         case SettingsError():
             error.fix = "/set shows every setting"
         case TemplateError():

@@ -14,10 +14,26 @@ from localllm.cli.front import front_of
 from localllm.cli.options import NUMBERS, require_accepted
 from localllm.config import Accepts
 
+IMPLIED_VALUE = "last"
+
 
 class PlainCommand(TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:
         return _quickened(super().get_params(ctx))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """An option whose metavar is in square brackets may stand without its value, which then is IMPLIED_VALUE."""
+        optional = {
+            name for parameter in self.params if (parameter.metavar or "").startswith("[") for name in parameter.opts
+        }
+        end = args.index("--") if "--" in args else len(args)
+        completed = []
+        for index, argument in enumerate(args):
+            completed.append(argument)
+            following = args[index + 1] if index + 1 < end else "-"
+            if index < end and argument in optional and following.startswith("-"):
+                completed.append(IMPLIED_VALUE)
+        return super().parse_args(ctx, completed)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """MODEL, not typer's {MODEL}."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,32 +21,54 @@ Message = dict[str, Any]
 # What `/set` may change while a model is loaded.
 SETTABLE = (
     "max_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "frequency_penalty",
-    "presence_penalty", "seed", "stop",
+    "presence_penalty", "seed", "stop", "overflow",
 )  # fmt: skip
 
 
 @dataclass
 class Dialogue:
-    """Messages in order, the system message apart, and files that wait for the next question."""
+    """Messages in order, the system message apart, and files that wait for the next question.
+
+    opening: the first question without the files in front of it. num_out: how many messages have left the
+    model's context, the first behind the system's; has_room: some were taken back since.
+    """
 
     resolved: ResolvedSettings
     system: str | None = None
     turns: list[Message] = field(default_factory=list)
     attached: list[str] = field(default_factory=list)
+    opening: str = ""
+    num_out: int = 0
+    has_room: bool = False
 
     @property
     def messages(self) -> list[Message]:
-        """What the chat template is given."""
+        """All of them, as they were said."""
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
+
+    @property
+    def for_template(self) -> list[Message]:
+        """What the chat template is given of all of them."""
+        return joined(self.messages)
+
+    def leave(self, num_out: int) -> None:
+        """So many messages of the turns are out of the context from now on."""
+        self.num_out, self.has_room = num_out, False
 
     def ask(self, text: str) -> None:
         """A question is put, with the attached files in front of it."""
+        self.opening = self.opening or text
         parts = [*(part.rstrip("\n") for part in self.attached), text]
         self.attached.clear()
         self.turns.append({"role": "user", "content": "\n\n".join(parts)})
 
     def answer(self, text: str) -> None:
         self.turns.append({"role": "assistant", "content": text})
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a question waits for its answer."""
+        return bool(self.turns) and self.turns[-1]["role"] == "user"
 
     def take_back_answer(self) -> bool:
         """Removes the last answer; False where the last turn is none."""
@@ -60,12 +82,15 @@ class Dialogue:
         for index in range(len(self.turns) - 1, -1, -1):
             if self.turns[index]["role"] == "user":
                 del self.turns[index:]
+                self.has_room = True
                 return True
         return False
 
     def clear(self) -> None:
         self.turns.clear()
         self.attached.clear()
+        self.opening = ""
+        self.leave(0)
 
     def attach(self, path: Path) -> int:
         """Puts a file's text before the next question; returns its characters. Raises UsageError."""
@@ -104,6 +129,21 @@ class Dialogue:
         self.turns = messages[1:] if has_system else list(messages)
 
 
+def joined(messages: Sequence[Message]) -> list[Message]:
+    """A question that was never answered and the next are one to a chat template."""
+    found: list[Message] = []
+    for message in messages:
+        if found and _is_text(message) and _is_text(found[-1]) and found[-1]["role"] == message["role"]:
+            found[-1] = {**message, "content": f"{found[-1]['content']}\n\n{message['content']}"}
+        else:
+            found.append(message)
+    return found
+
+
+def _is_text(message: Message) -> bool:
+    return message.keys() == {"role", "content"} and isinstance(message["content"], str)
+
+
 def _parsed(key: str, text: str) -> object:
     kind = ACCEPTED[key].kind
     try:
@@ -126,13 +166,17 @@ COMMANDS: Mapping[str, Command] = {
     "regen": Command("", "answer the last question again"),
     "undo": Command("", "take the last question and its answer back"),
     "clear": Command("", "start a new conversation"),
+    "fork": Command("", "go on in a copy of this conversation"),
+    "title": Command("[TEXT]", "show or change the title under which it is kept"),
+    "sessions": Command("", "the latest chats that are kept"),
     "file": Command("PATH", "put a text file before the next question"),
     "save": Command("PATH", "write the conversation as JSON"),
     "load": Command("PATH", "go on from a conversation in JSON"),
-    "set": Command("[KEY VALUE]", "show or change sampling settings"),
+    "set": Command("[KEY VALUE]", "show or change the settings of the next answers"),
     "show": Command("", "model, context, system message and settings"),
     "stats": Command("[on|off]", "rates and times of the last answer, or after each: copy, compute, sample, wait"),
-    "tokens": Command("", "how full the context is"),
+    "tokens": Command("", "how full the context is, and of what"),
+    "cache": Command("", "how much of the last prompt was not computed again, and why not more"),
     "bye": Command("", "leave (also Ctrl-D)"),
 }
 _ALIASES = {"exit": "bye", "quit": "bye", "?": "help"}

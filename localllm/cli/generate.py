@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from localllm.cli.answer import Answer, Stream, finished_fields, follow, logprob_fields, statistics
+from localllm.cache.miss import CacheMiss
+from localllm.cli.answer import Answer, Stream, context_used, finished_fields, follow, logprob_fields, statistics
+from localllm.cli.context import evicted_fields, grown_fields, grown_text
 from localllm.cli.front import Front
+from localllm.cli.miss import NEW, Explanation, miss_fields
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.cli.selection import named
-from localllm.engine.events import Event, FinishedEvent, PrefillEvent, TokenEvent
+from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent, TokenEvent
+from localllm.engine.overflow import NOTHING_EVICTED, Evicted
 from localllm.engine.request import Request
 from localllm.errors import LocalLLMError
 
@@ -21,50 +25,83 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Printing:
-    """How an answer is shown."""
+    """How an answer is shown. evicted: what left the context for its prompt, which the JSON forms name."""
 
     as_json: bool = False
     as_events: bool = False
     streams: bool = True
     statistics: bool = False
     logprobs: bool = False
+    explain: Callable[[CacheMiss], Explanation] | None = None  # where the prompt was not found whole
+    evicted: Evicted = NOTHING_EVICTED
 
 
-def print_answer(front: Front, files: ModelFiles, stream: Stream, request: Request, printing: Printing) -> Answer:
-    """Shows an answer to its end. Raises the error that ended it, after what there is of it has been printed."""
+def print_answer(
+    front: Front,
+    files: ModelFiles,
+    stream: Stream,
+    request: Request,
+    printing: Printing,
+    heard: Callable[[str], None] = lambda _: None,
+    session: str | None = None,
+) -> Answer:
+    """Shows an answer to its end. Raises the error that ended it, after what there is of it has been printed.
+
+    heard: is given each text after it was printed. session: the kept chat that the JSON forms name.
+    """
     answer = Answer(len(request.prompt_ids), request.sampling.seed)
     if printing.as_events:
-        start = {"type": "start", "schema_version": SCHEMA_VERSION, "model": files.name}
-        front.output.json({**start, "prompt_tokens": answer.num_prompt_tokens, "seed": answer.seed})
-        for event, _ in follow(stream, answer, front.interrupts):
-            front.output.json(event_fields(files, event))
+        start = {"type": "start", "schema_version": SCHEMA_VERSION, "model": files.name, "session": session}
+        about = {"prompt_tokens": answer.num_prompt_tokens, "seed": answer.seed}
+        front.output.json({**start, **about, **evicted_fields(printing.evicted)})
+        for event, text in follow(stream, answer, front.interrupts):
+            fields = event_fields(files, event)
+            if isinstance(event, FinishedEvent):
+                fields["cache_miss"] = miss_fields(explained(event, printing))
+            front.output.json(fields)
+            heard(text)
     elif printing.as_json or not printing.streams:
-        for _ in follow(stream, answer, front.interrupts):
-            pass
+        for event, text in follow(stream, answer, front.interrupts):
+            if isinstance(event, GrownEvent):
+                front.output.note(grown_text(event))
+            heard(text)
     else:
-        _stream_text(front, stream, answer)
+        _stream_text(front, stream, answer, heard)
     finished = answer.finished
     assert finished is not None
     if printing.as_json:
-        front.output.json(answer_fields(files, answer, with_logprobs=printing.logprobs))
+        whole = answer_fields(files, answer, with_logprobs=printing.logprobs)
+        missed = {"cache_miss": miss_fields(explained(finished, printing))}
+        front.output.json({**whole, **evicted_fields(printing.evicted), **missed, "session": session})
     elif not printing.as_json and not printing.as_events and not printing.streams:
         front.output.answer(answer.text)
     front.output.end_answer()
     if printing.statistics or finished.finish_reason == "cancelled":
         front.output.note(statistics(answer))
+    if printing.statistics and (explanation := explained(finished, printing)) is not None and explanation.cause != NEW:
+        front.output.note(str(explanation))
     if finished.error is not None:
         raise finished.error
     return answer
 
 
-def _stream_text(front: Front, stream: Stream, answer: Answer) -> None:
+def explained(finished: FinishedEvent, printing: Printing) -> Explanation | None:
+    if finished.miss is None or printing.explain is None:
+        return None
+    return printing.explain(finished.miss)
+
+
+def _stream_text(front: Front, stream: Stream, answer: Answer, heard: Callable[[str], None]) -> None:
     with front.output.progress("reading the prompt") as line:
         for event, text in follow(stream, answer, front.interrupts):
-            if isinstance(event, PrefillEvent) and event.done < event.total:
+            if isinstance(event, GrownEvent):
+                line.interject(grown_text(event))
+            elif isinstance(event, PrefillEvent) and event.done < event.total:
                 line.show(f"reading the prompt: {event.done} of {event.total} tokens")
             else:
                 line.clear()
             front.output.answer(text)
+            heard(text)
 
 
 def answer_fields(files: ModelFiles, answer: Answer, *, with_logprobs: bool) -> dict[str, Any]:
@@ -86,6 +123,8 @@ def answer_fields(files: ModelFiles, answer: Answer, *, with_logprobs: bool) -> 
 
 def event_fields(files: ModelFiles, event: Event) -> dict[str, Any]:
     """One line of `run --jsonl`."""
+    if isinstance(event, GrownEvent):
+        return grown_fields(event)
     if isinstance(event, PrefillEvent):
         return {"type": "prefill", "done": event.done, "total": event.total}
     if isinstance(event, TokenEvent):
@@ -105,8 +144,7 @@ def error_fields(files: ModelFiles, error: Exception) -> Mapping[str, str]:
 
 def is_cut_by_context(finished: FinishedEvent, ctx: int) -> bool:
     """Whether the answer ended because the context was full, which nobody asked for."""
-    used = finished.usage.prompt_tokens + finished.usage.completion_tokens
-    return finished.finish_reason == "length" and used >= ctx
+    return finished.finish_reason == "length" and context_used(finished) >= ctx
 
 
 def can_be_longer(engine: Engine) -> bool:

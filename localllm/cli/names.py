@@ -44,3 +44,17 @@ def _installed() -> list[str]:
 
 def _beginning(incomplete: str, names: list[str]) -> list[str]:
     return [name for name in dict.fromkeys(names) if name.casefold().startswith(incomplete.casefold())]
+
+
+def complete_sessions(incomplete: str) -> list[str]:
+    """Ids of kept chats that begin so."""
+    from localllm.errors import HistoryError
+    from localllm.history import History, history_file
+
+    try:
+        if not history_file().exists():
+            return []
+        with History.peek(history_file()) as history:
+            return _beginning(incomplete, [session.id for session, _ in history.sessions()])
+    except HistoryError:
+        return []

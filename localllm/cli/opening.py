@@ -19,6 +19,7 @@ from localllm.cli.selection import Selection
 
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine
+    from localllm.engine.kv_reuse import KVReuse
     from localllm.engine.service import EngineService
     from localllm.offload.plan import JobShape
 
@@ -39,10 +40,18 @@ class Loading:
 
 
 @contextlib.contextmanager
-def loading(front: Front, selection: Selection, job: JobShape | None = None) -> Iterator[Loading]:
+def loading(
+    front: Front,
+    selection: Selection,
+    job: JobShape | None = None,
+    *,
+    keeps_pages: bool = False,
+    probes_kv: bool = True,
+) -> Iterator[Loading]:
     """Begins to load; what is done inside (reading the prompt) happens meanwhile. Ends the engine's thread.
 
-    job: many prompts that are to be answered at once; None: single ones.
+    job: many prompts that are to be answered at once; None: single ones. keeps_pages: what is computed of the prompts
+    may outlive the process, where the user has not said otherwise. probes_kv: as `Engine.load` has it.
     """
     from localllm.engine.service import EngineService
     from localllm.models.families import load_config
@@ -72,12 +81,15 @@ def loading(front: Front, selection: Selection, job: JobShape | None = None) -> 
                 device=settings.device,
                 dtype=settings.dtype,
                 weights=settings.weights,
+                kv=settings.kv,
                 ctx=settings.ctx,
                 ram=settings.ram,
                 vram=vram_cap(front, line.interject, has_gpu=has_card(choose_device(settings.device))),
                 threads=settings.threads,
                 job=job,
-                watcher=Watcher(reading, packing.update, packing.wait, line.show),
+                watcher=Watcher(reading, packing.update, packing.wait, line.show, line.interject),
+                reuse=_reuse(front, selection, keeps_pages=keeps_pages),
+                probes_kv=probes_kv,
             )
         finally:
             packing.end()
@@ -94,3 +106,12 @@ def loading(front: Front, selection: Selection, job: JobShape | None = None) -> 
             service.close(timeout_s=0)  # its thread is a daemon: nobody waits for a step that is being computed
             raise
         service.close()
+
+
+def _reuse(front: Front, selection: Selection, *, keeps_pages: bool) -> KVReuse:
+    from localllm.cache.page_folder import kv_root
+    from localllm.engine.kv_reuse import KVReuse
+
+    disk_bytes = selection.settings.cache_disk
+    directory = kv_root() if keeps_pages and not selection.private and disk_bytes != 0 else None
+    return KVReuse(directory=directory, disk_bytes=disk_bytes, warn=front.output.warn)

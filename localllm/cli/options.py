@@ -63,6 +63,15 @@ Ram = Annotated[
 Vram = Annotated[
     str | None, typer.Option("--vram", metavar="SIZE", help="Most of the GPU's memory that may be used: 6GiB.")
 ]
+CacheDisk = Annotated[
+    str | None,
+    typer.Option(
+        "--cache-disk",
+        metavar="SIZE",
+        help="Most of the disk for what was computed of conversations, so that a later run need not compute it again: "
+        "20GiB; off keeps nothing. Default: 8 GiB, or a tenth of what is free.",
+    ),
+]
 Device = Annotated[
     Literal["auto", "cpu", "cuda"] | None,
     typer.Option("--device", metavar="auto|cpu|cuda", help="Where to compute. auto: on a GPU if there is one."),
@@ -72,8 +81,8 @@ Dtype = Annotated[
     typer.Option(
         "--dtype",
         metavar="auto|bf16|fp32",
-        help="Precision of what is computed and kept of the context: fp32 is slower and takes twice the memory. "
-        "auto: bf16. The weights have --weights.",
+        help="Precision of what is computed: fp32 is slower and takes twice the memory. auto: bf16. The weights have "
+        "--weights, the context --kv.",
     ),
 ]
 Weights = Annotated[
@@ -87,8 +96,31 @@ Weights = Annotated[
         "int4 if it has 512 MiB or more.",
     ),
 ]
+KV = Annotated[
+    Literal["auto", "bf16", "int8", "k8v4", "int4"] | None,
+    typer.Option(
+        "--kv",
+        metavar="auto|bf16|int8|k8v4|int4",
+        help="Format of the context's keys and values: with fewer bits a longer one fits. k8v4: keys in 8 bits, values "
+        "in 4; bf16: as they are computed. auto: int8, with --dtype fp32 as they are computed.",
+    ),
+]
 Threads = Annotated[int | None, typer.Option("--threads", metavar="N", help="CPU threads. Default: torch's choice.")]
 Offline = Annotated[bool | None, typer.Option("--offline", help="Never use the network.")]
+Overflow = Annotated[
+    Literal["stop", "evict", "grow"] | None,
+    typer.Option(
+        "--overflow",
+        metavar="stop|evict|grow",
+        help="What to do where the conversation is longer than the context. stop: an error says what would fit. evict: "
+        "the oldest questions and answers leave the model's view, which is told each time; the kept chat stays whole. "
+        "grow: the context becomes longer, and weights make room for it. Default: stop.",
+    ),
+]
+Private = Annotated[
+    bool | None,
+    typer.Option("--private", help="Keep nothing: neither the conversation nor the lines that were typed."),
+]
 
 # A sequence has its KV cache reserved for the longest answer that it may give: with the rest of the context for each,
 # few prompts of a job would have room at once.
@@ -183,9 +215,9 @@ Stop = Annotated[
 
 # Flags that are settings too (config.toml, LOCALLLM_*), by their name in both.
 _SETTING_NAMES = (
-    "system", "ctx", "ram", "vram", "device", "dtype", "weights", "threads", "offline", "max_tokens", "temperature",
-    "top_k", "top_p",
-    "min_p", "typical_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed", "stop",
+    "system", "ctx", "ram", "vram", "cache_disk", "device", "dtype", "weights", "kv", "threads", "offline",
+    "private", "overflow", "max_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty",
+    "frequency_penalty", "presence_penalty", "seed", "stop",
 )  # fmt: skip
 _MOST_TOKENS = 1 << 30  # of a measurement: no cache holds as many; beyond, sizes leave the range of a float
 # What a flag that takes a number accepts, by the name of its parameter: every one of every command.
@@ -280,6 +312,15 @@ _WHY = {
     ("--raw", "--system"): "--raw knows no template, and a system message needs one",
     ("--messages", ""): "the messages are the prompt",
     ("--messages", "--system"): "write the system message into the file",
+    ("--continue", ""): "the last chat is gone on with by its messages, and through the chat template",
+    ("--session", ""): "a chat is gone on with by its messages, and through the chat template",
+    ("--continue", "--session"): "--continue goes on with the last chat, --session with the one that it names",
+    (
+        "--batch",
+        "--private",
+    ): "a job keeps its answers in a journal until it is done, to go on where it was interrupted",
+    ("--batch", "--overflow"): "each prompt of a job stands alone, and one that does not fit is named before any runs",
+    ("--show-prompt", "--overflow"): "no model is loaded, so that the size of its context is not known",
     ("--batch", ""): "the prompts are the lines of its file, and the output is a JSON object for each",
     ("--show-prompt", ""): "the prompt is printed byte for byte, and nothing is generated",
 }

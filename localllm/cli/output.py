@@ -49,6 +49,7 @@ _GENERIC: Mapping[str, tuple[str, str]] = {
     "unsupported-model": ("this version has no such architecture", "localllm list --all"),
     "tokenizer": ("the tokenizer's files cannot be used as they are", FETCH_ANEW),
     "template": ("the chat template did not render", "localllm run MODEL --raw -p TEXT"),
+    "history": ("the file of the history refused", "localllm sessions list"),
     "non-finite": ("the model computed a value that is not a number", "localllm run MODEL --dtype fp32 -p TEXT"),
 }
 

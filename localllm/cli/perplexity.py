@@ -37,6 +37,7 @@ def perplexity_command(
     device: options.Device = None,
     dtype: options.Dtype = None,
     weights: options.Weights = None,
+    kv: options.KV = None,
     threads: options.Threads = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object: schema_version, model, perplexity, nll, tokens, ctx.")
@@ -52,7 +53,10 @@ def perplexity_command(
     front = front_of(context)
     text = read_input(file, "--file", front.output)
     selection = select(front, model, flags)
-    with loading(front, selection) as load, front.output.progress("measuring") as line:
+    with (
+        loading(front, selection, probes_kv=False) as load,  # what is asked for is measured
+        front.output.progress("measuring") as line,
+    ):
         result = _measure(load.wait(), text, selection.settings.ctx, line)
     shown = result.perplexity if math.isfinite(result.perplexity) else None  # JSON has no infinity
     fields = {"perplexity": shown, "nll": result.nll, "tokens": result.tokens, "ctx": result.ctx}

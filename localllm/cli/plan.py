@@ -52,6 +52,7 @@ def plan_command(
     context: typer.Context,
     model: options.Model = None,
     weights: options.Weights = None,
+    kv: options.KV = None,
     ctx: options.Ctx = None,
     ram: options.Ram = None,
     vram: options.Vram = None,

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from typing import Annotated
 
 import typer
 
 from localllm.cli import options
-from localllm.cli.front import Front, front_of
+from localllm.cli.consent import ask_to_delete
+from localllm.cli.front import front_of
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.config import format_bytes
-from localllm.errors import UsageError
 
 
 def rm_command(
@@ -39,7 +38,9 @@ def rm_command(
         if not yes:
             sizes = [] if packed else [format_bytes(checkpoint_bytes)]
             sizes += [f"{format_bytes(packed_bytes)} packed"] if packed or packed_bytes else []
-            _ask(front, model, ", ".join(sizes), packed_only=packed)
+            what = f"what is packed of {model}" if packed else model
+            unasked = f"localllm rm {shlex.quote(model)}{' --packed' if packed else ''} --yes"
+            ask_to_delete(front, what, ", ".join(sizes), unasked)
 
     freed_bytes = hub.remove(model, packed_only=packed, confirm=confirm)
     if as_json:
@@ -47,18 +48,3 @@ def rm_command(
     else:
         what = f"what was packed of {model}" if packed else model
         front.output.line(f"removed {what}: {format_bytes(freed_bytes)} freed")
-
-
-def _ask(front: Front, model: str, sizes: str, *, packed_only: bool) -> None:
-    """Raises UsageError where nobody can be asked, and leaves where the answer is no."""
-    what = f"what is packed of {model}" if packed_only else model
-    if sys.stdin is None or not sys.stdin.isatty():
-        raise UsageError(
-            f"nobody can be asked whether to delete {what}",
-            why="standard input is no terminal",
-            fix=f"localllm rm {shlex.quote(model)}{' --packed' if packed_only else ''} --yes",
-        )
-    front.output.prompt(f"Delete {what} ({sizes})? [y/N] ")
-    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-        front.output.note("nothing was deleted")
-        raise typer.Exit(1)

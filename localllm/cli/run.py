@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,17 +14,25 @@ import typer
 
 from localllm.cli import options
 from localllm.cli.answer import Answer
+from localllm.cli.context import Conversation, evicted_text, explain_text
+from localllm.cli.dialogue import Dialogue
 from localllm.cli.front import Front, front_of
-from localllm.cli.generate import Printing, can_be_longer, is_cut_by_context, print_answer
-from localllm.cli.names import is_model
+from localllm.cli.generate import Printing, can_be_longer, is_cut_by_context
+from localllm.cli.keeping import Keeper, Resumed, keeper_of, look_up, print_kept, select_resumed
+from localllm.cli.miss import explain
+from localllm.cli.names import complete_sessions, is_model
 from localllm.cli.options import DEFAULT_MAX_TOKENS, DEFAULT_PARALLEL, refuse_together
-from localllm.cli.prompt import has_blanks, split_positionals
-from localllm.cli.selection import Selection, select, select_text_only
-from localllm.cli.source import Source, read_source
-from localllm.errors import ModelNotFoundError, UsageError
+from localllm.cli.prompt import argument_text, has_blanks, split_positionals
+from localllm.cli.selection import Selection, select_text_only
+from localllm.cli.source import Encoder, Source, read_source
+from localllm.engine.overflow import Fitted, Message
+from localllm.errors import ContextOverflowError, ModelNotFoundError, UsageError
+from localllm.registry import BUILT_IN
 
 if TYPE_CHECKING:
-    from localllm.engine.request import SamplingParams
+    from localllm.engine.chat_template import ChatInput
+    from localllm.engine.engine import Engine
+    from localllm.engine.request import Request, SamplingParams
 
 EXAMPLES = """Examples:
 
@@ -30,6 +41,7 @@ EXAMPLES = """Examples:
   localllm run mistral-7b -s "Answer in one sentence." -p "Why is the sky blue?"
   git diff | localllm run qwen3-8b "Write a commit message for this." --temperature 0
   localllm run --raw -p "Once upon a time" --max-tokens 40 --json
+  localllm run -c "And what does the fox do with it?"
   localllm run qwen3-8b --batch prompts.jsonl --max-tokens 200 > answers.jsonl
 """
 
@@ -80,6 +92,22 @@ def run_command(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="With --batch: what an interrupted run answered counts as nothing.")
     ] = False,
+    continues: Annotated[
+        bool,
+        typer.Option("-c", "--continue", help="Go on with the last kept chat, and with its model unless one is named."),
+    ] = False,
+    session: Annotated[
+        str | None,
+        typer.Option(
+            "--session",
+            metavar="ID",
+            autocompletion=complete_sessions,
+            help="Go on with this chat of `localllm sessions list`: its id, the beginning of one, or a part of its "
+            "title.",
+        ),
+    ] = None,
+    private: options.Private = None,
+    overflow: options.Overflow = None,
     raw: Annotated[bool, typer.Option("--raw", help="The prompt as it is, without the chat template.")] = False,
     show_prompt: Annotated[
         bool, typer.Option("--show-prompt", help="Print what the model would be given, and generate nothing.")
@@ -129,13 +157,17 @@ def run_command(
     device: options.Device = None,
     dtype: options.Dtype = None,
     weights: options.Weights = None,
+    kv: options.KV = None,
+    cache_disk: options.CacheDisk = None,
     threads: options.Threads = None,
 ) -> None:
     """Answer one prompt, or with --batch many.
 
-    For scripts and pipes: the answer goes to stdout, everything else to stderr.
+    For scripts and pipes: the answer goes to stdout, everything else to stderr. Question and answer are kept as a chat,
+    on this disk alone, but those of --raw, --messages and --batch.
     """
     flags = dict(locals())  # by name: they are passed on as one
+    flags["continue"] = flags.pop("continues")
     front = front_of(context)
     refuse_conflicts(flags)
     positionals = [part for part in (model, prompt_argument) if part is not None]
@@ -149,20 +181,29 @@ def run_command(
     if batch is not None and text is not None:
         why = "the prompts are the lines of its file"
         raise UsageError("--batch and a prompt cannot go together", why=why, fix="localllm run MODEL --batch FILE")
-    selection = _select(front, word, text, flags)
+    resumed = _resumed(front, flags)
+    selection = _select(front, word, text, flags, resumed)
     if batch is not None:
         from localllm.cli.batch import run_batch
 
         run_batch(front, selection, flags)
         return
     source = read_source(front.output, text, flags, selection.settings.system)
+    dialogue = None
+    if not raw and messages is None:
+        from localllm.engine.chat_template import ChatInput
+
+        dialogue = _dialogue(selection, source, text, system, resumed)
+        source = Source(chat=ChatInput(dialogue.for_template))
     if show_prompt:
         front.output.verbatim(source.render(selection.files.directory))
         if source.chat is not None and source.chat.add_generation_prompt is None:
             front.output.note("shown as the file has it; to answer it, add_generation_prompt is taken as true")
         return
     sampling = selection.sampling(flags)
-    answer = _answer(front, selection, source, sampling, flags)
+    keeper = keeper_of(front.output, selection, resumed, keeps=dialogue is not None)
+    with contextlib.closing(keeper):
+        answer = _answer(front, selection, source, sampling, flags, dialogue or Dialogue(selection.resolved), keeper)
     if answer.finished is not None and answer.finished.finish_reason == "cancelled":
         raise typer.Exit(front.interrupts.exit_code or 130)
 
@@ -173,10 +214,18 @@ def refuse_conflicts(flags: Mapping[str, Any]) -> None:
     refuse_together(flags, "--jsonl", "--no-stream")
     refuse_together(flags, "--raw", "--messages", "--system")
     refuse_together(flags, "--messages", "--prompt", "--file", "--system")
+    for flag in ("--continue", "--session"):
+        refuse_together(flags, flag, "--raw", "--messages", "--batch")
+    refuse_together(flags, "--continue", "--session")
+    refuse_together(flags, "--batch", "--private")
     refuse_together(
         flags, "--batch", "--prompt", "--file", "--messages", "--show-prompt", "--json", "--jsonl", "--no-stream"
     )
-    refuse_together(flags, "--show-prompt", "--json", "--jsonl", "--no-stream", "--stats", "--logprobs")
+    refuse_together(flags, "--show-prompt", "--json", "--jsonl", "--no-stream", "--stats", "--logprobs", "--overflow")
+    refuse_together(flags, "--batch", "--overflow")
+    if flags["raw"] and flags["overflow"] == "evict":
+        why = "a plain text has no turns that could leave the context"
+        raise UsageError("--raw and --overflow evict cannot go together", why=why, fix="--overflow grow")
     if len(flags["prompt"] or ()) > 1:
         why = f"{len(flags['prompt'])} of them; what belongs to one prompt goes into one text, or into files"
         raise UsageError("-p/--prompt is given more than once", why=why, fix="localllm run -f FILE -f FILE -p TEXT")
@@ -192,9 +241,37 @@ def refuse_conflicts(flags: Mapping[str, Any]) -> None:
         )
 
 
-def _select(front: Front, word: str | None, text: str | None, flags: Mapping[str, Any]) -> Selection:
+def _resumed(front: Front, flags: Mapping[str, Any]) -> Resumed | None:
+    from localllm.history import LAST
+
+    word = LAST if flags["continue"] else flags["session"]
+    return look_up(front.output, word) if word is not None else None
+
+
+def _dialogue(
+    selection: Selection, source: Source, text: str | None, system: str | None, resumed: Resumed | None
+) -> Dialogue:
+    """What was said before, and the question."""
+    assert source.chat is not None
+    *before, question = source.chat.messages
+    given = before[0]["content"] if before else None
+    opening = argument_text(text, "the prompt") if text is not None else ""
+    dialogue = Dialogue(selection.resolved, given, opening=opening.strip())
+    if resumed is not None:
+        resumed.restore(dialogue, None if system is None else given)
+    dialogue.ask(question["content"])
+    return dialogue
+
+
+def _select(
+    front: Front, word: str | None, text: str | None, flags: Mapping[str, Any], resumed: Resumed | None
+) -> Selection:
+    again = f"localllm run {BUILT_IN} --session {resumed.session.id} -p TEXT" if resumed else ""
     try:
-        return (select_text_only if flags["show_prompt"] else select)(front, word, flags)
+        if flags["show_prompt"]:
+            held_with = resumed.session.model if resumed else None
+            return select_text_only(front, word or held_with, flags)
+        return select_resumed(front, word, flags, resumed, again)
     except ModelNotFoundError as error:
         if word is None or flags["messages"] is not None:
             raise
@@ -206,10 +283,15 @@ def _select(front: Front, word: str | None, text: str | None, flags: Mapping[str
 
 
 def _answer(
-    front: Front, selection: Selection, source: Source, sampling: SamplingParams, flags: Mapping[str, Any]
+    front: Front,
+    selection: Selection,
+    source: Source,
+    sampling: SamplingParams,
+    flags: Mapping[str, Any],
+    dialogue: Dialogue,
+    keeper: Keeper,
 ) -> Answer:
     from localllm.cli.opening import loading
-    from localllm.engine.request import Request
 
     printing = Printing(
         as_json=flags["json"],
@@ -218,11 +300,16 @@ def _answer(
         statistics=flags["stats"],
         logprobs=flags["logprobs"] is not None,
     )
-    with loading(front, selection) as load:
-        ids = source.encode(selection.files.directory)
+    with loading(front, selection, keeps_pages=True) as load:
+        encoder = Encoder.load(selection.files.directory, is_raw=source.chat is None)
+        ids = encoder.encode(source)
         engine = load.wait()
-        request = Request(ids, sampling)
-        answer = print_answer(front, selection.files, load.service.submit(request), request, printing)
+        request, fitted = _request(engine, source, encoder, ids, sampling, selection.settings.overflow)
+        if fitted.evicted.turns:
+            front.output.note(evicted_text(fitted.evicted))
+        why = partial(explain, engine, _given(source, fitted), fitted.prompt_ids)
+        printing = replace(printing, evicted=fitted.evicted, explain=why)
+        answer = print_kept(front, selection, load.service, request, printing, dialogue, keeper)
         if (
             answer.finished is not None
             and answer.finished.usage.completion_tokens != sampling.max_tokens
@@ -231,3 +318,34 @@ def _answer(
             larger = "--ctx makes it larger" if can_be_longer(engine) else "it is the longest that the model has"
             front.output.warn(f"the answer was cut: the context of {engine.ctx} tokens is full ({larger})")
     return answer
+
+
+def _given(source: Source, fitted: Fitted) -> ChatInput | None:
+    """The chat as the model is given it."""
+    from localllm.engine.overflow import without
+
+    chat = source.chat
+    return None if chat is None else replace(chat, messages=without(chat.messages, fitted.floor))
+
+
+def _request(
+    engine: Engine, source: Source, encoder: Encoder, ids: tuple[int, ...], sampling: SamplingParams, policy: str
+) -> tuple[Request, Fitted]:
+    """What is asked as the context has room for it. ids: of all of it. Raises ContextOverflowError, TemplateError."""
+    from localllm.engine.request import Request
+
+    chat = source.chat
+    if chat is not None:
+
+        def encode(messages: Sequence[Message]) -> tuple[int, ...]:
+            is_whole = len(messages) == len(chat.messages)
+            return ids if is_whole else encoder.encode(Source(chat=replace(chat, messages=messages)))
+
+        return Conversation(chat.messages, encode, policy, "--overflow").request(engine, sampling)
+    request = Request(ids, sampling, explains_miss=True, grows=policy == "grow")
+    try:
+        engine.check(request)
+    except ContextOverflowError as error:
+        explain_text(error, source.raw or "", len(ids), engine.ctx, policy)
+        raise
+    return request, Fitted(ids)

@@ -34,6 +34,17 @@ class Selection:
     def settings(self) -> Settings:
         return self.resolved.settings
 
+    @property
+    def private(self) -> bool:
+        """Whether nothing of what is said may be kept."""
+        return self.settings.private
+
+    @property
+    def model_name(self) -> str:
+        """A name under which the model is found again, from any folder."""
+        is_folder = self.files.repo is None and self.files.name != BUILT_IN
+        return str(self.files.directory.absolute()) if is_folder else self.files.name
+
     def sampling(self, flags: Mapping[str, Any]) -> SamplingParams:
         """How tokens are drawn: the settings, and the flags that are no settings; a seed where none is set.
 

@@ -31,10 +31,6 @@ class Source:
 
         return ChatTemplate.load(directory).render_chat(self.chat)
 
-    def encode(self, directory: Path) -> tuple[int, ...]:
-        """The prompt's ids. In a raw prompt special tokens are meant; in a message they are text."""
-        return Encoder.load(directory, is_raw=self.chat is None).encode(self)
-
 
 @dataclass(frozen=True)
 class Encoder:
@@ -53,7 +49,7 @@ class Encoder:
         return cls(tokenizer, None if is_raw else ChatTemplate.load(directory, tokenizer))
 
     def encode(self, source: Source) -> tuple[int, ...]:
-        """The ids of a prompt."""
+        """The prompt's ids. In a raw prompt special tokens are meant; in a message they are text."""
         from localllm.engine.chat_template import encode_chat
 
         if source.chat is None or self.template is None:

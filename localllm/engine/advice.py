@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
+from types import MappingProxyType
 
 import torch
 
@@ -46,14 +48,18 @@ def other_model(search: AnySearch, others: Iterable[ModelShape]) -> list[Advice]
     return [] if fitting is None else [Advice(_command_of(search, fitting), "fits into this memory")]
 
 
-def flags_for_context(search: AnySearch, ctx: int) -> str:
-    """With which the model fits with so long a context: `--ctx`, and a larger cap where it takes one; "" where no
-    memory that this machine has would do."""
+def flags_for_context(search: AnySearch, ctx: int, smaller: Mapping[str, ModelShape] = MappingProxyType({})) -> str:
+    """With which the model fits with so long a context: `--ctx`, and a larger cap or another format of keys and values
+    where it takes one; "" where nothing that this machine has would do.
+
+    smaller: the same model with each of the `--kv` that take less, the largest first.
+    """
     longer = replace(search, ctx=ctx)
     if _tried(longer) is not None:
         return f"--ctx {ctx}"
-    caps = [fix for fix in longer.fixes() if fix.startswith(("--ram ", "--vram "))]
-    return f"--ctx {ctx} {caps[0]}" if caps else ""
+    caps = [f"--ctx {ctx} {fix}" for fix in longer.fixes() if fix.startswith(("--ram ", "--vram "))]
+    formats = (kv for kv, shape in smaller.items() if _tried(replace(longer, shape=shape)) is not None)
+    return ", or ".join([*caps[:1], *(f"--ctx {ctx} --kv {kv}" for kv in islice(formats, 1))])
 
 
 def _largest_that_fits(search: AnySearch, others: Iterable[ModelShape]) -> Plan | None:

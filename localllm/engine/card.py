@@ -26,6 +26,7 @@ class CardPlanning:
 
     device: torch.device
     dtype: torch.dtype
+    kv: str
     ctx: int | None
     ram: int | None
     vram: int | None
@@ -57,7 +58,7 @@ class CardPlanning:
         found = card.formats[recipe.name]
         vram = card_memory(self.device, self.vram, card, found.workspace_bytes)
         return DeviceSearch(
-            shape=model_shape(config, recipe, self.dtype, name, self.device, packing),
+            shape=model_shape(config, recipe, self.dtype, name, self.device, self.kv, packing),
             memory=process_memory(self.ram, recipe, config.vocab_size, placed_bytes, packs=packing is not None),
             card=vram,
             rates=replace(rates, cached_share=cached_share),

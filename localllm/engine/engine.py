@@ -22,12 +22,26 @@ import torch
 from torch import Tensor
 
 from localllm import hub
-from localllm.cache.contiguous import ContiguousKV
+from localllm.cache.kv_format import choose_format
+from localllm.cache.paged_kv import PagedKV
+from localllm.cache.prefix import PrefixCache
 from localllm.engine.chat_template import ChatInput, ChatTemplate, encode_chat
 from localllm.engine.detokenizer import Detokenizer
-from localllm.engine.events import Event, FinishedEvent, PrefillEvent, StepSplit, TokenLogprob
-from localllm.engine.loading import Loading, Watcher
-from localllm.engine.memory import DTYPES, choose_device, choose_dtype, is_out_of_memory, out_of_memory
+from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent, StepSplit, TokenLogprob
+from localllm.engine.growth import Needed, cannot_grow, grow
+from localllm.engine.kv_probe import LAST, KVProbe, Switch, load_as_found
+from localllm.engine.kv_reuse import IN_POOLS, UNKNOWN_SOURCE, Computed, KVReuse
+from localllm.engine.kv_supply import KVSupply
+from localllm.engine.loading import Loading, Replan, Watcher
+from localllm.engine.memory import (
+    DTYPES,
+    choose_device,
+    choose_dtype,
+    is_device_out_of_memory,
+    is_out_of_memory,
+    out_of_memory,
+)
+from localllm.engine.overflow import overflow_error
 from localllm.engine.perplexity import Perplexity, perplexity
 from localllm.engine.request import Request, SamplingParams
 from localllm.engine.residency import Residency
@@ -36,21 +50,19 @@ from localllm.engine.sampler import sample
 from localllm.engine.scheduler import Limits, Scheduler
 from localllm.engine.scores import Scores
 from localllm.engine.sequence import Sequence
+from localllm.engine.telling import forward_split, telling, untold
 from localllm.engine.tokenizer import Tokenizer
 from localllm.engine.weights import choose_recipe
-from localllm.errors import ContextOverflowError, LocalLLMError, TemplateError, UsageError
-from localllm.hub.packed import packed_recipes
+from localllm.errors import DoesNotFitError, LocalLLMError, TemplateError, UsageError
+from localllm.hub.packed import packed_recipes, source_id
 from localllm.layers.attention import Attention
 from localllm.models.config import ModelConfig
 from localllm.models.decoder import Decoder
 from localllm.models.families import load_config
 from localllm.models.load import Progress
 from localllm.models.placed import PlacedModel
-from localllm.offload.disk_stream import StreamClock
 from localllm.offload.plan import JobShape, Placed, Plan
 from localllm.quant.recipe import RECIPES
-
-_TELL_S = 0.2  # between two pieces of news of one forward
 
 
 def _load_template(directory: Path, tokenizer: Tokenizer) -> ChatTemplate | TemplateError:
@@ -70,38 +82,6 @@ def _limited(limits: Limits, plan: Plan | None) -> Limits:
     return dataclasses.replace(limits, chunk_tokens=min(limits.chunk_tokens, plan.batch_rows))
 
 
-def _forward_split(seconds: float, before: StreamClock, after: StreamClock) -> StepSplit:
-    wait_s = after.wait_s - before.wait_s
-    return StepSplit(
-        compute_s=seconds - wait_s,
-        wait_s=wait_s,
-        copy_s=after.reading_s - before.reading_s + after.sending_s - before.sending_s,
-        copied_bytes=after.bytes_read - before.bytes_read + after.bytes_sent - before.bytes_sent,
-    )
-
-
-def _untold(_event: Event) -> None:
-    """Nobody listens."""
-
-
-def _telling(scheduled: SequenceOf[tuple[Sequence, Chunk]], tell: Callable[[Event], None]) -> Progress:
-    """Tells how far a forward is through its prompts, by its share of the blocks; what came of it tells its end."""
-    prompts = [(sequence, chunk) for sequence, chunk in scheduled if not sequence.num_completion_tokens]
-    told_at = time.perf_counter()
-
-    def progress(done: int, total: int) -> None:
-        nonlocal told_at
-        now = time.perf_counter()
-        if done == total or now - told_at < _TELL_S:
-            return
-        told_at = now
-        for sequence, chunk in prompts:
-            so_far = chunk.kv.length + chunk.num_tokens * done // total
-            tell(PrefillEvent(sequence.request_id, so_far, sequence.num_prompt_tokens))
-
-    return progress
-
-
 Prompt = str | SequenceOf[int] | SequenceOf[dict[str, Any]]
 
 
@@ -113,17 +93,23 @@ class Engine:
         template: ChatTemplate | TemplateError | None = None,
         *,
         ctx: int,
+        kv: str = "auto",
         limits: Limits | None = None,
         load_s: float = 0.0,
         plan: Plan | None = None,
         placed: PlacedModel | None = None,
-        replan: Callable[[], Plan] | None = None,
+        replan: Replan | None = None,
         flags_for: Callable[[int], str] = "--ctx {}".format,
         held: ExitStack | None = None,
+        reuse: KVReuse = IN_POOLS,
+        computed: Computed = UNKNOWN_SOURCE,
+        kv_probe: KVProbe | None = None,
     ) -> None:
         """plan: by which the model was loaded, if one was made; limits are within it. placed: what can move the blocks;
-        `model` is its `few` then. replan: the plan in the memory of now. flags_for: with which a longer context fits,
-        "" where none does. held: what must stay open as long as the engine is used."""
+        `model` is its `few` then. replan: as LoadedModel has it; without one the context never grows. flags_for: with
+        which a longer context fits, "" where none does. held: what must stay open as long as the engine is used. reuse:
+        what later prompts find of earlier ones, computed with this checkpoint and recipe. kv_probe: asks at the first
+        long prompt whether the KV format is good enough; None where that is known, or of no concern."""
         self.tokenizer = tokenizer
         self._template = template
         self.ctx = ctx
@@ -132,9 +118,20 @@ class Engine:
         self.flags_for = flags_for
         self._held = held or ExitStack()
         self._scores = Scores()
-        self.residency = Residency(model, plan.batch_rows if plan else BATCH_ROWS, placed, replan, plan)
+        self.kv_format = choose_format(kv, model.config.head_dim, model.dtype)
+        self.residency = Residency(
+            model,
+            self.kv_format,
+            plan.batch_rows if plan else BATCH_ROWS,
+            placed,
+            lambda: self._planned(self.ctx),
+            plan,
+        )
+        self._replan = replan
+        self._kv_probe = kv_probe
+        self.kv_supply = KVSupply(self.residency, reuse, computed, plan)
         self._limits = limits or Limits()
-        self.scheduler = Scheduler(_limited(self._limits, plan), self._new_kv)
+        self.scheduler = Scheduler(_limited(self._limits, plan), self.kv_supply.admit)
         eos = (*model.config.eos_token_ids, tokenizer.eos_token_id)
         self.eos_ids = frozenset(token_id for token_id in eos if token_id is not None)
         self._request_ids = itertools.count()
@@ -150,6 +147,7 @@ class Engine:
         device: str = "auto",
         dtype: str = "auto",
         weights: str = "auto",
+        kv: str = "auto",
         ctx: int | None = None,
         ram: int | None = None,
         vram: int | None = None,
@@ -157,16 +155,21 @@ class Engine:
         limits: Limits | None = None,
         job: JobShape | None = None,
         watcher: Watcher | None = None,
+        reuse: KVReuse = IN_POOLS,
+        probes_kv: bool = False,
     ) -> Engine:
         """Load a model by name, `org/repo`, directory, or files that were located before.
 
         device: auto, cpu, cuda. dtype: of activations and KV cache; auto (bf16), bf16, fp32. weights: the format that
-        they are used in, see `choose_recipe`; a packed one is made at first use. ctx: tokens of context; None takes
+        they are used in, see `choose_recipe`; a packed one is made at first use. kv: how keys and values are kept, see
+        `cache.kv_format`. ctx: tokens of context; None takes
         what the model was trained for, at most 8192, or less where that costs much of the speed. ram, vram: the most
         bytes that this process may hold on the host and on the GPU; what does not fit there is placed one tier down, at
         last on the disk, from where it is read at every step. threads: of the CPU. limits: of what runs at once. job:
         many prompts; memory is then shared out for the most tokens a second of all of them together, not for the
-        fastest single one. watcher: hears of what takes long.
+        fastest single one. watcher: hears of what takes long. reuse: what is kept of keys and values for later prompts.
+        probes_kv: take a wider format than `kv` where that changes what the model says, see `engine.kv_probe`; a job's
+        format stays what it began with.
 
         Raises ModelNotFoundError, CheckpointError, UnsupportedModelError, DoesNotFitError, UsageError; LocalLLMError
         where a packed model cannot be written.
@@ -182,12 +185,15 @@ class Engine:
         on, of = choose_device(device), choose_dtype(weights if dtype == "auto" and weights in DTYPES else dtype)
         chosen = RECIPES[choose_recipe(weights, config, packed_recipes(files), of)]
         limits = limits or (Limits() if job is None else Limits(max_sequences=job.sequences))
-        loaded = Loading(files, chosen, of, on, ctx, ram, vram, job, watcher or Watcher()).load(config)
+        computed = Computed(source_id(files), chosen.name, files.name)
+        loading = Loading(files, chosen, of, on, kv, ctx, ram, vram, job, watcher or Watcher())
+        loaded, kv, kv_probe = load_as_found(loading, config, computed, probes_kv=probes_kv)
         return cls(
             loaded.decoder,
             tokenizer,
             _load_template(files.directory, tokenizer),
             ctx=loaded.ctx,
+            kv=kv,
             limits=limits,
             load_s=time.perf_counter() - started,
             plan=loaded.plan,
@@ -195,12 +201,16 @@ class Engine:
             replan=loaded.replan,
             flags_for=loaded.flags_for,
             held=loaded.held,
+            reuse=reuse,
+            computed=computed,
+            kv_probe=kv_probe,
         )
 
     def close(self) -> None:
         """Ends what reads blocks from the disk, and keeps how well the plan came true. The engine is not used after."""
         self._held.close()
         self._scores.keep()
+        self.kv_supply.close()
 
     def generate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[Event]:
         """Answer one prompt: a text to continue, token ids, or chat messages. Closing the iterator stops the request.
@@ -250,13 +260,11 @@ class Engine:
         """Queue a request; its id marks its events. Raises ContextOverflowError or UsageError before anything runs."""
         self.check(request)
         sampling = request.sampling
-        room = self.ctx - len(request.prompt_ids)
-        max_tokens = min(room, sampling.max_tokens or room)
         sequence = Sequence(
             next(self._request_ids),
             request,
             seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
-            max_length=len(request.prompt_ids) + max_tokens,
+            ctx=self.ctx,
             detokenizer=Detokenizer(self.tokenizer),
             breaker_ids=self._breaker_ids(sampling),
         )
@@ -270,14 +278,10 @@ class Engine:
         if num_tokens == 0:
             raise UsageError("the prompt is empty", why="a model continues a text, and there is none")
         self._check_ids((*request.prompt_ids, *request.sampling.logit_bias))
-        if num_tokens >= self.ctx:
-            longest = self.config.longest_context
+        longest = self.config.longest_context
+        if num_tokens >= (longest if request.grows else self.ctx):
             flags = self.flags_for(min(longest, num_tokens + 512)) if num_tokens < longest else ""
-            raise ContextOverflowError(
-                f"the prompt has {num_tokens} tokens, the context {self.ctx}",
-                why="at least one token must remain for the answer; nothing was cut",
-                fix=flags or "shorten the prompt",
-            )
+            raise overflow_error(num_tokens, self.ctx, longest, flags)
 
     def _check_ids(self, token_ids: SequenceOf[int]) -> None:
         """Raises UsageError for one that the model does not have: the kernels read the row of any number."""
@@ -305,11 +309,7 @@ class Engine:
 
     def move(self, blocks: SequenceOf[Placed]) -> None:
         """Let the model's blocks rest elsewhere from the next step on; answers go on as they were. See Residency."""
-        self.residency.move(blocks, self._held_kv)
-
-    @property
-    def _held_kv(self) -> list[ContiguousKV]:
-        return [sequence.kv for sequence in self.scheduler.running if sequence.kv is not None]
+        self.residency.move(blocks)
 
     @property
     def weights(self) -> str:
@@ -319,19 +319,29 @@ class Engine:
         return body.qkv_proj.format.name
 
     @property
+    def prefix(self) -> PrefixCache | None:
+        """What is known of earlier prompts; None where nothing is reused."""
+        return self.kv_supply.prefix
+
+    @property
     def has_work(self) -> bool:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
-    def step(self, tell: Callable[[Event], None] = _untold) -> list[Event]:
+    def step(self, tell: Callable[[Event], None] = untold) -> list[Event]:
         """Run one forward and return what came of it; [] where there is nothing to do.
 
         `tell` hears while it runs, a few times a second, how far the prompts are.
         """
         events = self._drop_aborted()
         try:
-            self.residency.restore(self._held_kv)
-            if self.has_work and not self.scheduler.running and (plan := self.residency.settle()) is not None:
-                self.scheduler.limits = _limited(self._limits, plan)
+            self.residency.restore()
+            if self.has_work and not self.scheduler.running:
+                if (plan := self.residency.settle()) is not None:
+                    self.scheduler.limits = _limited(self._limits, plan)
+                self._probe_kv(tell)
+                events += self._grow_for(self.scheduler.waiting[0])
+        except StepCancelledError:
+            return events + self._drop_aborted()
         except (MemoryError, RuntimeError, LocalLLMError) as error:
             return events + [self._fail(sequence, error) for sequence in self.scheduler.sequences]
         try:
@@ -349,7 +359,7 @@ class Engine:
             logits = self.runner.forward(
                 [chunk for _, chunk in scheduled],
                 cancelled=lambda: not ids.isdisjoint(self._aborted),
-                progress=_telling(scheduled, tell),
+                progress=telling(scheduled, tell),
             )
             totals = logits.sum(dim=-1).tolist()  # a NaN or an infinity stays what it is in a sum
         except StepCancelledError:
@@ -358,7 +368,7 @@ class Engine:
             if self._gives_way(error, sum(chunk.num_tokens for _, chunk in scheduled)):
                 return events
             return events + [self._fail(sequence, error) for sequence, _ in scheduled]
-        split = _forward_split(time.perf_counter() - started, before, self.model.stream.clock)
+        split = forward_split(time.perf_counter() - started, before, self.model.stream.clock)
         for row, (sequence, chunk) in enumerate(scheduled):
             sequence.clock.split += split
             sequence.clock.ran_alone &= len(scheduled) == 1
@@ -370,10 +380,73 @@ class Engine:
                 events.append(self._fail(sequence, error))
         return events
 
+    def _probe_kv(self, tell: Callable[[Event], None]) -> None:
+        """At the first prompt that is long enough, where nothing else runs: see `engine.kv_probe`."""
+        plan = self.residency.plan
+        if self._kv_probe is None or (self.plan is not None and plan is None):  # memory ran out once: none for a probe
+            return
+        with self._lock:
+            long = next((s for s in self.scheduler.waiting if s.num_prompt_tokens >= LAST), None)
+        if long is None:
+            return
+        tell(PrefillEvent(long.request_id, 0, long.num_prompt_tokens))
+        try:
+            switch = self._kv_probe.run(
+                self.residency, long.token_ids, plan, cancelled=lambda: long.request_id in self._aborted
+            )
+            if switch is not None:
+                self._use_kv_format(switch)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+        self._kv_probe = None
+
+    def _use_kv_format(self, switch: Switch) -> None:
+        """What was known in the old format is not found again."""
+        self.residency.use_format(switch.kv_format)
+        self.kv_format = switch.kv_format
+        if switch.plan is not None:
+            self.plan = switch.plan
+            self.scheduler.limits = _limited(self._limits, switch.plan)
+        self.kv_supply.renew(self.plan)
+
+    def _planned(self, ctx: int) -> Plan:
+        """By which the model had best run with this context in the memory of now. Raises DoesNotFitError."""
+        if self._replan is None:
+            raise DoesNotFitError("the context cannot grow", why="this engine was given its model without a plan")
+        return self._replan(ctx, self.residency.kv_pages.format.name, self.residency.kv_host_bytes)
+
+    def _grow_for(self, sequence: Sequence) -> list[Event]:
+        """More context for the next request, where that wants some, as long as nothing runs. Raises as `move` does."""
+        if sequence.wants_growth:
+            sequence.fit(self.ctx)  # another one may have made it longer since
+        if not sequence.wants_growth:
+            return []
+        needed = Needed(sequence.num_prompt_tokens, sequence.request.sampling.max_tokens)
+        try:
+            plan, moved = grow(self.residency, self._planned, needed, self.ctx)
+        except DoesNotFitError as error:
+            sequence.may_grow = False
+            self.residency.restore()  # where the way back found no room either
+            if needed.prompt_tokens < self.ctx:  # it has what room is left
+                return []
+            flags = self.flags_for(min(self.config.longest_context, needed.prompt_tokens + 512))
+            return [self._fail(sequence, cannot_grow(needed.prompt_tokens, self.ctx, error, flags))]
+        before, self.ctx = self.ctx, plan.ctx
+        self.scheduler.limits = _limited(self._limits, plan)
+        sequence.fit(self.ctx)
+        sequence.may_grow = False
+        is_sure = plan.costs.rates.is_measured and self.residency.plan is plan
+        return [GrownEvent(sequence.request_id, before, self.ctx, *moved, plan.decode_tok_s if is_sure else None)]
+
     def _gives_way(self, error: Exception, rows: int) -> bool:
         """Whether memory ran out and something could be given up for it: the next step tries again."""
         try:
-            return is_out_of_memory(error) and self.residency.give_way(error, rows, self._held_kv)
+            if not is_out_of_memory(error):
+                return False
+            if not is_device_out_of_memory(error) and self.kv_supply.give_up_ram():
+                return True
+            return self.residency.give_way(error, rows)
         except (MemoryError, RuntimeError, LocalLLMError) as another:  # nothing is left: the first error is to be told
             if isinstance(another, RuntimeError) and not is_out_of_memory(another):
                 raise
@@ -381,6 +454,7 @@ class Engine:
 
     def _take(self, sequence: Sequence, chunk: Chunk, logits: Tensor) -> Iterator[Event]:
         """Tell how far a prompt has come; draw a token where the chunk reached the sequence's end."""
+        self.kv_supply.seal(sequence)
         reaches_end = chunk.kv.length == len(sequence.token_ids)
         if sequence.num_completion_tokens == 0:
             yield PrefillEvent(sequence.request_id, chunk.kv.length, sequence.num_prompt_tokens)
@@ -463,5 +537,5 @@ class Engine:
         encoded = (self.tokenizer.encode("a" + breaker) for breaker in sampling.dry_breakers)
         return frozenset(ids[-1] for ids in encoded if ids)
 
-    def _new_kv(self, capacity: int) -> ContiguousKV:
+    def _new_kv(self, capacity: int) -> PagedKV:
         return self.residency.new_kv(capacity)

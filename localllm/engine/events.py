@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass, field
 from typing import Literal
 
+from localllm.cache.miss import CacheMiss
+
 FinishReason = Literal["stop", "length", "error", "cancelled"]
 
 
@@ -62,6 +64,19 @@ class PrefillEvent:
 
 
 @dataclass(frozen=True)
+class GrownEvent:
+    """The context became longer for this request, before its prompt is read. num_from_disk, num_from_memory: blocks
+    that made room for it and now come from there at every step. decode_tok_s: predicted, None where nothing is."""
+
+    request_id: int
+    ctx_before: int
+    ctx: int
+    num_from_disk: int = 0
+    num_from_memory: int = 0
+    decode_tok_s: float | None = None
+
+
+@dataclass(frozen=True)
 class TokenEvent:
     """A token was drawn. `text` is what became certain with it: it may be empty, and never ends within a character."""
 
@@ -73,7 +88,9 @@ class TokenEvent:
 
 @dataclass(frozen=True)
 class FinishedEvent:
-    """The last event of a request. `text` is what was still held back; `error` is set when the reason is "error"."""
+    """The last event of a request. `text` is what was still held back; `error` is set when the reason is "error".
+    miss: of a request that asked for it, where something was known that it could not use. ctx: the tokens of context
+    that it had, None where that is not known."""
 
     request_id: int
     finish_reason: FinishReason
@@ -81,6 +98,8 @@ class FinishedEvent:
     timings: Timings
     text: str = ""
     error: Exception | None = field(default=None, compare=False)
+    miss: CacheMiss | None = None
+    ctx: int | None = None
 
 
-Event = PrefillEvent | TokenEvent | FinishedEvent
+Event = GrownEvent | PrefillEvent | TokenEvent | FinishedEvent

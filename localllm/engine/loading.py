@@ -6,13 +6,14 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 import torch
 
 from localllm.engine.advice import flags_for_context
 from localllm.engine.card import CardPlanning, cap_allocator
 from localllm.engine.memory import is_out_of_memory, out_of_memory, require_context
-from localllm.engine.placement import find_search, model_shape, process_memory
+from localllm.engine.placement import find_search, model_shape, process_memory, smaller_kv
 from localllm.engine.weights import as_stored, compact_form, is_unpacked, open_checkpoint, open_packed
 from localllm.errors import DoesNotFitError
 from localllm.hub import ModelFiles
@@ -24,7 +25,7 @@ from localllm.models.load import DecoderParts, Progress, load_decoder
 from localllm.models.packed import PackedModel
 from localllm.models.placed import PlacedModel
 from localllm.offload.device_search import AnySearch
-from localllm.offload.plan import JobShape, Plan
+from localllm.offload.plan import JobShape, Plan, with_kept_pages
 from localllm.offload.refusal import idle_vram
 from localllm.offload.search import Search, fits_whole, is_better
 from localllm.quant.bf12 import NotCompactError
@@ -42,24 +43,32 @@ def _unheard(_text: str) -> None:
 @dataclass(frozen=True)
 class Watcher:
     """Who is told of what takes long: reading and packing weights (bytes done, bytes in all), waiting for a process
-    that packs them, measuring the machine."""
+    that packs them, measuring the machine; noting: of what is worth a line that stays."""
 
     reading: Progress = _silent
     packing: Progress = _silent
     waiting: Callable[[str], None] = _unheard
     measuring: Callable[[str], None] = _unheard
+    noting: Callable[[str], None] = _unheard
+
+
+class Replan(Protocol):
+    def __call__(self, ctx: int, kv: str, held_bytes: int) -> Plan:
+        """kv: the format of keys and values. held_bytes: of the host's memory that this process has, what those have.
+        Raises DoesNotFitError."""
+        ...
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """placed: what can move its blocks, where they need not all be in one place, and replan: where they had best be
-    now. held: what is closed when the model is no longer used."""
+    """placed: what can move its blocks, where they need not all be in one place. replan: by which plan it had best run
+    now, with a context of so many tokens. held: what is closed when the model is no longer used."""
 
     decoder: Decoder
     plan: Plan
     ctx: int
     placed: PlacedModel | None
-    replan: Callable[[], Plan] | None
+    replan: Replan
     flags_for: Callable[[int], str]
     held: ExitStack
 
@@ -72,6 +81,7 @@ class Loading:
     recipe: Recipe
     dtype: torch.dtype
     device: torch.device
+    kv: str
     ctx: int | None
     ram: int | None
     vram: int | None
@@ -97,13 +107,23 @@ class Loading:
                 blocks = opened.enter_context(open_checkpoint(self.files, config, self.recipe))
                 plan, search = self._plan(blocks.config)
                 if plan.is_whole:
-                    return self._loaded(plan, search, self._decoder(blocks.config, blocks, plan))
+                    decoder = self._decoder(blocks.config, blocks, plan)
+                    host_bytes = sum(block.num_bytes for block in plan.blocks if block.tier == "ram")
+                    return self._loaded(plan, search, decoder, self._replan(blocks.config, None, lambda: host_bytes))
             packed = opened.enter_context(self._packed(config))
             plan, search = self._plan(packed.config, packed)
             placed = opened.enter_context(self._placed(packed, plan))
-            loaded = self._loaded(plan, search, placed.few, placed, opened.pop_all())
-        promised = replace(self, ctx=loaded.ctx, watcher=Watcher())
-        return replace(loaded, replan=lambda: promised._plan(packed.config, packed, placed.host_bytes)[0])
+            replan = self._replan(packed.config, packed, lambda: placed.host_bytes)
+            return self._loaded(plan, search, placed.few, replan, placed, opened.pop_all())
+
+    def _replan(self, config: ModelConfig, packed: PackedModel | None, host_bytes: Callable[[], int]) -> Replan:
+        """host_bytes: of the host's memory, what the blocks have now."""
+
+        def planned(ctx: int, kv: str, held_bytes: int) -> Plan:
+            again = replace(self, ctx=ctx, kv=kv, watcher=Watcher())
+            return again._plan(config, packed, host_bytes() + held_bytes)[0]
+
+        return planned
 
     def _compact(self, config: ModelConfig) -> Loading | None:
         """In fewer bytes, where these weights have a form that has, and it is the better one."""
@@ -121,13 +141,16 @@ class Loading:
         plan: Plan,
         search: AnySearch,
         decoder: Decoder,
+        replan: Replan,
         placed: PlacedModel | None = None,
         held: ExitStack | None = None,
     ) -> LoadedModel:
         ctx = plan.ctx
         if self.job is not None and self.ctx is None:  # one sequence may have what several have together
             ctx = max(ctx, min(plan.most_kv_tokens, plan.shape.default_ctx))
-        return LoadedModel(decoder, plan, ctx, placed, None, partial(flags_for_context, search), held or ExitStack())
+        smaller = smaller_kv(search.shape, decoder.config, self.dtype)
+        flags_for = partial(flags_for_context, search, smaller=smaller)
+        return LoadedModel(decoder, plan, ctx, placed, replan, flags_for, held or ExitStack())
 
     def _placed(self, packed: PackedModel, plan: Plan) -> PlacedModel:
         accelerator = self.device if has_card(self.device) else None
@@ -143,7 +166,8 @@ class Loading:
         placed anew."""
         try:
             search = self._search(config, self.recipe, packed, placed_bytes)
-            return search.best(), search
+            plan = search.best()
+            return plan if self.job is not None else with_kept_pages(plan), search
         except DoesNotFitError as error:
             with suppress(DoesNotFitError):
                 self._search(config, RECIPES[DEFAULT]).best()
@@ -159,11 +183,11 @@ class Loading:
         else:
             cached_share = packed.cached_share()
         if has_card(self.device):
-            card = CardPlanning(self.device, self.dtype, self.ctx, self.ram, self.vram, self.job, say)
+            card = CardPlanning(self.device, self.dtype, self.kv, self.ctx, self.ram, self.vram, self.job, say)
             search = card.search(config, recipe, name, packing, cached_share=cached_share, placed_bytes=placed_bytes)
             cap_allocator(self.device, search.card)  # also where nothing fits: a model that is there goes on under it
             return search
-        shape = model_shape(config, recipe, self.dtype, name, packing=packing)
+        shape = model_shape(config, recipe, self.dtype, name, kv=self.kv, packing=packing)
         memory = partial(process_memory, self.ram, recipe, config.vocab_size, placed_bytes, packs=packing is not None)
         return find_search(shape, recipe, self.dtype, memory, self.ctx, self.job, say, cached_share)
 

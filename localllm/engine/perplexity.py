@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
 
-from localllm.cache.contiguous import ContiguousKV
+from localllm.cache.paged_kv import PagedKV
 from localllm.engine.runner import Chunk, ModelRunner
 from localllm.errors import UsageError
 
@@ -30,7 +31,7 @@ def perplexity(
     token_ids: Sequence[int],
     *,
     ctx: int,
-    new_kv: Callable[[int], ContiguousKV],
+    new_kv: Callable[[int], PagedKV],
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Perplexity:
     """Windows of `ctx` tokens, side by side; in each, every token but the first is predicted from those before it.
@@ -43,8 +44,14 @@ def perplexity(
             "there is nothing to predict",
             why=f"the text has {len(token_ids)} tokens, the window {ctx}; both must be 2 or more",
         )
+    with closing(new_kv(min(ctx, len(token_ids)))) as kv:
+        return _read(runner, token_ids, ctx, kv, progress)
+
+
+def _read(
+    runner: ModelRunner, token_ids: Sequence[int], ctx: int, kv: PagedKV, progress: Callable[[int, int], None]
+) -> Perplexity:
     surprise, predicted = 0.0, 0
-    kv = new_kv(min(ctx, len(token_ids)))
     for begin in range(0, len(token_ids) - 1, ctx):
         window = list(token_ids[begin : begin + ctx])
         kv.trim(0)

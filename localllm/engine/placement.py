@@ -8,13 +8,14 @@ from dataclasses import replace
 import psutil
 import torch
 
-from localllm.cache.contiguous import kv_bytes_per_token
+from localllm.cache.kv_format import choose_format, kv_bytes_per_sequence, kv_bytes_per_token
 from localllm.config import format_bytes
 from localllm.engine.memory import DEFAULT_CTX, HEADROOM, available_bytes
 from localllm.engine.runner import BATCH_ROWS
 from localllm.errors import UsageError
 from localllm.kernels.cpu_gemv import MAX_ROWS
 from localllm.kernels.cpu_linear import is_available
+from localllm.kernels.kv_page import PAGE_TOKENS
 from localllm.models.config import ModelConfig
 from localllm.models.cpu_step import native_row_bytes, supports_shape
 from localllm.models.layout import BlockLayout, block_layouts
@@ -58,21 +59,27 @@ def model_shape(
     dtype: torch.dtype,
     name: str,
     device: torch.device = HOST,
+    kv: str = "auto",
     packing: Packing | None = None,
 ) -> ModelShape:
     """What the plan needs to know of a model whose activations and KV cache are of `dtype`, computed on `device`."""
     blocks = [_block_shape(layout, recipe) for layout in block_layouts(config)]
+    kv_format = choose_format(kv, config.head_dim, dtype)
+    layouts = kv_format.layouts(config.num_kv_heads, config.head_dim, dtype)
+    row_kv_bytes = layouts[0].layer_bytes // PAGE_TOKENS  # a chunk's pages are dense while one layer reads them
     is_native = device.type == "cpu" and supports_shape(config, recipe, dtype)
     return ModelShape(
         name=name,
         weights=recipe.name,
-        kv=Dense(dtype).name,
+        kv=kv_format.name if layouts[1] is not None else Dense(dtype).name,
         embed=blocks[0],
         blocks=tuple(blocks[1:-1]),
         head=blocks[-1],
-        kv_bytes_per_token=kv_bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, dtype),
+        kv_bytes_per_token=kv_bytes_per_token(layouts, config.num_layers),
+        kv_bytes_per_sequence=kv_bytes_per_sequence(layouts, config.num_layers),
         default_ctx=min(config.max_position_embeddings, DEFAULT_CTX),
-        row_bytes=native_row_bytes(config, recipe) if is_native else _operator_row_bytes(config, dtype),
+        row_bytes=row_kv_bytes
+        + (native_row_bytes(config, recipe) if is_native else _operator_row_bytes(config, dtype)),
         state_bytes=config.hidden_size * (4 if is_native else dtype.itemsize),
         logits_bytes=config.vocab_size * 4,
         # The operators' sums change with the number of rows: another one is taken only where this one does not fit.
@@ -83,6 +90,18 @@ def model_shape(
     )
 
 
+def smaller_kv(shape: ModelShape, config: ModelConfig, dtype: torch.dtype) -> dict[str, ModelShape]:
+    """The same model with each format of keys and values that takes less, by its name, the largest first."""
+    found = {}
+    for name in ("int8", "k8v4", "int4"):
+        layouts = choose_format(name, config.head_dim, dtype).layouts(config.num_kv_heads, config.head_dim, dtype)
+        per_token = kv_bytes_per_token(layouts, config.num_layers)
+        if layouts[1] is not None and per_token < shape.kv_bytes_per_token:
+            per_sequence = kv_bytes_per_sequence(layouts, config.num_layers)
+            found[name] = replace(shape, kv=name, kv_bytes_per_token=per_token, kv_bytes_per_sequence=per_sequence)
+    return found
+
+
 def _block_shape(layout: BlockLayout, recipe: Recipe) -> BlockShape:
     weights = sum(matrix.out_features * matrix.in_features for matrix in layout.matrices)
     return BlockShape(layout.name, PackedFile.of(layout, recipe, source="").file_bytes, 2 * weights)
@@ -91,7 +110,8 @@ def _block_shape(layout: BlockLayout, recipe: Recipe) -> BlockShape:
 def _operator_row_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """Of a row at its widest: gate and up, one of them activated, and what came before, some of it in fp32."""
     wide = 4 * config.intermediate_size + 6 * config.hidden_size
-    return wide * dtype.itemsize + 3 * config.hidden_size * 4
+    attention = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim  # what its kernels take and give
+    return wide * dtype.itemsize + (3 * config.hidden_size + attention) * 4
 
 
 def process_memory(

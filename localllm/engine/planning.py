@@ -22,7 +22,7 @@ from localllm.models.families import parse_config
 from localllm.models.shapes import Shape, shipped_shapes
 from localllm.offload.device_rates import UNKNOWN_CONTEXT_BYTES
 from localllm.offload.device_search import AnySearch
-from localllm.offload.plan import JobShape, ModelShape, Plan
+from localllm.offload.plan import JobShape, ModelShape, Plan, with_kept_pages
 from localllm.offload.profile import UNKNOWN_DISK_GBS, Profile, kept_profile, measured
 from localllm.offload.search import Search, fits_whole, is_better
 from localllm.quant.recipe import DEFAULT, RECIPES, Recipe
@@ -56,6 +56,7 @@ class Wishes:
     """As the settings of these names."""
 
     weights: str = "auto"
+    kv: str = "auto"
     dtype: str = "auto"
     device: str = "auto"
     ctx: int | None = None
@@ -83,23 +84,23 @@ def plan_model(model: Shape, files: ModelFiles | None, wishes: Wishes, say: Call
         compact = compact_form(recipe, model.config, packed)
         other = None if compact is None else _search(model, files, compact, dtype, device, wishes, say)
         search = other if isinstance(other, Search) and is_better(other, search) else search
-    profile, others = kept_profile(), partial(_others, dtype, device)
+    profile, others = kept_profile(), partial(_others, dtype, device, wishes.kv)
     guesses = _guesses(profile)
     try:
-        plan = search.best()
+        plan = search.best() if wishes.job is not None else with_kept_pages(search.best())
     except DoesNotFitError as error:
         fixes = [*search.fixes(), *(str(advice) for advice in other_model(search, others()))]
         return Planned(search.shape, None, fixes, error, guesses=guesses)
-    int4 = None if recipe.name == DEFAULT else _shape(model, files, RECIPES[DEFAULT], dtype, device)
+    int4 = None if recipe.name == DEFAULT else _shape(model, files, RECIPES[DEFAULT], dtype, device, wishes.kv)
     advice = [str(advice) for advice in advise(search, plan, int4, others())]
     return Planned(search.shape, plan, advice, None, *_predictions(plan, profile), guesses)
 
 
 def _shape(
-    model: Shape, files: ModelFiles | None, recipe: Recipe, dtype: torch.dtype, device: torch.device
+    model: Shape, files: ModelFiles | None, recipe: Recipe, dtype: torch.dtype, device: torch.device, kv: str
 ) -> ModelShape:
     config, packing = as_stored(files, model.name, model.config, recipe)
-    return model_shape(config, recipe, dtype, model.name, device, packing)
+    return model_shape(config, recipe, dtype, model.name, device, kv, packing)
 
 
 def _search(
@@ -113,13 +114,13 @@ def _search(
 ) -> AnySearch:
     if has_card(device):
         config, packing = as_stored(files, model.name, model.config, recipe)
-        card = CardPlanning(device, dtype, wishes.ctx, wishes.ram, wishes.vram, wishes.job, say)
+        card = CardPlanning(device, dtype, wishes.kv, wishes.ctx, wishes.ram, wishes.vram, wishes.job, say)
         return card.search(config, recipe, model.name, packing)
     require_cap(wishes.ram)  # before seconds of measuring
     profile = measured(kept_profile(), recipe.name, recipe.blocks, dtype, say)
     rates = profile.rates(recipe.name)
     assert rates is not None
-    shape = _shape(model, files, recipe, dtype, device)
+    shape = _shape(model, files, recipe, dtype, device, wishes.kv)
     memory = process_memory(wishes.ram, recipe, model.config.vocab_size, packs=shape.packing is not None)
     return Search(shape, memory, rates, wishes.ctx, wishes.job, profile.corrections(recipe.name))
 
@@ -147,8 +148,8 @@ def _banded(amount: float, band: float) -> Prediction:
     return Prediction(amount / (1 + band), amount, amount * (1 + band))
 
 
-def _others(dtype: torch.dtype, device: torch.device) -> Iterator[ModelShape]:
+def _others(dtype: torch.dtype, device: torch.device, kv: str) -> Iterator[ModelShape]:
     """Every model of the registry in INT4, as if none were packed."""
     for name, raw in shipped_shapes().items():
         shape = Shape(name, parse_config(raw, f"the shape of {name}"), raw)
-        yield _shape(shape, None, RECIPES[DEFAULT], dtype, device)
+        yield _shape(shape, None, RECIPES[DEFAULT], dtype, device, kv)

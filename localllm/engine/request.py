@@ -73,7 +73,13 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to continue. Ids, not text: templates and tokenizers have done their work."""
+    """One prompt to continue. Ids, not text: templates and tokenizers have done their work.
+
+    explains_miss: its last event says where it leaves what was computed before. grows: where the prompt leaves its
+    answer too little room, the engine's context becomes longer, if it can.
+    """
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    grows: bool = False
+    explains_miss: bool = False

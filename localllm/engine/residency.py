@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
 
-from localllm.cache.contiguous import ContiguousKV
+from localllm.cache.kv_format import KVFormat
+from localllm.cache.paged_kv import KVPages, PagedKV
 from localllm.engine.memory import is_device_out_of_memory, is_out_of_memory, reachable_bytes
 from localllm.engine.runner import ModelRunner
 from localllm.errors import DoesNotFitError
@@ -21,6 +22,19 @@ from localllm.offload.relief import demoted
 _MUCH_BYTES = 256 << 20  # another program that came or went; less is what a desktop's windows take and give back
 
 
+def new_pages(model: Decoder, kv_format: KVFormat) -> KVPages:
+    """A KV cache for this model, each layer's part where its attention is computed."""
+    config = model.config
+    return KVPages(
+        kv_format,
+        windows=config.windows,
+        devices=model.kv_devices,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=model.dtype,
+    )
+
+
 class Residency:
     """model, runner: as they are until the next call of `move`, `settle` or `give_way`; not there where one of those
     failed, until `restore` succeeds."""
@@ -31,40 +45,59 @@ class Residency:
     def __init__(
         self,
         model: Decoder,
+        kv_format: KVFormat,
         batch_rows: int,
         placed: PlacedModel | None = None,
         replan: Callable[[], Plan] | None = None,
         plan: Plan | None = None,
     ) -> None:
-        """placed: what can move the blocks; `model` is its `few` then. replan: the best plan in the memory of now.
-        plan: by which the model was loaded."""
+        """placed: what can move the blocks; `model` is its `few` then. replan: the best plan in the memory of now,
+        with keys and values in a format so named. plan: by which the model was loaded."""
         self.config, self.device = model.config, model.device
         self.placed = placed
         self.plan = plan  # that the model is placed by; None once something was moved or given up beside it
+        self._planned_blocks = plan.blocks if plan is not None else ()
         self._has_given_up = False  # something, since it was planned
         self._replan = replan
         self._free_bytes = reachable_bytes(self.device)
         self._batch_rows = batch_rows
         self._has_kv_on_host = False
         self._use(model)
+        self.kv_pages = self.new_pages(kv_format)
 
     @property
     def kv_devices(self) -> Sequence[torch.device]:
         """Where each layer's keys and values rest."""
         return [HOST] * len(self.model.kv_devices) if self._has_kv_on_host else self.model.kv_devices
 
-    def new_kv(self, capacity: int) -> ContiguousKV:
-        config = self.model.config
-        return ContiguousKV(
-            devices=self.kv_devices,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            capacity=capacity,
-            dtype=self.model.dtype,
-        )
+    def new_pages(self, kv_format: KVFormat) -> KVPages:
+        """Another KV cache, where keys and values rest now."""
+        pages = new_pages(self.model, kv_format)
+        pages.move(self.kv_devices)
+        return pages
 
-    def move(self, blocks: Sequence[Placed], held: Iterable[ContiguousKV] = ()) -> None:
-        """Let the blocks rest elsewhere from the next step on, and the keys and values that are `held` with them.
+    @property
+    def blocks(self) -> Sequence[Placed]:
+        """Where each of them rests; none where the model was not planned."""
+        return self._planned_blocks if self.placed is None else self.placed.blocks
+
+    @property
+    def kv_host_bytes(self) -> int:
+        """Of the host's memory, what keys and values may have by now."""
+        return self.kv_pages.nbytes if self.kv_pages.is_on_host else 0
+
+    def new_kv(self, capacity: int) -> PagedKV:
+        return self.kv_pages.new(capacity)
+
+    def use_format(self, kv_format: KVFormat) -> None:
+        """Keep keys and values in another format from now on: no sequence has any. What follows is not predicted by the
+        plan any more."""
+        assert not self.kv_pages.sequences
+        self.kv_pages = self.new_pages(kv_format)
+        self.plan = None
+
+    def move(self, blocks: Sequence[Placed]) -> None:
+        """Let the blocks rest elsewhere from the next step on, and keys and values with them.
 
         Where there is too little memory for that, more of them go further down. Raises DoesNotFitError where nothing is
         left to give up, CheckpointError where a block cannot be read; the model is gone then, see `restore`.
@@ -88,13 +121,12 @@ class Residency:
         else:
             raise DoesNotFitError("the memory ran out", why="no block has room any more", fix="close other programs")
         self._use(self.placed.few)
-        for kv in held:
-            kv.move(self.kv_devices)
+        self.kv_pages.move(self.kv_devices)
 
-    def restore(self, held: Iterable[ContiguousKV]) -> None:
+    def restore(self) -> None:
         """Bring a model back that a failed `move` left without a place. Raises as `move` does."""
         if self.placed is not None and "model" not in self.__dict__:
-            self.move(self.placed.blocks, held)
+            self.move(self.placed.blocks)
 
     def settle(self) -> Plan | None:
         """Between two answers: plan anew where much more of a GPU's memory is free than before, or much less. A CPU's
@@ -106,18 +138,26 @@ class Residency:
         with suppress(DoesNotFitError, MemoryError):  # it goes on as it is
             plan = self._replan()
         if plan is not None:
-            self._has_given_up = False
-            self._batch_rows, self._has_kv_on_host = plan.batch_rows, False
-            self.placed.many_rows = plan.many_rows
-            if plan.blocks == self.placed.blocks:
-                self._use(self.model)
-            else:
-                self.move(plan.blocks)
-            self.plan = plan if plan.blocks == self.placed.blocks else None
+            self.take(plan)
         self._free_bytes = reachable_bytes(self.device)
         return plan
 
-    def give_way(self, error: BaseException, rows: int, held: Sequence[ContiguousKV]) -> bool:
+    def take(self, plan: Plan) -> None:
+        """Go on by another plan; where nothing can be moved, one with the same blocks. Raises as `move` does."""
+        self._has_given_up = False
+        self._batch_rows, self._has_kv_on_host = plan.batch_rows, False
+        if self.placed is None:
+            self._use(self.model)
+            self.plan = plan
+            return
+        self.placed.many_rows = plan.many_rows
+        if plan.blocks == self.placed.blocks and "model" in self.__dict__:
+            self._use(self.model)
+        else:
+            self.move(plan.blocks)
+        self.plan = plan if plan.blocks == self.placed.blocks else None
+
+    def give_way(self, error: BaseException, rows: int) -> bool:
         """Make do with less than a forward of `rows` tokens found too little of: a smaller chunk, then keys and values
         on the host, then blocks one tier down. Returns whether the forward is worth another try; raises as `move`."""
         _give_back(error)
@@ -129,14 +169,13 @@ class Residency:
         on_device = is_device_out_of_memory(error)
         if on_device and not self._has_kv_on_host and any(device != HOST for device in self.kv_devices):
             self._has_kv_on_host = True
-            for kv in held:
-                kv.move(self.kv_devices)
+            self.kv_pages.move(self.kv_devices)
             _give_back(error)
             return True
         blocks = None if self.placed is None else self._demoted(self.placed.blocks, on_device)
         if blocks is None:
             return False
-        self.move(blocks, held)
+        self.move(blocks)
         return True
 
     def _is_unsettled(self, placed: PlacedModel) -> bool:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from localllm.cache.contiguous import ContiguousKV
+from localllm.cache.paged_kv import PagedKV
 from localllm.errors import FETCH_ANEW, NonFiniteError
 from localllm.kernels.cpu_gemv import MAX_ROWS
 from localllm.kernels.spare import require_spare_memory
@@ -35,7 +35,7 @@ class Chunk:
     """The next `num_tokens` tokens of a sequence: those after the ones that `kv` holds."""
 
     token_ids: Sequence[int]  # the whole sequence so far
-    kv: ContiguousKV
+    kv: PagedKV
     num_tokens: int
 
 
@@ -95,6 +95,8 @@ class ModelRunner:
         if cancelled():
             raise StepCancelledError
         require_spare_memory()
+        for chunk in chunks:
+            chunk.kv.prepare(chunk.kv.length + chunk.num_tokens)
         batches = self._batches(chunks, all_logits)
         num_runs, num_done = len(batches) * len(self.model.blocks), 0
 
@@ -155,7 +157,9 @@ class ModelRunner:
     @torch.inference_mode()
     def locate_non_finite(self, chunk: Chunk) -> NonFiniteError:
         """Run the chunk just computed once more, looking at every block, and name the first that went wrong."""
-        chunk.kv.trim(chunk.kv.length - chunk.num_tokens)
+        end = chunk.kv.length
+        chunk = replace(chunk, num_tokens=end - chunk.kv.trim(end - chunk.num_tokens))
+        chunk.kv.prepare(end)
         culprit = "the head"
 
         def look(block: Block, x: Tensor) -> None:

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from localllm.cache.contiguous import ContiguousKV
 from localllm.engine.memory import is_out_of_memory
 from localllm.engine.runner import Chunk
 from localllm.engine.sequence import Sequence
@@ -29,11 +28,12 @@ class Scheduler:
     is running.
     """
 
-    def __init__(self, limits: Limits, new_kv: Callable[[int], ContiguousKV]) -> None:
+    def __init__(self, limits: Limits, admit: Callable[[Sequence], None]) -> None:
+        """admit: gives a sequence its KV cache, or raises what torch does where there is no memory."""
         self.limits = limits
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self._new_kv = new_kv
+        self._give_kv = admit
         self._answers_are_next = False
 
     @property
@@ -65,7 +65,10 @@ class Scheduler:
         return Chunk(sequence.token_ids, sequence.kv, min(_pending(sequence), num_tokens))
 
     def remove(self, sequences: Iterable[Sequence]) -> None:
-        gone = {id(sequence) for sequence in sequences}
+        gone = {id(sequence): sequence for sequence in sequences}
+        for sequence in gone.values():
+            if sequence.kv is not None and sequence.owns_kv:
+                sequence.kv.close()
         self.running = [s for s in self.running if id(s) not in gone]
         self.waiting = deque(s for s in self.waiting if id(s) not in gone)
 
@@ -73,10 +76,12 @@ class Scheduler:
         reserved = sum(sequence.max_length for sequence in self.running)
         while self.waiting and len(self.running) < self.limits.max_sequences:
             sequence = self.waiting[0]
+            if sequence.wants_growth:  # blocks move for it, which no forward may be using
+                return
             if self.running and reserved + sequence.max_length > self.limits.kv_tokens:
                 return
             try:
-                sequence.kv = self._new_kv(sequence.max_length)
+                self._give_kv(sequence)
             except (MemoryError, RuntimeError) as error:
                 if self.running and is_out_of_memory(error):  # when an answer ends there is more
                     return

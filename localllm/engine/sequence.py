@@ -5,9 +5,19 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from localllm.cache.contiguous import ContiguousKV
+from localllm.cache.miss import CacheMiss
+from localllm.cache.paged_kv import PagedKV
 from localllm.engine.detokenizer import Detokenizer
-from localllm.engine.events import FinishedEvent, FinishReason, StepSplit, Timings, TokenEvent, TokenLogprob, Usage
+from localllm.engine.events import (
+    FinishedEvent,
+    FinishReason,
+    StepSplit,
+    Timings,
+    TokenEvent,
+    TokenLogprob,
+    Usage,
+)
+from localllm.engine.overflow import answer_room
 from localllm.engine.request import Request
 from localllm.engine.stopping import StopMatcher
 
@@ -23,14 +33,14 @@ class Clock:
     split: StepSplit = field(default_factory=StepSplit)
     ran_alone: bool = True  # no step served another request as well
 
-    def timings(self, load_s: float, num_prompt_tokens: int, num_completion_tokens: int) -> Timings:
+    def timings(self, load_s: float, num_computed_tokens: int, num_completion_tokens: int) -> Timings:
         if self.first_token is None or self.last_token is None or self.prefill_started is None:
             return Timings(load_s=load_s, split=self.split)
         decode_s = self.last_token - self.first_token
         return Timings(
             load_s=load_s,
             ttft_s=self.first_token - self.submitted,
-            prefill_tok_s=num_prompt_tokens / max(self.first_token - self.prefill_started, 1e-9),
+            prefill_tok_s=num_computed_tokens / max(self.first_token - self.prefill_started, 1e-9),
             decode_tok_s=(num_completion_tokens - 1) / decode_s if decode_s > 0 else None,
             split=self.split,
         )
@@ -45,7 +55,7 @@ class Sequence:
         request: Request,
         *,
         seed: int,
-        max_length: int,
+        ctx: int,
         detokenizer: Detokenizer,
         breaker_ids: frozenset[int],
     ) -> None:
@@ -53,14 +63,29 @@ class Sequence:
         self.request = request
         self.seed = seed
         self.breaker_ids = breaker_ids  # tokens that no DRY repetition spans
-        self.max_length = max_length  # prompt and answer together
+        self.may_grow = request.grows  # the context, for this request
+        self.fit(ctx)
         self.token_ids = list(request.prompt_ids)
-        self.kv: ContiguousKV | None = None  # reserved at admission
+        self.kv: PagedKV | None = None  # reserved at admission
+        self.owns_kv = True
+        self.num_cached_tokens = 0  # of the prompt, that were not computed
+        self.miss: CacheMiss | None = None
         self.clock = Clock()
         self.finish_reason: FinishReason | None = None
         self._detokenizer = detokenizer
         self._stop = StopMatcher(request.sampling.stop)
         self._stopped = False
+
+    def fit(self, ctx: int) -> None:
+        """It has the room of a context of so many tokens."""
+        self.ctx = ctx
+        self.max_length = min(ctx, self.num_prompt_tokens + (self.request.sampling.max_tokens or ctx))
+
+    @property
+    def wants_growth(self) -> bool:
+        """Whether a longer context is to be tried for before it runs."""
+        room = answer_room(self.ctx, self.request.sampling.max_tokens)
+        return self.may_grow and self.num_prompt_tokens + room > self.ctx
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -93,10 +118,12 @@ class Sequence:
         return FinishedEvent(
             self.request_id,
             self.finish_reason,
-            Usage(self.num_prompt_tokens, 0, self.num_completion_tokens),
-            self.clock.timings(load_s, self.num_prompt_tokens, self.num_completion_tokens),
+            Usage(self.num_prompt_tokens, self.num_cached_tokens, self.num_completion_tokens),
+            self.clock.timings(load_s, self.num_prompt_tokens - self.num_cached_tokens, self.num_completion_tokens),
             text=text,
             error=error,
+            miss=self.miss,
+            ctx=self.ctx,
         )
 
     def _release(self, text: str) -> str:

@@ -1,123 +1,229 @@
-"""Causal grouped-query attention over a bf16 KV cache on the CPU: one kernel for decode, verification and prefill.
+"""Causal grouped-query attention over KV pages on the CPU: one kernel for decode, verification and prefill.
 
-Keys are read in runs of SPLIT, softmax is merged from run to run (arXiv:2205.14135). A row is one query head of one
-token; the rows of a task share a key head and so each load of its keys and values. Runs begin at multiples of SPLIT
-whatever is asked, and a run that a row cannot see changes no bit of it: a token's attention does not depend on which
-others are computed beside it.
+A row is one query head of one token; the rows of a task share a key head, and so each load of its keys and values, and
+stand in one page. Coded pages are multiplied as they are: a key row's scale once a group, a value's once a weight. Keys
+are read in runs of RUN_PAGES, softmax is merged from run to run (arXiv:2205.14135), and from SECTION_PAGES to the next
+by its final formula, which is why a long history may be shared out over threads by sections. Runs and sections begin
+at multiples of their length, and what a row cannot see changes no bit of it: a token's attention does not depend on
+which others are computed beside it, nor on how many threads there are.
+
+A query reads its own page dense and all before it as they are coded (but a sequence's first, which stays dense): what
+it sees does not depend on when those pages were computed, so that a prefix that is found again gives the same bits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
-from localllm.kernels import cpu_math
-from localllm.kernels.cpu_ir import F32, F32V, I32, I32V, I64, LANES, Kernel, Value
+from localllm.kernels import cpu_kv, cpu_math
+from localllm.kernels.cpu_ir import F32, F32V, I32, I64, LANES, PTR, Kernel, Value
 from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_jit import Native, compile_kernel
-from localllm.kernels.cpu_rope import TOKEN_WORDS
+from localllm.kernels.cpu_kv import HeadPlan
+from localllm.kernels.cpu_rope import TOKEN_BYTES
+from localllm.kernels.kv_page import GROUP, INT4_ZERO, PAGE_TOKENS, PageLayout
 
-SPLIT = 256  # keys: 8 KB of scores for 8 rows, in the first-level cache beside the values
-MAX_ROWS = 8  # of a task; 16 sums in registers are 8 rows x 2 keys
+RUN_PAGES = 4  # 8 KB of scores for 8 rows, in the first-level cache beside the pages
+SECTION_PAGES = 16
+MAX_ROWS = 8  # of a task; 16 sums in registers are 8 rows x 2 vectors
 NOTHING = -1e30  # a maximum over no key: finite, so that differences of it are
-TASK_WORDS = (
-    "first_token",
-    "first_row",
-    "rows",
-)  # rows of a segment count from its first token, heads of a group first
+# Rows of a segment count from its first token, heads of a group first. part: the first of the task's rows in `parts`,
+# where other tasks have the other sections; -1 where it has them all.
+TASK_WORDS = ("first_token", "first_row", "rows", "first_section", "end_section", "part")
+
+# Of a query row: its token, its head within the group, its first part, from one section's part to the next's, sections.
+MERGE_WORDS = ("token", "head", "first_part", "step", "count")
 
 
-def attention_source(head_dim: int, rows: int, *, has_softcap: bool) -> Kernel:
-    """q fp32 [T, stride] rotated and scaled; out fp32 [T, H * D].
+def part_floats(head_dim: int) -> int:
+    """Of one row's share of the keys: its mix, the largest score, the sum of the weights."""
+    return head_dim + LANES
 
-    tasks: int64 [tasks, 3], see TASK_WORDS; tokens: see `cpu_rope`. shape: a pointer to the number of tasks. group:
-    query heads a key head. window: keys that a query sees, itself included. softcap: the bits of a float.
+
+def attention_source(dense: PageLayout, coded: PageLayout | None, rows: int, *, has_softcap: bool) -> Kernel:
+    """q fp32 [T, stride] rotated and scaled; out fp32 [T, H * D]; dense, coded: as in `rope_source`.
+
+    tasks: int64 [tasks, 6], see TASK_WORDS; tokens: see `cpu_rope`. parts: fp32 [key heads, parts, part_floats]. shape:
+    a pointer to {tasks, parts}. group: query heads a key head. window: keys that a query sees, itself included.
+    softcap: the bits of a float.
     """
-    k = Kernel("attention", "q out tasks tokens shape | kv_heads group stride layer window softcap")
+    k = Kernel("attention", "q out tasks tokens parts shape | kv_heads group stride layer window softcap")
     a = k.arg
-    begin, end = k.share(a.shape.load(I64, 8) * a.kv_heads)
-    task = _Task(k, head_dim, rows, has_softcap)
-    with k.range(begin, end) as item:
+    task = _Task(k, dense, coded, rows, has_softcap)
+    # Dealt out one by one: the later a token, the more keys it sees.
+    with k.range(k.i64(0), (a.shape.load(I64, 8) * a.kv_heads + k.threads - 1 - k.thread) / k.threads) as turn:
+        item = turn * k.threads + k.thread
         task.start(a.tasks.at((item / a.kv_heads) * (8 * len(TASK_WORDS))), item % a.kv_heads)
-        with k.range(task.first_key / SPLIT, task.last_key / SPLIT + 1) as split:
-            begin_key = k.larger(split * SPLIT, task.first_key & -LANES)
-            count = k.smaller((split + 1) * SPLIT, task.last_key + 1) - begin_key
-            task.score(begin_key, count)
-            task.soften(begin_key, count)
-            task.mix(begin_key, count)
+        with k.range(task.first_section, task.end_section) as section:
+            task.section.clear()
+            with task.runs(section) as (first_page, end_page, run_page):
+                with k.range(first_page, end_page) as page:
+                    task.score(page, (page - run_page) * PAGE_TOKENS)
+                task.soften(run_page, first_page, end_page)
+                with k.range(first_page, end_page) as page:
+                    task.mix(page, (page - run_page) * PAGE_TOKENS)
+            task.whole.merge(task.section)
         task.finish()
     return k
+
+
+class _State:
+    """Of each row: the mixed values so far, not yet divided by the sum of the weights, and the largest score."""
+
+    def __init__(self, k: Kernel, head_dim: int, rows: int) -> None:
+        self.k, self.vectors, self.rows = k, head_dim // LANES, rows
+        self.mixed = k.stack(F32V, rows * self.vectors)
+        self.peaks, self.totals = k.stack(F32, rows), k.stack(F32, rows)
+
+    def clear(self) -> None:
+        k = self.k
+        for r in range(self.rows):
+            self.peaks.at(4 * r).store(k.constant(F32, NOTHING))
+            self.totals.at(4 * r).store(k.constant(F32, 0))
+        with k.range(k.i64(0), k.i64(self.rows * self.vectors)) as i:
+            self.mixed.at(i * 64).store(k.f32v(0), 64)
+
+    def merge(self, other: _State) -> None:
+        """Both, as if their keys had been seen together."""
+        with self.k.range(self.k.i64(0), self.k.i64(self.rows)) as r:
+            places = self.peaks.at(r * 4), self.totals.at(r * 4), self.mixed.at(r * (64 * self.vectors))
+            peak, total = other.peaks.at(r * 4).load(F32), other.totals.at(r * 4).load(F32)
+            merge_row(self.k, self.vectors, places, peak, total, other.mixed.at(r * (64 * self.vectors)))
+
+
+def merge_row(k: Kernel, vectors: int, into: tuple[Value, Value, Value], peak: Value, total: Value, mix: Value) -> None:
+    """into: pointers to a row's peak, total and mix."""
+    before = into[0].load(F32)
+    highest = k.larger(before, peak)
+    old, new = (k.lane(cpu_math.exp(k, (x - highest).splat()), 0) for x in (before, peak))
+    into[0].store(highest)
+    into[1].store(k.fma(into[1].load(F32), old, total * new))
+    for i in range(vectors):
+        at = into[2].at(64 * i)
+        at.store(k.fma(at.load(F32V), old.splat(), mix.at(64 * i).load(F32V) * new.splat()))
 
 
 class _Task:
     """The rows of one task: what is known of each, and the stages that their keys go through."""
 
-    def __init__(self, k: Kernel, head_dim: int, rows: int, has_softcap: bool) -> None:
-        self.k, self.D, self.R, self.has_softcap = k, head_dim, rows, has_softcap
-        self.keys_a_step = LANES // rows
-        self.queries = k.stack(F32V, rows * head_dim // LANES)  # [R, D / 32, even | odd, 16]
-        self.mixed = k.stack(F32V, rows * head_dim // LANES)  # likewise
-        self.scores = k.stack(F32V, rows * SPLIT // LANES)  # [R, SPLIT]
-        self.peaks, self.totals, self.shrink = (k.stack(F32, rows) for _ in range(3))
+    def __init__(self, k: Kernel, dense: PageLayout, coded: PageLayout | None, rows: int, has_softcap: bool) -> None:
+        self.k, self.R, self.has_softcap, self.D = k, rows, has_softcap, dense.head_dim
+        self.dense, self.coded = HeadPlan(dense), None if coded is None else HeadPlan(coded)
+        self.vectors, self.groups = self.D // LANES, self.D // GROUP
+        self.queries = k.stack(F32, rows * self.D)  # [D, R]
+        self.query_sums = k.stack(F32, rows * self.groups)  # [D / 32, R], times -INT4_ZERO
+        self.scores = k.stack(F32V, rows * RUN_PAGES * PAGE_TOKENS // LANES)  # [R, keys of a run]
+        at_once = rows * self._groups_a_step  # [groups, R, 64]: the weights times the scales of a group's values
+        self.weighted = k.stack(F32V, at_once * PAGE_TOKENS // LANES)
+        self.section, self.whole = _State(k, self.D, rows), _State(k, self.D, rows)
+        self.shrink = k.stack(F32, rows)
         self.lows, self.highs = k.stack(I64, rows), k.stack(I64, rows)  # the keys that a row sees, both included
 
     def start(self, task: Value, kv_head: Value) -> None:
         k, a = self.k, self.k.arg
-        self.first_token, self.first_row = task.load(I64, 8), task.at(8).load(I64, 8)
-        self.last_row = task.at(16).load(I64, 8) - 1
-        self.kv_head = kv_head
+        words = [task.at(8 * n).load(I64, 8) for n in range(len(TASK_WORDS))]
+        self.first_token, self.first_row, rows, self.first_section, self.end_section, self.part = words
+        self.rows, self.last_row, self.kv_head = rows, rows - 1, kv_head
         for r in range(self.R):
             token, head = self._row(r)
-            position = a.tokens.at(token * (8 * len(TOKEN_WORDS)) + 24).load(I64, 8)
+            position = a.tokens.at(token * TOKEN_BYTES + 24).load(I64, 8)
             self.highs.at(8 * r).store(position, 8)
-            seen = k.smaller(a.window - 1, position)
-            self.lows.at(8 * r).store(position - seen, 8)
-            self.peaks.at(4 * r).store(k.constant(F32, NOTHING))
-            self.totals.at(4 * r).store(k.constant(F32, 0))
-            q = a.q.at((token * a.stride + head * self.D) * 4)
-            for c in range(self.D // 32):
-                low, high = q.at(128 * c).load(F32V), q.at(128 * c + 64).load(F32V)
-                for odd in (0, 1):
-                    at = self._vector(r, c, odd)
-                    self.queries.at(at).store(k.shuffle(low, high, list(range(odd, 32, 2))), 64)
-                    self.mixed.at(at).store(k.f32v(0), 64)
+            self.lows.at(8 * r).store(position - k.smaller(a.window - 1, position), 8)
+            self._take_query(r, a.q.at((token * a.stride + head * self.D) * 4))
+        self.whole.clear()
         self.first_key, self.last_key = self.lows.load(I64, 8), self.highs.at(8 * (self.R - 1)).load(I64, 8)
-        token = a.tokens.at(self.first_token * (8 * len(TOKEN_WORDS)))
-        run = (a.layer * a.kv_heads + kv_head) * token.at(16).load(I64, 8) * (self.D * 2)
-        self.keys, self.values = token.load("ptr", 8).at(run), token.at(8).load("ptr", 8).at(run)
+        self.own_page = self.last_key / PAGE_TOKENS
+        token = a.tokens.at(self._row(0)[0] * TOKEN_BYTES)
+        self.pages, own = token.load(PTR, 8), token.at(8).load(PTR, 8)
+        self.own = own.at(a.layer * token.at(16).load(I64, 8)).at(kv_head * self.dense.layout.head_bytes)
 
-    def score(self, begin_key: Value, count: Value) -> None:
-        """scores[r, i] = q[r] . keys[begin_key + i]."""
+    def _take_query(self, r: int, q: Value) -> None:
         k = self.k
-        pairs = [(r, j) for r in range(self.R) for j in range(self.keys_a_step)]
-        with k.range(k.i64(0), count, self.keys_a_step) as i:
-            at = [k.smaller(begin_key + i + j, self.last_key) * (self.D * 2) for j in range(self.keys_a_step)]
-            self._prefetch(self.values, begin_key, i * (self.D * 2), self.keys_a_step * self.D * 2)
-            sums = [k.f32v(0)] * len(pairs)
-            for c in range(self.D // 32):
-                keys = [cpu_math.from_bf16_pairs(self.keys.at(o).at(64 * c).load(I32V)) for o in at]
-                for odd in (0, 1):
-                    query = [self.queries.at(self._vector(r, c, odd)).load(F32V, 64) for r in range(self.R)]
-                    sums = [k.fma(keys[j][odd], query[r], sums[n]) for n, (r, j) in enumerate(pairs)]
-            total = cpu_math.totals(k, sums)
-            for r in range(self.R):
-                lanes = list(range(r * self.keys_a_step, (r + 1) * self.keys_a_step))
-                self.scores.at(i * 4).at(4 * r * SPLIT).store(k.shuffle(total, total, lanes))
+        for i in range(self.vectors):
+            vector = q.at(64 * i).load(F32V)
+            for lane in range(LANES):
+                self.queries.at(4 * ((i * LANES + lane) * self.R + r)).store(k.lane(vector, lane))
+        if self.coded is None or self.coded.layout.keys != "int4":
+            return
+        for group in range(self.groups):
+            pair = q.at(128 * group).load(F32V) + q.at(128 * group + 64).load(F32V)
+            self.query_sums.at(4 * (group * self.R + r)).store(cpu_math.total(k, pair) * -INT4_ZERO)
 
-    def soften(self, begin_key: Value, count: Value) -> None:
+    @contextmanager
+    def runs(self, section: Value) -> Iterator[tuple[Value, Value, Value]]:
+        """Of each run of a section: its first page and its last but one that is seen, and where it begins."""
+        k = self.k
+        lowest, end = self.first_key / PAGE_TOKENS, self.own_page + 1
+        per_section = SECTION_PAGES // RUN_PAGES
+        first = k.larger(section * per_section, lowest / RUN_PAGES)
+        last = k.smaller((section + 1) * per_section, (end + (RUN_PAGES - 1)) / RUN_PAGES)
+        with k.range(first, last) as run:
+            run_page = run * RUN_PAGES
+            yield k.larger(run_page, lowest), k.smaller(run_page + RUN_PAGES, end), run_page
+
+    def score(self, page: Value, at: Value) -> None:
+        """scores[r, at + i] = q[r] . keys of the page's token i."""
+        scores = self.scores.at(at * 4)
+        for plan, head in self._each_kind(page):
+            with self.k.range(self.k.i64(0), self.k.i64(PAGE_TOKENS), self._tokens_a_step) as token:
+                width = plan.layout.sizes[0] // PAGE_TOKENS // self.D if plan.layout.is_dense else 1
+                self._score_tokens(plan, head.at(token * width), scores.at(token * 4), head, token)
+
+    @property
+    def _tokens_a_step(self) -> int:
+        return min(PAGE_TOKENS, LANES * max(2, 16 // self.R))
+
+    def _score_tokens(self, plan: HeadPlan, columns: Value, scores: Value, head: Value, token: Value) -> None:
+        k, wide = self.k, self._tokens_a_step // LANES
+        coding = plan.layout.keys
+        step = GROUP // 2 if coding == "int4" else GROUP
+        places = [(r, n) for r in range(self.R) for n in range(wide)]
+        with k.range(k.i64(0), k.i64(self.groups)) as group:
+            sums = {}
+            for r, n in places:
+                first = k.f32v(0)
+                if coding == "int4":
+                    first = self.query_sums.at(group * (4 * self.R)).at(4 * r).load(F32).splat()
+                sums[r, n] = k.variable(first)
+            values, steps = head.at(plan.offsets[2]), self.groups * step * (PAGE_TOKENS // self._tokens_a_step)
+            with k.range(k.i64(0), k.i64(step)) as i:
+                done = (token / self._tokens_a_step * self.groups + group) * step + i
+                self._prefetch(values, sum(plan.layout.sizes[2:]), done, 1, steps)
+                for further, vectors in plan.keys(columns, group * GROUP + i, wide * LANES):
+                    queries = self.queries.at((group * GROUP + i + further) * (4 * self.R))
+                    for r in range(self.R):
+                        query = queries.at(4 * r).load(F32).splat()
+                        for n in range(wide):
+                            sums[r, n].set(k.fma(vectors[n], query, sums[r, n].get()))
+            is_first = group.compare("eq", 0)
+            for n in range(wide):
+                scale = None
+                if coding != "dense":
+                    scale = cpu_kv.scales(head.at(plan.offsets[1] + LANES * n).at(group * PAGE_TOKENS).at(token))
+                for r in range(self.R):
+                    place = scores.at(4 * (r * RUN_PAGES * PAGE_TOKENS + n * LANES))
+                    before = is_first.choose(k.f32v(0), place.load(F32V, 64))
+                    total = sums[r, n].get()
+                    place.store(total + before if scale is None else k.fma(total, scale, before), 64)
+
+    def soften(self, run_page: Value, first_page: Value, end_page: Value) -> None:
         """scores -> exp(score - peak); what a row must not see becomes 0."""
-        k = self.k
+        k, state = self.k, self.section
+        begin, end = (first_page - run_page) * PAGE_TOKENS, (end_page - run_page) * PAGE_TOKENS
         with k.range(k.i64(0), k.i64(self.R)) as r:
-            row = self.scores.at(r * (4 * SPLIT))
-            low = (self.lows.at(r * 8).load(I64, 8) - begin_key).convert("trunc", I32).splat()
-            high = (self.highs.at(r * 8).load(I64, 8) - begin_key).convert("trunc", I32).splat()
-            before = self.peaks.at(r * 4).load(F32)
+            row = self.scores.at(r * (4 * RUN_PAGES * PAGE_TOKENS))
+            low = (self.lows.at(r * 8).load(I64, 8) - run_page * PAGE_TOKENS).convert("trunc", I32).splat()
+            high = (self.highs.at(r * 8).load(I64, 8) - run_page * PAGE_TOKENS).convert("trunc", I32).splat()
+            before = state.peaks.at(r * 4).load(F32)
             peaks = k.variable(before.splat())
 
             def seen(i: Value) -> Value:
                 key = k.lane_numbers() + i.convert("trunc", I32).splat()
                 return key.compare("sge", low) & key.compare("sle", high)
 
-            with k.range(k.i64(0), count, LANES) as i:
+            with k.range(begin, end, LANES) as i:
                 score = row.at(i * 4).load(F32V, 64)
                 if self.has_softcap:
                     cap = k.arg.softcap.convert("trunc", I32).convert("bitcast", F32).splat()
@@ -126,64 +232,121 @@ class _Task:
                 peaks.set(k.larger(seen(i).choose(score, k.f32v(NOTHING)), peaks.get()))
             peak = cpu_math.largest(k, peaks.get())
             totals = k.variable(k.f32v(0))
-            with k.range(k.i64(0), count, LANES) as i:
+            with k.range(begin, end, LANES) as i:
                 weight = cpu_math.exp(k, row.at(i * 4).load(F32V, 64) - peak.splat())
                 weight = seen(i).choose(weight, k.f32v(0))
-                share = self.D * LANES // self.R
-                self._prefetch(self.keys, begin_key + SPLIT, (r * SPLIT + i) / LANES * share, share)
                 row.at(i * 4).store(weight, 64)
                 totals.add(weight)
             shrink = k.lane(cpu_math.exp(k, (before - peak).splat()), 0)
-            total = k.fma(self.totals.at(r * 4).load(F32), shrink, cpu_math.total(k, totals.get()))
-            self.peaks.at(r * 4).store(peak)
-            self.totals.at(r * 4).store(total)
-            self.shrink.at(r * 4).store(shrink)
+            total = k.fma(state.totals.at(r * 4).load(F32), shrink, cpu_math.total(k, totals.get()))
+            state.peaks.at(r * 4).store(peak)
+            state.totals.at(r * 4).store(total)
+            for n in range(self.vectors):
+                mixed = state.mixed.at(r * (64 * self.vectors)).at(64 * n)
+                mixed.store(mixed.load(F32V, 64) * shrink.splat(), 64)
 
-    def mix(self, begin_key: Value, count: Value) -> None:
-        """mixed[r] = mixed[r] * shrink[r] + sum of weights[r, i] * values[begin_key + i]."""
-        k, chunks = self.k, self.D // 32
-        wide = max(n for n in range(1, chunks + 1) if chunks % n == 0 and 2 * n * self.R <= LANES)
-        run = self.values.at(begin_key * (self.D * 2))
-        for first in range(0, chunks, wide):
-            places = [(r, c, odd) for r in range(self.R) for c in range(first, first + wide) for odd in (0, 1)]
-            sums = {}
-            for r, c, odd in places:
-                so_far = self.mixed.at(self._vector(r, c, odd)).load(F32V, 64)
-                sums[r, c, odd] = k.variable(so_far * self.shrink.at(4 * r).load(F32).splat())
-            with k.range(k.i64(0), count) as i:
-                pointer = run.at(i * (self.D * 2))
-                if first == 0:
-                    self._prefetch(self.keys, begin_key + 3 * SPLIT // 2, i * self.D, self.D)
-                chunk = range(first, first + wide)
-                value = {c: cpu_math.from_bf16_pairs(pointer.at(64 * c).load(I32V)) for c in chunk}
+    def mix(self, page: Value, at: Value) -> None:
+        """mixed[r] += sum of weights[r, at + i] * values of the page's token i."""
+        k = self.k
+        for plan, head in self._each_kind(page):
+            # Beyond the last key a page may hold anything, a NaN too.
+            count = k.smaller(k.i64(PAGE_TOKENS), self.last_key + 1 - page * PAGE_TOKENS)
+            later = k.smaller(page + RUN_PAGES, self.own_page)
+            keys = self._head_of(plan, self.pages.at(later * 8).load(PTR, 8))
+            with k.range(k.i64(0), k.i64(self.groups), self._groups_a_step) as group:
+                self._mix_groups(plan, head, [group + n for n in range(self._groups_a_step)], at, count, keys)
+
+    @property
+    def _groups_a_step(self) -> int:
+        """As many as their sums have registers."""
+        return next(n for n in range(max(1, min(self.groups, 8 // self.R)), 0, -1) if self.groups % n == 0)
+
+    def _mix_groups(
+        self, plan: HeadPlan, head: Value, groups: list[Value], at: Value, count: Value, keys: Value
+    ) -> None:
+        k, coding = self.k, plan.layout.values
+        weights = [self._weighted(plan, head, group, at, n) for n, group in enumerate(groups)]
+        sums = {}
+        for r in range(self.R):
+            for n, group in enumerate(groups):
+                for part in (0, 1):
+                    sums[r, n, part] = k.variable(self._mixed(r, group, part).load(F32V, 64))
+        values = head.at(plan.offsets[2])
+        with k.range(k.i64(0), count) as i:
+            token = values.at(i * plan.token_value_bytes)
+            done = groups[0] * PAGE_TOKENS + i * len(groups)
+            self._prefetch(keys, sum(plan.layout.sizes[:2]), done, len(groups), self.groups * PAGE_TOKENS)
+            for n, group in enumerate(groups):
+                vectors = plan.values(token, group)
                 for r in range(self.R):
-                    weight = self.scores.at(i * 4).at(4 * r * SPLIT).load(F32).splat()
-                    for c in chunk:
-                        for odd in (0, 1):
-                            total = sums[r, c, odd]
-                            total.set(k.fma(weight, value[c][odd], total.get()))
-            for place, total in sums.items():
-                self.mixed.at(self._vector(*place)).store(total.get(), 64)
+                    stride = PAGE_TOKENS * (RUN_PAGES if coding == "dense" else 1)
+                    weight = weights[n].at(4 * r * stride).at(i * 4).load(F32).splat()
+                    for part in (0, 1):
+                        total = sums[r, n, part]
+                        total.set(k.fma(weight, vectors[part], total.get()))
+        for (r, n, part), total in sums.items():
+            self._mixed(r, groups[n], part).store(total.get(), 64)
+
+    def _weighted(self, plan: HeadPlan, head: Value, group: Value, at: Value, n: int) -> Value:
+        """Where the weights are by which the codes of a group's values are multiplied: [R, keys]."""
+        weights = self.scores.at(at * 4)
+        if plan.layout.values == "dense":
+            return weights
+        k, scaled = self.k, self.weighted.at(4 * n * self.R * PAGE_TOKENS)
+        scales = head.at(plan.offsets[3]).at(group * PAGE_TOKENS)
+        with k.range(k.i64(0), k.i64(PAGE_TOKENS), LANES) as i:
+            scale = cpu_kv.scales(scales.at(i))
+            for r in range(self.R):
+                weight = weights.at(4 * r * RUN_PAGES * PAGE_TOKENS).at(i * 4).load(F32V, 64)
+                scaled.at(4 * r * PAGE_TOKENS).at(i * 4).store(weight * scale, 64)
+        return scaled
 
     def finish(self) -> None:
-        """out = mixed / totals, the features in their order again."""
-        k, a = self.k, self.k.arg
+        """The rows' mixes to `out`, or to `parts` where other tasks have more of their keys."""
+        k, a, state = self.k, self.k.arg, self.whole
+        is_whole = self.part.compare("slt", 0)
         for r in range(self.R):
             token, head = self._row(r)
-            inverse = (k.constant(F32, 1.0) / self.totals.at(4 * r).load(F32)).splat()
-            out = a.out.at(((token * a.kv_heads * a.group) + head) * (self.D * 4))
-            for c in range(self.D // 32):
-                even, odd = (self.mixed.at(self._vector(r, c, n)).load(F32V, 64) * inverse for n in (0, 1))
-                for half in (0, 1):
-                    order = [n // 2 + 8 * half + LANES * (n % 2) for n in range(LANES)]
-                    out.at(128 * c + 64 * half).store(k.shuffle(even, odd, order))
+            peak, total = state.peaks.at(4 * r).load(F32), state.totals.at(4 * r).load(F32)
+            mixed = state.mixed.at(64 * r * self.vectors)
+            with k.when(is_whole):
+                out = a.out.at(((token * a.kv_heads * a.group) + head) * (self.D * 4))
+                write_row(k, self.vectors, mixed, total, out, is_rotated=self.coded is not None)
+            with k.when((k.i64(r).compare("ult", self.rows)) & self.part.compare("sge", 0)):
+                row = self.kv_head * a.shape.at(8).load(I64, 8) + self.part + r
+                part = a.parts.at(row * (4 * part_floats(self.D)))
+                for i in range(self.vectors):
+                    part.at(64 * i).store(mixed.at(64 * i).load(F32V, 64))
+                part.at(64 * self.vectors).store(peak)
+                part.at(64 * self.vectors + 4).store(total)
 
-    def _prefetch(self, rows: Value, begin_key: Value, at: Value, num_bytes: int) -> None:
-        """Values are fetched while scores are computed; half of the next run's keys in each of the later stages: memory
-        works all the time, 22 GB/s of 34 where it waited in two of the three stages and reached 16 (8 rows of 64)."""
-        start = rows.at(begin_key * (self.D * 2)).at(at)
-        for offset in range(0, num_bytes, 64):
-            self.k.prefetch(start.at(offset))
+    def _each_kind(self, page: Value) -> Iterator[tuple[HeadPlan, Value]]:
+        """What is yielded is written down once for each kind of page that this one may be, with where its head is."""
+        k, address = self.k, self.pages.at(page * 8).load(PTR, 8)
+        own = page.compare("eq", self.own_page)
+        dense = own.choose(self.own, self._head_of(self.dense, address))
+        if self.coded is None:
+            yield self.dense, dense
+            return
+        is_dense = own | page.compare("eq", 0)
+        with k.when(is_dense):
+            yield self.dense, dense
+        with k.when(is_dense ^ True):
+            yield self.coded, self._head_of(self.coded, address)
+
+    def _prefetch(self, begin: Value, num_bytes: int, done: Value, now: int, steps: int) -> None:
+        """The share of these bytes that `now` of `steps` steps have: values are fetched while scores are computed, the
+        next run's keys while values are mixed."""
+        at = begin.at(done * num_bytes / steps)
+        for offset in range(0, -(-num_bytes * now // steps), 64):
+            self.k.prefetch(at.at(offset))
+
+    def _head_of(self, plan: HeadPlan, page: Value) -> Value:
+        """A pointer to this layer's and head's part of a page."""
+        return page.at((self.k.arg.layer * self.k.arg.kv_heads + self.kv_head) * plan.layout.head_bytes)
+
+    def _mixed(self, r: int, group: Value, part: int) -> Value:
+        return self.section.mixed.at(64 * (r * self.vectors + part)).at(group * 128)
 
     def _row(self, r: int) -> tuple[Value, Value]:
         """Token and query head of row r; where the task has fewer rows, its last one again."""
@@ -191,10 +354,46 @@ class _Task:
         row = self.first_row + k.smaller(k.i64(r), self.last_row)
         return self.first_token + row / a.group, self.kv_head * a.group + row % a.group
 
-    def _vector(self, r: int, c: int, odd: int) -> int:
-        return 64 * ((r * (self.D // 32) + c) * 2 + odd)
+
+def combine_source(head_dim: int, *, is_rotated: bool) -> Kernel:
+    """Rows whose sections several tasks have attended to: parts -> out.
+
+    merges: int64 [rows, 5], see MERGE_WORDS; parts, out: as in `attention_source`; shape: a pointer to {rows, parts}.
+    """
+    k = Kernel("combine", "parts out merges shape | kv_heads group")
+    a, vectors = k.arg, head_dim // LANES
+    peak, total, mixed = k.stack(F32), k.stack(F32), k.stack(F32V, vectors)
+    begin, end = k.share(a.shape.load(I64, 8) * a.kv_heads)
+    with k.range(begin, end) as item:
+        kv_head, row = item % a.kv_heads, a.merges.at(item / a.kv_heads * (8 * len(MERGE_WORDS)))
+        token, head, first, step, count = (row.at(8 * n).load(I64, 8) for n in range(len(MERGE_WORDS)))
+        peak.store(k.constant(F32, NOTHING))
+        total.store(k.constant(F32, 0))
+        for i in range(vectors):
+            mixed.at(64 * i).store(k.f32v(0), 64)
+        with k.range(k.i64(0), count) as section:
+            number = kv_head * a.shape.at(8).load(I64, 8) + first + section * step
+            part = a.parts.at(number * (4 * part_floats(head_dim)))
+            sums = part.at(64 * vectors)
+            merge_row(k, vectors, (peak, total, mixed), sums.load(F32), sums.at(4).load(F32), part)
+        out = a.out.at(((token * a.kv_heads + kv_head) * a.group + head) * (head_dim * 4))
+        write_row(k, vectors, mixed, total.load(F32), out, is_rotated=is_rotated)
+    return k
+
+
+def write_row(k: Kernel, vectors: int, mixed: Value, total: Value, out: Value, *, is_rotated: bool) -> None:
+    """out = mixed / total, with the values' rotation undone."""
+    inverse = (k.constant(F32, 1.0) / total).splat()
+    row = [mixed.at(64 * i).load(F32V) * inverse for i in range(vectors)]
+    for i, vector in enumerate(cpu_kv.rotated(k, row) if is_rotated else row):
+        out.at(64 * i).store(vector)
 
 
 @cache
-def attention(isa: Isa, head_dim: int, rows: int, *, has_softcap: bool) -> Native:
-    return compile_kernel(attention_source(head_dim, rows, has_softcap=has_softcap), isa)
+def attention(isa: Isa, dense: PageLayout, coded: PageLayout | None, rows: int, *, has_softcap: bool) -> Native:
+    return compile_kernel(attention_source(dense, coded, rows, has_softcap=has_softcap), isa)
+
+
+@cache
+def combine(isa: Isa, head_dim: int, *, is_rotated: bool) -> Native:
+    return compile_kernel(combine_source(head_dim, is_rotated=is_rotated), isa)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -170,7 +170,9 @@ class Kernel:
     def source(self) -> str:
         """The module's LLVM IR."""
         declared = [f"declare {signature}" for signature in self._declared.values()]
-        head = f"define void @{self.name}(ptr noalias readonly %args, i64 %thread, i64 %threads, ptr %counter) {{"
+        # Without it, a loop that clears a stack slot would become a call of memset, which nothing resolves.
+        head = f"define void @{self.name}(ptr noalias readonly %args, i64 %thread, i64 %threads, ptr %counter)"
+        head += ' "no-builtins" {'
         return "\n".join([*declared, head, "entry:", *self._stack, *self._body, "  ret void", "}"])
 
     def line(self, text: str) -> None:
@@ -195,6 +197,10 @@ class Kernel:
 
     def i64(self, number: int) -> Value:
         return self.constant(I64, number)
+
+    def f32_lanes(self, numbers: Sequence[float]) -> Value:
+        """A vector of these."""
+        return Value(self, vector_of(F32, len(numbers)), f"<{', '.join(f'float {_float_text(n)}' for n in numbers)}>")
 
     def lane_numbers(self) -> Value:
         return Value(self, I32V, "<" + ", ".join(f"i32 {lane}" for lane in range(LANES)) + ">")

@@ -1,45 +1,47 @@
-"""Queries and keys normalised and rotated, keys and values written into the KV cache, on the CPU."""
+"""Queries and keys normalised and rotated, keys and values written into the KV pages, on the CPU."""
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
 
-from localllm.kernels import cpu_math
-from localllm.kernels.cpu_ir import F32, F32V, I64, LANES, Kernel, Value
+from localllm.kernels import cpu_kv
+from localllm.kernels.cpu_ir import F32, F32V, I64, LANES, PTR, Kernel, Value
 from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_jit import Native, compile_kernel
+from localllm.kernels.cpu_kv import HeadPlan
 from localllm.kernels.cpu_quantize import inverse_rms
+from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout
 
-# Of each token, as the kernels read it: where its sequence's keys and values are (bf16 [layers, KH, capacity, D]), how
-# many tokens those have room for, and which of them it is.
-TOKEN_WORDS = ("keys", "values", "capacity", "position")
+# Of each token, as the kernels read it: the addresses of its sequence's pages, that of the page with its own position
+# as it is read by that page's queries (dense), the bytes from one layer's part of that to the next's, and its position.
+TOKEN_WORDS = ("pages", "own_page", "own_stride", "position")
+TOKEN_BYTES = 8 * len(TOKEN_WORDS)
+Store = Callable[[Kernel, HeadPlan, Value, Value, list[Value]], None]
 
 
-def rope_source(head_dim: int, rotary_dim: int, *, has_norms: bool) -> Kernel:
-    """qkv fp32 [T, H + 2 KH, D]: the queries are rotated and scaled in place, keys and values go to the cache.
+def rope_source(dense: PageLayout, coded: PageLayout | None, rotary_dim: int, *, has_norms: bool) -> Kernel:
+    """qkv fp32 [T, H + 2 KH, D]: the queries are rotated and scaled in place, keys and values go into the pages.
 
-    cos, sin: fp32 [T, rotary_dim] from a `Rotary`. q_norm, k_norm: fp32 [D]. scale, eps: the bits of a float.
-    tokens: int64 [T, 4], see TOKEN_WORDS. shape: a pointer to {T}. Threads share out the heads of all tokens.
+    dense: of the page with a token's own position; coded: of all pages but a sequence's first, None where those are
+    dense too. cos, sin: fp32 [T, rotary_dim] from a `Rotary`. q_norm, k_norm: fp32 [D]. scale, eps: the bits of a
+    float. tokens: int64 [T, 4], see TOKEN_WORDS. shape: a pointer to {T}. Threads share out the heads of all tokens.
     """
+    head_dim = dense.head_dim
     assert rotary_dim % (2 * LANES) == 0 and head_dim % (2 * LANES) == 0
     k = Kernel("rope", "qkv cos sin q_norm k_norm tokens shape | heads kv_heads layer scale eps")
     a = k.arg
     all_heads = a.heads + a.kv_heads * 2
     begin, end = k.share(a.shape.load(I64, 8) * all_heads)
     first_value = a.heads + a.kv_heads
+    turned = (lambda vectors: vectors) if coded is None else partial(cpu_kv.rotated, k)
     with k.range(begin, end) as item:
         token, head = item / all_heads, item % all_heads
         x = a.qkv.at(item * (head_dim * 4))
-        row = a.tokens.at(token * (8 * len(TOKEN_WORDS)))
-        keys, values = row.load("ptr", 8), row.at(8).load("ptr", 8)
-        capacity, position = row.at(16).load(I64, 8), row.at(24).load(I64, 8)
-
-        def place(base: Value, kv_head: Value) -> Value:
-            at = (a.layer * a.kv_heads + kv_head) * capacity + position
-            return base.at(at * (head_dim * 2))
-
+        place = _Place(k, dense, coded, a.tokens.at(token * TOKEN_BYTES))
         with k.when(head.compare("uge", first_value)):
-            _store_bf16(k, _load(x, head_dim), place(values, head - first_value))
+            place.store(cpu_kv.store_values, head - first_value, turned(_load(x, head_dim)))
         with k.when(head.compare("ult", first_value)):
             is_query = head.compare("ult", a.heads)
             vectors = _load(x, head_dim)
@@ -47,14 +49,36 @@ def rope_source(head_dim: int, rotary_dim: int, *, has_norms: bool) -> Kernel:
                 inverse = inverse_rms(k, x, k.i64(head_dim)).splat()
                 weight = is_query.choose(a.q_norm, a.k_norm)
                 vectors = [v * inverse * weight.at(64 * i).load(F32V) for i, v in enumerate(vectors)]
-            rotated = _rotated(k, vectors, token, rotary_dim)
+            vectors = turned(_rotated(k, vectors, token, rotary_dim))
             with k.when(is_query):
                 scale = a.scale.convert("trunc", "i32").convert("bitcast", F32).splat()
-                for i, vector in enumerate(rotated):
+                for i, vector in enumerate(vectors):
                     x.at(64 * i).store(vector * scale)
             with k.when(head.compare("uge", a.heads)):
-                _store_bf16(k, rotated, place(keys, head - a.heads))
+                place.store(cpu_kv.store_keys, head - a.heads, vectors)
     return k
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a token's keys and values go: into its own dense page, and into the coded one, if there is one."""
+
+    kernel: Kernel
+    dense: PageLayout
+    coded: PageLayout | None
+    token: Value
+
+    def store(self, store: Store, kv_head: Value, vectors: list[Value]) -> None:
+        k, layer = self.kernel, self.kernel.arg.layer
+        own, position = self.token.at(8).load(PTR, 8), self.token.at(24).load(I64, 8)
+        head = own.at(layer * self.token.at(16).load(I64, 8)).at(kv_head * self.dense.head_bytes)
+        store(k, HeadPlan(self.dense), head, position % PAGE_TOKENS, vectors)
+        if self.coded is None:
+            return
+        with k.when(position.compare("uge", PAGE_TOKENS)):  # a sequence's first page stays dense
+            page = self.token.load(PTR, 8).at(position / PAGE_TOKENS * 8).load(PTR, 8)
+            head = page.at((layer * k.arg.kv_heads + kv_head) * self.coded.head_bytes)
+            store(k, HeadPlan(self.coded), head, position % PAGE_TOKENS, vectors)
 
 
 def _load(x: Value, head_dim: int) -> list[Value]:
@@ -72,11 +96,6 @@ def _rotated(k: Kernel, x: list[Value], token: Value, rotary_dim: int) -> list[V
     return rotated
 
 
-def _store_bf16(k: Kernel, vectors: list[Value], place: Value) -> None:
-    for i, vector in enumerate(vectors):
-        place.at(32 * i).store(cpu_math.to_bf16(k, vector), 2)
-
-
 @cache
-def rope(isa: Isa, head_dim: int, rotary_dim: int, *, has_norms: bool) -> Native:
-    return compile_kernel(rope_source(head_dim, rotary_dim, has_norms=has_norms), isa)
+def rope(isa: Isa, dense: PageLayout, coded: PageLayout | None, rotary_dim: int, *, has_norms: bool) -> Native:
+    return compile_kernel(rope_source(dense, coded, rotary_dim, has_norms=has_norms), isa)

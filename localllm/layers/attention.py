@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from localllm.kernels.attention import attention
+from localllm.kernels.paged_attention import paged_attention, write
 from localllm.layers.batch import Batch, Segment
 from localllm.layers.linear import Linear
+from localllm.layers.native_attention import is_native
 from localllm.layers.norm import RMSNorm
 from localllm.layers.rotary import rotate
 
@@ -57,14 +58,27 @@ class Attention:
         qkv = self.qkv_proj(x).view(T, H + 2 * KH, D)
         qk = self._normalised(qkv[:, : H + KH])
         qk = rotate(qk, *batch.rotations[shape.rotation])
-        q, k, v = qk[:, :H], qk[:, H:], qkv[:, H + KH :]
+        return self.o_proj(self._mixed(qk, qkv[:, H + KH :], batch).reshape(T, H * D))
+
+    def _mixed(self, qk: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        """Rotated queries and keys [T, H + KH, D], values [T, KH, D]; these go to their pages. Returns [T, H, D]."""
+        if is_native(batch.segments, qk):
+            together = torch.cat((qk.float(), v.float()), dim=1)
+            return batch.native_attention(self.shape.num_heads)(together, self.shape).to(qk.dtype)
+        return self._mixed_by_operators(qk, v, batch)
+
+    def _mixed_by_operators(self, qk: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        q, k = qk[:, : self.shape.num_heads], qk[:, self.shape.num_heads :]
         mixed = [self._attend(segment, q, k, v) for segment in batch.segments]  # [T_i, H, D] each
-        return self.o_proj((mixed[0] if len(mixed) == 1 else torch.cat(mixed)).reshape(T, H * D))
+        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
     def _attend(self, segment: Segment, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         shape, rows = self.shape, slice(segment.begin, segment.end)
-        keys, values = segment.kv.write(shape.layer, segment.past, k[rows], v[rows])
-        return attention(q[rows], keys, values, scale=shape.scale, window=shape.window, softcap=shape.softcap)
+        pages = segment.kv.layer(shape.layer, segment.past, segment.end - segment.begin)
+        write(pages, segment.past, k[rows], v[rows])
+        return paged_attention(
+            q[rows], pages, segment.past, scale=shape.scale, window=shape.window, softcap=shape.softcap
+        )
 
     def _normalised(self, qk: Tensor) -> Tensor:
         """qk [T, H + KH, D] through the norms of queries and keys, where the family has them."""

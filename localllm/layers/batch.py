@@ -2,30 +2,47 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from localllm.kernels.kv_page import PageLayout
+from localllm.kernels.paged_attention import LayerPages
+from localllm.layers.native_attention import NativeAttention
+
 
 class KVStore(Protocol):
-    """Keys and values of one sequence. `write` may be repeated for the same tokens: only the owner advances it.
-
-    keys, values: [layers, KH, capacity, D], where all layers have them on one device.
-    """
-
-    capacity: int
+    """Pages with the keys and values of one sequence. The tokens of a forward may be written again and again: only the
+    owner says which ones count. Layers of the same window are one group."""
 
     @property
-    def keys(self) -> Tensor: ...
+    def places(self) -> Sequence[tuple[int, int]]:
+        """Of each layer: its group, and its number there."""
+        ...
 
     @property
-    def values(self) -> Tensor: ...
+    def is_on_host(self) -> bool:
+        """Whether all pages are."""
+        ...
 
-    def write(self, layer: int, past: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k, v [T, KH, D] behind the first `past` tokens; return those and these, each [KH, past + T, D]
-        on the device of k."""
+    @property
+    def layouts(self) -> tuple[PageLayout, PageLayout | None]:
+        """Of dense pages, and of coded ones."""
+        ...
+
+    def layer(self, layer: int, past: int, num_tokens: int) -> LayerPages:
+        """What queries at the positions [past, past + num_tokens) write and read of a layer."""
+        ...
+
+    def addresses(self, group: int) -> Tensor:
+        """int64 [pages]: where they are, if all of a group's layers are on the host."""
+        ...
+
+    def own_page(self, group: int, number: int) -> tuple[int, int]:
+        """Where a page is as its own tokens read it, and the bytes from one layer's part of it to the next's."""
         ...
 
 
@@ -53,9 +70,16 @@ class Batch:
     segments: tuple[Segment, ...]
     logit_rows: Tensor  # [R] int64, ascending, none twice: the rows whose logits are wanted
     rotations: tuple[tuple[Tensor, Tensor], ...]  # cos, sin [T, 1, rotary_dim] of each of the model's RoPEs
+    _native: dict[int, NativeAttention] = field(default_factory=dict, compare=False, repr=False)
 
     def __len__(self) -> int:
         return self.token_ids.shape[0]
+
+    def native_attention(self, heads: int) -> NativeAttention:
+        """By the compiled kernels; its tables are made once for all layers with so many query heads."""
+        if heads not in self._native:
+            self._native[heads] = NativeAttention(self.segments, heads)
+        return self._native[heads]
 
     def on(self, device: torch.device) -> Batch:
         """The same batch with its tensors there; the keys and values stay where they are."""

@@ -18,9 +18,11 @@ from localllm.kernels.cpu_isa import MOST_ROWS, Isa
 from localllm.kernels.cpu_jit import best_isa
 from localllm.kernels.cpu_linear import Activations, PackedMatrix, Step, float_bits, is_available
 from localllm.kernels.cpu_matmul import INT8_GROUP
+from localllm.kernels.cpu_paged import AttentionPlace, AttentionRoom, Layouts
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.tile16 import TILE
 from localllm.layers.attention import Attention
+from localllm.layers.attention_tables import attention_tables, window_groups
 from localllm.layers.batch import Batch
 from localllm.layers.linear import Linear
 from localllm.layers.mlp import SplitMLP
@@ -58,7 +60,7 @@ def native_row_bytes(config: ModelConfig, recipe: Recipe) -> int:
     return 4 * floats + 8 * words + widest_in
 
 
-NO_WINDOW = 1 << 40
+_TapeKey = tuple[int, int, bool, Layouts, AttentionRoom]
 
 
 class CpuStep:
@@ -69,7 +71,7 @@ class CpuStep:
         self.decoder = decoder
         self.isa = isa or best_isa()
         self._room: _Room | None = None
-        self._tapes: dict[tuple[int, int], _WholeTape] = {}
+        self._tapes: dict[_TapeKey, _WholeTape] = {}
 
     @staticmethod
     def supports(decoder: Decoder) -> bool:
@@ -146,7 +148,7 @@ class CpuStep:
         if room.batch is not batch:
             config = self.decoder.config
             room.activations.resize(len(batch), self.isa)
-            room.place(batch, config.num_heads // config.num_kv_heads)
+            room.place(batch, config.num_heads, config.num_kv_heads)
         return self._tape(room)
 
     def _head(self, room: _Room, x: Tensor) -> Tensor:
@@ -162,7 +164,7 @@ class CpuStep:
         room.batch = None
         block_rows = room.activations.resize(R, self.isa)
         logits = self._new_logits(R, block_rows)
-        Tape(list(_Recorder(self.decoder, self.isa, room, block_rows, 1).head(logits))).run()
+        Tape(list(_Recorder(self.decoder, self.isa, room, block_rows).head(logits))).run()
         return self._trimmed(logits, R)
 
     def _new_logits(self, rows: int, block_rows: int) -> Tensor:
@@ -177,7 +179,7 @@ class CpuStep:
         room = self._reserve(1)
         room.batch = None
         rows = room.activations.resize(1, self.isa)
-        recorder = _Recorder(self.decoder, self.isa, room, rows, 1)
+        recorder = _Recorder(self.decoder, self.isa, room, rows)
         linears = [linear for block in self.decoder.blocks for linear in block.body.linears]
         tape = Tape([recorder.multiply(linear, room.wide, adds=False) for linear in linears])
         return tape, sum(tensor.nbytes for linear in linears for tensor in linear.tensors.values())
@@ -189,9 +191,12 @@ class CpuStep:
         return self._room
 
     def _tape(self, room: _Room) -> _WholeTape:
-        key = room.activations.block_rows, room.attention_rows
+        assert room.layouts is not None, "a batch was placed"
+        # A tape points at the attention's room, which is another one where it had to grow.
+        key = room.activations.block_rows, room.attention_rows, room.is_split, room.layouts, room.attention
         if key not in self._tapes:
-            recorder = _Recorder(self.decoder, self.isa, room, *key)
+            self._tapes = {kept: tape for kept, tape in self._tapes.items() if kept[-1] is room.attention}
+            recorder = _Recorder(self.decoder, self.isa, room, room.activations.block_rows)
             steps: list[Step] = [*recorder.embed()]
             starts = [len(steps)]
             for block in self.decoder.blocks:
@@ -215,6 +220,7 @@ class _Room:
     def __init__(self, decoder: Decoder, rows: int) -> None:
         config = decoder.config
         self.rows = rows
+        self.groups = window_groups(config.windows)
         padded = rows + MOST_ROWS
         linears = [linear for block in decoder.blocks for linear in block.body.linears]
         matrices = [*linears, decoder.head]
@@ -227,44 +233,44 @@ class _Room:
         self.token_ids = torch.zeros(rows, dtype=torch.int64)
         self.cos = [torch.zeros(rows, config.rotary_dim) for _ in decoder.rotaries]
         self.sin = [torch.zeros(rows, config.rotary_dim) for _ in decoder.rotaries]
-        self.tokens = torch.zeros(rows, len(cpu_rope.TOKEN_WORDS), dtype=torch.int64)
-        self.tasks = torch.zeros(rows * config.num_heads, len(cpu_attention.TASK_WORDS), dtype=torch.int64)
-        self.num_tasks = torch.zeros(1, dtype=torch.int64)
+        self.tokens = [torch.zeros(rows, len(cpu_rope.TOKEN_WORDS), dtype=torch.int64) for _ in self.groups]
+        self.head_dim = config.head_dim
+        self.attention = AttentionRoom(rows * config.num_heads, 1, 1, config.num_kv_heads, config.head_dim)
         self.attention_rows = 1  # of a task, at most
+        self.is_split = False
+        self.layouts: Layouts | None = None
         self.batch: Batch | None = None  # the one that was placed last, as long as all of it is there
 
-    def place(self, batch: Batch, group: int) -> None:
+    def place(self, batch: Batch, heads: int, kv_heads: int) -> None:
         """Where each token's keys go and which rows attend together."""
         self.token_ids[: len(batch)] = batch.token_ids
         for index, (cos, sin) in enumerate(batch.rotations):
             self.cos[index][: len(batch)] = cos[:, 0]
             self.sin[index][: len(batch)] = sin[:, 0]
-        longest = max(segment.end - segment.begin for segment in batch.segments) * group
-        rows = min(cpu_attention.MAX_ROWS, 1 << (longest - 1).bit_length())
-        tokens: list[tuple[int, ...]] = []
-        tasks: list[tuple[int, ...]] = []
-        for segment in batch.segments:
-            kv, T = segment.kv, segment.end - segment.begin
-            assert kv.keys.dtype is torch.bfloat16 and segment.past + T <= kv.capacity
-            places = kv.keys.data_ptr(), kv.values.data_ptr(), kv.capacity
-            tokens += [(*places, position) for position in range(segment.past, segment.past + T)]
-            last = T * group
-            tasks += [(segment.begin, first, min(rows, last - first)) for first in range(0, last, rows)]
-        self.tokens[: len(tokens)] = torch.tensor(tokens)
-        self.tasks[: len(tasks)] = torch.tensor(tasks)
-        self.num_tasks[0] = len(tasks)
-        self.attention_rows, self.batch = rows, batch
+        tables = attention_tables(batch.segments, heads, kv_heads, len(self.groups), torch.get_num_threads())
+        for own, words in zip(self.tokens, tables.tokens, strict=True):
+            own[: len(words)] = torch.tensor(words)
+        if not self.attention.holds(tables):
+            self.attention = AttentionRoom(
+                max(self.attention.tasks, 2 * len(tables.tasks)),
+                2 * len(tables.merges),
+                2 * tables.num_parts,
+                kv_heads,
+                self.head_dim,
+            )
+        self.attention.place(tables)
+        self.layouts = batch.segments[0].kv.layouts
+        self.attention_rows, self.is_split, self.batch = tables.rows, tables.is_split, batch
 
 
 @dataclass(frozen=True)
 class _Recorder:
-    """Writes blocks down as steps over a room, for a number of rows a block and a task."""
+    """Writes blocks down as steps over a room as a batch was placed in it, for a number of rows a block."""
 
     decoder: Decoder
     isa: Isa
     room: _Room
     block_rows: int
-    attention_rows: int
 
     def embed(self) -> Iterator[Step]:
         """Nothing where the embedding is of another format than INT8 or on the disk: torch fills hidden states in."""
@@ -340,7 +346,12 @@ class _Recorder:
             yield self._norm(body.q_norm, room.wide, room.wide, H * D, stride, adds=False)
             yield self._norm(body.k_norm, keys, keys, KH * D, stride, adds=False)
         norms = (body.q_norm, body.k_norm) if shape.norm_each_head else (None, None)
-        rope = cpu_rope.rope(self.isa, D, self.decoder.config.rotary_dim, has_norms=norms[0] is not None)
+        assert room.layouts is not None
+        dense, coded = room.layouts
+        group, index = next(
+            (g, layers.index(shape.layer)) for g, (_, layers) in enumerate(room.groups) if shape.layer in layers
+        )
+        rope = cpu_rope.rope(self.isa, dense, coded, self.decoder.config.rotary_dim, has_norms=norms[0] is not None)
         yield (
             rope,
             rope.arguments(
@@ -349,32 +360,17 @@ class _Recorder:
                 sin=room.sin[shape.rotation],
                 q_norm=0 if norms[0] is None else norms[0].weight,
                 k_norm=0 if norms[1] is None else norms[1].weight,
-                tokens=room.tokens,
+                tokens=room.tokens[group],
                 shape=room.activations.shape,
                 heads=H,
                 kv_heads=KH,
-                layer=shape.layer,
+                layer=index,
                 scale=float_bits(shape.scale),
                 eps=float_bits(self.decoder.config.rms_norm_eps),
             ),
         )
-        attention = cpu_attention.attention(self.isa, D, self.attention_rows, has_softcap=shape.softcap is not None)
-        yield (
-            attention,
-            attention.arguments(
-                q=room.wide,
-                out=room.mixed,
-                tasks=room.tasks,
-                tokens=room.tokens,
-                shape=room.num_tasks,
-                kv_heads=KH,
-                group=H // KH,
-                stride=stride,
-                layer=shape.layer,
-                window=shape.window or NO_WINDOW,
-                softcap=float_bits(shape.softcap or 0.0),
-            ),
-        )
+        place = AttentionPlace(room.wide, stride, room.mixed, room.tokens[group], index, H, shape.window, shape.softcap)
+        yield from room.attention.steps(self.isa, room.layouts, place, rows=room.attention_rows, is_split=room.is_split)
 
     def _norm(self, norm: RMSNorm, x: Tensor, y: Tensor, features: int, stride: int, *, adds: bool) -> Step:
         kernel = cpu_norm.norm(self.isa, adds=adds)

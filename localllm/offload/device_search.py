@@ -170,7 +170,7 @@ class DeviceSearch:
             "the program": self.memory.program_bytes,
             "the embedding": shape.embed.num_bytes,
             "two blocks that come from the disk": 2 * max(block.num_bytes for block in shape.blocks),
-            f"at most, {least_ctx(self)} tokens of context": least_ctx(self) * shape.kv_bytes_per_token,
+            f"at most, {least_ctx(self)} tokens of context": shape.kv_bytes(least_ctx(self)),
         }
         reason = f"where what has no room streams from the disk: {parts(named)}"
         return does_not_fit(shape, "memory beside the GPU", self.memory.ram_bytes, least, reason, self.fixes())
@@ -351,7 +351,7 @@ class DeviceSearch:
     def _vram_owners(self, amount: _Amount) -> dict[str, int]:
         shape = self.shape
         logits = max(LOGIT_ROWS, 2 * amount.sequences) * shape.logits_bytes
-        kv = amount.kv_tokens * shape.kv_bytes_per_token * amount.kv_layers // self._num_layers
+        kv = shape.kv_bytes(amount.kv_tokens, amount.sequences) * amount.kv_layers // self._num_layers
         return {
             "context": self.card.context_bytes,
             "kv": kv,
@@ -365,7 +365,7 @@ class DeviceSearch:
         layers = self._num_layers - amount.kv_layers
         return {
             "program": self.memory.program_bytes,
-            "kv": amount.kv_tokens * shape.kv_bytes_per_token * layers // self._num_layers,
+            "kv": shape.kv_bytes(amount.kv_tokens, amount.sequences) * layers // self._num_layers,
             "loading": ring_bytes([block.num_bytes for block in (*shape.blocks, shape.head)]),
         }
 

@@ -1,4 +1,5 @@
-"""A file on its way from the disk into memory, as fast as the disk gives it. Knows nothing of what it holds."""
+"""A file on its way from the disk into memory, as fast as the disk gives it. Knows nothing of what it holds. Needs no
+torch."""
 
 from __future__ import annotations
 
@@ -13,8 +14,7 @@ from pathlib import Path
 
 import numpy
 
-from localllm.offload.host_buffer import PAGE_BYTES
-
+PAGE_BYTES = 4096  # what O_DIRECT asks of addresses, offsets and sizes
 # O_DIRECT reads by four threads reach what the disk has (2.3 GB/s where `dd iflag=direct` has 2.2) and leave the cores
 # alone; through the page cache it was 0.4 to 1.6 GB/s, and a core was busy copying.
 READERS = 4

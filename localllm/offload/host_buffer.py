@@ -9,7 +9,6 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-PAGE_BYTES = 4096  # what O_DIRECT asks of addresses, offsets and sizes
 HUGE_PAGE_BYTES = 2 << 20
 
 

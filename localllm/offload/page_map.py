@@ -19,7 +19,8 @@ from functools import cache
 import numpy
 from torch import Tensor
 
-from localllm.offload.host_buffer import HUGE_PAGE_BYTES, PAGE_BYTES
+from localllm.offload.disk_read import PAGE_BYTES
+from localllm.offload.host_buffer import HUGE_PAGE_BYTES
 
 ALIGN_BYTES = HUGE_PAGE_BYTES  # 70 MB of a file are mapped in 1 ms where their place is so aligned, in 4 elsewhere
 _MAP_FIXED = 0x10

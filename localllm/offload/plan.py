@@ -4,7 +4,7 @@ search over a machine decides. Knows sizes of blocks and rates, no tensors."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, Protocol
 
@@ -15,6 +15,8 @@ Tier = Literal["vram", "ram", "disk"]
 GIB = 1 << 30
 _CAP_STEP_BYTES = 16 << 20  # below 2 GiB: what a program holds differs by some MB from run to run
 NEVER = 1 << 62  # rows that no forward has
+KEPT_PAGES = "kept pages"  # an owner in the ledger
+_MOST_KEPT_BYTES = 512 << 20  # 40,000 tokens of a 1.1B model in INT8; more of what is free is the machine's
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,13 @@ class ModelShape:
     state_bytes: int  # of a token that waits between two blocks while others pass
     logits_bytes: int  # of one token's
     batch_rows: tuple[int, ...]  # how many tokens may be computed at once, the best first
+    kv_bytes_per_sequence: int = 0  # beside those of its tokens
     is_tied: bool = False  # the embedding is the head's matrix
     can_split: bool = False  # an MLP block, between a device and the host
     packing: Packing | None = None
+
+    def kv_bytes(self, num_tokens: int, sequences: int = 1) -> int:
+        return num_tokens * self.kv_bytes_per_token + sequences * self.kv_bytes_per_sequence
 
     @property
     def lm_head(self) -> BlockShape:
@@ -226,6 +232,14 @@ class Plan:
         that is left for what no ledger sees: what lies between torch's runs of memory."""
         spare = 0 if self.ring_bytes else self.free_bytes * 9 // 10 // self.shape.kv_bytes_per_token
         return self.kv_tokens + spare
+
+
+def with_kept_pages(plan: Plan) -> Plan:
+    """Some of what is left of the host's memory, for keys and values that no running request has."""
+    spare = max(0, plan.limits["ram"] - plan.total_bytes("ram"))
+    kept = min(_MOST_KEPT_BYTES, spare // 4)
+    ram = {**plan.ledger["ram"], KEPT_PAGES: kept}
+    return replace(plan, ledger={**plan.ledger, "ram": ram}) if kept else plan
 
 
 def cap(num_bytes: int) -> str:

@@ -123,17 +123,21 @@ def kept_profile() -> Profile:
 
 def keep(profile: Profile) -> None:
     """A cache that cannot be written is done without."""
-    path, content = _path(), json.dumps(asdict(profile), indent=1)
     with suppress(OSError):
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".profile")
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(content)
-            Path(temporary).replace(path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        write_whole(_path(), json.dumps(asdict(profile), indent=1))
+
+
+def write_whole(path: Path, content: str) -> None:
+    """The file is there with all of its content, or as it was before. Raises OSError."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(content)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
 
 
 def measured(

@@ -241,7 +241,7 @@ class Search:
             activations += 4 * at_once * shape.state_bytes
         return {
             "program": self.memory.program_bytes,
-            "kv": kv_tokens * shape.kv_bytes_per_token,
+            "kv": shape.kv_bytes(kv_tokens, sequences),
             "activations": activations,
             "embedding": 0 if looks_up else shape.embed.num_bytes,
         }

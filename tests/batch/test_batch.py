@@ -31,7 +31,18 @@ pytestmark = pytest.mark.usefixtures("own_folders", "own_jobs")
 def test_every_line_is_an_object_with_the_keys_of_the_contract(model: Path, file: Callable[..., Path]) -> None:
     result = batch(model, file("the fox", {"id": "b7", "prompt": "the owl"}))
     first, second = (json.loads(line) for line in result.out.splitlines())
-    keys = ["schema_version", "index", "model", "text", "token_ids", "finish_reason", "usage", "timings", "seed"]
+    keys = [
+        "schema_version",
+        "index",
+        "model",
+        "text",
+        "token_ids",
+        "finish_reason",
+        "context",
+        "usage",
+        "timings",
+        "seed",
+    ]
     assert list(first) == keys
     assert list(second) == [*keys[:2], "id", *keys[2:]]
     assert (first["index"], second["index"], second["id"], second["seed"]) == (0, 1, "b7", 1)

@@ -1,0 +1,265 @@
+"""What the KV formats cost: the tiny model's perplexity on a book that it has not seen, with keys and values in each.
+
+    python tools/train_tiny.py --tales DIR --write-heldout heldout.txt
+    python -m benchmarks.kv_quality heldout.txt [--windows 28]  # benchmarks/results/kv_quality.json, docs/quality.md
+
+The windows and the measures are those of `benchmarks.quality`. First everything but keys and values is computed in
+fp32, then the program as it is, in bf16 with INT4 weights. Then keys get outliers, as those of large models have them,
+without any change of what the model computes, and are rounded with the pages' rotation and without one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from benchmarks import kv_quality_page
+from benchmarks.measure import machine
+from benchmarks.quality import TEXT, Subject, Subjects, cut_windows, token_surprises
+from localllm.cache.kv_format import KV_FORMATS, KVFormat, kv_bytes_per_sequence, kv_bytes_per_token
+from localllm.engine.kv_probe import FIRST, LAST
+from localllm.engine.residency import new_pages
+from localllm.engine.runner import ModelRunner
+from localllm.engine.tokenizer import Tokenizer
+from localllm.hub.names import TINY_DIRECTORY
+from localllm.kernels import kv_page
+from localllm.kernels.attention import attention
+from localllm.kernels.kv_page import PAGE_TOKENS, Coding
+from localllm.layers.attention import Attention
+from localllm.layers.batch import Batch, Segment
+from localllm.models.decoder import Block, Decoder
+from localllm.models.families import load_config
+from localllm.quant.recipe import RECIPES, Recipe
+
+CODED = ("int8", "k8v4", "int4")
+SHIPPED_WEIGHTS = "int4-g64"
+FACTORS = (4, 8, 16, 32, 64)  # powers of two: a product of a scaled key and query has the bits that it had
+NUM_PAIRS = 2  # of each head, that are outliers
+CONTEXTS = (8192, 32768)  # whose memory is told
+PROBED = slice(FIRST, LAST)
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How keys and values lose bits outside of pages."""
+
+    keys: Coding
+    values: Coding
+    is_rotated: bool
+
+    def of(self, x: Tensor, coding: Coding) -> Tensor:
+        """x fp32 [T, KH, D], as it is read again."""
+        turned = kv_page.rotated(x) if self.is_rotated else x
+        read = kv_page.dequantize(*kv_page.quantize(turned, coding), coding)
+        return kv_page.rotated(read) if self.is_rotated else read
+
+
+class RoundedAttention(Attention):
+    """Over windows that a forward has whole. A query sees what it would see of pages: the first and its own as they
+    are, those between rounded."""
+
+    def __init__(self, body: Attention, rounding: Rounding) -> None:
+        super().__init__(body.shape, body.qkv_proj, body.o_proj, body.q_norm, body.k_norm)
+        self.rounding = rounding
+
+    def _mixed(self, qk: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        return self._mixed_by_operators(qk, v, batch)
+
+    def _attend(self, segment: Segment, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        assert segment.past == 0 and len(q) == segment.end - segment.begin, "a window is one batch"
+        keys, values = (
+            (x.transpose(0, 1), self.rounding.of(x, coding).transpose(0, 1))
+            for x, coding in ((k, self.rounding.keys), (v, self.rounding.values))
+        )
+        mixed = [
+            attention(
+                q[begin : begin + PAGE_TOKENS], _seen(*keys, begin), _seen(*values, begin), scale=self.shape.scale
+            )
+            for begin in range(0, len(q), PAGE_TOKENS)
+        ]
+        return torch.cat(mixed)
+
+
+def _seen(exact: Tensor, rounded: Tensor, begin: int) -> Tensor:
+    """Each [KH, T, D] -> [KH, S, D] of what queries of the page from `begin` on see."""
+    own = exact[:, begin : begin + PAGE_TOKENS]
+    if begin == 0:
+        return own
+    return torch.cat((exact[:, :PAGE_TOKENS], rounded[:, PAGE_TOKENS:begin], own), dim=1)
+
+
+def rounded(decoder: Decoder, rounding: Rounding) -> Decoder:
+    return dataclasses.replace(decoder, blocks=tuple(_rounded(block, rounding) for block in decoder.blocks))
+
+
+def _rounded(block: Block, rounding: Rounding) -> Block:
+    body = block.body
+    return dataclasses.replace(block, body=RoundedAttention(body, rounding)) if isinstance(body, Attention) else block
+
+
+def put_outliers(decoder: Decoder, factor: float, num_pairs: int = NUM_PAIRS) -> None:
+    """Multiply pairs of features of every key head by `factor`, and divide those of its queries: RoPE turns both of a
+    pair into each other, so no score changes. The decoder's weights are dense, and are changed."""
+    choose = torch.Generator().manual_seed(0)
+    for block in decoder.blocks:
+        if isinstance(block.body, Attention):
+            _put_outliers(block.body, decoder.config.rotary_dim, factor, num_pairs, choose)
+
+
+def _put_outliers(body: Attention, rotary_dim: int, factor: float, num_pairs: int, choose: torch.Generator) -> None:
+    shape = body.shape
+    assert body.k_norm is None, "a norm would take the factor back"
+    heads = body.qkv_proj.tensors["weight"].view(-1, shape.head_dim, body.qkv_proj.in_features)
+    group = shape.num_heads // shape.num_kv_heads
+    for head in range(shape.num_kv_heads):
+        first = torch.randperm(rotary_dim // 2, generator=choose)[:num_pairs]
+        features = torch.cat((first, first + rotary_dim // 2))
+        heads[shape.num_heads + head, features] *= factor
+        for query in range(head * group, (head + 1) * group):
+            heads[query, features] /= factor
+
+
+@dataclass
+class KVSubject(Subject):
+    """Beside it, how far the positions of a probe are from the base, in each window."""
+
+    probes: list[float] = field(default_factory=list)
+
+    def read(self, window: list[int], base: Tensor) -> Tensor:
+        own = super().read(window, base)
+        divergence = functional.kl_div(own[PROBED], base[PROBED], reduction="sum", log_target=True)
+        self.probes.append(divergence.item() / PAGE_TOKENS)
+        return own
+
+    def result(self, base: Tensor) -> dict[str, object]:
+        return super().result(base) | {
+            "probe_nats": sum(self.probes) / len(self.probes),
+            "probe_least_nats": min(self.probes),
+            "probe_most_nats": max(self.probes),
+        }
+
+
+class KVSubjects:
+    """Makes them from the tiny model's checkpoint. group: "exact" and "shipped" have bf16 pages of their own to be
+    compared with; "rounded" is compared with those of "exact"."""
+
+    def __init__(self, make: Subjects) -> None:
+        self.make = make
+
+    def paged(self, group: str, recipe: Recipe, activations: str, kv_format: KVFormat) -> KVSubject:
+        """With the program's own pages."""
+        about: dict[str, object] = {"group": group, "kv": kv_format.name}
+        return self._subject(about, self.make.decoder(recipe, activations), kv_format)
+
+    def rounded(self, kv_format: KVFormat, *, is_rotated: bool, factor: float = 1) -> KVSubject:
+        """In fp32 but for keys and values. factor: of the keys' outliers."""
+        decoder = self.make.decoder(RECIPES["bf16"], "exact")
+        put_outliers(decoder, factor)
+        rounding = Rounding(kv_format.keys, kv_format.values, is_rotated)
+        about: dict[str, object] = {
+            "group": "rounded",
+            "kv": kv_format.name,
+            "is_rotated": is_rotated,
+            "factor": factor,
+        }
+        return self._subject(about, rounded(decoder, rounding), KV_FORMATS["bf16"])
+
+    def _subject(self, about: dict[str, object], decoder: Decoder, kv_format: KVFormat) -> KVSubject:
+        ctx = self.make.config.max_position_embeddings
+        return KVSubject(about, ModelRunner(decoder, batch_rows=ctx), new_pages(decoder, kv_format).new(ctx))
+
+    def groups(self) -> Iterator[tuple[KVSubject, list[KVSubject]]]:
+        """A base, and what is compared with it."""
+        exact, shipped = ("exact", RECIPES["bf16"], "exact"), ("shipped", RECIPES[SHIPPED_WEIGHTS], "product")
+        coded = [KV_FORMATS[name] for name in CODED]
+        yield (
+            self.paged(*exact, KV_FORMATS["bf16"]),
+            [
+                *(self.paged(*exact, kv_format) for kv_format in coded),
+                *(self.rounded(kv_format, is_rotated=False) for kv_format in coded),
+                *(self.rounded(KV_FORMATS["int4"], is_rotated=False, factor=factor) for factor in FACTORS),
+                *(
+                    self.rounded(kv_format, is_rotated=True, factor=factor)
+                    for factor, kv_format in product(FACTORS, coded)
+                ),
+            ],
+        )
+        yield self.paged(*shipped, KV_FORMATS["bf16"]), [self.paged(*shipped, kv_format) for kv_format in coded]
+
+
+def measure(text: str, num_windows: int | None) -> dict[str, Any]:
+    make = Subjects(load_config(TINY_DIRECTORY))
+    ctx = make.config.max_position_embeddings
+    token_ids = Tokenizer.load(TINY_DIRECTORY).encode(text, bos=True)
+    windows = cut_windows(token_ids, ctx, num_windows)
+    groups = list(KVSubjects(make).groups())
+    for number, window in enumerate(windows, 1):
+        for base, subjects in groups:
+            log_probabilities = base.log_probabilities(window)
+            base.surprises.append(token_surprises(log_probabilities, window))
+            for subject in subjects:
+                subject.read(window, log_probabilities)
+        print(f"\rwindow {number} of {len(windows)}", end="", file=sys.stderr, flush=True)
+    surprises = [torch.cat(base.surprises).double() for base, _ in groups]
+    return {
+        "schema_version": 1,
+        "model": "tiny",
+        "text": TEXT,
+        "ctx": ctx,
+        "predicted_tokens": len(surprises[0]),
+        "bases": {
+            str(base.about["group"]): math.exp(surprise.mean().item())
+            for (base, _), surprise in zip(groups, surprises, strict=True)
+        },
+        "runs": [
+            subject.result(surprise)
+            for (_, subjects), surprise in zip(groups, surprises, strict=True)
+            for subject in subjects
+        ],
+    }
+
+
+def memory(contexts: Sequence[int] = CONTEXTS) -> list[dict[str, object]]:
+    """Bytes beside those of bf16: of a page in the middle of a sequence, and of whole sequences. They are the same for
+    every model whose heads have whole groups: a head's size, their number and that of layers are in both."""
+    config = load_config(TINY_DIRECTORY)
+    shape = config.num_kv_heads, config.head_dim, torch.bfloat16
+    dense = KV_FORMATS["bf16"].layouts(*shape)
+    rows: list[dict[str, object]] = []
+    for name in CODED:
+        layouts = KV_FORMATS[name].layouts(*shape)
+        page = kv_bytes_per_token(layouts, 1) / kv_bytes_per_token(dense, 1)
+        rows.append({"kv": name, "page": page})
+        for ctx in contexts:
+            own, other = (
+                ctx * kv_bytes_per_token(each, config.num_layers) + kv_bytes_per_sequence(each, config.num_layers)
+                for each in (layouts, dense)
+            )
+            rows[-1][str(ctx)] = own / other
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("text", type=Path, help="the held-out book")
+    parser.add_argument("--windows", type=int, help="so many, spread over the book (default: all)")
+    arguments = parser.parse_args()
+    result = measure(arguments.text.read_text(encoding="utf-8"), arguments.windows)
+    result |= {"machine": machine(), "memory": memory()}
+    kv_quality_page.save(result)
+    print(kv_quality_page.tables(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""What a prompt costs whose beginning was computed before: `python -m benchmarks.prefix [--part reuse|decode]`.
+
+`reuse`: a 1.1B model (random INT4 weights, which cost what trained ones do) reads 4,096 tokens; then the next turn of
+that chat, the same with its last message edited, and the next turn after the engine was loaded anew and the page cache
+has dropped the files of pages; each beside the cold time to the first token of a prompt as long, and what is loaded
+beside an O_DIRECT read of the same files. `decode`: one token behind 128 and behind 8,192 others, in every KV format,
+beside bf16. Rounds take turns; medians with their lowest and highest. Results go to benchmarks/results/prefix.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.kv_disk import drop
+from benchmarks.measure import interleaved, machine, save, spread
+from localllm.bench.decoding import Depth
+from localllm.bench.random_blocks import RandomBlocks
+from localllm.bench.random_model import random_model
+from localllm.bench.subject import Subject, word_tokenizer
+from localllm.bench.workload import Workload
+from localllm.cache.kv_format import KV_FORMATS
+from localllm.engine.engine import Engine
+from localllm.engine.events import FinishedEvent
+from localllm.engine.kv_reuse import NO_REUSE, KVReuse
+from localllm.engine.request import SamplingParams
+from localllm.hub import ModelFiles
+from localllm.models.families import parse_config
+from localllm.models.load import load_decoder
+from localllm.models.shapes import Shape, find_shape
+from localllm.offload.disk_speed import files_read_gbs
+from localllm.quant.recipe import RECIPES
+
+NAME = "tinyllama-1.1b"
+SHARED_TOKENS, TURN_TOKENS, ANSWER_TOKENS = 4096, 48, 32
+DEPTHS = (128, 8192)
+GEN_TOKENS = 32
+LONGEST = 1 << 15
+_FLUSH_S = 60.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=("reuse", "decode"), action="append")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--shared-tokens", type=int, default=SHARED_TOKENS)
+    parser.add_argument("--shape", default=NAME)
+    parser.add_argument("--depth", type=int, action="append", help="of `decode`; may be repeated")
+    parser.add_argument("--save", type=Path, help="a folder for the results in place of benchmarks/results")
+    options = parser.parse_args()
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "reuse": lambda: reuse(options.shape, options.rounds, options.shared_tokens),
+        "decode": lambda: decode(options.shape, options.rounds, options.depth or DEPTHS),
+    }
+    chosen = options.part or list(parts)
+    result = {"machine": machine(), "shape": options.shape, **{part: parts[part]() for part in chosen}}
+    path = save("prefix", result, *([options.save] if options.save else []))
+    print(f"wrote {path}")
+
+
+def long_shape(name: str) -> Shape:
+    """As if it had been trained for a long context: what that costs does not depend on it."""
+    raw = {**find_shape(name).raw_config, "max_position_embeddings": LONGEST}
+    return Shape(name, parse_config(raw, name), raw)
+
+
+def reuse(name: str, rounds: int, shared_tokens: int) -> dict[str, Any]:
+    shape, recipe = long_shape(name), RECIPES["int4-g64"]
+    with random_model(name, shape.raw_config, recipe) as files, tempfile.TemporaryDirectory() as folder:
+        chat = Chat(files, recipe.name, Path(folder), shared_tokens, shape.config.vocab_size)
+        chat.turn(-1)  # kernels are compiled, the disk's tier has begun
+        turns = [chat.turn(number) for number in range(rounds)]
+        chat.engine.close()
+    result: dict[str, Any] = {"shared_tokens": shared_tokens}
+    for key in turns[0]:
+        result[key] = spread([turn[key] for turn in turns])
+    for warm in ("next_turn", "edited", "restarted"):
+        result[f"{warm}_of_cold"] = spread([turn[f"{warm}_s"] / turn["cold_s"] for turn in turns])
+    result["load_of_disk"] = spread([turn["load_gbs"] / turn["disk_gbs"] for turn in turns])
+    for key in ("cold_s", "next_turn_of_cold", "edited_of_cold", "restarted_of_cold", "load_of_disk"):
+        print(f"{key}: {result[key]}")
+    return result
+
+
+class Chat:
+    """One engine after the other over the same folder of pages."""
+
+    def __init__(self, files: ModelFiles, weights: str, folder: Path, shared_tokens: int, vocab_size: int) -> None:
+        self._files, self._weights, self._folder = files, weights, folder
+        self._shared_tokens, self._vocab_size = shared_tokens, vocab_size
+        self.engine = self._load()
+
+    def _load(self) -> Engine:
+        room = self._shared_tokens + 4 * (TURN_TOKENS + ANSWER_TOKENS)
+        ctx = min(room, 8192)
+        return Engine.load(self._files, weights=self._weights, ctx=ctx, reuse=KVReuse(directory=self._folder))
+
+    def turn(self, number: int) -> dict[str, float]:
+        """Seconds to first tokens, of a chat that nobody has had before."""
+        shared = self._ids(self._shared_tokens, 10 * number)
+        question, edited, third = (self._ids(TURN_TOKENS, 10 * number + n) for n in (1, 2, 3))
+        cold_s, cached, answer = self._ask([*shared, *question])
+        assert not cached
+        chat = [*shared, *question, *answer]
+        next_s, next_cached, _ = self._ask([*chat, *third])
+        edited_s, edited_cached, _ = self._ask([*shared, *edited])
+        prefix = self.engine.prefix
+        assert prefix is not None and prefix.disk is not None and prefix.disk.flush(_FLUSH_S)
+        self.engine.close()
+        paths = sorted(self._folder.rglob("*.page"), key=lambda path: path.stat().st_mtime)[-(len(chat) // 64) :]
+        drop(paths)
+        disk_gbs = files_read_gbs(paths)
+        drop(paths)
+        self.engine = self._load()
+        restarted_s, restarted_cached, _ = self._ask([*chat, *third])
+        prefix = self.engine.prefix
+        assert prefix is not None
+        return {
+            "cold_s": cold_s,
+            "next_turn_s": next_s,
+            "next_turn_cached_tokens": next_cached,
+            "edited_s": edited_s,
+            "edited_cached_tokens": edited_cached,
+            "restarted_s": restarted_s,
+            "restarted_cached_tokens": restarted_cached,
+            "load_gbs": prefix.counts.disk_bytes / prefix.counts.disk_s / 1e9,
+            "disk_gbs": disk_gbs,
+        }
+
+    def _ask(self, token_ids: list[int]) -> tuple[float, int, list[int]]:
+        """Seconds to the first token, how many tokens were not computed, and the answer."""
+        answer: list[int] = []
+        started, first_s = time.perf_counter(), 0.0
+        sampling = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
+        for event in self.engine.generate(token_ids, sampling):
+            if isinstance(event, FinishedEvent):
+                if event.error is not None:
+                    raise event.error
+                return first_s, event.usage.cached_tokens, answer
+            if (token_id := getattr(event, "token_id", None)) is not None:
+                first_s = first_s or time.perf_counter() - started
+                answer.append(token_id)
+        raise AssertionError("an answer ends")
+
+    def _ids(self, count: int, seed: int) -> list[int]:
+        choose = random.Random(seed)
+        return [choose.randrange(3, self._vocab_size) for _ in range(count)]
+
+
+def decode(name: str, rounds: int, depths: Sequence[int]) -> dict[str, Any]:
+    shape, recipe = long_shape(name), RECIPES["int4-g64"]
+    workload = Workload(64, GEN_TOKENS, tuple(depths), rounds)
+    decoder = load_decoder(RandomBlocks(recipe), shape.config, recipe, dtype=torch.bfloat16, device=torch.device("cpu"))
+    tokenizer = word_tokenizer(shape.config.vocab_size)
+    measured: dict[str, Callable[[], float]] = {}
+    for kv in KV_FORMATS:
+        engine = Engine(decoder, tokenizer, ctx=workload.ctx, kv=kv, reuse=NO_REUSE)
+        subject = Subject(name, recipe.name, engine, has_random_weights=True)
+        for depth in depths:
+            measured[f"{kv} behind {depth}"] = partial(_tok_s, Depth(subject, depth, workload))
+    speeds = interleaved(measured, rounds)
+    result: dict[str, Any] = {key: spread(values) for key, values in speeds.items()}
+    deep, shallow = max(depths), min(depths)
+    for kv in KV_FORMATS:
+        own = speeds[f"{kv} behind {deep}"]
+        result[f"{kv} of bf16"] = spread([a / b for a, b in zip(own, speeds[f"bf16 behind {deep}"], strict=True)])
+        result[f"{kv} deep of shallow"] = spread(
+            [a / b for a, b in zip(own, speeds[f"{kv} behind {shallow}"], strict=True)]
+        )
+    for key, value in result.items():
+        print(f"{key}: {value}")
+    return result
+
+
+def _tok_s(depth: Depth) -> float:
+    return depth.decode()[0]
+
+
+if __name__ == "__main__":
+    main()

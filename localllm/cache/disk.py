@@ -1,0 +1,461 @@
+"""The disk tier of the prefix cache: pages of keys and values that outlive the process.
+
+One thread of its own lists what is there, writes what it is given and makes room; readers work side by side. Pages are
+bytes here: what they mean, and whether a page of the same tokens is wanted at all, is known to who asks. Whatever is
+wrong with the disk, the worst that happens is that something is computed once more. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from localllm.cache.page_file import (
+    DIGEST_BYTES,
+    HEADER_BYTES,
+    BadPageError,
+    PageKey,
+    header_of,
+    read_key,
+    read_page,
+    write_page,
+)
+from localllm.cache.page_folder import (
+    KEPT_FREE_BYTES,
+    NotOurFolderError,
+    PageFile,
+    close_to_others,
+    default_limit_bytes,
+    free_bytes,
+    kept_pages,
+    make_folder,
+    name_of,
+    quarantine,
+    remove_stale,
+    scan,
+    temporary_path,
+)
+from localllm.cache.page_index import PageIndex, Place
+from localllm.cache.page_readers import num_leading, read_first
+from localllm.config import format_bytes
+
+QUEUE_BYTES = 256 << 20  # of pages that wait to be written: 4000 tokens of Mistral 7B in INT8
+_PAUSE_S = 60.0  # after a disk refused to be written to
+# Other processes write here too: after so much of our own, what is there is listed anew, in 50 ms for 5000 pages.
+_LIST_AGAIN_BYTES = 256 << 20
+_SPARE_SHARE = 32  # of what may be held is made free at once: to choose what goes takes 10 ms among 10,000 pages
+_SAME_TIME_NS = 2_000_000_000  # file systems round times, to 2 s at most
+_MOST_ROUNDS = 3
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # they say nothing of the file
+
+
+class DiskTier:
+    """The pages of one `root` in `directory`, beside those of other roots and of other processes.
+
+    Safe for several threads. Never raises for what the disk does: `warn`, which must not raise either, is told of it
+    once, from any thread.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        root: bytes,
+        about: Mapping[str, str],
+        limit_bytes: int | None,
+        warn: Callable[[str], None],
+        *,
+        queue_bytes: int = QUEUE_BYTES,
+    ) -> None:
+        """root: 32 bytes that stand for all that the pages' meaning depends on. about: the same for people, shown by
+        `localllm cache`. limit_bytes: of all pages of all roots together; None: 8 GiB, or a tenth of what is free."""
+        assert len(root) == DIGEST_BYTES
+        self.num_read = self.num_written = self.num_evicted = self.num_refused = self.num_quarantined = 0
+        self._directory, self._root, self._about, self._warn = directory, root, dict(about), warn
+        self._name = name_of(root)
+        self._limit_bytes = limit_bytes
+        self._queue_bytes = queue_bytes
+        self._changed = threading.Condition()
+        self._index = PageIndex()
+        self._queue: dict[bytes, tuple[PageKey, memoryview]] = {}  # by digest, in the order of writing
+        self._queued_bytes = 0
+        self._unstamped: set[Place] = set()  # used since their files last said so
+        self._listed = threading.Event()
+        self._is_off = self._is_closed = self._has_warned = self._has_folder = False
+        self._is_stale = False  # another process has deleted pages: what is there must be listed anew
+        self._paused_until = 0.0
+        self._written_since_listing = 0
+        self._writer = threading.Thread(target=self._work, name="kv-disk", daemon=True)
+        try:
+            self._writer.start()
+        except RuntimeError as error:  # no more threads: what is there can still be read
+            self._begin()
+            self._is_closed = True
+            self._say(str(error))
+
+    def __contains__(self, digest: bytes) -> bool:
+        """Whether the page is listed. It may be gone, or damaged, when it is read."""
+        self._listed.wait()
+        with self._changed:
+            return self._place(digest) in self._index
+
+    @property
+    def num_pages(self) -> int:
+        """Of this root."""
+        with self._changed:
+            return sum(file.root == self._name for file in self._index)
+
+    @property
+    def bytes_on_disk(self) -> int:
+        """Of all roots."""
+        with self._changed:
+            return self._index.num_bytes
+
+    @property
+    def limit_bytes(self) -> int:
+        with self._changed:
+            held = self._index.num_bytes
+        return default_limit_bytes(self._directory, held) if self._limit_bytes is None else self._limit_bytes
+
+    def children(self, parent: bytes) -> Sequence[PageKey]:
+        """The pages that hang on a page, or on the root: of which tokens they are tells where a prefix broke."""
+        self._listed.wait()
+        with self._changed:
+            files = self._index.children(self._name, name_of(parent))
+        keys = []
+        for file in files:
+            with suppress(OSError, BadPageError):  # whoever reads the page will find out
+                keys.append(read_key(self._directory / file.path, self._root))
+        return [key for key in keys if key.parent == parent]
+
+    def others(self) -> list[Mapping[str, str]]:
+        """What the pages of every other root are of, as far as it is of the same model."""
+        kept = kept_pages(self._directory)
+        same = [pages for pages in kept if pages.about.get("model") == self._about.get("model")]
+        return [pages.about for pages in same if pages.root != self._name]
+
+    def has_under(self, root: bytes, digest: bytes) -> bool:
+        """Whether another root has this page as one of its first."""
+        place = PageFile(name_of(root), name_of(digest), name_of(root), 0, 0)
+        return (self._directory / place.path).is_file()
+
+    def read(self, keys: Sequence[PageKey], into: Sequence[memoryview]) -> int:
+        """Reads a chain's pages side by side, and returns how many of the first ones are whole and verified.
+
+        into: of each page's size, writable; read past the page cache where aligned to 4096. What is in those behind the
+        returned number is nothing.
+        """
+        assert len(keys) == len(into), "each page has a place of its own"
+        self._listed.wait()
+        with self._changed:
+            is_listed = [self._place(key.digest) in self._index for key in keys]
+        views = [memoryview(view).cast("B") for view in into]
+        pages = list(zip(keys[: num_leading(is_listed)], views, strict=False))
+        count = read_first(len(pages), lambda number, header: self._read(*pages[number], header))
+        self.touch(key.digest for key in keys[:count])
+        with self._changed:
+            self.num_read += count
+        return count
+
+    def put(self, key: PageKey, payload: bytes | memoryview) -> bool:
+        """Have a page written that nobody changes any more; False where it is not going to be. Never waits.
+
+        One that is there is only touched. A page goes behind its parent: where that is neither there nor on its way,
+        it is refused, as it is where the queue is full or the disk takes nothing.
+        """
+        place, payload = self._place(key.digest), memoryview(payload).cast("B")
+        with self._changed:
+            if place in self._index:
+                self._touch(place)
+                self._changed.notify_all()
+                return True
+            if key.digest in self._queue:
+                return True
+            if not self._may_queue(key, len(payload)):
+                self.num_refused += 1
+                return False
+            self._queue[key.digest] = (key, payload)
+            self._queued_bytes += len(payload)
+            self._changed.notify_all()
+        return True
+
+    def touch(self, digests: Iterable[bytes]) -> None:
+        """These were used, in this order: they stay longer than what was not."""
+        with self._changed:
+            for digest in digests:
+                place = self._place(digest)
+                if place in self._index:
+                    self._touch(place)
+            self._changed.notify_all()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Waits until everything that was put is written or given up; False where that takes longer."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._queue, timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """`flush`, and take nothing more. What is not written by then is dropped."""
+        until = time.monotonic() + timeout_s
+        is_flushed = self.flush(timeout_s)
+        with self._changed:
+            self._is_closed = True
+            self._drop_queue()
+            self._changed.notify_all()
+        if self._writer.ident is not None:
+            self._writer.join(max(0.1, until - time.monotonic()))
+        return is_flushed
+
+    def _place(self, digest: bytes) -> Place:
+        return self._name, name_of(digest)
+
+    def _touch(self, place: Place) -> None:
+        self._index.touch(place)
+        self._unstamped.add(place)
+
+    def _may_queue(self, key: PageKey, num_bytes: int) -> bool:
+        if self._is_off or self._is_closed or time.monotonic() < self._paused_until:
+            return False
+        if self._queued_bytes + num_bytes > self._queue_bytes:
+            return False
+        is_behind = key.parent == self._root or key.parent in self._queue or self._place(key.parent) in self._index
+        return is_behind or not self._listed.is_set()
+
+    # What follows is done by the writer alone, but for `_read` and what it calls.
+
+    def _work(self) -> None:
+        try:
+            self._begin()
+        except Exception as error:  # whatever it is, the answer that is being written goes on
+            self._pause(error)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._unstamped or self._is_stale or self._is_closed)
+                if not self._queue and not self._unstamped and not self._is_stale:
+                    return
+                page = next(iter(self._queue.values()), None)
+                stamped: set[Place] = set()
+                if page is None:
+                    stamped, self._unstamped = self._unstamped, stamped
+            is_kept = False
+            try:
+                if page is not None:
+                    is_kept = self._is_kept(*page)
+                else:
+                    self._stamp(stamped)
+                    if self._is_stale:
+                        self._list()
+            except Exception as error:
+                self._pause(error)
+            if page is not None:
+                self._strike(*page, is_kept)
+
+    def _strike(self, key: PageKey, payload: memoryview, is_kept: bool) -> None:
+        """Off the queue, unless all of it was dropped meanwhile."""
+        with self._changed:
+            if self._queue.pop(key.digest, None) is not None:
+                self._queued_bytes -= len(payload)
+                self.num_refused += not is_kept
+            self._changed.notify_all()
+
+    def _begin(self) -> None:
+        try:
+            if not self._is_usable():
+                return
+            remove_stale(self._directory)
+            self._list()
+            if self._index.orphans():
+                self._list()  # once more: another process may have written a chain while it was being listed
+                self._evict(self._index.orphans())
+            self._evict(self._index.victims(self.bytes_on_disk - self.limit_bytes, (self._name, self._name)))
+        finally:
+            self._listed.set()
+
+    def _is_usable(self) -> bool:
+        """Nobody else may write here: pages are checked for damage, not for malice."""
+        try:
+            close_to_others(self._directory)
+        except NotOurFolderError as error:
+            self._is_off = True
+            self._say(str(error))
+            return False
+        except OSError:  # not there yet, or nothing can be written there: the first page finds out
+            pass
+        return True
+
+    def _list(self) -> None:
+        self._is_stale = False
+        files = list(scan(self._directory))
+        with self._changed:
+            self._index.merge(files, time.time_ns())
+        self._written_since_listing = 0
+
+    def _is_kept(self, key: PageKey, payload: memoryview) -> bool:
+        """Writes the page; whether it is there now. Raises OSError."""
+        if self._is_off:
+            return False
+        for _ in range(2):
+            try:
+                self._make_folder()
+                return self._write_behind_parent(key, payload)
+            except FileNotFoundError:  # somebody has cleared the cache
+                self._has_folder = False
+                self._list()
+        return False
+
+    def _make_folder(self) -> None:
+        folder = self._directory / self._name
+        if self._has_folder and not folder.is_dir():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+        if not self._has_folder:
+            make_folder(self._directory, self._name, self._about)
+            self._has_folder = True
+
+    def _write_behind_parent(self, key: PageKey, payload: memoryview) -> bool:
+        name, num_bytes = name_of(key.digest), HEADER_BYTES + len(payload)
+        parent = self._place(key.parent)
+        file = PageFile(self._name, name, parent[1], num_bytes, time.time_ns())
+        with self._changed:
+            if not self._index.reaches_root(*parent):
+                return False
+        path = self._directory / file.path
+        there = _status(path)
+        if there is not None and not stat.S_ISREG(there.st_mode):
+            return False
+        if there is None or there.st_size != num_bytes:  # else another process has written it
+            if not self._make_room(num_bytes, parent):
+                return False
+            header = header_of(self._root, key, payload)
+            write_page(temporary_path(path.parent, name), path, header, payload)
+            self.num_written += 1
+            self._written_since_listing += num_bytes
+        with self._changed:
+            self._index.add(file)
+        if self._written_since_listing >= min(_LIST_AGAIN_BYTES, self.limit_bytes // 8):
+            self._list()
+        return True
+
+    def _make_room(self, num_bytes: int, keep: Place) -> bool:
+        """Whether there is room for so much more: within the limit, and with KEPT_FREE_BYTES left to others."""
+        for _ in range(_MOST_ROUNDS):
+            limit, free = self.limit_bytes, free_bytes(self._directory)
+            with self._changed:
+                held = self._index.num_bytes
+                allowed = min(limit, held + free - KEPT_FREE_BYTES)
+                excess = held + num_bytes - allowed
+                if excess <= 0:
+                    return True
+                victims = self._index.victims(max(excess, allowed // _SPARE_SHARE), keep)
+                if sum(file.num_bytes for file in victims) < excess:
+                    break
+            if self._evict(victims):
+                return True
+        if free - num_bytes < KEPT_FREE_BYTES:
+            kept_free = format_bytes(KEPT_FREE_BYTES)
+            self._say(f"{format_bytes(free, 2)} are free on its disk, and {kept_free} is left to others")
+        return False
+
+    def _evict(self, files: Iterable[PageFile]) -> bool:
+        """Deletes them, but for those that another process has used meanwhile and what those hang on. Whether all are
+        gone."""
+        spared: set[Place] = set()
+        for file in files:
+            place, path = (file.root, file.page), self._directory / file.path
+            status = _status(path)
+            if place in spared:
+                spared.add((file.root, file.parent))
+                continue
+            if status is not None and status.st_mtime_ns > file.used_ns + _SAME_TIME_NS:
+                spared.add((file.root, file.parent))
+                with self._changed:
+                    if place in self._index:
+                        self._index.touch(place)
+                        self._index.stamp(place, status.st_mtime_ns)
+                continue
+            if status is not None and stat.S_ISREG(status.st_mode):
+                path.unlink(missing_ok=True)
+                self.num_evicted += 1
+            with self._changed:
+                self._index.remove(place)
+        return not spared
+
+    def _stamp(self, places: Iterable[Place]) -> None:
+        """Tell those who come later, and other processes, when these were used."""
+        now_ns = time.time_ns()
+        for place in places:
+            with self._changed:
+                file = self._index.get(place)
+            if file is None:
+                continue
+            with suppress(OSError):  # it was deleted, or nothing can be written
+                os.utime(self._directory / file.path, ns=(now_ns, now_ns), follow_symlinks=False)
+            with self._changed:
+                if place in self._index:
+                    self._index.stamp(place, now_ns)
+
+    def _pause(self, error: Exception) -> None:
+        self._say((isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__)
+        with self._changed:
+            self._paused_until = time.monotonic() + _PAUSE_S
+            self._drop_queue()
+
+    def _drop_queue(self) -> None:
+        self.num_refused += len(self._queue)
+        self._queue.clear()
+        self._queued_bytes = 0
+        self._changed.notify_all()
+
+    def _say(self, why: str) -> None:
+        with self._changed:
+            if self._has_warned:
+                return
+            self._has_warned = True
+        self._warn(
+            f"the context is not kept on the disk: {why} ({self._directory}). Answers go on, and a later run computes "
+            "it anew. `localllm cache clear` frees space; LOCALLLM_CACHE=FOLDER takes another disk"
+        )
+
+    def _read(self, key: PageKey, into: memoryview, header: memoryview) -> bool:
+        place = self._place(key.digest)
+        with self._changed:
+            file = self._index.get(place)
+        if file is None:
+            return False
+        try:
+            if file.parent != name_of(key.parent):
+                raise BadPageError(f"{file.path} hangs on another page")
+            read_page(self._directory / file.path, self._root, key, into, header)
+        except BadPageError:
+            self._set_aside(file)
+            return False
+        except (OSError, MemoryError) as error:
+            if isinstance(error, OSError) and error.errno == errno.EIO:
+                self._set_aside(file)
+            elif isinstance(error, OSError) and error.errno not in _PASSING:
+                self._forget(place)
+            return False
+        return True
+
+    def _forget(self, place: Place) -> None:
+        """It is gone, or no file that we may read: so may be what hangs on it. Whoever wants it puts it once more."""
+        with self._changed:
+            self._index.remove_with_descendants(place)
+            self._is_stale = True
+            self._changed.notify_all()
+
+    def _set_aside(self, file: PageFile) -> None:
+        with self._changed:
+            self._index.remove((file.root, file.page))
+            self.num_quarantined += 1
+        with suppress(OSError):
+            quarantine(self._directory, file)
+
+
+def _status(path: Path) -> os.stat_result | None:
+    with suppress(OSError):
+        return path.lstat()
+    return None

@@ -1,0 +1,20 @@
+"""Why a prompt was not found whole. Plain data: no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CacheMiss:
+    """Where a prompt leaves what was computed before.
+
+    position: of the first token that differs; before, now: the ids that stood there in the nearest earlier prompt, and
+    those that do now. other: what has computed the same beginning in a way that this run cannot use, "weights int4, kv
+    bf16"; "" where tokens differ.
+    """
+
+    position: int
+    before: tuple[int, ...] = ()
+    now: tuple[int, ...] = ()
+    other: str = ""

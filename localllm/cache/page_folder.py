@@ -1,0 +1,307 @@
+"""The folder of the pages that outlive a process: what its files are called, what is there, how room is made.
+
+    kv/ROOT/PAGE.PARENT.page     ROOT, PAGE, PARENT: the first 32 hexadecimal digits of a digest; a chain begins where
+                                 PARENT is ROOT
+    kv/ROOT/about.json           what the pages are of, for people
+    kv/quarantine/               the last files that were not what their names say
+
+A page's name holds its parent's, so that a listing alone says which pages hang on which: no header is read for it, and
+no index can be out of date. Links are never followed, and nothing else that lies here is deleted. Imports neither torch
+nor numpy.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from localllm.config import user_directories
+
+PAGE_TOKENS = 64
+MOST_BYTES = 8 << 30  # where nobody asked for more: 130 thousand tokens of Mistral 7B in INT8
+KEPT_FREE_BYTES = 1 << 30  # of the disk: as it fills with other things, the pages give way
+_SHARE_OF_FREE = 10
+_QUARANTINE = "quarantine"
+_MOST_QUARANTINED = 8  # files of up to 10 MB, to be looked at by whoever wonders
+_ABOUT = "about.json"
+ROOT = "root"  # in what a folder is about: its root whole, the folder's name is the beginning of it
+_ABOUT_LIMIT_BYTES = 1 << 16
+_ROOT = re.compile("[0-9a-f]{32}")
+_PAGE = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{32})\.page")
+_TEMPORARY = re.compile(r"\.[0-9a-z]+\.(\d{1,10})-[0-9a-f]{16}\.tmp")
+_QUARANTINED = re.compile(f"{_ROOT.pattern}\\.{_PAGE.pattern}")
+# Writing a page takes a second at most. A process id may be another's by now, or one of another container's.
+_TEMPORARY_LIFETIME_S = 3600.0
+
+
+class NotOurFolderError(Exception):
+    """Others may write into the folder of pages: they are checked for damage, not for malice."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageFile:
+    """A page by its names. used_ns: when it was last read or written, by the clock as it was then."""
+
+    root: str
+    page: str
+    parent: str
+    num_bytes: int
+    used_ns: int
+
+    @property
+    def path(self) -> Path:
+        """Below the folder of all pages."""
+        return Path(self.root, f"{self.page}.{self.parent}.page")
+
+
+@dataclass(frozen=True)
+class KeptPages:
+    """The pages of one model in one format. about: what they are of, as who wrote them has put it; may be empty."""
+
+    root: str
+    about: Mapping[str, str]
+    num_pages: int
+    num_bytes: int
+    used_ns: int
+
+    @property
+    def told(self) -> dict[str, str]:
+        """What of `about` is for people."""
+        return {key: value for key, value in self.about.items() if key != ROOT}
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_pages * PAGE_TOKENS
+
+
+def kv_root() -> Path:
+    """The folder of all pages; it need not exist."""
+    return user_directories().cache / "kv"
+
+
+def name_of(digest: bytes) -> str:
+    return digest.hex()[:32]
+
+
+def default_limit_bytes(directory: Path, held_bytes: int) -> int:
+    """A tenth of what would be free without the pages, 8 GiB at most."""
+    return min(MOST_BYTES, (free_bytes(directory) + held_bytes) // _SHARE_OF_FREE)
+
+
+def free_bytes(directory: Path) -> int:
+    """On the disk that `directory` is, or will be, on; 0 where that cannot be known."""
+    with suppress(OSError):
+        return shutil.disk_usage(next(path for path in (directory, *directory.parents) if path.exists())).free
+    return 0
+
+
+def scan(directory: Path) -> Iterator[PageFile]:
+    """Every page there is, of every root, in no order. What cannot be examined is passed over."""
+    for root in _entries(directory):
+        if not _ROOT.fullmatch(root.name) or not _is_folder(root):
+            continue
+        for entry in _entries(Path(root.path)):
+            found = _PAGE.fullmatch(entry.name)
+            if found is None:
+                continue
+            with suppress(OSError):  # evicted by another process meanwhile
+                if entry.is_file(follow_symlinks=False):
+                    status = entry.stat(follow_symlinks=False)
+                    yield PageFile(root.name, found[1], found[2], status.st_size, status.st_mtime_ns)
+
+
+def _entries(directory: Path) -> Iterator[os.DirEntry[str]]:
+    with suppress(OSError), os.scandir(directory) as entries:
+        yield from entries
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    with suppress(OSError):
+        return entry.is_dir(follow_symlinks=False)
+    return False
+
+
+def make_folder(directory: Path, root: str, about: Mapping[str, str]) -> Path:
+    """The folder of a root's pages, its owner's alone. Raises OSError, also where a link stands in its place, and
+    NotOurFolderError."""
+    folder = directory / root
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    for path in (directory, folder):
+        path.mkdir(mode=0o700, exist_ok=True)
+    if folder.is_symlink():
+        raise NotADirectoryError(f"{folder} is a link, which is not followed")
+    close_to_others(directory)
+    _write_about(folder, about)
+    return folder
+
+
+def close_to_others(directory: Path) -> None:
+    """Nobody else may look into the folder of all pages. Raises OSError, and NotOurFolderError where others may write
+    there all the same: it is another user's, or its file system has no such thing as permissions."""
+    status = directory.stat()
+    if status.st_uid != os.geteuid():
+        raise NotOurFolderError(f"it belongs to user {status.st_uid}, this is user {os.geteuid()}")
+    if status.st_mode & 0o077:
+        with suppress(OSError):
+            directory.chmod(0o700)
+        if directory.stat().st_mode & 0o022:
+            raise NotOurFolderError("other users may write there, and its file system does not let that be changed")
+
+
+def temporary_path(folder: Path, name: str) -> Path:
+    """A name that nobody else has, and that `remove_stale` knows: name is of letters and digits."""
+    return folder / f".{name}.{os.getpid()}-{secrets.token_hex(8)}.tmp"
+
+
+def _write_about(folder: Path, about: Mapping[str, str]) -> None:
+    if read_about(folder) == about:
+        return
+    temporary = temporary_path(folder, "about")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(dict(about), file)
+        temporary.replace(folder / _ABOUT)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read_about(folder: Path) -> dict[str, str]:
+    """What the pages of a root's folder are of; empty where that is not known."""
+    try:
+        descriptor = os.open(folder / _ABOUT, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb") as file:
+            about = json.loads(file.read(_ABOUT_LIMIT_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(about, dict):
+        return {}
+    return {key: value for key, value in about.items() if isinstance(value, str)}
+
+
+def remove_stale(directory: Path) -> None:
+    """Deletes what processes that ended while they wrote have left."""
+    for root in _entries(directory):
+        if _ROOT.fullmatch(root.name) and _is_folder(root):
+            _remove_temporaries(Path(root.path), _is_stale)
+
+
+def _remove_temporaries(folder: Path, unwanted: Callable[[os.DirEntry[str]], bool]) -> None:
+    for entry in _entries(folder):
+        with suppress(OSError):
+            if _TEMPORARY.fullmatch(entry.name) and entry.is_file(follow_symlinks=False) and unwanted(entry):
+                Path(entry.path).unlink()
+
+
+def _is_stale(entry: os.DirEntry[str]) -> bool:
+    age_s = abs(time.time() - entry.stat(follow_symlinks=False).st_mtime)
+    found = _TEMPORARY.fullmatch(entry.name)
+    return age_s > _TEMPORARY_LIFETIME_S or (found is not None and not _is_alive(int(found[1])))
+
+
+def _is_alive(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:  # another user's
+        return True
+    return True
+
+
+def quarantine(directory: Path, file: PageFile) -> None:
+    """Takes a file out of use that is not what its name says; the oldest of those few that are kept goes. Raises
+    OSError where it can be neither moved nor deleted."""
+    path, folder = directory / file.path, directory / _QUARANTINE
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.is_symlink():
+        raise NotADirectoryError(f"{folder} is a link, which is not followed")
+    path.rename(folder / f"{file.root}.{path.name}")
+    kept = sorted(_quarantined(directory), key=lambda entry: entry.stat(follow_symlinks=False).st_ctime_ns)
+    for entry in kept[:-_MOST_QUARANTINED]:
+        Path(entry.path).unlink(missing_ok=True)
+
+
+def _quarantined(directory: Path) -> list[os.DirEntry[str]]:
+    folder = directory / _QUARANTINE
+    if folder.is_symlink():
+        return []
+    return [e for e in _entries(folder) if _QUARANTINED.fullmatch(e.name) and e.is_file(follow_symlinks=False)]
+
+
+def quarantined_sizes(directory: Path) -> list[int]:
+    """The bytes of each file that is kept in quarantine."""
+    sizes = []
+    for entry in _quarantined(directory):
+        with suppress(OSError):  # gone meanwhile
+            sizes.append(entry.stat(follow_symlinks=False).st_size)
+    return sizes
+
+
+def kept_pages(directory: Path) -> list[KeptPages]:
+    """What there is, by root, the last used first."""
+    by_root: dict[str, list[PageFile]] = {}
+    for file in scan(directory):
+        by_root.setdefault(file.root, []).append(file)
+    kept = [
+        KeptPages(
+            root=root,
+            about=read_about(directory / root),
+            num_pages=len(files),
+            num_bytes=sum(file.num_bytes for file in files),
+            used_ns=max(file.used_ns for file in files),
+        )
+        for root, files in by_root.items()
+    ]
+    return sorted(kept, key=lambda pages: -pages.used_ns)
+
+
+def remove_pages(directory: Path, roots: Iterable[str]) -> int:
+    """Deletes the pages of these roots, and folders that are empty then; returns the bytes that became free.
+
+    A process that uses them meanwhile finds them missing, and computes anew. Raises OSError.
+    """
+    chosen, freed = set(roots), 0
+    for file in scan(directory):
+        if file.root in chosen:
+            (directory / file.path).unlink(missing_ok=True)
+            freed += file.num_bytes
+    for root in chosen:
+        folder = directory / root
+        if not folder.is_symlink():
+            _remove_temporaries(folder, lambda _: True)
+            (folder / _ABOUT).unlink(missing_ok=True)
+            _remove_if_empty(folder)
+    _remove_if_empty(directory)
+    return freed
+
+
+def remove_quarantined(directory: Path) -> int:
+    """Returns the bytes that became free. Raises OSError."""
+    freed = 0
+    for entry in _quarantined(directory):
+        freed += entry.stat(follow_symlinks=False).st_size
+        Path(entry.path).unlink(missing_ok=True)
+    _remove_if_empty(directory / _QUARANTINE)
+    _remove_if_empty(directory)
+    return freed
+
+
+def root_folders(directory: Path) -> list[str]:
+    """Of all roots, those without a page too."""
+    return [entry.name for entry in _entries(directory) if _ROOT.fullmatch(entry.name) and _is_folder(entry)]
+
+
+def _remove_if_empty(folder: Path) -> None:
+    """One that holds what is not ours, or in which somebody has just written, stays; so does a link."""
+    with suppress(OSError):
+        folder.rmdir()

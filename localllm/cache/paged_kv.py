@@ -1,0 +1,356 @@
+"""The KV cache of one sequence: block tables over pages that it may share with others.
+
+A page is *open* while its tokens are being written: dense, private, and written over after a rejected draft. In a coded
+format every token is written twice, into the open page and in its coded form, so that nothing happens when a page is
+full but that it may be sealed: hashed, shared, never written again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from localllm.cache.kv_format import DENSE_PAGES, KVFormat
+from localllm.cache.pages import HOST, Page, PagePool, pages_of
+from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout
+from localllm.kernels.paged_attention import LayerPages
+from localllm.layers.attention_tables import window_groups
+
+# Tokens of a forward that a window's pages are reserved for; a longer one lets the pools grow meanwhile.
+FORWARD_TOKENS = 2560
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """The layers of one window, and their pools. coded: None where every page is dense."""
+
+    window: int | None
+    layers: tuple[int, ...]
+    dense: PagePool
+    coded: PagePool | None
+    scratch: PagePool  # of one layer: open pages that are full before the forward ends
+
+    @property
+    def sealed(self) -> PagePool:
+        """Where a page goes that is not a sequence's first."""
+        return self.coded or self.dense
+
+    @property
+    def pools(self) -> tuple[PagePool, ...]:
+        return (self.dense, self.scratch) if self.coded is None else (self.dense, self.coded, self.scratch)
+
+    def first_seen(self, position: int) -> int:
+        """The first page of which a token at this position sees any."""
+        return 0 if self.window is None else max(0, position - self.window + 1) // PAGE_TOKENS
+
+    def num_pages(self, capacity: int) -> int:
+        """Pages that a sequence of so many tokens has at most at one time, but for its dense ones."""
+        total = pages_of(capacity)
+        if self.window is None:
+            return total
+        return min(total, pages_of(self.window + FORWARD_TOKENS) + 1)
+
+    @property
+    def num_dense(self) -> int:
+        """Beside those of `num_pages`."""
+        return 0 if self.coded is None else DENSE_PAGES
+
+
+class KVPages:
+    """All pages of a model's KV cache, and the sequences that have some."""
+
+    def __init__(
+        self,
+        kv_format: KVFormat,
+        *,
+        windows: Sequence[int | None],
+        devices: Sequence[torch.device],
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """windows, devices: of each layer."""
+        self.format = kv_format
+        dense, coded = kv_format.layouts(num_kv_heads, head_dim, dtype)
+        self.groups = tuple(
+            LayerGroup(
+                window,
+                layers,
+                PagePool(dense, [devices[layer] for layer in layers]),
+                None if coded is None else PagePool(coded, [devices[layer] for layer in layers]),
+                PagePool(dense, [devices[layer] for layer in layers], is_shared=True),
+            )
+            for window, layers in window_groups(windows)
+        )
+        # Of each layer: its group, and its number there.
+        self.places = tuple(
+            next((g, group.layers.index(layer)) for g, group in enumerate(self.groups) if layer in group.layers)
+            for layer in range(len(windows))
+        )
+        self.sequences: set[PagedKV] = set()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(pool.nbytes for group in self.groups for pool in group.pools)
+
+    @property
+    def is_on_host(self) -> bool:
+        return all(device == HOST for group in self.groups for device in group.dense.devices)
+
+    def new(self, capacity: int) -> PagedKV:
+        """Room for a sequence of so many tokens. Raises what torch does where there is no memory."""
+        return PagedKV(self, capacity)
+
+    def move(self, devices: Sequence[torch.device]) -> None:
+        """devices: of each layer. Where there is no memory, raises what torch does; what has moved stays there."""
+        for group in self.groups:
+            for pool in group.pools:
+                pool.move([devices[layer] for layer in group.layers])
+        for sequence in self.sequences:
+            sequence.readdress()
+
+    def check_integrity(self) -> None:
+        """Every page is owned exactly as often as counted. Raises AssertionError."""
+        for group_index, group in enumerate(self.groups):
+            owned = [page for kv in self.sequences for page in kv.owned(group_index)]
+            for pool in group.pools:
+                pool.check_integrity([page for page in owned if page.pool is pool])
+
+
+class PagedKV:
+    """One sequence's pages. It holds `length` tokens; a forward writes behind them, and `advance` makes those part of
+    the sequence once every layer has written, so that one that fails or is cancelled leaves it as it was."""
+
+    def __init__(self, pages: KVPages, capacity: int) -> None:
+        self.pages = pages
+        self.capacity = capacity
+        self.length = 0
+        self.tables: list[list[Page | None]] = [[None] * pages_of(capacity) for _ in pages.groups]
+        self.num_sealed = 0  # pages from the first on
+        self._open: list[dict[int, Page]] = [{} for _ in pages.groups]  # by their number; coded formats only
+        self._scratch: list[dict[int, Page]] = [{} for _ in pages.groups]
+        self._addresses = [torch.zeros(pages_of(capacity), dtype=torch.int64) for _ in pages.groups]
+        self._reserve()
+        pages.sequences.add(self)
+
+    @property
+    def places(self) -> Sequence[tuple[int, int]]:
+        return self.pages.places
+
+    @property
+    def is_on_host(self) -> bool:
+        return self.pages.is_on_host
+
+    @property
+    def layouts(self) -> tuple[PageLayout, PageLayout | None]:
+        group = self.pages.groups[0]
+        return group.dense.layout, None if group.coded is None else group.coded.layout
+
+    # What is reserved and given back
+
+    def _reserve(self) -> None:
+        reserved: list[tuple[PagePool, int]] = []
+        try:
+            for group in self.pages.groups:
+                for pool, count in ((group.sealed, group.num_pages(self.capacity)), (group.dense, group.num_dense)):
+                    pool.reserve(count)
+                    reserved.append((pool, count))
+        except BaseException:
+            for pool, count in reserved:
+                pool.release(count)
+            raise
+        self._promised = dict.fromkeys((pool for group in self.pages.groups for pool in group.pools), 0)
+        for pool, count in reserved:
+            self._promised[pool] += count
+
+    def close(self) -> None:
+        """Its pages are given back, the last ones first: what is sealed is kept in that order."""
+        if self not in self.pages.sequences:
+            return
+        self.pages.sequences.remove(self)
+        self._end_forward()
+        for index, group in enumerate(self.pages.groups):
+            for page in self._open[index].values():
+                group.dense.drop(page)
+            self._open[index].clear()
+            for number in reversed(range(len(self.tables[index]))):
+                if (held := self.tables[index][number]) is not None:
+                    held.pool.drop(held)
+                    self.tables[index][number] = None
+        for pool, count in self._promised.items():
+            pool.release(count)
+            self._promised[pool] = 0
+
+    def _take(self, pool: PagePool) -> Page:
+        if not self._promised[pool]:  # a longer forward than a window's pages were reserved for
+            pool.reserve(1)
+            self._promised[pool] += 1
+        self._promised[pool] -= 1
+        return pool.take()
+
+    def _drop(self, page: Page) -> None:
+        page.pool.drop(page, keeps_promise=True)
+        self._promised[page.pool] += 1
+
+    # A forward
+
+    def prepare(self, end: int) -> None:
+        """A forward is to write the tokens from `length` to `end`: there is room for each, and pages that no token from
+        here on sees are let go."""
+        assert self.length <= end <= self.capacity, "the scheduler admits no token beyond what was reserved"
+        self._end_forward()
+        first, last = self.length // PAGE_TOKENS, (end - 1) // PAGE_TOKENS
+        for index, group in enumerate(self.pages.groups):
+            table, opened = self.tables[index], self._open[index]
+            for number in range(group.first_seen(self.length)):
+                if (gone := table[number]) is not None and number < first:
+                    self._drop(gone)
+                    table[number] = None
+            for number in [number for number in opened if number < first]:
+                self._drop(opened.pop(number))
+            for number in range(first, last + 1):
+                if table[number] is None:
+                    pool = group.dense if number == 0 else group.sealed
+                    self._set(index, number, self._take(pool))
+                if group.coded is None or number == 0 or number in opened:
+                    continue
+                if number == last:
+                    opened[number] = self._take(group.dense)
+                else:
+                    group.scratch.reserve(1)
+                    self._scratch[index][number] = group.scratch.take()
+
+    def advance(self, num_tokens: int) -> None:
+        self.length += num_tokens
+        self._end_forward()
+
+    def _end_forward(self) -> None:
+        for scratch in self._scratch:
+            for page in scratch.values():
+                page.pool.drop(page)
+            scratch.clear()
+
+    def trim(self, length: int) -> int:
+        """Forget all but the first `length` tokens, or a few more of the last page where what its own tokens must read
+        densely is gone. Returns how many are held."""
+        assert 0 <= length <= self.length
+        number = length // PAGE_TOKENS
+        is_coded = self.pages.groups[0].coded is not None
+        if is_coded and number and length % PAGE_TOKENS and number not in self._open[0]:
+            length = number * PAGE_TOKENS
+        if not self._has_what_is_seen(length):  # a window has left it: everything is computed again
+            number = length = 0
+        for index in range(len(self.pages.groups)):
+            table, opened = self.tables[index], self._open[index]
+            for later in [n for n in opened if n > number or (n == number and not length % PAGE_TOKENS)]:
+                self._drop(opened.pop(later))
+            for later in range(number + (length % PAGE_TOKENS > 0), len(table)):
+                if (gone := table[later]) is not None:
+                    self._drop(gone)
+                    table[later] = None
+            if length % PAGE_TOKENS and number < self.num_sealed:
+                self._unshare(index, number)
+        self.num_sealed = min(self.num_sealed, number)
+        self.length = length
+        return length
+
+    def _has_what_is_seen(self, length: int) -> bool:
+        """Whether a token at this position finds the first page that each window shows it."""
+        pairs = zip(self.tables, (group.first_seen(length) for group in self.pages.groups), strict=True)
+        return all(first >= pages_of(length) or table[first] is not None for table, first in pairs)
+
+    def _unshare(self, index: int, number: int) -> None:
+        """A sealed page that is to be written again becomes a copy of its own."""
+        page = self.tables[index][number]
+        assert page is not None
+        own = self._take(page.pool)
+        own.copy_from(page)
+        self._drop(page)
+        self._set(index, number, own)
+
+    # Sealed pages
+
+    def seal(self) -> Iterator[tuple[int, list[Page | None]]]:
+        """Each page that has become full since the last time, with its part in every group; None: let go already."""
+        for number in range(self.num_sealed, self.length // PAGE_TOKENS):
+            yield number, [table[number] for table in self.tables]
+        self.num_sealed = self.length // PAGE_TOKENS
+
+    def share(self, page: Page) -> Page:
+        """A sealed page of others, in the place of one that was reserved."""
+        if not self._promised[page.pool]:
+            page.pool.reserve(1)
+            self._promised[page.pool] += 1
+        self._promised[page.pool] -= 1
+        page.pool.share(page)
+        return page
+
+    def take_for(self, index: int, number: int) -> Page:
+        """A page of this sequence's reservation into which a stored one is to be read."""
+        group = self.pages.groups[index]
+        return self._take(group.dense if number == 0 else group.sealed)
+
+    def give_back(self, page: Page) -> None:
+        """One of those, that is of no use."""
+        self._drop(page)
+
+    def place(self, number: int, parts: Mapping[int, Page]) -> None:
+        """Have these full pages, of each group whose window sees any of them, behind those that it has already."""
+        assert number == self.num_sealed == self.length // PAGE_TOKENS and not self.length % PAGE_TOKENS
+        for index, page in parts.items():
+            self._set(index, number, page)
+        self.num_sealed += 1
+        self.length += PAGE_TOKENS
+
+    # Where its bytes are
+
+    def _set(self, index: int, number: int, page: Page) -> None:
+        self.tables[index][number] = page
+        if set(page.parts) == {HOST}:
+            self._addresses[index][number] = page.address
+
+    def readdress(self) -> None:
+        for index, table in enumerate(self.tables):
+            for number, page in enumerate(table):
+                if page is not None:
+                    self._set(index, number, page)
+
+    def addresses(self, index: int) -> Tensor:
+        """int64 [pages]: of a group's pages, all on the host."""
+        return self._addresses[index]
+
+    def own_page(self, index: int, number: int) -> tuple[int, int]:
+        """The address of the page as its own tokens read it, and the bytes from one layer's part to the next's."""
+        page = self._own(index, number)
+        return page.address, 0 if page.pool.is_shared else page.pool.layout.layer_bytes
+
+    def _own(self, index: int, number: int) -> Page:
+        page = self._scratch[index].get(number) or self._open[index].get(number) or self.tables[index][number]
+        assert page is not None, "a page is prepared before it is written"
+        return page
+
+    def layer(self, layer: int, past: int, num_tokens: int) -> LayerPages:
+        """The pages of a layer for queries at [past, past + num_tokens)."""
+        index, row = self.pages.places[layer]
+        group = self.pages.groups[index]
+        first, last = past // PAGE_TOKENS, (past + num_tokens - 1) // PAGE_TOKENS
+        seen = group.first_seen(past)
+        return LayerPages(
+            dense=group.dense.layout,
+            coded=None if group.coded is None else group.coded.layout,
+            first=seen,
+            pages=[page.layer(row) for page in self.tables[index][seen : last + 1] if page is not None],
+            own=[self._own(index, number).layer(row) for number in range(first, last + 1)],
+        )
+
+    def owned(self, index: int) -> list[Page]:
+        """Every page of a group that it has, for `check_integrity`."""
+        tables: list[Callable[[], Iterator[Page]]] = [
+            lambda: (page for page in self.tables[index] if page is not None),
+            lambda: iter(self._open[index].values()),
+            lambda: iter(self._scratch[index].values()),
+        ]
+        return [page for table in tables for page in table()]

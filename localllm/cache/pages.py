@@ -1,0 +1,196 @@
+"""The pages of the KV cache: who owns each one, and where its bytes are.
+
+A page holds 64 tokens of all layers that share a window, each layer's part on the device where its attention is
+computed. Pages are counted, not copied, when sequences share them; one that nobody owns any more stays where it is, as
+long as it is known to the prefix cache and its room is not needed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout
+from localllm.offload.disk_read import PAGE_BYTES
+from localllm.offload.host_buffer import host_buffer
+
+HOST = torch.device("cpu")
+_SLAB_PAGES = 16  # that a pool grows by, at least
+
+
+class Page:
+    """Room for 64 tokens. owners: block tables that have it; is_sealed: full, known by its tokens, never changed."""
+
+    __slots__ = ("is_sealed", "owners", "parts", "pool", "run")
+
+    def __init__(self, pool: PagePool, parts: dict[torch.device, Tensor], run: Tensor | None) -> None:
+        self.pool = pool
+        self.parts = parts  # uint8 [layers there, layer_bytes] on each device
+        self.run = run  # uint8: all of it and what fills the disk's last block, where the host has all layers
+        self.owners = 0
+        self.is_sealed = False
+
+    @property
+    def address(self) -> int:
+        """Where its first layer is, of a page whose layers are all on the host."""
+        return self.parts[HOST].data_ptr()
+
+    def layer(self, index: int) -> Tensor:
+        """uint8 [layer_bytes] of the pool's layer so numbered."""
+        device, row = self.pool.rows[index]
+        return self.parts[device][row]
+
+    def write_to(self, payload: Tensor) -> int:
+        """All layers in order, uint8. Returns how many bytes they are."""
+        if set(self.parts) == {HOST}:
+            payload[: self.pool.page_bytes] = self.parts[HOST].view(-1)
+            return self.pool.page_bytes
+        for index, row in enumerate(torch.split(payload[: self.pool.page_bytes], self.pool.layout.layer_bytes)):
+            row.copy_(self.layer(index))
+        return self.pool.page_bytes
+
+    def read_from(self, payload: Tensor) -> None:
+        if set(self.parts) == {HOST}:
+            self.parts[HOST].view(-1).copy_(payload)
+            return
+        for index, row in enumerate(torch.split(payload, self.pool.layout.layer_bytes)):
+            self.layer(index).copy_(row)
+
+    def copy_from(self, other: Page) -> None:
+        for device, part in self.parts.items():
+            part.copy_(other.parts[device])
+
+
+class PagePool:
+    """Pages of one kind. layers: how many have a part in each; it grows when more is reserved than it has.
+
+    `evict` is told of a sealed page whose room is taken for another.
+    """
+
+    def __init__(self, layout: PageLayout, devices: Sequence[torch.device], is_shared: bool = False) -> None:
+        """devices: of each layer. is_shared: all layers use the same bytes, one after the other."""
+        self.layout = layout
+        self.is_shared = is_shared
+        self.evict: Callable[[Page], None] = lambda _page: None
+        self.free: list[Page] = []
+        self.idle: OrderedDict[Page, None] = OrderedDict()  # sealed and owned by nobody, the least useful first
+        self.reserved = 0  # of the free and the idle ones: promised
+        self.pages: list[Page] = []
+        self._place(devices)
+
+    def _place(self, devices: Sequence[torch.device]) -> None:
+        self.devices = tuple(devices)
+        seen: Counter[torch.device] = Counter()
+        rows = []
+        for device in devices:
+            rows.append((device, 0 if self.is_shared else seen[device]))
+            seen[device] += 1
+        self.rows = tuple(rows)  # of each layer: device and row there
+        self._counts = {device: 1 if self.is_shared else count for device, count in seen.items()}
+
+    @property
+    def page_bytes(self) -> int:
+        return sum(self._counts.values()) * self.layout.layer_bytes
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.pages) * self.page_bytes
+
+    def reserve(self, count: int) -> None:
+        """Promise so many pages. Raises what torch does where there is no memory, and has promised nothing then."""
+        missing = self.reserved + count - len(self.free) - len(self.idle)
+        if missing > 0:
+            self._grow(max(missing, min(_SLAB_PAGES, missing * 2)))
+        self.reserved += count
+
+    def release(self, count: int) -> None:
+        """Take a promise back."""
+        self.reserved -= count
+        assert self.reserved >= 0
+
+    def take(self) -> Page:
+        """One that was reserved, for a block table to write into."""
+        assert self.reserved > 0 and (self.free or self.idle), "no page is taken that was not reserved"
+        self.reserved -= 1
+        if self.free:
+            page = self.free.pop()
+        else:
+            page, _ = self.idle.popitem(last=False)
+            self.evict(page)
+            page.is_sealed = False
+        page.owners = 1
+        return page
+
+    def share(self, page: Page) -> None:
+        """One more block table has it, of which one was reserved."""
+        self.reserved -= 1
+        if page.owners == 0:
+            del self.idle[page]
+        page.owners += 1
+
+    def drop(self, page: Page, *, keeps_promise: bool = False) -> None:
+        """A block table lets go of it. keeps_promise: it will want another one."""
+        page.owners -= 1
+        assert page.owners >= 0
+        if page.owners == 0:
+            if page.is_sealed:
+                self.idle[page] = None
+            else:
+                self.free.append(page)
+        if keeps_promise:
+            self.reserve(1)
+
+    def _grow(self, count: int) -> None:
+        num_bytes = {device: rows * self.layout.layer_bytes for device, rows in self._counts.items()}
+        slabs = {device: _new_slab(count, size, device) for device, size in num_bytes.items()}
+        fresh = []
+        for i in range(count):
+            parts = {
+                device: slab[i, : num_bytes[device]].view(-1, self.layout.layer_bytes) for device, slab in slabs.items()
+            }
+            fresh.append(Page(self, parts, slabs[HOST][i] if set(slabs) == {HOST} else None))
+        self.pages += fresh
+        self.free[:0] = reversed(fresh)  # what was used before is in memory already
+
+    def move(self, devices: Sequence[torch.device]) -> None:
+        """Let each layer's parts rest there from now on. Where there is no memory, raises what torch does and stays."""
+        if tuple(devices) == self.devices:
+            return
+        other = PagePool(self.layout, devices, self.is_shared)
+        other._grow(len(self.pages))
+        for page, target in zip(self.pages, other.pages, strict=True):
+            if page.owners or page.is_sealed:
+                for old, new in zip(self.rows, other.rows, strict=True):
+                    target.parts[new[0]][new[1]].copy_(page.parts[old[0]][old[1]])
+        for page, target in zip(self.pages, other.pages, strict=True):
+            page.parts, page.run = target.parts, target.run
+        self._place(devices)
+
+    def check_integrity(self, owned: Iterable[Page]) -> None:
+        """owned: every entry of every block table. Raises AssertionError where a page is not owned as often as counted,
+        or is in two places at once."""
+        counts = Counter(map(id, owned))
+        for page in self.pages:
+            assert page.owners == counts[id(page)], f"a page has {counts[id(page)]} owners and counts {page.owners}"
+        free = {id(page) for page in self.free}
+        assert len(free) == len(self.free) and all(not page.owners and not page.is_sealed for page in self.free)
+        assert all(not page.owners and page.is_sealed for page in self.idle)
+        num_owned = sum(page.owners > 0 for page in self.pages)
+        assert num_owned + len(self.free) + len(self.idle) == len(self.pages)
+        assert 0 <= self.reserved <= len(self.free) + len(self.idle)
+
+
+def _new_slab(count: int, num_bytes: int, device: torch.device) -> Tensor:
+    """uint8 [count, num_bytes, rounded up to blocks of the disk]: on the host a page is read to where it is used."""
+    padded = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+    if device != HOST:
+        return torch.empty((count, padded), dtype=torch.uint8, device=device)
+    return host_buffer(count * padded).view(count, padded)
+
+
+def pages_of(num_tokens: int) -> int:
+    """That so many tokens need."""
+    return -(-num_tokens // PAGE_TOKENS)

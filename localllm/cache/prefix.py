@@ -1,0 +1,419 @@
+"""Pages that are found again by the tokens that they hold, and by all tokens before those.
+
+A page's digest is a hash of the page before it and its own 64 token ids; the first one's is of a root, which names all
+that decides what keys and values mean: the weights, the formats, RoPE. A request takes the longest run of known pages
+that its prompt begins with, whoever computed them. They rest where they were written until the room is needed, then in
+RAM, and on the disk; in each tier the tails of what was used the longest ago go first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from localllm.cache.disk import DiskTier
+from localllm.cache.miss import CacheMiss
+from localllm.cache.page_file import PageKey
+from localllm.cache.page_folder import ROOT
+from localllm.cache.paged_kv import KVPages, PagedKV
+from localllm.cache.pages import Page, PagePool
+from localllm.kernels.kv_page import PAGE_TOKENS
+from localllm.offload.disk_read import PAGE_BYTES
+from localllm.offload.host_buffer import host_buffer
+
+_CLOSE_S = 3.0
+_READ_AHEAD = 16  # pages that are read from the disk at once: 12 MB of a 1.1B model's, 70 of an 8B one's
+
+
+def page_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    tokens = b"".join(token_id.to_bytes(4, "little") for token_id in token_ids)
+    return hashlib.blake2b(parent + tokens, digest_size=32, person=b"localllm-page").digest()
+
+
+@dataclass(eq=False)
+class Entry:
+    """A page that is known. parts: in the pools, of each group of layers; payload: uint8, its bytes in RAM. is_put: on
+    the disk, or on its way there."""
+
+    key: PageKey
+    number: int
+    parts: list[Page | None]
+    payload: Tensor | None = None
+    is_put: bool = False
+
+    @property
+    def is_held(self) -> bool:
+        return self.payload is not None or any(part is not None for part in self.parts)
+
+
+@dataclass
+class _WantedPage:
+    """What a new sequence is to have of a page. wanted: the groups whose window sees it; held: parts that the pools
+    had, the sequence's already; payload: where RAM has all of it."""
+
+    key: PageKey
+    entry: Entry | None
+    wanted: Sequence[int]
+    held: dict[int, Page]
+    payload: Tensor | None
+
+    @property
+    def is_in_memory(self) -> bool:
+        return self.payload is not None or (self.entry is not None and len(self.held) == len(self.wanted))
+
+    def give_back(self, kv: PagedKV) -> None:
+        for page in self.held.values():
+            kv.give_back(page)
+        self.held.clear()
+
+
+@dataclass
+class Counts:
+    """Of pages, since the engine began: found in each tier, and spilled. disk_s, disk_bytes: of reading them."""
+
+    pool: int = 0
+    ram: int = 0
+    disk: int = 0
+    spilled: int = 0
+    disk_s: float = 0.0
+    disk_bytes: int = 0
+
+
+class PrefixCache:
+    """The pages that are known of one model under one root. ram_bytes: what those may take that left the pools."""
+
+    def __init__(self, root: bytes, pages: KVPages, ram_bytes: int = 0, disk: DiskTier | None = None) -> None:
+        self.root = root
+        self.ram_bytes = ram_bytes
+        self.disk = disk
+        self.counts = Counts()
+        self._entries: dict[bytes, Entry] = {}
+        self._of_page: dict[Page, tuple[Entry, int]] = {}
+        self._in_ram: OrderedDict[bytes, Entry] = OrderedDict()  # the least useful first
+        self._ram_used = 0
+        self.use(pages)
+
+    def use(self, pages: KVPages) -> None:
+        """Find and keep pages of these pools from now on."""
+        self._pages = pages
+        for group in pages.groups:
+            group.dense.evict = group.sealed.evict = self._leave_pool
+
+    @property
+    def ram_used_bytes(self) -> int:
+        return self._ram_used
+
+    @property
+    def num_pages(self) -> int:
+        """Known in the pools or in RAM."""
+        return len(self._entries)
+
+    def keys(self, token_ids: Sequence[int], variant: bytes = b"") -> list[PageKey]:
+        """Of every whole page of these tokens. variant: of how their positions are rotated."""
+        keys: list[PageKey] = []
+        parent = self.root
+        for begin in range(0, len(token_ids) - PAGE_TOKENS + 1, PAGE_TOKENS):
+            own = tuple(token_ids[begin : begin + PAGE_TOKENS])
+            keys.append(PageKey(page_digest(parent + (b"" if keys else variant), own), parent, own))
+            parent = keys[-1].digest
+        return keys
+
+    def attach(self, kv: PagedKV, token_ids: Sequence[int], variant: bytes = b"") -> list[PageKey]:
+        """Give a new sequence the pages that it need not compute; at least its last token is left. Returns the keys of
+        all its whole pages."""
+        keys = self.keys(token_ids, variant)
+        usable = keys[: (len(token_ids) - 1) // PAGE_TOKENS]
+        known = next((i for i, key in enumerate(usable) if not self._is_known(key)), len(usable))
+        while known and not self._is_whole(usable[:known]):
+            known -= 1
+        while known and not self._adopt(kv, usable[:known]):
+            kv.trim(0)
+            known = next((i for i, key in enumerate(usable[:known]) if not self._is_known(key)), known - 1)
+            while known and not self._is_whole(usable[:known]):
+                known -= 1
+        self._touch(usable[:known])
+        return keys
+
+    def _is_known(self, key: PageKey) -> bool:
+        return self._in_memory(key) is not None or self._is_on_disk(key)
+
+    def _in_memory(self, key: PageKey) -> Entry | None:
+        entry = self._entries.get(key.digest)
+        return entry if entry is not None and entry.key == key else None
+
+    def _is_on_disk(self, key: PageKey) -> bool:
+        return self.disk is not None and key.digest in self.disk
+
+    def _is_whole(self, keys: Sequence[PageKey]) -> bool:
+        """Whether every part is somewhere that a token behind these pages sees: those out of a window need not be."""
+        firsts = self._first_seen(len(keys))
+        return all(
+            self._is_on_disk(key)
+            or ((entry := self._in_memory(key)) is not None and _has(entry, _wanted(firsts, number)))
+            for number, key in enumerate(keys)
+        )
+
+    def _first_seen(self, num_pages: int) -> list[int]:
+        """Of each group, the first page that a token behind so many sees."""
+        return [group.first_seen(num_pages * PAGE_TOKENS) for group in self._pages.groups]
+
+    def _adopt(self, kv: PagedKV, keys: Sequence[PageKey]) -> bool:
+        """Whether all of them could be had. Where the disk does not give one back, it is known no longer."""
+        firsts = self._first_seen(len(keys))
+        # All that memory has is held first: to make room for the others would take it away.
+        pages = [self._held_page(kv, key, _wanted(firsts, number)) for number, key in enumerate(keys)]
+        while kv.num_sealed < len(pages):
+            number = kv.num_sealed
+            if not pages[number].is_in_memory:
+                run = [n for n in range(number, min(len(pages), number + _READ_AHEAD)) if not pages[n].is_in_memory]
+                run = run[: next((i for i, n in enumerate(run) if n != number + i), len(run))]
+                if self._read(kv, [pages[n] for n in run]) == len(run):
+                    continue
+                for later in pages[kv.num_sealed :]:
+                    later.give_back(kv)
+                return False
+            self._place(kv, pages[number])
+        return True
+
+    def _held_page(self, kv: PagedKV, key: PageKey, wanted: Sequence[int]) -> _WantedPage:
+        entry = self._in_memory(key)
+        if entry is None:
+            return _WantedPage(key, None, wanted, {}, None)
+        held = {index: page for index in wanted if (page := entry.parts[index]) is not None}
+        for page in held.values():
+            kv.share(page)
+        return _WantedPage(key, entry, wanted, held, entry.payload)
+
+    def _place(self, kv: PagedKV, page: _WantedPage) -> None:
+        """A page of which memory has every part that is wanted."""
+        entry, number = page.entry, kv.num_sealed
+        assert entry is not None
+        missing = [index for index in page.wanted if index not in page.held]
+        if missing:
+            assert page.payload is not None
+            fresh = {index: kv.take_for(index, number) for index in missing}
+            self._fill(number, fresh, page.payload)
+            self._hold(entry, fresh)
+            page.held.update(fresh)
+            self.counts.ram += 1
+        else:
+            self.counts.pool += 1
+        kv.place(number, page.held)
+
+    def _read(self, kv: PagedKV, pages: Sequence[_WantedPage]) -> int:
+        """Pages from the disk, into the sequence. Returns how many came whole."""
+        if self.disk is None:
+            return 0
+        first = kv.num_sealed
+        for page in pages:  # a part that memory does have is read again with the others
+            page.give_back(kv)
+        fresh = [{i: kv.take_for(i, first + n) for i in page.wanted} for n, page in enumerate(pages)]
+        buffers = [self._landing(first + n, parts) for n, parts in enumerate(fresh)]
+        started = time.perf_counter()
+        count = self.disk.read([page.key for page in pages], [buffer.numpy().data for buffer in buffers])
+        self.counts.disk_s += time.perf_counter() - started
+        self.counts.disk_bytes += sum(buffer.nbytes for buffer in buffers[:count])
+        self.counts.disk += count
+        for n, (page, parts, buffer) in enumerate(zip(pages, fresh, buffers, strict=True)):
+            if n >= count:
+                for part in parts.values():
+                    kv.give_back(part)
+                continue
+            if not self._lands_in_place(parts):
+                self._fill(first + n, parts, buffer)
+            entry = self._entries.setdefault(
+                page.key.digest, Entry(page.key, first + n, [None] * len(self._pages.groups))
+            )
+            self._hold(entry, parts)
+            kv.place(first + n, parts)
+        return count
+
+    def _hold(self, entry: Entry, fresh: Mapping[int, Page]) -> None:
+        """Pages that were filled are found again. A part that is in the pools already stays the one that is."""
+        for index, page in fresh.items():
+            if entry.parts[index] is None:
+                self._know(entry, index, page)
+
+    def _know(self, entry: Entry, index: int, page: Page) -> None:
+        entry.parts[index] = page
+        page.is_sealed = True
+        self._of_page[page] = entry, index
+
+    def miss(self, keys: Sequence[PageKey], num_tokens: int, token_ids: Sequence[int]) -> CacheMiss | None:
+        """Where these tokens, of whose pages the first `num_tokens` were found, leave what is known; None where nothing
+        more is known of such a beginning."""
+        number = num_tokens // PAGE_TOKENS
+        here = tuple(token_ids[num_tokens : num_tokens + PAGE_TOKENS])
+        known = [key.token_ids for key in self._children(keys[number - 1].digest if number else self.root)]
+        nearest = max(known, key=lambda ids: _common(ids, here), default=())
+        common = _common(nearest, here)
+        if nearest and common < len(here):
+            at = num_tokens + common
+            return CacheMiss(at, nearest[common:], tuple(token_ids[at : at + PAGE_TOKENS]))
+        other = self._elsewhere(here) if not number and not known and len(here) == PAGE_TOKENS else ""
+        return CacheMiss(0, other=other) if other else None
+
+    def _children(self, parent: bytes) -> Iterator[PageKey]:
+        yield from (entry.key for entry in self._entries.values() if entry.key.parent == parent)
+        if self.disk is not None:
+            yield from self.disk.children(parent)
+
+    def _elsewhere(self, token_ids: tuple[int, ...]) -> str:
+        """What computed the same first page of the same model otherwise."""
+        if self.disk is None:
+            return ""
+        for about in self.disk.others():
+            root = bytes.fromhex(about.get(ROOT, ""))
+            if len(root) == len(self.root) and self.disk.has_under(root, page_digest(root, token_ids)):
+                return f"weights {about.get('weights')}, kv {about.get('kv')}"
+        return ""
+
+    # What becomes known
+
+    def seal(self, kv: PagedKV, token_ids: Sequence[int], variant: bytes = b"") -> None:
+        """The pages that have become full since the last time are found from now on."""
+        if kv.length // PAGE_TOKENS == kv.num_sealed:
+            return
+        keys = self.keys(token_ids[: kv.length], variant)
+        for number, parts in kv.seal():
+            entry = self._in_memory(keys[number])
+            if entry is None:
+                entry = self._entries[keys[number].digest] = Entry(keys[number], number, [None] * len(parts))
+            for index, page in enumerate(parts):
+                if page is not None and entry.parts[index] is None and not page.is_sealed:
+                    self._know(entry, index, page)
+            if not entry.is_held:
+                del self._entries[entry.key.digest]
+        self._persist(keys)
+
+    def _persist(self, keys: Sequence[PageKey]) -> None:
+        """To the disk, the first ones first: a page is of no use there without those before it."""
+        if self.disk is None:
+            return
+        for key in keys:
+            entry = self._in_memory(key)
+            if entry is None or entry.is_put:
+                continue
+            if any(part is None for part in entry.parts):
+                return
+            entry.is_put = self.disk.put(key, self._payload(entry).numpy().data)
+            if not entry.is_put:  # the disk takes nothing now, or has let go of what was before
+                self._look_again(keys)
+                return
+
+    def _look_again(self, keys: Sequence[PageKey]) -> None:
+        for key in keys:
+            if (entry := self._in_memory(key)) is not None:
+                entry.is_put = self._is_on_disk(key)
+
+    def give_up_ram(self) -> bool:
+        """Where memory ran out: what only serves later prompts goes first. Returns whether there was any."""
+        if not self._in_ram:
+            return False
+        while self._in_ram:
+            self._drop_oldest()
+        self.ram_bytes = 0
+        return True
+
+    def close(self) -> None:
+        """Waits a moment for what is on its way to the disk; what is not written by then is computed again."""
+        if self.disk is not None:
+            self.disk.close(_CLOSE_S)
+
+    # What leaves
+
+    def _leave_pool(self, page: Page) -> None:
+        """Its room is taken: what it holds goes to RAM, if there is room and no part of it is gone already."""
+        entry, index = self._of_page.pop(page)
+        if entry.payload is None and self.ram_bytes and all(part is not None for part in entry.parts):
+            self._spill(entry)
+        entry.parts[index] = None
+        if not entry.is_held:
+            self._entries.pop(entry.key.digest, None)
+
+    def _spill(self, entry: Entry) -> None:
+        num_bytes = self._payload_bytes(entry.number)
+        while self._in_ram and self._ram_used + num_bytes > self.ram_bytes:
+            self._drop_oldest()
+        if self._ram_used + num_bytes > self.ram_bytes:
+            return
+        try:
+            entry.payload = self._payload(entry)
+        except MemoryError:  # it is computed, or read, once more
+            return
+        self._in_ram[entry.key.digest] = entry
+        self._ram_used += num_bytes
+        self.counts.spilled += 1
+
+    def _drop_oldest(self) -> None:
+        _, oldest = self._in_ram.popitem(last=False)
+        self._ram_used -= self._payload_bytes(oldest.number)
+        oldest.payload = None
+        if not oldest.is_held:
+            self._entries.pop(oldest.key.digest, None)
+
+    def _touch(self, keys: Sequence[PageKey]) -> None:
+        """They were used: the first page is kept the longest, without it the others are of no use."""
+        for key in reversed(keys):
+            if key.digest in self._in_ram:
+                self._in_ram.move_to_end(key.digest)
+        if self.disk is not None:
+            self.disk.touch(key.digest for key in reversed(keys))
+
+    # Bytes
+
+    def _pools(self, number: int) -> list[PagePool]:
+        return [group.dense if number == 0 else group.sealed for group in self._pages.groups]
+
+    def _payload_bytes(self, number: int) -> int:
+        """Of all parts, one after the other, in whole blocks of the disk."""
+        return -(-sum(pool.page_bytes for pool in self._pools(number)) // PAGE_BYTES) * PAGE_BYTES
+
+    def _payload(self, entry: Entry) -> Tensor:
+        """A copy. Raises MemoryError."""
+        payload, at = host_buffer(self._payload_bytes(entry.number)), 0
+        for part in entry.parts:
+            assert part is not None
+            at += part.write_to(payload[at:])
+        return payload
+
+    def _fill(self, number: int, parts: Mapping[int, Page], payload: Tensor) -> None:
+        at = 0
+        for index, pool in enumerate(self._pools(number)):
+            if index in parts:
+                parts[index].read_from(payload[at : at + pool.page_bytes])
+            at += pool.page_bytes
+
+    def _landing(self, number: int, parts: Mapping[int, Page]) -> Tensor:
+        """Where a page from the disk is read to: its own place, where that is one run of bytes."""
+        if self._lands_in_place(parts):
+            (page,) = parts.values()
+            assert page.run is not None
+            return page.run
+        return host_buffer(self._payload_bytes(number))
+
+    def _lands_in_place(self, parts: Mapping[int, Page]) -> bool:
+        return len(self._pages.groups) == 1 and all(page.run is not None for page in parts.values())
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many of the first tokens are the same."""
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def _wanted(firsts: Sequence[int], number: int) -> list[int]:
+    """The groups whose window sees page `number`."""
+    return [index for index, first in enumerate(firsts) if number >= first]
+
+
+def _has(entry: Entry | None, wanted: Sequence[int]) -> bool:
+    """Whether these parts are in memory."""
+    if entry is None:
+        return False
+    return entry.payload is not None or all(entry.parts[index] is not None for index in wanted)

@@ -1,0 +1,177 @@
+"""`localllm cache`: what is kept on the disk of earlier conversations, and how to be rid of it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from localllm.cli import options
+from localllm.cli.commands import PlainCommand, PlainGroup
+from localllm.cli.consent import ask_to_delete
+from localllm.cli.front import Front, front_of
+from localllm.cli.output import SCHEMA_VERSION
+from localllm.config import format_bytes, load_settings
+from localllm.errors import LocalLLMError, ModelNotFoundError
+
+if TYPE_CHECKING:
+    from localllm.cache.page_folder import KeptPages
+
+_LATEST_S = 253_000_000_000  # in the year 9987: no date is later, a file's time may be
+
+cache_app = typer.Typer(
+    name="cache",
+    cls=PlainGroup,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@cache_app.callback(invoke_without_command=True)
+def cache(context: typer.Context, as_json: options.AsJson = False) -> None:
+    """Show or clear what is kept of conversations.
+
+    What was computed of them, and of which tokens, readable by you alone: a later run that continues one reads it from
+    the disk. Without a command: `info`.
+    """
+    if context.invoked_subcommand is None:
+        _info(front_of(context), as_json)
+
+
+@cache_app.command("info", cls=PlainCommand)
+def info(context: typer.Context, as_json: options.AsJson = False) -> None:
+    """Show what is kept: where, how much of which model, and the limit.
+
+    What was used longest ago goes first where the limit is reached (the setting `cache_disk`).
+    """
+    _info(front_of(context), as_json or _typed_before(context))
+
+
+@cache_app.command("clear", cls=PlainCommand)
+def clear(
+    context: typer.Context,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="NAME", help="Only of this model, as `cache info` names it.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Delete what is kept of conversations.
+
+    What is needed again is computed again; a run that is under way goes on.
+    """
+    from localllm.cache.page_folder import kept_pages, kv_root, quarantined_sizes, root_folders
+
+    front, directory = front_of(context), kv_root()
+    kept = kept_pages(directory)
+    chosen = _of_model(kept, model) if model is not None else kept
+    size_bytes = sum(pages.num_bytes for pages in chosen) + (
+        0 if model is not None else sum(quarantined_sizes(directory))
+    )
+    roots = [pages.root for pages in chosen] if model is not None else root_folders(directory)
+    what = "what is kept of conversations" + (f" with {model}" if model is not None else "")
+    if size_bytes and not yes:
+        of_model = f" --model {shlex.quote(model)}" if model is not None else ""
+        ask_to_delete(front, what, format_bytes(size_bytes), f"localllm cache clear{of_model} --yes")
+    freed_bytes = _remove(directory, roots, quarantined=model is None)
+    if as_json or _typed_before(context):
+        front.output.json({"schema_version": SCHEMA_VERSION, "model": model, "freed_bytes": freed_bytes})
+    elif size_bytes:
+        front.output.line(f"removed {what}: {format_bytes(freed_bytes)} freed")
+    else:
+        front.output.note(f"nothing is kept in {directory}")
+
+
+def _typed_before(context: typer.Context) -> bool:
+    """`localllm cache --json info` is as good as `localllm cache info --json`."""
+    return context.parent is not None and bool(context.parent.params.get("as_json"))
+
+
+def _info(front: Front, as_json: bool) -> None:
+    from localllm.cache.page_folder import default_limit_bytes, free_bytes, kept_pages, kv_root, quarantined_sizes
+
+    directory = kv_root()
+    kept, quarantined = kept_pages(directory), quarantined_sizes(directory)
+    size_bytes = sum(pages.num_bytes for pages in kept)
+    limit_bytes = load_settings().settings.cache_disk
+    if limit_bytes is None:
+        limit_bytes = default_limit_bytes(directory, size_bytes)
+    if as_json:
+        fields = {
+            "schema_version": SCHEMA_VERSION,
+            "directory": str(directory),
+            "limit_bytes": limit_bytes,
+            "free_bytes": free_bytes(directory),
+            "size_bytes": size_bytes,
+            "pages": sum(pages.num_pages for pages in kept),
+            "tokens": sum(pages.num_tokens for pages in kept),
+            "quarantined": len(quarantined),
+            "quarantined_bytes": sum(quarantined),
+            "models": [_fields(pages) for pages in kept],
+        }
+        front.output.json(fields, indent=2)
+        return
+    limit = f"at most {format_bytes(limit_bytes)}" if limit_bytes else "and nothing is added: cache_disk is off"
+    front.output.line(f"{format_bytes(size_bytes)} in {directory}, {limit}")
+    if kept:
+        header = ("MODEL", "FORMAT", "TOKENS", "SIZE", "LAST USED")
+        front.output.table(header, [_cells(pages) for pages in kept], optional=("LAST USED", "FORMAT"))
+    if quarantined:
+        count = "1 damaged file" if len(quarantined) == 1 else f"{len(quarantined)} damaged files"
+        verb = "is" if len(quarantined) == 1 else "are"
+        front.output.note(f"{count} ({format_bytes(sum(quarantined))}) {verb} set aside there")
+
+
+def _fields(pages: KeptPages) -> dict[str, Any]:
+    return {
+        "model": pages.about.get("model"),
+        "about": pages.told,
+        "pages": pages.num_pages,
+        "tokens": pages.num_tokens,
+        "size_bytes": pages.num_bytes,
+        "last_used": _when(pages).isoformat(timespec="seconds"),
+    }
+
+
+def _cells(pages: KeptPages) -> tuple[str, ...]:
+    form = ", ".join(f"{key} {value}" for key, value in pages.told.items() if key != "model")
+    when = _when(pages).astimezone().strftime("%Y-%m-%d %H:%M")
+    return (pages.about.get("model", "-"), form, str(pages.num_tokens), format_bytes(pages.num_bytes), when)
+
+
+def _when(pages: KeptPages) -> datetime:
+    return datetime.fromtimestamp(min(max(0, pages.used_ns // 1_000_000_000), _LATEST_S), UTC)
+
+
+def _of_model(kept: Sequence[KeptPages], model: str) -> list[KeptPages]:
+    chosen = [pages for pages in kept if pages.about.get("model") == model]
+    if not chosen:
+        names = sorted({pages.about["model"] for pages in kept if "model" in pages.about})
+        why = f"there is something of {', '.join(names)}" if names else "there is nothing of any model"
+        raise ModelNotFoundError(f"nothing is kept of conversations with {model}", why=why, fix="localllm cache info")
+    return chosen
+
+
+def _remove(directory: Path, roots: Sequence[str], *, quarantined: bool) -> int:
+    from localllm.cache.page_folder import remove_pages, remove_quarantined
+
+    with _refusals(directory):
+        freed_bytes = remove_pages(directory, roots)
+        return freed_bytes + remove_quarantined(directory) if quarantined else freed_bytes
+
+
+@contextmanager
+def _refusals(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise LocalLLMError(
+            "the cache of conversations could not be cleared",
+            why=f"{error.strerror or error} ({error.filename or directory})",
+            fix=f"ls -lR {shlex.quote(str(directory))}",
+        ) from None

@@ -1,0 +1,332 @@
+"""Keeps a dialogue in the history as it happens. What the history refuses is told once, and the chat goes on without.
+
+Knows dialogues and the history. Knows no model and no terminal but for what it has to tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from localllm.cli.answer import Answer
+from localllm.cli.dialogue import Dialogue, Message
+from localllm.cli.front import Front
+from localllm.cli.generate import Printing, print_answer
+from localllm.cli.output import Output
+from localllm.cli.selection import Selection, select
+from localllm.errors import HistoryError, LocalLLMError, ModelNotFoundError, UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from localllm.engine.request import Request
+    from localllm.engine.service import EngineService
+    from localllm.history import History, Recording, Session
+
+_PATIENCE_S = 0.2  # with a history that has failed before
+_SHOWN_LINES = 12  # of each message that a resumed chat begins with
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A chat of the history that is gone on with: what it shows, each message with its number there."""
+
+    session: Session
+    turns: tuple[tuple[Message, int], ...]
+    is_cut: bool  # its last message is an answer that did not end
+
+    def restore(self, dialogue: Dialogue, system: str | None) -> None:
+        """Puts what was said into an empty dialogue; `system`: the message that was typed in the place of its own."""
+        dialogue.system = self.session.system if system is None else system
+        dialogue.turns = [turn for turn, _ in self.turns]
+
+    def show(self, output: Output) -> None:
+        """Tells which chat it is, and how it ended."""
+        output.note(f"going on with {self.session.id}: {self.session.title}")
+        last = [turn for turn, _ in self.turns][-2:]
+        for turn in last:
+            lines = str(turn["content"]).strip().splitlines()
+            for index, line in enumerate(lines[:_SHOWN_LINES]):
+                output.note((">>> " if index == 0 else "... ") + line if turn["role"] == "user" else line)
+            if len(lines) > _SHOWN_LINES:
+                output.note(f"({len(lines) - _SHOWN_LINES} more lines: localllm sessions show {self.session.id})")
+        if self.is_cut:
+            output.note("(interrupted: /regen answers anew)")
+        elif last and last[-1]["role"] == "user":
+            output.note("(not answered: /regen answers it)")
+
+
+def look_up(output: Output, word: str) -> Resumed:
+    """The chat that `word` names: an id, the beginning of one, a part of a title, or `last`. Raises HistoryError."""
+    from localllm.history import History, history_file
+
+    if not history_file().exists():
+        raise HistoryError("no chat is kept yet", why=f"there is no {history_file()}", fix="localllm chat")
+    with History.open_to_read(history_file()) as history:
+        if history.moved_to is not None:
+            output.warn(moved_text(history.moved_to))
+        session = history.find(word)
+        path = history.path(session)
+    turns = tuple((message.as_turn, message.number) for message in path)
+    return Resumed(session, turns, bool(path) and path[-1].state != "complete")
+
+
+def select_resumed(
+    front: Front, word: str | None, flags: Mapping[str, Any], resumed: Resumed | None, again: str
+) -> Selection:
+    """As `select`: the model `word`, or the one that the resumed chat was held with.
+
+    again: the line that would go on with the chat by the built-in model. Raises what `select` does.
+    """
+    held_with = resumed.session.model if resumed is not None and word is None else None
+    try:
+        return select(front, held_with or word, flags)
+    except ModelNotFoundError as error:
+        if held_with is not None:
+            error.why = f"the chat was held with it; {error.why}"
+            error.fix = f"{error.fix}, or {again}"
+        raise
+
+
+def keeper_of(output: Output, selection: Selection, resumed: Resumed | None, *, keeps: bool = True) -> Keeper:
+    """What keeps the chat with this model; nothing where the user wants it private, or where it is none (`keeps`)."""
+    from localllm.history import history_file
+
+    is_kept = keeps and not selection.private
+    return Keeper(output, history_file() if is_kept else None, selection.model_name, resumed)
+
+
+class Keeper:
+    """Makes the history's session show what the dialogue holds: call `sync` where that has changed.
+
+    Turns are known by identity: one that a dialogue has taken back and said anew is another message there, beside the
+    first. path: of the history; None: nothing is kept.
+    """
+
+    def __init__(self, output: Output, path: Path | None, model: str, resumed: Resumed | None = None) -> None:
+        self._output = output
+        self._path = path
+        self._model = model
+        self._history: History | None = None
+        self._session: Session | None = resumed.session if resumed else None
+        self._kept: list[tuple[Message, int]] = list(resumed.turns) if resumed else []
+        self._recording: Recording | None = None
+        self._title: str | None = None
+        self._is_behind = False  # what was said last is not kept
+        self._has_failed = False
+        self._is_removed = False
+
+    @property
+    def is_private(self) -> bool:
+        return self._path is None
+
+    @property
+    def session_id(self) -> str | None:
+        """The id of the kept chat; None where nothing is kept of it (yet)."""
+        is_kept = self._session is not None and not (self.is_private or self._is_behind or self._is_removed)
+        return self._session.id if self._session is not None and is_kept else None
+
+    def sync(self, dialogue: Dialogue) -> None:
+        """Keeps what was said since, and has the session show what the dialogue does."""
+        self._attempt(lambda history: self._sync(history, dialogue))
+
+    def begin_answer(self) -> None:
+        """What is heard from now on is the answer to the last message that was kept."""
+        from localllm.history import Recording
+
+        self._recording = None
+        if self._history is not None and self._session is not None and self._kept and self.session_id is not None:
+            self._recording = Recording(self._history, self._session, self._kept[-1][1], self._model)
+
+    def hear(self, text: str) -> None:
+        """Takes a piece of the answer in; tells of nothing, which would stand in the middle of it."""
+        if self._recording is not None:
+            self._recording.hear(text)
+
+    def end_answer(self, dialogue: Dialogue, answer: Answer | None) -> None:
+        """The answer has ended, and is the dialogue's last turn. None: an error ended it."""
+        recording, self._recording = self._recording, None
+        if recording is not None:
+            recording.finish("complete" if answer is not None and _is_whole(answer) else "interrupted", _facts(answer))
+            if recording.error is not None:
+                self._fail(recording.error)
+            elif recording.message is not None:
+                self._kept.append((dialogue.turns[-1], recording.message))
+        self.sync(dialogue)
+
+    def begin_anew(self) -> None:
+        """What is said next begins another chat."""
+        self._session, self._kept, self._title = None, [], None
+        self._is_removed = False
+
+    def rename(self, dialogue: Dialogue, title: str) -> str:
+        """Gives the chat a title, where there is one; returns the one that it has. Raises UsageError, HistoryError."""
+        self._require_kept("/title")
+        if title:
+            self._title = " ".join(title.split())
+            self.sync(dialogue)
+        return self._title or (self._session.title if self._session is not None else "none yet")
+
+    def fork(self, dialogue: Dialogue) -> str | None:
+        """Goes on in a copy of the chat; returns its id, None where nothing was said yet. Raises UsageError."""
+        self._require_kept("/fork")
+        return self._attempt(lambda history: self._fork(history, dialogue))
+
+    def close(self) -> None:
+        """Ends it. Where the history had refused and then had not, tells that nothing is missing after all."""
+        if self._has_failed and self.session_id is not None:
+            self._output.note(f"the history could be written again: all of this chat is kept, as {self.session_id}")
+        self._close()
+
+    def _close(self) -> None:
+        if self._history is not None:
+            self._history.close()
+            self._history = None
+
+    def _sync(self, history: History, dialogue: Dialogue) -> None:
+        from localllm.history import content_of, title_of
+
+        turns, same = dialogue.turns, self._same(dialogue)
+        if self._session is None and not turns:
+            return
+        kept = self._kept[:same]
+        with history.together():
+            opening = dialogue.opening or next((content_of(turn)[0] for turn in turns if turn["role"] == "user"), "")
+            session = self._session and history.refresh(self._session)
+            session = session or history.begin(self._title or title_of(opening), self._model, dialogue.system)
+            for turn in turns[same:]:
+                content, fields = content_of(turn)
+                model = self._model if turn["role"] == "assistant" else None
+                parent = kept[-1][1] if kept else None
+                number = history.append(session, parent, turn["role"], content, model=model, fields=fields)
+                kept.append((turn, number))
+            head = kept[-1][1] if kept else None
+            session = history.refresh(session)
+            if session.head != head:
+                history.show(session, head)
+            title = self._title or session.title
+            if (title, self._model, dialogue.system) != (session.title, session.model, session.system):
+                history.update(session, title=title, model=self._model, system=dialogue.system)
+            session = history.refresh(session)
+        self._session, self._kept = session, kept
+
+    def _same(self, dialogue: Dialogue) -> int:
+        """How many turns of the dialogue are kept as they are."""
+        same = 0
+        while same < min(len(dialogue.turns), len(self._kept)) and dialogue.turns[same] is self._kept[same][0]:
+            same += 1
+        return same
+
+    def _fork(self, history: History, dialogue: Dialogue) -> str | None:
+        self._sync(history, dialogue)
+        if self._session is None or not self._kept:
+            return None
+        copy = history.fork(self._session, self._kept[-1][1])
+        path = history.path(copy)
+        self._session = copy
+        self._kept = [(turn, message.number) for turn, message in zip(dialogue.turns, path, strict=True)]
+        return copy.id
+
+    def _require_kept(self, command: str) -> None:
+        if self.is_private:
+            raise UsageError(f"{command} needs a chat that is kept", why="this one is private", fix="/save chat.json")
+
+    def _attempt(self, action: Callable[[History], _T]) -> _T | None:
+        from localllm.history import GoneError
+
+        if self._path is None or self._is_removed:
+            return None
+        try:
+            result = action(self._opened(self._path))
+        except GoneError:
+            self._is_removed = True
+            self._output.warn("this chat was removed from the history: it goes on, but is not kept any more")
+            return None
+        except HistoryError as error:
+            self._fail(error)
+            return None
+        self._is_behind = False
+        return result
+
+    def _opened(self, path: Path) -> History:
+        from localllm.history import History
+        from localllm.history.database import PATIENCE_S
+
+        if self._history is not None and not self._history.is_in_place():  # deleted, or moved aside by another process
+            self._close()
+            self._session, self._kept = None, []
+        if self._history is None:
+            self._history = History.open(path, patience_s=_PATIENCE_S if self._has_failed else PATIENCE_S)
+            if self._history.moved_to is not None:
+                self._output.warn(moved_text(self._history.moved_to))
+                self._session, self._kept = None, []
+        return self._history
+
+    def _fail(self, error: LocalLLMError) -> None:
+        self._close()
+        self._is_behind = True
+        if not self._has_failed:
+            self._has_failed = True
+            self._output.warn(f"this chat goes on, but is not kept: {error.what} ({error.why}); {error.fix}")
+
+
+def print_kept(
+    front: Front,
+    selection: Selection,
+    service: EngineService,
+    request: Request,
+    printing: Printing,
+    dialogue: Dialogue,
+    keeper: Keeper,
+) -> Answer:
+    """Shows the answer to the dialogue's last question, and keeps both: the question before the model begins.
+
+    Raises the error that ended it; what was said by then stays, and a question of which nothing was said is taken back.
+    """
+    said: list[str] = []
+
+    def hear(text: str) -> None:
+        said.append(text)
+        keeper.hear(text)
+
+    try:
+        keeper.sync(dialogue)
+        keeper.begin_answer()
+        stream = service.submit(request)
+        answer = print_answer(front, selection.files, stream, request, printing, hear, keeper.session_id)
+    except BaseException as error:  # the reader of a pipe that is gone, too
+        if any(said):
+            dialogue.answer("".join(said))
+            keeper.end_answer(dialogue, None)
+        elif isinstance(error, LocalLLMError):
+            dialogue.take_back_question()
+            keeper.sync(dialogue)
+        raise
+    dialogue.answer(answer.text)
+    keeper.end_answer(dialogue, answer)
+    return answer
+
+
+def moved_text(moved_to: Path) -> str:
+    """What is told of a history that was found damaged."""
+    return f"the history was damaged: it is now {moved_to}, and a new one was begun"
+
+
+def _is_whole(answer: Answer) -> bool:
+    return answer.finished is not None and answer.finished.finish_reason in ("stop", "length")
+
+
+def _facts(answer: Answer | None) -> dict[str, Any]:
+    """What is worth knowing of an answer later."""
+    if answer is None or answer.finished is None:
+        return {}
+    usage = answer.finished.usage
+    return {
+        "finish_reason": answer.finished.finish_reason,
+        "prompt_tokens": usage.prompt_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "seed": answer.seed,
+    }

@@ -1,0 +1,375 @@
+"""`localllm sessions`: the chats that were kept; to list, read, search, take along, bring in and delete."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from localllm.cli import options
+from localllm.cli.commands import PlainCommand, PlainGroup
+from localllm.cli.front import Front, front_of
+from localllm.cli.keeping import moved_text
+from localllm.cli.names import complete_sessions
+from localllm.cli.output import SCHEMA_VERSION
+from localllm.errors import UsageError
+
+if TYPE_CHECKING:
+    from localllm.history import History, Hit, Session
+
+_MOST_LISTED = 20
+_HELP_FLAGS = {"help_option_names": ["-h", "--help"]}
+
+Chat = Annotated[
+    str,
+    typer.Argument(
+        metavar="ID",
+        show_default=False,
+        autocompletion=complete_sessions,
+        help="An id of `localllm sessions list`, the beginning of one, a part of a title, or `last`.",
+    ),
+]
+Chats = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="ID...",
+        show_default=False,
+        autocompletion=complete_sessions,
+        help="Ids of `localllm sessions list`, beginnings of them, parts of titles, or `last`.",
+    ),
+]
+
+sessions_app = typer.Typer(name="sessions", cls=PlainGroup, rich_markup_mode=None, context_settings=_HELP_FLAGS)
+
+
+@sessions_app.callback(invoke_without_command=True)
+def sessions(context: typer.Context) -> None:
+    """List, read, search, export and delete kept chats."""
+    if context.invoked_subcommand is None:
+        front_of(context).output.line(context.get_help())
+
+
+@sessions_app.command("list", cls=PlainCommand, context_settings=_HELP_FLAGS)
+def list_sessions(
+    context: typer.Context,
+    everything: Annotated[
+        bool, typer.Option("--all", help=f"All of them, not the latest {_MOST_LISTED} alone.")
+    ] = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """List the chats that were kept.
+
+    The one that was gone on with last stands in front.
+    """
+    front = front_of(context)
+    with _opened(front) as history:
+        found = history.sessions(-1 if everything else _MOST_LISTED)
+        count = history.count()
+    if as_json:
+        rows = [session_fields(session, messages) for session, messages in found]
+        front.output.json({"schema_version": SCHEMA_VERSION, "total": count, "sessions": rows}, indent=2)
+        return
+    if not found:
+        front.output.note("no chat is kept yet: `localllm chat` keeps one, unless it is --private")
+        return
+    front.output.table(
+        ("ID", "WHEN", "MODEL", "MESSAGES", "TITLE"), [_cells(*row) for row in found], optional=("MODEL", "MESSAGES")
+    )
+    if count > len(found):
+        front.output.note(f"{count - len(found)} more: localllm sessions list --all")
+
+
+@sessions_app.command("show", cls=PlainCommand, context_settings=_HELP_FLAGS)
+def show_session(context: typer.Context, session: Chat, as_json: options.AsJson = False) -> None:
+    """Print a chat.
+
+    What it shows is what it would go on from; `export --format json` has the other answers and wordings too.
+    """
+    from localllm.history import exchange
+
+    front = front_of(context)
+    with _opened(front) as history:
+        found = history.find(session)
+        path = history.path(found)
+    if not as_json:
+        front.output.verbatim(exchange.as_markdown(found, path))
+        return
+    messages = [
+        {
+            "role": message.role,
+            "content": message.fields.get("content", message.content),
+            "state": message.state,
+            "model": message.model,
+            "created": message.created,
+            "facts": message.facts,
+        }
+        for message in path
+    ]
+    fields = {**session_fields(found, len(path)), "system": found.system}
+    front.output.json({"schema_version": SCHEMA_VERSION, "session": fields, "messages": messages}, indent=2)
+
+
+@sessions_app.command("search", cls=PlainCommand, context_settings=_HELP_FLAGS)
+def search_sessions(
+    context: typer.Context,
+    words: Annotated[
+        list[str], typer.Argument(metavar="WORD...", show_default=False, help="All of them; a phrase in double quotes.")
+    ],
+    as_json: options.AsJson = False,
+) -> None:
+    """Find words in titles and messages, the latest first.
+
+    Also in answers that were generated anew and are not shown any more.
+    """
+    from localllm.history import search
+
+    front = front_of(context)
+    query = " ".join(f'"{word}"' if " " in word else word for word in words)
+    if not search.terms(query):
+        raise UsageError(
+            "there is nothing to search for", why="no word was given", fix="localllm sessions search lantern"
+        )
+    with _opened(front) as history:
+        rows = [_hit_fields(hit, query) for hit in history.search(query, _MOST_LISTED)]
+    if as_json:
+        front.output.json({"schema_version": SCHEMA_VERSION, "hits": rows}, indent=2)
+        return
+    if not rows:
+        front.output.note("nothing was found")
+        return
+    front.output.table(
+        ("ID", "WHEN", "ROLE", "TEXT"),
+        [[row["id"], _when(row["created"]), row["role"], row["text"]] for row in rows],
+    )
+    if len(rows) == _MOST_LISTED:
+        front.output.note(f"the latest {_MOST_LISTED} are shown; more words find fewer")
+
+
+@sessions_app.command("export", cls=PlainCommand, context_settings=_HELP_FLAGS)
+def export_sessions(
+    context: typer.Context,
+    sessions: Chats = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every chat that is kept.")] = False,
+    form: Annotated[
+        Literal["markdown", "json"] | None,
+        typer.Option(
+            "--format",
+            metavar="markdown|json",
+            help="markdown: to be read. json: to be imported again, with every branch. Default: as FILE ends, else "
+            "markdown.",
+        ),
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="Where to write it; must not be there. Default: stdout."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Write FILE anew where it is there.")] = False,
+) -> None:
+    """Write chats as Markdown or JSON."""
+    import json
+
+    from localllm.history import exchange
+
+    front = front_of(context)
+    if force and file is None:
+        raise UsageError(
+            "--force needs -o FILE", why="stdout is never overwritten", fix="localllm sessions export --help"
+        )
+    chosen = form or ("json" if file is not None and file.suffix.casefold() == ".json" else "markdown")
+    with _opened(front) as history:
+        found = _chosen(history, sessions, everything, "export")
+        if chosen == "json":
+            value = exchange.as_json(map(history.conversation, found))
+            text = json.dumps(value, ensure_ascii=False, indent=1) + "\n"
+        else:
+            text = "\n".join(exchange.as_markdown(session, history.path(session)) for session in found)
+    if file is None:
+        front.output.verbatim(text)
+        return
+    _write(file, text, force=force)
+    front.output.note(f"wrote {_counted(found)} to {file}")
+
+
+@sessions_app.command("import", cls=PlainCommand, context_settings=_HELP_FLAGS)
+def import_sessions(
+    context: typer.Context,
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE...",
+            show_default=False,
+            help="What `export --format json` wrote, or the data that ChatGPT exports: conversations.json, or the "
+            "archive with it.",
+        ),
+    ],
+    as_json: options.AsJson = False,
+) -> None:
+    """Take chats in from another machine, or from ChatGPT.
+
+    What is here already is not added again; a chat that has grown gets what is new. An image, a file or a tool at work
+    becomes a note in brackets.
+    """
+    from localllm.history.imports import read_conversations
+
+    front = front_of(context)
+    conversations = [conversation for file in files for conversation in read_conversations(file)]
+    with _opened(front) as history, history.together():
+        before = history.count()
+        added = [messages for _, messages in map(history.add, conversations)]
+        new = history.count() - before
+    grown = sum(messages > 0 for messages in added) - new
+    fields = {"read": len(conversations), "new": new, "grown": max(grown, 0), "messages": sum(added)}
+    if as_json:
+        front.output.json({"schema_version": SCHEMA_VERSION, **fields})
+        return
+    known = len(conversations) - new - fields["grown"]
+    counts = f"{fields['grown']} had grown, {known} were here already"
+    front.output.line(f"imported {new} chats with {fields['messages']} messages; {counts}")
+
+
+@sessions_app.command("rm", cls=PlainCommand, context_settings=_HELP_FLAGS)
+def remove_sessions(
+    context: typer.Context,
+    sessions: Chats = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every chat that is kept.")] = False,
+    yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Delete chats, with every branch of them.
+
+    They are gone for good: from the index and from free pages of the file, too.
+    """
+    front = front_of(context)
+    with _opened(front) as history:
+        found = _chosen(history, sessions, everything, "rm")
+        if not yes:
+            _ask(front, found, everything=everything)
+        history.remove(found)
+    if as_json:
+        removed = [session.id for session in found]
+        front.output.json({"schema_version": SCHEMA_VERSION, "removed": removed})
+    else:
+        front.output.line(f"removed {_counted(found)}")
+
+
+def listed(limit: int) -> Iterator[str]:
+    """The latest chats, a line each. Raises HistoryError."""
+    from localllm.history import History, history_file
+
+    if history_file().exists():
+        with History.open_to_read(history_file()) as history:
+            for session, count in history.sessions(limit):
+                yield f"{session.id}  {_when(session.updated)}  {count:>3}  {session.title}"
+
+
+def session_fields(session: Session, messages: int) -> dict[str, Any]:
+    """A chat as the JSON of `sessions` has it."""
+    return {
+        "id": session.id,
+        "title": session.title,
+        "model": session.model,
+        "created": session.created,
+        "updated": session.updated,
+        "messages": messages,
+        "facts": dict(session.facts),
+    }
+
+
+@contextmanager
+def _opened(front: Front) -> Iterator[History]:
+    from localllm.history import History, history_file
+
+    with History.open_to_read(history_file()) as history:
+        if history.moved_to is not None:
+            front.output.warn(moved_text(history.moved_to))
+        yield history
+
+
+def _chosen(history: History, words: Sequence[str] | None, everything: bool, command: str) -> list[Session]:
+    """The chats that a line names, all of which must be there. Raises UsageError, HistoryError."""
+    if everything and words:
+        why = "--all is every chat, an id is one"
+        raise UsageError("--all and an ID cannot go together", why=why, fix=f"localllm sessions {command} --all")
+    if everything:
+        return [session for session, _ in reversed(history.sessions())]  # as an import would add them
+    if not words:
+        why = "neither an ID nor --all is on the line"
+        raise UsageError("no chat is named", why=why, fix=f"localllm sessions {command} last")
+    found = {session.number: session for session in map(history.find, words)}
+    return list(found.values())
+
+
+def _ask(front: Front, found: Sequence[Session], *, everything: bool) -> None:
+    """Raises UsageError where nobody can be asked, and leaves where the answer is no."""
+    ids = ["--all"] if everything else [session.id for session in found]
+    if sys.stdin is None or not sys.stdin.isatty():
+        raise UsageError(
+            f"nobody can be asked whether to delete {_counted(found)}",
+            why="standard input is no terminal",
+            fix=shlex.join(["localllm", "sessions", "rm", *ids, "--yes"]),
+        )
+    for session in found[:_MOST_LISTED]:
+        front.output.note(f"{session.id}  {_when(session.updated)}  {session.title}")
+    if len(found) > _MOST_LISTED:
+        front.output.note(f"and {len(found) - _MOST_LISTED} more")
+    front.output.prompt(f"Delete {_counted(found)}? [y/N] ")
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        front.output.note("nothing was deleted")
+        raise typer.Exit(1)
+
+
+def _write(path: Path, text: str, *, force: bool) -> None:
+    """Writes beside the name first, so that no half file ever has it. Raises UsageError."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        if path.exists() and not force:
+            fix = shlex.join(["localllm", "sessions", "export", "--force", "-o", str(path)])
+            raise UsageError(f"{str(path)!r} is there already", why="nothing is overwritten unasked", fix=f"{fix} ...")
+        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        unfinished.replace(path)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        fix = f"df -h {shlex.quote(str(path.parent))}"
+        raise UsageError(f"{str(path)!r} cannot be written", why=why, fix=fix) from error
+    finally:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+
+
+def _counted(found: Sequence[Session]) -> str:
+    return f"the chat {found[0].id} ({found[0].title})" if len(found) == 1 else f"{len(found)} chats"
+
+
+def _cells(session: Session, count: int) -> tuple[str, ...]:
+    return (session.id, _when(session.updated), _short(session.model), str(count), session.title)
+
+
+def _short(model: str | None) -> str:
+    """Of a folder its name alone."""
+    return "" if model is None else Path(model).name if model.startswith("/") else model
+
+
+def _hit_fields(hit: Hit, query: str) -> Mapping[str, Any]:
+    from localllm.history import search
+
+    session, message = hit.session, hit.message
+    text = session.title if message is None else search.excerpt(message.content, query)
+    role = "title" if message is None else message.role
+    created = session.updated if message is None else message.created
+    return {"id": session.id, "title": session.title, "role": role, "created": created, "text": text}
+
+
+def _when(seconds: float) -> str:
+    from localllm.history.exchange import format_time
+
+    return format_time(seconds)

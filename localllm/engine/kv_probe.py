@@ -1,0 +1,265 @@
+"""Whether keys and values in few bits change what a model says: asked once, at its first long prompt, and kept.
+
+Knows the model as it is placed, and tokens. Knows no requests: the engine says when nothing else runs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from localllm.cache.kv_format import (
+    KV_FORMATS,
+    WIDER,
+    KVFormat,
+    choose_format,
+    kv_bytes_per_sequence,
+    kv_bytes_per_token,
+)
+from localllm.config import format_bytes, format_figure, user_directories
+from localllm.engine.kv_reuse import Computed
+from localllm.engine.loading import LoadedModel, Loading
+from localllm.engine.residency import Residency
+from localllm.engine.runner import Chunk
+from localllm.errors import DoesNotFitError
+from localllm.kernels.kv_page import GROUP, PAGE_TOKENS
+from localllm.models.config import ModelConfig
+from localllm.offload.plan import Plan
+from localllm.offload.profile import write_whole
+from localllm.quant.dense import Dense
+
+# Whose distributions are compared: of the four pages that the last of them sees, two are coded, the first one and its
+# own are not.
+FIRST, LAST = 3 * PAGE_TOKENS, 4 * PAGE_TOKENS
+# Between what harms and what does not, in each of 28 texts (docs/quality.md): INT4 of a model without outliers comes to
+# 0.0034 at most; where it costs 1 % of perplexity, to 0.017 at most; where it costs 13 %, to 0.041 at least.
+LIMIT_NATS = 0.03
+_VERSION = 1  # of what is kept, and of what coded pages hold
+_MOST_KEPT = 500
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """kv: the narrowest format that changes little, of what was asked for and all wider ones. nats: by how much
+    the one that was asked for changes what the model says."""
+
+    kv: str
+    nats: float
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a verdict is of. kv: the format that was asked for, by its name."""
+
+    computed: Computed
+    dtype: torch.dtype
+    kv: str
+
+    @property
+    def key(self) -> str:
+        return " ".join((self.computed.source, self.computed.weights, str(self.dtype).removeprefix("torch."), self.kv))
+
+    def verdict(self) -> Verdict | None:
+        """What was found before; None where nothing was, or what was kept is unreadable."""
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            return _parsed(self.kv, _kept()[self.key])
+        return None
+
+    def keep(self, verdict: Verdict) -> None:
+        """For later starts. A cache that cannot be written is done without."""
+        if not self.computed.source:
+            return
+        kept: dict[str, Any] = {}
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            kept = {key: found for key, found in _kept().items() if key != self.key}
+        last = dict(list(kept.items())[1 - _MOST_KEPT :])
+        content = {"version": _VERSION, "verdicts": {**last, self.key: asdict(verdict)}}
+        with suppress(OSError):
+            write_whole(_path(), json.dumps(content, indent=1))
+
+    def finding(self, verdict: Verdict) -> str:
+        nats = format_figure(verdict.nats, 2) if math.isfinite(verdict.nats) else "more than 100"
+        return f"{self.kv} keys and values change what this model says: KL {nats} nats"
+
+    def shown(self, kv: str) -> str:
+        """A format's name; dense pages are of what the model computes in."""
+        return Dense(self.dtype).name if kv == "bf16" else kv
+
+
+def _path() -> Path:
+    return user_directories().cache / "kv_probes.json"
+
+
+def _kept() -> Mapping[str, Any]:
+    """Raises what a damaged file does."""
+    found = json.loads(_path().read_text(encoding="utf-8"))
+    if found["version"] != _VERSION:
+        return {}
+    verdicts: Mapping[str, Any] = dict(found["verdicts"])
+    return verdicts
+
+
+def _parsed(asked: str, found: Mapping[str, Any]) -> Verdict:
+    """Raises ValueError for what is no verdict on this format."""
+    kv, nats = found["kv"], float(found["nats"])
+    if kv not in _from(asked) or math.isnan(nats):
+        raise ValueError(f"{found} is no verdict on {asked}")
+    return Verdict(kv, nats)
+
+
+def _from(kv: str) -> list[str]:
+    """The format and all that are wider, in order."""
+    names = [kv]
+    while names[-1] in WIDER:
+        names.append(WIDER[names[-1]])
+    return names
+
+
+@dataclass(frozen=True)
+class Switch:
+    """The format to go on in, and the plan with what it takes; None where nobody planned."""
+
+    kv_format: KVFormat
+    plan: Plan | None
+
+
+@dataclass(frozen=True)
+class KVProbe:
+    """Of an engine of whose format nothing is known yet. note: hears what was found, where that was too much."""
+
+    asked: Asked
+    note: Callable[[str], None]
+
+    def run(
+        self, residency: Residency, token_ids: Sequence[int], plan: Plan | None, cancelled: Callable[[], bool]
+    ) -> Switch | None:
+        """None where the format stays: it changes little, or there is no room for another one.
+
+        token_ids: `LAST` or more. plan: None where nobody knows how much memory there is. Raises as a forward does,
+        StepCancelledError where `cancelled` says so.
+        """
+        verdict = probe(residency, token_ids, cancelled)
+        if verdict is None:
+            return None
+        self.asked.keep(verdict)
+        if verdict.kv == self.asked.kv:
+            return None
+        found = f"{self.asked.finding(verdict)} on {LAST - FIRST} positions of this prompt, more than {LIMIT_NATS:g}"
+        kv_format, shown = KV_FORMATS[verdict.kv], self.asked.shown(verdict.kv)
+        wider = None if plan is None else with_kv(plan, residency, kv_format)
+        missing = 0 if wider is None else max(wider.total_bytes(tier) - wider.limits[tier] for tier in wider.limits)
+        if missing > 0:
+            fix = f"--kv {verdict.kv} with a smaller --ctx"
+            self.note(f"{found}; {shown} would take {format_bytes(missing)} more than there is: {fix}")
+            return None
+        self.note(f"{found}; they are kept in {shown}")
+        return Switch(kv_format, wider)
+
+
+def with_kv(plan: Plan, residency: Residency, kv_format: KVFormat) -> Plan:
+    """The plan with keys and values in another format; it may be more than its limits."""
+    config, shape = residency.config, plan.shape
+    layouts = kv_format.layouts(config.num_kv_heads, config.head_dim, residency.model.dtype)
+    other = replace(
+        shape,
+        kv=kv_format.name,
+        kv_bytes_per_token=kv_bytes_per_token(layouts, config.num_layers),
+        kv_bytes_per_sequence=kv_bytes_per_sequence(layouts, config.num_layers),
+    )
+    before, after = (each.kv_bytes(plan.kv_tokens, plan.sequences) for each in (shape, other))
+    ledger = {
+        tier: {owner: count * after // before if owner == "kv" else count for owner, count in owners.items()}
+        for tier, owners in plan.ledger.items()
+    }
+    return replace(plan, shape=other, ledger=ledger)
+
+
+def probe(residency: Residency, token_ids: Sequence[int], cancelled: Callable[[], bool]) -> Verdict | None:
+    """What the format that the model's keys and values are in changes, and which one changes little; None where the
+    model computes no numbers here even without it. Raises as `ModelRunner.forward`."""
+    asked = residency.kv_pages.format.name
+    exact = _log_probabilities(residency, KV_FORMATS["bf16"], token_ids, cancelled)
+    if not bool(exact.isfinite().all()):
+        return None
+    nats = None
+    for kv in _from(asked)[:-1]:
+        own = _log_probabilities(residency, KV_FORMATS[kv], token_ids, cancelled)
+        found = _divergence(exact, own)
+        nats = found if nats is None else nats
+        if found <= LIMIT_NATS:
+            return Verdict(kv, nats)
+    assert nats is not None, "dense pages are not probed"
+    return Verdict("bf16", nats)
+
+
+@torch.inference_mode()
+def _log_probabilities(
+    residency: Residency, kv_format: KVFormat, token_ids: Sequence[int], cancelled: Callable[[], bool]
+) -> Tensor:
+    """fp32 [LAST - FIRST, V] after each of these tokens, with keys and values in pages of their own: of the room that a
+    plan keeps for the context, nobody has much at the first long prompt."""
+    ids = list(token_ids[:LAST])
+    with closing(residency.new_pages(kv_format).new(LAST)) as kv:
+        residency.runner.forward([Chunk(ids, kv, FIRST)], cancelled=cancelled)
+        logits = residency.runner.forward([Chunk(ids, kv, LAST - FIRST)], cancelled=cancelled, all_logits=True)
+    logits -= logits.logsumexp(-1, keepdim=True)  # in place: 38 MB at a vocabulary of 150,000
+    return logits
+
+
+def _divergence(exact: Tensor, own: Tensor) -> float:
+    """Mean KL(exact || own) in nats; infinite where there is no number."""
+    rows = [functional.kl_div(q, p, reduction="sum", log_target=True).item() for p, q in zip(exact, own, strict=True)]
+    mean = sum(rows) / len(rows)
+    return mean if math.isfinite(mean) else math.inf
+
+
+class Loaded(NamedTuple):
+    """kv: the format in which keys and values are kept at first. probe: None where none is wanted."""
+
+    model: LoadedModel
+    kv: str
+    probe: KVProbe | None
+
+
+def load_as_found(loading: Loading, config: ModelConfig, computed: Computed, *, probes_kv: bool) -> Loaded:
+    """The model, with keys and values in the format that was found to be needed, as far as that fits; where nothing was
+    found yet, with what finds it. A job's format is part of its name: it stays what it is at first.
+
+    Raises as `Loading.load` does.
+    """
+    note = loading.watcher.noting
+    if told := dense_heads(loading.kv, config, loading.dtype):
+        note(told)
+    asked = Asked(computed, loading.dtype, choose_format(loading.kv, config.head_dim, loading.dtype).name)
+    if not probes_kv or asked.kv not in WIDER:
+        return Loaded(loading.load(config), asked.kv, None)
+    verdict = asked.verdict()
+    if verdict is None or verdict.kv == asked.kv:
+        is_open = verdict is None and loading.job is None
+        return Loaded(loading.load(config), asked.kv, KVProbe(asked, note) if is_open else None)
+    found, shown = f"{asked.finding(verdict)}, as an earlier prompt showed", asked.shown(verdict.kv)
+    try:
+        model = replace(loading, kv=verdict.kv).load(config)
+    except DoesNotFitError:
+        model = loading.load(config)
+        note(f"{found}; {shown} does not fit: --kv {verdict.kv} with a smaller --ctx")
+        return Loaded(model, asked.kv, None)
+    note(f"{found}; they are kept in {shown}")
+    return Loaded(model, verdict.kv, None)
+
+
+def dense_heads(kv: str, config: ModelConfig, dtype: torch.dtype) -> str:
+    """What is to be said where a format was asked for by its name that these heads cannot have, "" where they can."""
+    if kv in ("auto", "bf16") or config.head_dim % GROUP == 0:
+        return ""
+    kept = Dense(dtype).name
+    return f"keys and values stay in {kept}: {kv} codes groups of {GROUP} features, a head here has {config.head_dim}"

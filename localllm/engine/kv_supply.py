@@ -1,0 +1,59 @@
+"""Keys and values for each request: room for all of it, and in it what is known of its prompt already.
+
+Knows sequences and the pages' bookkeeping. Knows no logits: what was computed is known to later prompts once the engine
+says that it is finite.
+"""
+
+from __future__ import annotations
+
+from localllm.engine.kv_reuse import Computed, KVReuse, prefix_cache
+from localllm.engine.residency import Residency
+from localllm.engine.sequence import Sequence
+from localllm.offload.plan import Plan
+
+
+class KVSupply:
+    """prefix: None where nothing is reused."""
+
+    def __init__(self, residency: Residency, reuse: KVReuse, computed: Computed, plan: Plan | None) -> None:
+        """plan: by which memory is shared out."""
+        self._residency, self._reuse, self._computed = residency, reuse, computed
+        self.prefix = prefix_cache(reuse, computed, residency, plan)
+
+    def admit(self, sequence: Sequence) -> None:
+        """Raises what torch does where there is no memory; nothing is held then."""
+        kv = self._residency.new_kv(sequence.max_length)
+        try:
+            if self.prefix is not None:
+                keys = self.prefix.attach(kv, sequence.token_ids, self._rotation(sequence))
+                sequence.num_cached_tokens = kv.length
+                if sequence.request.explains_miss:
+                    sequence.miss = self.prefix.miss(keys, kv.length, sequence.token_ids)
+        except BaseException:
+            kv.close()
+            raise
+        sequence.kv = kv
+
+    def seal(self, sequence: Sequence) -> None:
+        """What was computed of it is found by later prompts."""
+        if self.prefix is not None and sequence.owns_kv and sequence.kv is not None:
+            self.prefix.seal(sequence.kv, sequence.token_ids, self._rotation(sequence))
+
+    def renew(self, plan: Plan | None) -> None:
+        """The format of keys and values is another one: what was known is not found again."""
+        self.close()
+        self.prefix = prefix_cache(self._reuse, self._computed, self._residency, plan)
+
+    def give_up_ram(self) -> bool:
+        """Whether pages that only serve later prompts gave memory back."""
+        return self.prefix is not None and self.prefix.give_up_ram()
+
+    def close(self) -> None:
+        """Waits a moment for what is on its way to the disk."""
+        if self.prefix is not None:
+            self.prefix.close()
+
+    def _rotation(self, sequence: Sequence) -> bytes:
+        """LongRoPE rotates the keys of a long sequence differently: those are other pages."""
+        switch = self._residency.config.rope_switch_length
+        return b"long" if switch is not None and len(sequence.token_ids) > switch else b""

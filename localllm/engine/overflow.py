@@ -1,0 +1,176 @@
+"""A conversation that has outgrown its context: whole turns leave, the oldest first, or an error says what would fit.
+
+Knows messages and counts. What a prompt's tokens are, its caller tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from localllm.errors import ContextOverflowError, TemplateError
+
+Message = dict[str, Any]
+Encode = Callable[[Sequence[Message]], Sequence[int]]
+
+_ANSWER_SHARE = 4  # a context has room for an answer of a quarter of it
+# Of what a prompt may take, a quarter leaves at once, or two, or three: all but the system message is then computed
+# anew, and until as much has been said again the next prompts find what the one before has computed. Counted from the
+# conversation's beginning: a later process that goes on with it, and was told of nothing, leaves out the same turns.
+_STEPS = 4
+_FRONT_ROLES = ("system", "developer")
+
+
+@dataclass(frozen=True)
+class Evicted:
+    """What left the context: turns, their tokens, those that the prompt had with them, and how the first one began."""
+
+    turns: int = 0
+    tokens: int = 0
+    tokens_before: int = 0
+    opening: str = ""
+
+
+NOTHING_EVICTED = Evicted()
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The ids of a prompt that fits, and the number of messages that stay out of it, behind those at the front."""
+
+    prompt_ids: tuple[int, ...]
+    floor: int = 0
+    evicted: Evicted = NOTHING_EVICTED
+
+
+def answer_room(ctx: int, max_tokens: int | None) -> int:
+    """The tokens of a context that a prompt is to leave for its answer."""
+    most = max(1, ctx // _ANSWER_SHARE)
+    return most if max_tokens is None else min(max_tokens, most)
+
+
+def overflow_error(num_tokens: int, ctx: int, longest: int, flags: str = "") -> ContextOverflowError:
+    """longest: that the model has. flags: with which a longer one would fit, "" where none are."""
+    trained = "" if num_tokens < longest else f"; the model was trained for at most {longest}"
+    return ContextOverflowError(
+        f"the prompt has {num_tokens} tokens, the context {ctx}",
+        why=f"at least one token must remain for the answer{trained}; nothing was cut",
+        fix=flags or "shorten the prompt",
+    )
+
+
+def front_of(messages: Sequence[Message]) -> int:
+    """How many messages at the front are the system's, which never leaves."""
+    return next((i for i, message in enumerate(messages) if message["role"] not in _FRONT_ROLES), len(messages))
+
+
+def turn_starts(messages: Sequence[Message]) -> list[int]:
+    """Where each turn begins: a question, and all up to the next one; what comes before the first is part of that."""
+    first = front_of(messages)
+    starts = [i for i in range(first, len(messages)) if messages[i]["role"] == "user"]
+    return [first, *starts[1:]] if starts else []
+
+
+def fit_turns(
+    messages: Sequence[Message],
+    encode: Encode,
+    ctx: int,
+    max_tokens: int | None,
+    floor: int = 0,
+    *,
+    looks: bool = False,
+) -> Fitted:
+    """The prompt without as many of the oldest turns as have to leave, so that it has room for its answer.
+
+    floor: messages behind those at the front that have left before, and stay out; looks: unless there is room for some
+    of them again. A prompt of which only the system message and the last turn are left is taken as it is: whether it
+    fits is for the engine to say. Raises TemplateError where the template refuses the whole prompt, or its last turn
+    alone.
+    """
+    front, starts = front_of(messages), turn_starts(messages)
+    limit = max(1, ctx - answer_room(ctx, max_tokens))
+    before = floor if front + floor in starts else 0
+    ids = encode(without(messages, before))
+    if len(starts) < 2 or (len(ids) <= limit and not (looks and before)):
+        return Fitted(tuple(ids), before)
+    whole = len(encode(messages)) if before else len(ids)
+    if whole <= limit:
+        return Fitted(tuple(encode(messages)))
+    left = _Candidates(messages, encode, front, starts)
+    steps = -(-(whole - limit) // _step(limit))
+    turns = left.fewest(whole - steps * _step(limit), limit)
+    fewer, after = left.prompts[turns], starts[turns] - front
+    if after <= before:
+        return Fitted(tuple(fewer), after)
+    gone = messages[front + before : front + after]
+    count = turns - starts.index(front + before)
+    return Fitted(tuple(fewer), after, Evicted(count, len(ids) - len(fewer), len(ids), _opening(gone)))
+
+
+def turns_too_many(messages: Sequence[Message], encode: Encode, ctx: int) -> tuple[int, int]:
+    """How many of the oldest turns would have to leave for any answer at all, and of how many; 0 where that is no
+    remedy."""
+    front, starts = front_of(messages), turn_starts(messages)
+    if len(starts) < 2:
+        return 0, len(starts)
+    left = _Candidates(messages, encode, front, starts)
+    try:
+        fewest = left.fewest(ctx - 1, ctx - 1)
+    except TemplateError:
+        return 0, len(starts)
+    return (fewest if len(left.prompts[fewest]) < ctx else 0), len(starts)
+
+
+def _step(limit: int) -> int:
+    return max(1, limit // _STEPS)
+
+
+class _Candidates:
+    """The prompts without the first so many turns; each is encoded at most once."""
+
+    def __init__(self, messages: Sequence[Message], encode: Encode, front: int, starts: Sequence[int]) -> None:
+        self._messages = messages
+        self._encode = encode
+        self._front = front
+        self._starts = starts
+        self.prompts: dict[int, Sequence[int]] = {}
+
+    def fewest(self, target: int, limit: int) -> int:
+        """How many turns have to leave, at least one, for a prompt of `target` tokens, or of `limit` where the last
+        turn alone has more; all but the last where nothing helps."""
+        last = len(self._starts) - 1
+        smallest = self._encode(without(self._messages, self._starts[last] - self._front))
+        self.prompts[last] = smallest
+        if len(smallest) > target:
+            target = limit
+        low, high = 0, last  # the prompt without `low` turns is too long; without `high`, as short as it can be
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._is_within(middle, target):
+                high = middle
+            else:
+                low = middle
+        return high
+
+    def _is_within(self, turns: int, target: int) -> bool:
+        try:
+            ids = self._encode(without(self._messages, self._starts[turns] - self._front))
+        except TemplateError:  # that refuses to begin there: more turns leave
+            return False
+        self.prompts[turns] = ids
+        return len(ids) <= target
+
+
+def without(messages: Sequence[Message], num_out: int) -> list[Message]:
+    """Those that stay where so many have left, of those behind the front."""
+    front = front_of(messages)
+    return [*messages[:front], *messages[front + num_out :]]
+
+
+def _opening(messages: Sequence[Message]) -> str:
+    """How the first question among them begins."""
+    question = next((message for message in messages if message["role"] == "user"), {})
+    content = question.get("content")
+    words = " ".join(content.split()) if isinstance(content, str) else ""
+    return words if len(words) <= 40 else f"{words[:37]}..."

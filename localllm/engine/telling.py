@@ -1,0 +1,46 @@
+"""What is told of a forward: while it runs, how far the prompts are; after it, where its time went."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from localllm.engine.events import Event, PrefillEvent, StepSplit
+from localllm.engine.runner import Chunk
+from localllm.engine.sequence import Sequence as Running
+from localllm.models.load import Progress
+from localllm.offload.disk_stream import StreamClock
+
+_TELL_S = 0.2  # between two pieces of news of one forward
+
+
+def forward_split(seconds: float, before: StreamClock, after: StreamClock) -> StepSplit:
+    wait_s = after.wait_s - before.wait_s
+    return StepSplit(
+        compute_s=seconds - wait_s,
+        wait_s=wait_s,
+        copy_s=after.reading_s - before.reading_s + after.sending_s - before.sending_s,
+        copied_bytes=after.bytes_read - before.bytes_read + after.bytes_sent - before.bytes_sent,
+    )
+
+
+def untold(_event: Event) -> None:
+    """Nobody listens."""
+
+
+def telling(scheduled: Sequence[tuple[Running, Chunk]], tell: Callable[[Event], None]) -> Progress:
+    """Tells how far a forward is through its prompts, by its share of the blocks; what came of it tells its end."""
+    prompts = [(sequence, chunk) for sequence, chunk in scheduled if not sequence.num_completion_tokens]
+    told_at = time.perf_counter()
+
+    def progress(done: int, total: int) -> None:
+        nonlocal told_at
+        now = time.perf_counter()
+        if done == total or now - told_at < _TELL_S:
+            return
+        told_at = now
+        for sequence, chunk in prompts:
+            so_far = chunk.kv.length + chunk.num_tokens * done // total
+            tell(PrefillEvent(sequence.request_id, so_far, sequence.num_prompt_tokens))
+
+    return progress

@@ -1,0 +1,37 @@
+"""The history: every conversation as it happens, in one SQLite file under the user's data directory.
+
+Knows sessions, messages and files. Knows no model, no terminal and no settings but the folder. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from localllm.config import user_directories
+from localllm.history.database import BusyError, DamagedError
+from localllm.history.recording import Recording
+from localllm.history.records import Conversation, Hit, Message, Said, Session, State, content_of, title_of
+from localllm.history.store import LAST, GoneError, History
+
+__all__ = [
+    "LAST",
+    "BusyError",
+    "Conversation",
+    "DamagedError",
+    "GoneError",
+    "History",
+    "Hit",
+    "Message",
+    "Recording",
+    "Said",
+    "Session",
+    "State",
+    "content_of",
+    "history_file",
+    "title_of",
+]
+
+
+def history_file() -> Path:
+    """Where the user's history is; it need not exist."""
+    return user_directories().data / "conversations.db"

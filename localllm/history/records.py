@@ -1,0 +1,120 @@
+"""What the history holds, as values: sessions, messages, and a conversation as it travels between machines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+State = Literal["writing", "complete", "interrupted"]
+TITLE_CHARACTERS = 60
+
+
+@dataclass(frozen=True)
+class Session:
+    """One conversation. number: in this file alone. uid: the same wherever it is exported to.
+
+    head: the message that is shown last, None where none is. created, updated: seconds since 1970, to be shown.
+    """
+
+    number: int
+    id: str
+    uid: str
+    title: str
+    model: str | None
+    system: str | None
+    created: float
+    updated: float
+    head: int | None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Message:
+    """Something that was said, once. parent: the message that it follows.
+
+    fields: what a chat template is given beside role and content (or in the place of a content that is no text).
+    facts: what is known about it: token counts, why it ended.
+    """
+
+    number: int
+    parent: int | None
+    uid: str
+    role: str
+    content: str
+    state: State
+    model: str | None
+    created: float
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def as_turn(self) -> dict[str, Any]:
+        """As a chat template takes it."""
+        return {"role": self.role, "content": self.content, **self.fields}
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A message, or with `message` None a title, in which words were found."""
+
+    session: Session
+    message: Message | None
+
+
+@dataclass(frozen=True)
+class Said:
+    """A message of a conversation on its way: it names its parent by uid, and comes behind it."""
+
+    uid: str
+    parent: str | None
+    role: str
+    content: str
+    state: State = "complete"
+    model: str | None = None
+    created: float = 0.0
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A whole session on its way between two files, every branch of it. head: a uid of its messages."""
+
+    uid: str
+    id: str
+    title: str
+    model: str | None
+    system: str | None
+    created: float
+    updated: float
+    head: str | None
+    messages: tuple[Said, ...]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def is_time(value: object) -> bool:
+    """Whether it is a count of seconds that any clock could show."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15
+
+
+def title_of(text: str) -> str:
+    """The title of a chat that begins with this question: its first line, cut between words."""
+    line = next((" ".join(line.split()) for line in text.splitlines() if line.strip()), "")
+    if len(line) <= TITLE_CHARACTERS:
+        return line or "untitled"
+    cut = line[:TITLE_CHARACTERS]
+    return (cut.rpartition(" ")[0] if " " in cut[TITLE_CHARACTERS // 2 :] else cut) + "…"
+
+
+def content_of(turn: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The text of a message as a template takes it, and the fields that `Message.as_turn` needs to make it again."""
+    fields = {key: value for key, value in turn.items() if key not in ("role", "content")}
+    content = turn.get("content")
+    if isinstance(content, str):
+        return content, fields
+    if "content" in turn:
+        fields["content"] = content
+    parts = content if isinstance(content, list) else []
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    return "\n".join(text for text in texts if isinstance(text, str)), fields

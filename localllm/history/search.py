@@ -1,0 +1,73 @@
+"""Finds words in what was said: by the index where SQLite has one, else, or where that finds nothing, letter by letter.
+
+The index knows words as most scripts write them; a part of a word, or Chinese, is found by the second way.
+"""
+
+from __future__ import annotations
+
+import re
+
+from localllm.errors import HistoryError
+from localllm.history.database import Database
+
+_TERMS = re.compile(r'"([^"]*)"|(\S+)')
+_CONTEXT = 40  # characters on each side of what was found
+
+
+def sessions(database: Database, query: str, limit: int) -> list[int]:
+    """The numbers of sessions whose titles have all words of `query`, the latest first."""
+    by_index = """
+        SELECT sessions.number FROM title_words JOIN sessions ON sessions.number = title_words.rowid
+        WHERE title_words MATCH ? ORDER BY sessions.touched DESC LIMIT ?
+    """
+    by_letters = "SELECT number FROM sessions WHERE {} ORDER BY touched DESC LIMIT ?"
+    return [row[0] for row in _found(database, query, limit, by_index, by_letters, "title")]
+
+
+def messages(database: Database, query: str, limit: int) -> list[tuple[int, int]]:
+    """(session, message) for the messages that have all words of `query`, the latest first."""
+    by_index = """
+        SELECT session, number FROM message_words JOIN messages ON number = message_words.rowid
+        WHERE message_words MATCH ? ORDER BY messages.number DESC LIMIT ?
+    """
+    by_letters = "SELECT session, number FROM messages WHERE {} ORDER BY number DESC LIMIT ?"
+    return [(row[0], row[1]) for row in _found(database, query, limit, by_index, by_letters, "content")]
+
+
+def excerpt(text: str, query: str) -> str:
+    """The part of `text` around the first word of `query` in it, on one line."""
+    found = [text.casefold().find(term.casefold()) for term in terms(query)]
+    begin = min((place for place in found if place >= 0), default=0)
+    first, last = max(0, begin - _CONTEXT), begin + 2 * _CONTEXT
+    shown = " ".join(text[first:last].split())
+    return f"{'…' if first else ''}{shown}{'…' if last < len(text) else ''}"
+
+
+def terms(query: str) -> list[str]:
+    """`fox "red lantern"` -> ["fox", "red lantern"]."""
+    return [term for term in (phrase or word.strip('"') for phrase, word in _TERMS.findall(query)) if term.strip()]
+
+
+def like(text: str) -> str:
+    r"""The text inside a LIKE pattern of ESCAPE '\'."""
+    return re.sub(r"([\\%_])", r"\\\1", text)
+
+
+def _found(
+    database: Database, query: str, limit: int, by_index: str, by_letters: str, column: str
+) -> list[tuple[int, ...]]:
+    wanted = terms(query)
+    if not wanted or limit <= 0:
+        return []
+    rows = []
+    if database.has_words:
+        # The last letters of a word are often another form of it: lantern, lanterns.
+        match = " ".join(f'"{term}"' if " " in term else f'"{term}"*' for term in (t.replace('"', "") for t in wanted))
+        try:
+            rows = database.rows(by_index, (match, limit))
+        except HistoryError:  # the index is damaged, which the next start mends
+            rows = []
+    if not rows:
+        condition = " AND ".join(f"{column} LIKE ? ESCAPE '\\'" for _ in wanted)
+        rows = database.rows(by_letters.format(condition), (*(f"%{like(term)}%" for term in wanted), limit))
+    return [tuple(row) for row in rows]

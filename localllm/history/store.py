@@ -1,0 +1,393 @@
+"""Sessions and their messages: what is kept, found, forked and removed. Nothing that was said is ever overwritten.
+
+A session is a tree of messages; its head says which path of it is shown. Another answer, or another wording of a
+question, is a child of the same parent. Knows no terminal and no template.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import sqlite3
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from localllm.errors import HistoryError
+from localllm.history import search
+from localllm.history.database import PATIENCE_S, BusyError, DamagedError, Database
+from localllm.history.records import Conversation, Hit, Message, Said, Session, State
+
+LAST = "last"
+_ID_SYLLABLES = 3  # half a million ids that can be said and typed
+_ID = re.compile(r"[a-z0-9-]{1,40}")
+_CONSONANTS, _VOWELS = "bdfghjklmnprstvz", "aeiou"
+
+# The messages that a session shows, from its head up; `depth` counts them.
+_SHOWN = """
+    WITH RECURSIVE shown (number, depth) AS (
+        SELECT number, 0 FROM messages WHERE number = ?
+        UNION ALL
+        SELECT messages.parent, depth + 1 FROM shown JOIN messages ON messages.number = shown.number
+        WHERE messages.parent IS NOT NULL
+    )
+"""
+_COUNTED = """
+    WITH RECURSIVE listed AS (SELECT * FROM sessions ORDER BY touched DESC LIMIT ?),
+    shown (session, message) AS (
+        SELECT number, head FROM listed WHERE head IS NOT NULL
+        UNION ALL
+        SELECT shown.session, messages.parent FROM shown JOIN messages ON messages.number = shown.message
+        WHERE messages.parent IS NOT NULL
+    )
+    SELECT listed.*, count(shown.message) AS count FROM listed LEFT JOIN shown ON shown.session = listed.number
+    GROUP BY listed.number ORDER BY listed.touched DESC
+"""
+
+
+class GoneError(HistoryError):
+    """The session was removed, by another process or another command."""
+
+
+class History:
+    """The history in one file. A method raises HistoryError where the file refuses, and then has changed nothing."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        try:
+            self._settle()
+        except BaseException:
+            database.close()
+            raise
+
+    @classmethod
+    def open(cls, path: Path, *, patience_s: float = PATIENCE_S) -> History:
+        """To be written into; the file is made where there is none. patience_s: how long another process is awaited."""
+        return cls(Database(path, writable=True, patience_s=patience_s))
+
+    @classmethod
+    def open_to_read(cls, path: Path) -> History:
+        """As `open`, and where the file cannot be written, to read alone."""
+        try:
+            return cls.open(path)
+        except BusyError:
+            raise
+        except HistoryError:
+            if not path.exists():
+                raise
+            return cls.peek(path)
+
+    @classmethod
+    def peek(cls, path: Path) -> History:
+        """To read alone; nothing is written, and nothing mended."""
+        return cls(Database(path, writable=False))
+
+    def __enter__(self) -> History:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def moved_to(self) -> Path | None:
+        """Where a damaged file was put, in whose place this one was begun."""
+        return self._database.moved_to
+
+    def close(self) -> None:
+        self._database.close()
+
+    def is_in_place(self) -> bool:
+        """Whether the file is still where it was opened."""
+        return self._database.is_in_place()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is written inside is written as a whole, or not at all."""
+        with self._database.writing():
+            yield
+
+    # Sessions
+
+    def begin(self, title: str, model: str | None, system: str | None) -> Session:
+        """A new session, empty."""
+        now = time.time()
+        blank = Conversation(secrets.token_hex(8), "", title, model, system, now, now, None, ())
+        with self._database.writing() as connection:
+            return self._session(_insert_session(connection, blank))
+
+    def sessions(self, limit: int = -1) -> list[tuple[Session, int]]:
+        """The sessions, the one that was gone on with last in front, each with the number of messages it shows."""
+        return [(_as_session(row), row["count"]) for row in self._database.rows(_COUNTED, (limit,))]
+
+    def count(self) -> int:
+        """How many sessions there are."""
+        return int(self._database.rows("SELECT count(*) FROM sessions")[0][0])
+
+    def find(self, word: str) -> Session:
+        """The session with this id, the only one whose id begins so or whose title has this text, or `last`.
+
+        Raises HistoryError that names the candidates where it is none or several.
+        """
+        if not word.strip():
+            found = []
+        elif word == LAST:
+            found = self._where("1 ORDER BY touched DESC LIMIT 1")
+        else:
+            like = search.like(word)
+            found = (
+                self._where("id = ?", word.casefold())
+                or self._where("id LIKE ? ESCAPE '\\'", f"{like}%")
+                or self._where("title LIKE ? ESCAPE '\\'", f"%{like}%")
+            )
+        if len(found) == 1:
+            return found[0]
+        raise _ambiguous(word, found) if found else self._absent(word)
+
+    def refresh(self, session: Session) -> Session:
+        """The session as it is now. Raises GoneError."""
+        found = self._where("number = ? AND uid = ?", session.number, session.uid)
+        if not found:
+            raise _gone(session.id)
+        return found[0]
+
+    def update(self, session: Session, *, title: str, model: str | None, system: str | None) -> None:
+        """Changes what is said about the session. Raises GoneError."""
+        with self._database.writing() as connection:
+            values = (_clean(title), model, _clean(system), session.number)
+            done = connection.execute("UPDATE sessions SET title = ?, model = ?, system = ? WHERE number = ?", values)
+            if not done.rowcount:
+                raise _gone(session.id)
+
+    def show(self, session: Session, head: int | None) -> None:
+        """Makes `head` the message that is shown last. Raises GoneError."""
+        with self._database.writing() as connection:
+            _touch(connection, session, head)
+
+    def fork(self, session: Session, head: int | None) -> Session:
+        """A new session that begins with what leads to the message `head` of another: a copy, which outlives it."""
+        with self._database.writing() as connection:
+            facts = {"forked_from": session.id}
+            now = time.time()
+            copy = Conversation(
+                secrets.token_hex(8), "", session.title, session.model, session.system, now, now, None, (), facts
+            )
+            number, parent = _insert_session(connection, copy), None
+            for message in self._path(head):
+                said = Said(secrets.token_hex(8), None, **_told_by(message))
+                parent = _insert_message(connection, number, parent, said)
+            connection.execute("UPDATE sessions SET head = ? WHERE number = ?", (parent, number))
+            return self._session(number)
+
+    def remove(self, sessions: Sequence[Session]) -> None:
+        """Deletes them with all that was said in them, also from the index and the log."""
+        with self._database.writing() as connection:
+            for session in sessions:
+                connection.execute("DELETE FROM messages WHERE session = ?", (session.number,))
+                connection.execute("DELETE FROM sessions WHERE number = ?", (session.number,))
+        self._database.forget_deleted()
+
+    # Messages
+
+    def append(
+        self,
+        session: Session,
+        parent: int | None,
+        role: str,
+        content: str,
+        *,
+        state: State = "complete",
+        model: str | None = None,
+        fields: Mapping[str, Any] | None = None,
+        facts: Mapping[str, Any] | None = None,
+    ) -> int:
+        """Keeps a message behind `parent` and shows it last; returns its number. Raises GoneError.
+
+        The disk has it when this returns, unless it is still being written.
+        """
+        said = Said(secrets.token_hex(8), None, role, content, state, model, time.time(), fields or {}, facts or {})
+        is_begun = state == "writing"  # as `write` goes on with it
+        with self._database.writing(synced=not is_begun, patience_s=0 if is_begun else None) as connection:
+            self.refresh(session)
+            number = _insert_message(connection, session.number, parent, said)
+            _touch(connection, session, number)
+            return number
+
+    def write(self, message: int, content: str) -> None:
+        """Keeps an answer as far as it has come. Does not wait for others: the next sentence brings this one along."""
+        with self._database.writing(synced=False, patience_s=0) as connection:
+            connection.execute(
+                "UPDATE messages SET content = ?, state = 'writing' WHERE number = ?", (_clean(content), message)
+            )
+
+    def finish(self, message: int, content: str, state: State, facts: Mapping[str, Any]) -> None:
+        """Keeps an answer that has ended; the disk has it when this returns."""
+        with self._database.writing() as connection:
+            connection.execute(
+                "UPDATE messages SET content = ?, state = ?, facts = ? WHERE number = ?",
+                (_clean(content), state, json.dumps(facts), message),
+            )
+
+    def path(self, session: Session) -> list[Message]:
+        """The messages that the session shows, in order."""
+        return self._path(session.head)
+
+    def tree(self, session: Session) -> list[Message]:
+        """Every message of the session, in the order in which they were said."""
+        rows = self._database.rows("SELECT * FROM messages WHERE session = ? ORDER BY number", (session.number,))
+        return [_as_message(row) for row in rows]
+
+    def search(self, query: str, limit: int) -> list[Hit]:
+        """Titles and messages with all words of `query`, the latest first; words in double quotes are one phrase."""
+        numbers = search.sessions(self._database, query, limit)
+        hits = [Hit(self._session(number), None) for number in numbers]
+        for session, message in search.messages(self._database, query, limit - len(hits)):
+            row = self._database.rows("SELECT * FROM messages WHERE number = ?", (message,))[0]
+            hits.append(Hit(self._session(session), _as_message(row)))
+        return hits
+
+    # Conversations on their way
+
+    def conversation(self, session: Session) -> Conversation:
+        """The whole session, every branch, for another file."""
+        session = self.refresh(session)
+        messages = self.tree(session)
+        uids = {message.number: message.uid for message in messages}
+        said = tuple(
+            Said(message.uid, uids[message.parent] if message.parent is not None else None, **_told_by(message))
+            for message in messages
+        )
+        head = uids.get(session.head) if session.head is not None else None
+        return Conversation(
+            session.uid, session.id, session.title, session.model, session.system, session.created, session.updated,
+            head, said, session.facts,
+        )  # fmt: skip
+
+    def add(self, conversation: Conversation) -> tuple[Session, int]:
+        """Takes a conversation in, or what it has more than the one that is here; how many messages were new."""
+        with self._database.writing() as connection:
+            found = self._where("uid = ?", conversation.uid)
+            number = found[0].number if found else _insert_session(connection, conversation)
+            before = found[0].head if found else None
+            numbers = _numbers(connection, number)
+            known = len(numbers)
+            for said in conversation.messages:
+                if said.uid not in numbers:
+                    parent = numbers[said.parent] if said.parent is not None else None
+                    numbers[said.uid] = _insert_message(connection, number, parent, said)
+            head = numbers[conversation.head] if conversation.head is not None else None
+            # Of a chat that went on in both places the one here stays shown.
+            if not found or (len(numbers) > known and before in {message.number for message in self._path(head)}):
+                connection.execute(
+                    "UPDATE sessions SET head = ?, updated = ? WHERE number = ?", (head, conversation.updated, number)
+                )
+            return self._session(number), len(numbers) - known
+
+    def _path(self, head: int | None) -> list[Message]:
+        statement = _SHOWN + "SELECT messages.* FROM shown JOIN messages USING (number) ORDER BY depth DESC"
+        return [_as_message(row) for row in self._database.rows(statement, (head,))]
+
+    def _where(self, condition: str, *values: Any) -> list[Session]:
+        return [_as_session(row) for row in self._database.rows(f"SELECT * FROM sessions WHERE {condition}", values)]
+
+    def _session(self, number: int) -> Session:
+        return self._where("number = ?", number)[0]
+
+    def _absent(self, word: str) -> HistoryError:
+        count = self.count()
+        if not count:
+            return HistoryError("no chat is kept yet", why=f"{self._database.path} has none", fix="localllm chat")
+        why = f"none of the {count} that are kept has such an id or title"
+        return HistoryError(f"there is no chat {word[:80]!r}", why=why, fix="localllm sessions list")
+
+    def _settle(self) -> None:
+        """Answers that a kill cut short are interrupted ones. One that another process is writing becomes one that is
+        being written again with its next sentence. Where the file cannot be written now, they can still be read."""
+        unfinished = self._database.rows("SELECT 1 FROM messages WHERE state = 'writing' LIMIT 1")
+        if unfinished and self._database.writable:
+            try:
+                with self._database.writing() as connection:
+                    connection.execute("UPDATE messages SET state = 'interrupted' WHERE state = 'writing'")
+            except DamagedError:
+                raise
+            except HistoryError:
+                pass
+
+
+def _insert_session(connection: sqlite3.Connection, conversation: Conversation) -> int:
+    wanted = conversation.id if _ID.fullmatch(conversation.id) and conversation.id != LAST else ""
+    taken = "SELECT 1 FROM sessions WHERE id = ?"
+    while not wanted or connection.execute(taken, (wanted,)).fetchone():
+        wanted = "".join(secrets.choice(_CONSONANTS) + secrets.choice(_VOWELS) for _ in range(_ID_SYLLABLES))
+    texts = (conversation.uid, conversation.title, conversation.model, conversation.system)
+    times = (conversation.created, conversation.updated)
+    values = (wanted, *map(_clean, texts), *times, json.dumps(conversation.facts))
+    done = connection.execute(
+        "INSERT INTO sessions (id, uid, title, model, system, created, updated, facts, touched) "
+        "SELECT ?, ?, ?, ?, ?, ?, ?, ?, coalesce(max(touched), 0) + 1 FROM sessions",
+        values,
+    )
+    assert done.lastrowid is not None
+    return done.lastrowid
+
+
+def _insert_message(connection: sqlite3.Connection, session: int, parent: int | None, said: Said) -> int:
+    texts = (said.uid, said.role, said.content, said.state, said.model)
+    others = (said.created, json.dumps(said.fields), json.dumps(said.facts))
+    values = (session, parent, *map(_clean, texts), *others)
+    done = connection.execute(
+        "INSERT INTO messages (session, parent, uid, role, content, state, model, created, fields, facts) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        values,
+    )
+    assert done.lastrowid is not None
+    return done.lastrowid
+
+
+def _touch(connection: sqlite3.Connection, session: Session, head: int | None) -> None:
+    done = connection.execute(
+        "UPDATE sessions SET head = ?, updated = ?, touched = (SELECT max(touched) + 1 FROM sessions) WHERE number = ?",
+        (head, time.time(), session.number),
+    )
+    if not done.rowcount:
+        raise _gone(session.id)
+
+
+def _numbers(connection: sqlite3.Connection, session: int) -> dict[str, int]:
+    found = connection.execute("SELECT uid, number FROM messages WHERE session = ?", (session,))
+    return {row["uid"]: row["number"] for row in found}
+
+
+def _as_session(row: sqlite3.Row) -> Session:
+    names = ("number", "id", "uid", "title", "model", "system", "created", "updated", "head")
+    return Session(**{name: row[name] for name in names}, facts=json.loads(row["facts"]))
+
+
+def _as_message(row: sqlite3.Row) -> Message:
+    names = ("number", "parent", "uid", "role", "content", "state", "model", "created")
+    values = {name: row[name] for name in names}
+    return Message(**values, fields=json.loads(row["fields"]), facts=json.loads(row["facts"]))
+
+
+def _told_by(message: Message) -> dict[str, Any]:
+    names = ("role", "content", "state", "model", "created", "fields", "facts")
+    return {name: getattr(message, name) for name in names}
+
+
+def _clean(text: str | None) -> str | None:
+    """The text without half surrogates, which no file can hold."""
+    return None if text is None else text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _gone(name: str) -> GoneError:
+    return GoneError(
+        f"the chat {name} is not in the history any more", why="it was removed", fix="localllm sessions list"
+    )
+
+
+def _ambiguous(word: str, found: Sequence[Session]) -> HistoryError:
+    shown = ", ".join(f"{session.id} ({session.title})" for session in found[:5])
+    why = f"it fits {shown}" + (f" and {len(found) - 5} more" if len(found) > 5 else "")
+    return HistoryError(f"{word[:80]!r} is more than one chat", why=why, fix="localllm sessions list")

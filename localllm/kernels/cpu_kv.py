@@ -1,0 +1,175 @@
+"""Keys and values of a KV page (see `kv_page`) as the CPU kernels write and read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from localllm.kernels import cpu_math
+from localllm.kernels.cpu_ir import F32, F32V, I32V, LANES, Kernel, Value, vector_of
+from localllm.kernels.kv_page import (
+    GROUP,
+    INT4_ZERO,
+    PAGE_TOKENS,
+    SCALE_BIAS,
+    SCALE_HIGH,
+    SCALE_LOW,
+    SCALE_SHIFT,
+    Coding,
+    PageLayout,
+)
+
+BYTES = vector_of("i8")
+
+
+@dataclass(frozen=True)
+class HeadPlan:
+    """Where one head's parts of a page are, and how they are coded. Offsets in bytes from the head's first."""
+
+    layout: PageLayout
+
+    @property
+    def is_float(self) -> bool:
+        return self.layout.dtype is torch.float32
+
+    @property
+    def offsets(self) -> tuple[int, int, int, int]:
+        """Of keys, key scales, values, value scales."""
+        keys, key_scales, values, _ = self.layout.sizes
+        return 0, keys, keys + key_scales, keys + key_scales + values
+
+    @property
+    def token_value_bytes(self) -> int:
+        return self.layout.sizes[2] // PAGE_TOKENS
+
+    def keys(self, head: Value, feature: Value, tokens: int) -> list[tuple[int, list[Value]]]:
+        """The vectors of 16 tokens each, `tokens` from where `head` was moved to, of the key row that has this feature:
+        [(how many features further on, its vectors)]. feature: of INT4, one of the first half of its group."""
+        coding = self.layout.keys
+        if coding == "dense":
+            row = head.at(feature * (PAGE_TOKENS * self.layout.dtype.itemsize))
+            return [(0, [self._dense(row, n) for n in range(tokens // LANES)])]
+        if coding == "int8":
+            row = head.at(feature * PAGE_TOKENS)
+            return [(0, [_signed(row.at(LANES * n)) for n in range(tokens // LANES)])]
+        half = GROUP // 2
+        row = head.at((feature / GROUP * half + feature % half) * PAGE_TOKENS)
+        pairs = [_nibbles(row.at(LANES * n)) for n in range(tokens // LANES)]
+        return [(0, [low for low, _ in pairs]), (half, [high for _, high in pairs])]
+
+    def values(self, token: Value, group: Value) -> list[Value]:
+        """The two vectors of a token's group of 32 features. token: a pointer to its values."""
+        coding = self.layout.values
+        if coding == "dense":
+            at = token.at(group * (GROUP * self.layout.dtype.itemsize))
+            return [self._dense(at, 0), self._dense(at, 1)]
+        if coding == "int8":
+            at = token.at(group * GROUP)
+            return [_signed(at), _signed(at.at(LANES))]
+        return [nibble - INT4_ZERO for nibble in _nibbles(token.at(group * (GROUP // 2)))]
+
+    def _dense(self, at: Value, vector: int) -> Value:
+        if self.is_float:
+            return at.at(4 * LANES * vector).load(F32V)
+        halves = at.at(2 * LANES * vector).load(vector_of("i16"), 2)
+        return (halves.convert("zext", I32V) << 16).convert("bitcast", F32V)
+
+
+def _signed(at: Value) -> Value:
+    return at.load(BYTES, 1).convert("sitofp", F32V)
+
+
+def _nibbles(at: Value) -> tuple[Value, Value]:
+    words = at.load(BYTES, 1).convert("zext", I32V)
+    return (words & 15).convert("sitofp", F32V), (words >> 4).convert("sitofp", F32V)
+
+
+def scales(at: Value) -> Value:
+    """16 of them."""
+    bits = at.load(BYTES, 1).convert("zext", I32V) << SCALE_SHIFT
+    return (bits + SCALE_BIAS).convert("bitcast", F32V)
+
+
+def hadamard(k: Kernel, first: Value, second: Value) -> tuple[Value, Value]:
+    """`kv_page.rotated` of the group of 32 in two vectors."""
+    mixed = []
+    for vector in (first + second, first - second):
+        for stride in (8, 4, 2, 1):
+            partner = k.shuffle(vector, vector, [lane ^ stride for lane in range(LANES)])
+            signs = k.f32_lanes([-1.0 if lane & stride else 1.0 for lane in range(LANES)])
+            vector = k.fma(vector, signs, partner)
+        mixed.append(vector * GROUP**-0.5)
+    return mixed[0], mixed[1]
+
+
+def rotated(k: Kernel, vectors: list[Value]) -> list[Value]:
+    """All groups of a head."""
+    pairs = zip(vectors[::2], vectors[1::2], strict=True)
+    return [vector for pair in pairs for vector in hadamard(k, *pair)]
+
+
+def _scale_code(k: Kernel, scale: Value) -> Value:
+    """i32: the smallest code whose scale is not below."""
+    clamped = k.smaller(k.constant(F32, SCALE_HIGH), k.larger(k.constant(F32, SCALE_LOW), scale))
+    bits = clamped.convert("bitcast", "i32") - SCALE_BIAS
+    return (bits + ((1 << SCALE_SHIFT) - 1)) >> SCALE_SHIFT
+
+
+def _coded(k: Kernel, pair: list[Value], coding: Coding) -> tuple[Value, list[Value]]:
+    """The scale's code (i32) of a group of 32, and its codes as bytes: two vectors for INT8, one for INT4."""
+    magnitudes = k.larger(k.unary("fabs", pair[0]), k.unary("fabs", pair[1]))
+    code = _scale_code(k, cpu_math.largest(k, magnitudes) * (1 / (127 if coding == "int8" else 8)))
+    scale = ((code << SCALE_SHIFT) + SCALE_BIAS).convert("bitcast", F32).splat()
+    steps = [vector / scale for vector in pair]
+    if coding == "int8":
+        limited = [_within(k, k.unary("rint", step), -127.0, 127.0) for step in steps]
+        return code, [step.convert("fptosi", I32V).convert("trunc", BYTES) for step in limited]
+    low, high = (_within(k, k.unary("floor", step) + 8.0, 0.0, 15.0).convert("fptosi", I32V) for step in steps)
+    return code, [(low | (high << 4)).convert("trunc", BYTES)]
+
+
+def _within(k: Kernel, vector: Value, low: float, high: float) -> Value:
+    """A NaN becomes the lowest: as a code it must be some number."""
+    return k.smaller(k.larger(vector, k.f32v(low)), k.f32v(high))
+
+
+def store_keys(k: Kernel, plan: HeadPlan, head: Value, slot: Value, vectors: list[Value]) -> None:
+    """A token's key into its column. vectors: of 16 features each, rotated where the layout is coded."""
+    coding = plan.layout.keys
+    if coding == "dense":
+        size = plan.layout.dtype.itemsize
+        column = head.at(slot * size)
+        for i, vector in enumerate(vectors):
+            row = vector if plan.is_float else cpu_math.to_bf16(k, vector)
+            for lane in range(LANES):
+                column.at((i * LANES + lane) * PAGE_TOKENS * size).store(k.lane(row, lane), size)
+        return
+    column, scale_column = head.at(slot), head.at(plan.offsets[1]).at(slot)
+    row_number = 0
+    for group in range(plan.layout.groups):
+        code, rows = _coded(k, vectors[2 * group : 2 * group + 2], coding)
+        scale_column.at(group * PAGE_TOKENS).store(code.convert("trunc", "i8"), 1)
+        for row in rows:
+            for lane in range(LANES):
+                column.at((row_number + lane) * PAGE_TOKENS).store(k.lane(row, lane), 1)
+            row_number += LANES
+
+
+def store_values(k: Kernel, plan: HeadPlan, head: Value, slot: Value, vectors: list[Value]) -> None:
+    """A token's value into its row."""
+    coding = plan.layout.values
+    row = head.at(plan.offsets[2]).at(slot * plan.token_value_bytes)
+    if coding == "dense":
+        for i, vector in enumerate(vectors):
+            stored = vector if plan.is_float else cpu_math.to_bf16(k, vector)
+            row.at(i * LANES * plan.layout.dtype.itemsize).store(stored, 2)
+        return
+    scale_column = head.at(plan.offsets[3]).at(slot)
+    at = 0
+    for group in range(plan.layout.groups):
+        code, parts = _coded(k, vectors[2 * group : 2 * group + 2], coding)
+        scale_column.at(group * PAGE_TOKENS).store(code.convert("trunc", "i8"), 1)
+        for part in parts:
+            row.at(at).store(part, 1)
+            at += LANES

@@ -1,0 +1,172 @@
+"""What the bytes of a KV page mean: 64 tokens of one attention block, head by head, in a coding of keys and of values.
+
+A head's part is keys [D, 64], their scales [D / 32, 64], values [64, D], their scales [D / 32, 64]: a vector of a key
+row is one feature of 16 tokens, one of a value row 16 features of a token, so that neither needs a sum over its lanes.
+Dense codings have no scales; coded ones are rotated in groups of 32 features before they are rounded (QuaRot,
+arXiv:2404.00456), and stay so: queries are rotated once, outputs once back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+PAGE_TOKENS = 64
+GROUP = 32  # features that share a scale, and that a rotation mixes
+Coding = Literal["dense", "int8", "int4"]
+CODE_BITS: dict[Coding, int] = {"int8": 8, "int4": 4}
+INT4_ZERO = 7.5  # 16 levels lie symmetrically around zero, none on it: 12 % less error than 15 with one
+# A scale is a byte: five bits of exponent, three of mantissa, rounded up. 16 bits would be 6 % of an INT4 page, and
+# the steps, 6 % finer on average, lose more at the groups' largest values than they win elsewhere.
+SCALE_SHIFT = 20  # from there to the bits of a float
+SCALE_BIAS = (127 - 19) << 23
+SCALE_LOW, SCALE_HIGH = 2.0**-19, 1.875 * 2.0**12
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """One layer's part of a page. dtype: of dense keys and values."""
+
+    num_kv_heads: int
+    head_dim: int
+    keys: Coding
+    values: Coding
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        assert self.is_dense or self.head_dim % GROUP == 0, "such a head keeps dense pages"
+
+    @property
+    def is_dense(self) -> bool:
+        return self.keys == "dense"
+
+    @property
+    def groups(self) -> int:
+        return self.head_dim // GROUP
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Bytes of a head's keys, their scales, its values and theirs."""
+        return *self._sizes(self.keys), *self._sizes(self.values)
+
+    def _sizes(self, coding: Coding) -> tuple[int, int]:
+        elements = PAGE_TOKENS * self.head_dim
+        if coding == "dense":
+            return elements * self.dtype.itemsize, 0
+        return elements * CODE_BITS[coding] // 8, PAGE_TOKENS * self.groups
+
+    @property
+    def head_bytes(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def layer_bytes(self) -> int:
+        return self.num_kv_heads * self.head_bytes
+
+    def parts(self, pages: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """pages uint8 [..., layer_bytes] -> views: keys [..., KH, rows, 64], scales, values [..., KH, 64, columns],
+        scales [..., KH, D / 32, 64]. Two INT4 codes of one token share a byte; the high one is 16 features further on.
+        """
+        heads = pages.view(*pages.shape[:-1], self.num_kv_heads, self.head_bytes)
+        keys, key_scales, values, value_scales = torch.split(heads, list(self.sizes), dim=-1)
+        return (
+            _shaped(self._typed(keys, self.keys), -1, PAGE_TOKENS),
+            _shaped(key_scales, self.groups, PAGE_TOKENS) if key_scales.shape[-1] else key_scales,
+            _shaped(self._typed(values, self.values), PAGE_TOKENS, -1),
+            _shaped(value_scales, self.groups, PAGE_TOKENS) if value_scales.shape[-1] else value_scales,
+        )
+
+    def _typed(self, codes: Tensor, coding: Coding) -> Tensor:
+        return codes.view({"dense": self.dtype, "int8": torch.int8, "int4": torch.uint8}[coding])
+
+
+def _shaped(x: Tensor, rows: int, columns: int) -> Tensor:
+    """The last dimension as two."""
+    return x.view(*x.shape[:-1], rows, columns)
+
+
+def _grouped(x: Tensor, size: int = GROUP) -> Tensor:
+    """The last dimension in runs of `size`."""
+    return x.reshape(*x.shape[:-1], -1, size)
+
+
+@cache
+def _hadamard(device: torch.device) -> Tensor:
+    matrix: Tensor = torch.ones(1, 1)
+    while len(matrix) < GROUP:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    scaled: Tensor = matrix * GROUP**-0.5
+    return scaled.to(device)
+
+
+def rotated(x: Tensor) -> Tensor:
+    """fp32 [..., D], each group of 32 features times an orthonormal Hadamard matrix; twice is the identity."""
+    return torch.flatten(_grouped(x.float()) @ _hadamard(x.device), -2)
+
+
+def _scale_codes(scales: Tensor) -> Tensor:
+    """The smallest byte whose scale is not below; uint8."""
+    bits = scales.float().clamp(SCALE_LOW, SCALE_HIGH).view(torch.int32) - SCALE_BIAS
+    return ((bits + (1 << SCALE_SHIFT) - 1) >> SCALE_SHIFT).to(torch.uint8)
+
+
+def _scales(codes: Tensor) -> Tensor:
+    return ((codes.int() << SCALE_SHIFT) + SCALE_BIAS).view(torch.float32)
+
+
+def quantize(x: Tensor, coding: Coding) -> tuple[Tensor, Tensor]:
+    """x fp32 [..., D], rotated already. Returns codes, int8 [..., D] or uint8 [..., D / 2], and their scales, uint8
+    [..., D / 32]."""
+    grouped = _grouped(x)
+    levels = 127 if coding == "int8" else 8
+    scales = _scale_codes(grouped.abs().amax(-1) / levels)
+    steps = grouped / _scales(scales).unsqueeze(-1)
+    if coding == "int8":
+        return steps.round().clamp(-127, 127).to(torch.int8).flatten(-2), scales
+    nibbles = (steps.floor() + 8).clamp(0, 15).to(torch.uint8)
+    low, high = torch.split(nibbles, GROUP // 2, dim=-1)
+    return torch.flatten(low | (high << 4), -2), scales
+
+
+def dequantize(codes: Tensor, scales: Tensor, coding: Coding) -> Tensor:
+    """The inverse of `quantize`, still rotated: fp32 [..., D]."""
+    if coding == "int8":
+        values = _grouped(codes.float())
+    else:
+        packed = _grouped(codes, GROUP // 2)
+        values = torch.cat((packed & 15, packed >> 4), dim=-1).float() - INT4_ZERO
+    return torch.flatten(values * _scales(scales).unsqueeze(-1), -2)
+
+
+def store(layout: PageLayout, page: Tensor, first: int, k: Tensor, v: Tensor) -> None:
+    """Put tokens into slots [first, first + T) of a page. page: uint8 [layer_bytes]; k, v [T, KH, D], rotated where the
+    layout is coded."""
+    keys, key_scales, values, value_scales = layout.parts(page)
+    slots = slice(first, first + len(k))
+    if layout.is_dense:
+        keys[..., slots], values[:, slots] = k.permute(1, 2, 0), v.transpose(0, 1)
+        return
+    codes, scales = quantize(k.float(), layout.keys)
+    keys[..., slots], key_scales[..., slots] = codes.permute(1, 2, 0), scales.permute(1, 2, 0)
+    codes, scales = quantize(v.float(), layout.values)
+    values[:, slots], value_scales[..., slots] = codes.transpose(0, 1), scales.permute(1, 2, 0)
+
+
+def load(layout: PageLayout, pages: Tensor) -> tuple[Tensor, Tensor]:
+    """pages uint8 [P, layer_bytes] -> keys and values [KH, P * 64, D]: fp32 and rotated where they are coded."""
+    keys, key_scales, values, value_scales = layout.parts(pages)
+    keys = keys.movedim(-1, -2)  # [P, KH, 64, D]
+    if not layout.is_dense:
+        keys = dequantize(keys, key_scales.movedim(-1, -2), layout.keys)
+        values = dequantize(values, value_scales.movedim(-1, -2), layout.values)
+    return _joined(keys), _joined(values)
+
+
+def _joined(pages: Tensor) -> Tensor:
+    """[P, KH, 64, D] -> [KH, P * 64, D]"""
+    P, KH, tokens, D = pages.shape
+    return pages.transpose(0, 1).reshape(KH, P * tokens, D)

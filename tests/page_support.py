@@ -1,0 +1,81 @@
+"""Pages of no model, and tiers that hold them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from localllm.cache.disk import DiskTier
+from localllm.cache.page_file import HEADER_BYTES, PAGE_TOKENS, PageKey
+from localllm.cache.page_folder import PageFile, name_of, scan
+
+ROOT = bytes(range(32))
+ABOUT = {"model": "org/model", "weights": "int4-g64"}
+PAGE_BYTES = 3000  # no whole number of anything
+FILE_BYTES = HEADER_BYTES + PAGE_BYTES
+PATIENCE_S = 20.0
+
+
+def page(parent: bytes, seed: int) -> PageKey:
+    """One behind `parent` (a digest, or the root); another for another seed."""
+    token_ids = tuple((seed * 1009 + index) % 32_000 for index in range(PAGE_TOKENS))
+    return PageKey(hashlib.blake2b(parent + repr(token_ids).encode(), digest_size=32).digest(), parent, token_ids)
+
+
+def chain(length: int, seed: int = 0, root: bytes = ROOT) -> list[PageKey]:
+    keys: list[PageKey] = []
+    for index in range(length):
+        keys.append(page(keys[-1].digest if keys else root, seed * 1000 + index))
+    return keys
+
+
+def payload(key: PageKey, num_bytes: int = PAGE_BYTES) -> bytes:
+    return hashlib.shake_128(key.digest).digest(num_bytes)
+
+
+def path_of(directory: Path, key: PageKey, root: bytes = ROOT) -> Path:
+    return directory / PageFile(name_of(root), name_of(key.digest), name_of(key.parent), 0, 0).path
+
+
+@contextmanager
+def opened(
+    directory: Path, limit_bytes: int | None = 1 << 30, warnings: list[str] | None = None, root: bytes = ROOT
+) -> Iterator[DiskTier]:
+    """warnings: what the tier says; without it, it must say nothing."""
+    said: list[str] = []
+    tier = DiskTier(directory, root, ABOUT, limit_bytes, (said if warnings is None else warnings).append)
+    try:
+        yield tier
+    finally:
+        tier.close(PATIENCE_S)
+    assert not said
+
+
+def put(tier: DiskTier, keys: Sequence[PageKey]) -> list[bool]:
+    accepted = [tier.put(key, payload(key)) for key in keys]
+    assert tier.flush(PATIENCE_S)
+    return accepted
+
+
+def read(tier: DiskTier, keys: Sequence[PageKey]) -> int:
+    """How many came, each of which is right."""
+    buffers = [memoryview(bytearray(PAGE_BYTES)) for _ in keys]
+    count = tier.read(keys, buffers)
+    assert all(buffer == payload(key) for key, buffer in zip(keys[:count], buffers, strict=False))
+    return count
+
+
+def orphans(directory: Path) -> list[PageFile]:
+    files = list(scan(directory))
+    there = {(file.root, file.page) for file in files}
+    return [file for file in files if file.parent != file.root and (file.root, file.parent) not in there]
+
+
+def held_bytes(directory: Path) -> int:
+    return sum(file.num_bytes for file in scan(directory))
+
+
+def temporaries(directory: Path) -> list[Path]:
+    return list(directory.rglob(".*.tmp"))

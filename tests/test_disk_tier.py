@@ -1,0 +1,718 @@
+"""Pages on the disk: what was put there comes back whole or not at all, and the oldest tails go first."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from localllm.cache import disk, page_folder
+from localllm.cache.disk import DiskTier
+from localllm.cache.page_file import HEADER_BYTES, PageKey
+from localllm.cache.page_folder import kept_pages, name_of, remove_pages, root_folders
+from tests.page_support import (
+    ABOUT,
+    FILE_BYTES,
+    PAGE_BYTES,
+    PATIENCE_S,
+    ROOT,
+    chain,
+    held_bytes,
+    opened,
+    orphans,
+    page,
+    path_of,
+    payload,
+    put,
+    read,
+    temporaries,
+)
+
+
+@pytest.fixture(autouse=True)
+def roomy_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "KEPT_FREE_BYTES", 0)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "cache" / "kv"
+
+
+# What comes back
+
+
+def test_pages_outlive_the_process_that_put_them(directory: Path) -> None:
+    keys = chain(6)
+    with opened(directory) as tier:
+        assert put(tier, keys) == [True] * 6
+        assert (tier.num_written, tier.num_pages, tier.bytes_on_disk) == (6, 6, 6 * FILE_BYTES)
+    with opened(directory) as tier:
+        assert all(key.digest in tier for key in keys)
+        assert (read(tier, keys), tier.num_read) == (6, 6)
+
+
+@pytest.mark.parametrize("num_bytes", [1, 511, 4096, 5000, 65536, 300_001])
+@pytest.mark.parametrize("is_aligned", [True, False])
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_a_page_of_any_size_is_read_into_any_buffer_from_the_cache_and_past_it(
+    directory: Path, num_bytes: int, is_aligned: bool, is_cached: bool
+) -> None:
+    keys = chain(5)
+    with opened(directory) as tier:
+        assert all(tier.put(key, payload(key, num_bytes)) for key in keys) and tier.flush(PATIENCE_S)
+        if not is_cached:
+            for key in keys:
+                drop_from_cache(path_of(directory, key))
+        buffers = [buffer(num_bytes, is_aligned) for _ in keys]
+        assert tier.read(keys, buffers) == 5
+        assert [bytes(each) for each in buffers] == [payload(key, num_bytes) for key in keys]
+
+
+def drop_from_cache(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+
+
+def buffer(num_bytes: int, is_aligned: bool) -> memoryview:
+    return memoryview(mmap.mmap(-1, num_bytes + 1))[0 if is_aligned else 1 :][:num_bytes]
+
+
+def test_the_first_pages_are_read_up_to_one_that_is_missing(directory: Path) -> None:
+    keys = chain(6)
+    with opened(directory) as tier:
+        put(tier, keys)
+        path_of(directory, keys[3]).unlink()
+        assert read(tier, keys) == 3
+        assert keys[3].digest not in tier
+        assert read(tier, keys[:3]) == 3
+        assert tier.num_quarantined == 0
+
+
+def test_pages_of_other_tokens_or_another_root_are_not_found(directory: Path) -> None:
+    keys, other = chain(2), bytes(32)
+    with opened(directory) as tier:
+        put(tier, keys)
+        assert page(keys[0].digest, 77).digest not in tier
+    with opened(directory, root=other) as tier:
+        assert read(tier, keys) == 0
+        assert tier.num_pages == 0 and tier.bytes_on_disk == 2 * FILE_BYTES
+
+
+@pytest.mark.parametrize("what", ["token_ids", "parent"])
+def test_a_page_is_compared_with_the_tokens_and_the_parent_that_are_asked_for(directory: Path, what: str) -> None:
+    first, second = chain(2)
+    with opened(directory) as tier:
+        put(tier, [first, second])
+        forged = {"token_ids": first.token_ids, "parent": ROOT}[what]
+        assert read(tier, [PageKey(**{**vars(second), what: forged})]) == 0
+
+
+def test_the_pages_behind_a_page_say_where_a_prefix_broke(directory: Path) -> None:
+    first, *_ = chain(1)
+    behind = [page(first.digest, seed) for seed in (1, 2)]
+    with opened(directory) as tier:
+        put(tier, [first, *behind])
+        assert tier.children(ROOT) == [first]
+        assert sorted(tier.children(first.digest), key=hash) == sorted(behind, key=hash)
+        assert tier.children(behind[0].digest) == []
+    with opened(directory) as tier:
+        assert len(tier.children(first.digest)) == 2
+
+
+def test_many_readers_and_writers_share_a_tier(directory: Path) -> None:
+    chains = [chain(8, seed) for seed in range(6)]
+    found: list[int] = []
+    with opened(directory) as tier:
+
+        def work(mine: list[PageKey]) -> None:
+            for key in mine:
+                tier.put(key, payload(key))
+            tier.flush(PATIENCE_S)
+            found.append(read(tier, mine))
+
+        threads = [threading.Thread(target=work, args=(each,)) for each in chains]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert found == [8] * 6
+
+
+# What is taken
+
+
+def test_a_page_goes_behind_its_parent_or_is_refused(directory: Path) -> None:
+    first, second, third = chain(3)
+    with opened(directory) as tier:
+        assert second.digest not in tier  # by now the folder is listed
+        assert not tier.put(second, payload(second))
+        assert put(tier, [first, second, third]) == [True] * 3
+        assert tier.num_refused == 1
+
+
+def test_a_page_that_is_there_is_not_written_again(directory: Path) -> None:
+    keys = chain(3)
+    with opened(directory) as tier:
+        put(tier, keys)
+        before = path_of(directory, keys[0]).stat().st_ino
+        assert put(tier, keys) == [True] * 3
+        assert (tier.num_written, path_of(directory, keys[0]).stat().st_ino) == (3, before)
+
+
+def test_a_full_queue_refuses_and_never_waits(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, goes_on = chain(6), threading.Event()
+    plain = disk.write_page
+
+    def slow(*arguments: object) -> None:
+        goes_on.wait()
+        plain(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(disk, "write_page", slow)
+    tier = DiskTier(directory, ROOT, ABOUT, 1 << 30, [].append, queue_bytes=3 * PAGE_BYTES)
+    accepted = [tier.put(key, payload(key)) for key in keys]
+    assert accepted == [True] * 3 + [False] * 3
+    assert not tier.flush(0.01)
+    goes_on.set()
+    assert tier.flush(PATIENCE_S)
+    assert [key.digest in tier for key in keys] == accepted
+    assert tier.close(PATIENCE_S)
+
+
+def test_closing_waits_no_longer_than_it_may(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on = threading.Event()
+    monkeypatch.setattr(disk, "write_page", lambda *_: goes_on.wait())
+    tier = DiskTier(directory, ROOT, ABOUT, 1 << 30, [].append)
+    (key,) = chain(1)
+    assert tier.put(key, payload(key))
+    started = time.monotonic()
+    assert not tier.close(0.05)
+    assert time.monotonic() - started < 5
+    assert not tier.put(key, payload(key))
+    goes_on.set()
+
+
+def test_without_a_thread_what_is_there_is_still_read(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = chain(3)
+    with opened(directory) as tier:
+        put(tier, keys)
+
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    warnings: list[str] = []
+    with opened(directory, warnings=warnings) as tier:
+        assert read(tier, keys) == 3
+        assert not tier.put(page(keys[-1].digest, 5), bytes(PAGE_BYTES))
+    assert len(warnings) == 1 and "can't start new thread" in warnings[0]
+
+
+# What goes
+
+
+def test_the_tail_that_was_used_longest_ago_goes_first(directory: Path) -> None:
+    old, new = chain(4, seed=1), chain(4, seed=2)
+    with opened(directory, limit_bytes=8 * FILE_BYTES) as tier:
+        put(tier, [*old, *new])
+        read(tier, old)
+        more = [page(old[-1].digest, 50), page(old[-1].digest, 51)]
+        assert put(tier, more) == [True] * 2
+        assert [key.digest in tier for key in new] == [True, True, False, False]
+        assert all(key.digest in tier for key in [*old, *more])
+        assert held_bytes(directory) == 8 * FILE_BYTES and tier.num_evicted == 2
+
+
+def test_a_chain_longer_than_the_limit_keeps_its_beginning(directory: Path) -> None:
+    keys = chain(9)
+    with opened(directory, limit_bytes=5 * FILE_BYTES) as tier:
+        put(tier, keys)
+        assert read(tier, keys) == 5
+    assert not orphans(directory)
+
+
+def test_a_limit_that_was_lowered_holds_from_the_start(directory: Path) -> None:
+    with opened(directory) as tier:
+        put(tier, chain(6))
+    with opened(directory, limit_bytes=4 * FILE_BYTES) as tier:
+        assert read(tier, chain(6)) == 4
+    assert held_bytes(directory) == 4 * FILE_BYTES
+
+
+def test_the_limit_is_one_for_all_models(directory: Path) -> None:
+    other = bytes(32)
+    with opened(directory, limit_bytes=6 * FILE_BYTES) as tier:
+        put(tier, chain(5))
+    with opened(directory, limit_bytes=6 * FILE_BYTES, root=other) as tier:
+        put(tier, chain(4, root=other))
+        assert read(tier, chain(4, root=other)) == 4
+    assert held_bytes(directory) == 6 * FILE_BYTES
+    with opened(directory, limit_bytes=6 * FILE_BYTES) as tier:
+        assert read(tier, chain(5)) == 2
+
+
+def test_without_a_limit_a_tenth_of_what_is_free_is_taken_and_eight_gib_at_most(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_folder, "free_bytes", lambda _directory: 30 * FILE_BYTES)
+    with opened(directory, limit_bytes=None) as tier:
+        put(tier, chain(9))
+        assert read(tier, chain(9)) == 3
+    monkeypatch.setattr(page_folder, "free_bytes", lambda _directory: 1 << 50)
+    with opened(directory, limit_bytes=None) as tier:
+        assert tier.limit_bytes == 8 << 30
+
+
+def test_pages_give_way_where_the_disk_fills_up_and_what_is_kept_free_is_named(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "KEPT_FREE_BYTES", 1 << 30)
+    total = 1 << 40
+    monkeypatch.setattr(disk, "free_bytes", lambda _directory: max(0, total - held_bytes(directory)))
+    warnings: list[str] = []
+    with opened(directory, warnings=warnings) as tier:
+        put(tier, chain(4, seed=1))
+        total = (1 << 30) + 3 * FILE_BYTES  # others have taken the rest, and one page too much
+        (new,) = chain(1, seed=2)
+        put(tier, [new])
+        assert new.digest in tier and read(tier, chain(4, seed=1)) == 2
+        assert not warnings
+        total = 0
+        others = chain(2, seed=3)
+        put(tier, others)
+        assert others[0].digest not in tier
+    assert len(warnings) == 1
+    assert "0 B are free on its disk, and 1.0 GiB is left to others" in warnings[0]
+
+
+def test_what_another_process_has_used_meanwhile_stays(directory: Path) -> None:
+    old, new = chain(3, seed=1), chain(3, seed=2)
+    with opened(directory, limit_bytes=6 * FILE_BYTES) as tier:
+        put(tier, [*old, *new])
+        later = time.time() + 100
+        os.utime(path_of(directory, old[-1]), (later, later))
+        (more,) = chain(1, seed=3)
+        put(tier, [more])
+        assert read(tier, old) == 3
+        assert read(tier, new) == 2 and more.digest in tier
+
+
+def test_two_processes_keep_one_limit(directory: Path) -> None:
+    limit = 16 * FILE_BYTES
+    with opened(directory, limit_bytes=limit) as first, opened(directory, limit_bytes=limit) as second:
+        for seed in range(12):
+            put(first if seed % 2 else second, chain(4, seed))
+    assert held_bytes(directory) <= limit + 2 * (limit // 8 + 4 * FILE_BYTES)
+
+
+def test_pages_whose_parent_is_gone_are_deleted_at_the_next_start(directory: Path) -> None:
+    keys = chain(5)
+    with opened(directory) as tier:
+        put(tier, keys)
+    path_of(directory, keys[1]).unlink()
+    with opened(directory) as tier:
+        assert [key.digest in tier for key in keys] == [True, False, False, False, False]
+    assert not orphans(directory) and held_bytes(directory) == FILE_BYTES
+
+
+def test_a_cache_that_is_cleared_under_a_run_is_begun_anew(directory: Path) -> None:
+    keys = chain(4)
+    with opened(directory) as tier:
+        put(tier, keys)
+        remove_pages(directory, root_folders(directory))
+        assert not directory.exists()
+        assert read(tier, keys) == 0
+        assert put(tier, keys) == [True] * 4
+        assert read(tier, keys) == 4
+        remove_pages(directory, root_folders(directory))
+        put(tier, [page(keys[-1].digest, 9)])  # hangs on what the tier believes to be there
+    assert held_bytes(directory) == 0
+
+
+# Clocks
+
+
+@pytest.mark.parametrize("dates", [(4_070_908_800, 0), (0, 4_070_908_800), (4_070_908_800,) * 2, (0, 0)])
+def test_a_clock_that_jumps_changes_the_order_and_nothing_else(directory: Path, dates: tuple[int, int]) -> None:
+    first, second = chain(4, seed=1), chain(4, seed=2)
+    with opened(directory) as tier:
+        put(tier, [*first, *second])
+    for keys, date in zip((first, second), dates, strict=True):
+        for key in keys:
+            os.utime(path_of(directory, key), (date, date))
+    with opened(directory, limit_bytes=8 * FILE_BYTES) as tier:
+        assert read(tier, first) == read(tier, second) == 4
+        third = chain(4, seed=3)
+        assert put(tier, third) == [True] * 4
+        assert read(tier, third) == 4
+        assert held_bytes(directory) == 8 * FILE_BYTES
+    assert not orphans(directory)
+
+
+def test_what_is_dated_in_the_future_goes_before_what_was_used_last(directory: Path) -> None:
+    first, second = chain(2, seed=1), chain(2, seed=2)
+    with opened(directory) as tier:
+        put(tier, [*first, *second])
+    for key in first:
+        os.utime(path_of(directory, key), (4_070_908_800, 4_070_908_800))
+    with opened(directory, limit_bytes=4 * FILE_BYTES) as tier:
+        put(tier, chain(2, seed=3))
+        assert read(tier, second) == 2 and read(tier, first) == 0
+
+
+def test_a_clock_that_jumps_under_a_run_loses_nothing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter(range(10**18, 0, -(10**15)))
+    monkeypatch.setattr(time, "time_ns", lambda: next(times))
+    with opened(directory, limit_bytes=8 * FILE_BYTES) as tier:
+        for seed in range(4):
+            put(tier, chain(4, seed))
+            assert read(tier, chain(4, seed)) == 4
+    assert held_bytes(directory) == 8 * FILE_BYTES
+
+
+# Whose files they are
+
+
+@contextmanager
+def no_umask() -> Iterator[None]:
+    before = os.umask(0)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def test_files_and_folders_are_their_owners_alone(directory: Path) -> None:
+    with no_umask(), opened(directory) as tier:
+        put(tier, chain(3))
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in [directory, *directory.rglob("*")]}
+    assert {mode for path, mode in modes.items() if path.is_dir()} == {0o700}
+    assert {mode for path, mode in modes.items() if path.is_file()} == {0o600}
+    assert len(modes) == 2 + 3 + 1
+
+
+def test_a_folder_that_others_may_look_into_is_closed(directory: Path) -> None:
+    directory.mkdir(parents=True)
+    directory.chmod(0o755)
+    with opened(directory) as tier:
+        assert ROOT not in tier
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+
+
+def test_a_folder_of_another_user_is_neither_read_nor_written(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(directory) as tier:
+        put(tier, chain(2))
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    warnings: list[str] = []
+    with opened(directory, warnings=warnings) as tier:
+        assert read(tier, chain(2)) == 0
+        assert put(tier, chain(3)) == [False] * 3
+    assert len(warnings) == 1 and "it belongs to user" in warnings[0] and "user 12345" in warnings[0]
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_disk_without_permissions_is_not_trusted(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    if is_there:
+        with opened(directory) as tier:
+            put(tier, chain(2))
+        directory.chmod(0o777)
+    plain = os.mkdir
+    monkeypatch.setattr(os, "mkdir", lambda path, mode=0o777, **rest: plain(path, 0o777, **rest))
+    monkeypatch.setattr(Path, "chmod", lambda *_: None)
+    warnings: list[str] = []
+    with no_umask(), opened(directory, warnings=warnings) as tier:
+        put(tier, chain(2))
+        assert read(tier, chain(2)) == 0
+    assert len(warnings) == 1 and "other users may write there" in warnings[0]
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602])
+def test_a_page_that_others_may_write_is_not_believed(directory: Path, mode: int) -> None:
+    with opened(directory) as tier:
+        put(tier, chain(2))
+        path_of(directory, chain(2)[1]).chmod(mode)
+        assert read(tier, chain(2)) == 1
+        assert tier.num_quarantined == 1
+
+
+def test_a_link_in_a_pages_place_is_neither_followed_nor_deleted(directory: Path, tmp_path: Path) -> None:
+    keys = chain(3)
+    with opened(directory) as tier:
+        put(tier, keys)
+    elsewhere, link = tmp_path / "elsewhere", path_of(directory, keys[1])
+    link.rename(elsewhere)
+    link.symlink_to(elsewhere)
+    with opened(directory, limit_bytes=FILE_BYTES) as tier:
+        assert read(tier, keys) == 1
+        put(tier, keys[1:])
+        assert keys[1].digest not in tier
+    assert link.is_symlink() and elsewhere.stat().st_size == FILE_BYTES
+
+
+def test_a_link_in_the_place_of_a_models_folder_is_not_followed(directory: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    directory.mkdir(parents=True)
+    (directory / name_of(ROOT)).symlink_to(elsewhere)
+    warnings: list[str] = []
+    with opened(directory, warnings=warnings) as tier:
+        put(tier, chain(2))
+    assert not list(elsewhere.iterdir())
+    assert len(warnings) == 1 and "is a link" in warnings[0]
+
+
+def test_the_folder_of_all_pages_may_lead_to_another_disk(directory: Path, tmp_path: Path) -> None:
+    (tmp_path / "large").mkdir()
+    directory.parent.mkdir()
+    directory.symlink_to(tmp_path / "large")
+    with opened(directory) as tier:
+        put(tier, chain(2))
+        assert read(tier, chain(2)) == 2
+
+
+def test_what_is_not_ours_stays(directory: Path) -> None:
+    with opened(directory) as tier:
+        put(tier, chain(3))
+    foreign = [directory / "notes.txt", directory / name_of(ROOT) / "more.page", directory / "quarantine" / "mine"]
+    foreign += [directory / ("f" * 32) / ".part.tmp"]
+    for path in foreign:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    with opened(directory, limit_bytes=FILE_BYTES) as tier:
+        put(tier, chain(3, seed=2))
+    remove_pages(directory, root_folders(directory))
+    assert all(path.read_text() == "mine" for path in foreign)
+
+
+def test_what_pages_are_of_stands_beside_them(directory: Path) -> None:
+    with opened(directory) as tier:
+        put(tier, chain(3))
+    (kept,) = kept_pages(directory)
+    assert (kept.about, kept.num_pages, kept.num_tokens, kept.num_bytes) == (ABOUT, 3, 192, 3 * FILE_BYTES)
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b'{"model": 3}', b"\xff", b"[" * 70_000, b'{"a": "b"'])
+def test_a_broken_description_is_none(directory: Path, text: bytes) -> None:
+    with opened(directory) as tier:
+        put(tier, chain(1))
+    (directory / name_of(ROOT) / "about.json").write_bytes(text)
+    assert kept_pages(directory)[0].about == {}
+    with opened(directory) as tier:
+        put(tier, chain(2))
+    assert kept_pages(directory)[0].about == ABOUT
+
+
+# Against a model of it
+
+
+class OneTier(RuleBasedStateMachine):
+    """One tier and a dict: which pages there are, in the order of their use, is known exactly."""
+
+    limit = 6
+
+    @initialize()
+    def open(self) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self.directory = Path(self.folder.name) / "kv"
+        self.turn = 0
+        self.used: dict[int, int] = {}
+        # A forest: page i hangs on page (i - 1) // 2 - 1, the first three on the root.
+        self.keys: list[PageKey] = []
+        for index in range(16):
+            parent = self.parent(index)
+            self.keys.append(page(ROOT if parent is None else self.keys[parent].digest, index))
+        self.start()
+
+    def start(self) -> None:
+        self.tier = DiskTier(self.directory, ROOT, ABOUT, self.limit * FILE_BYTES, self.fail)
+
+    def fail(self, sentence: str) -> None:
+        raise AssertionError(sentence)
+
+    def teardown(self) -> None:
+        if hasattr(self, "tier"):
+            self.tier.close(PATIENCE_S)
+            self.folder.cleanup()
+
+    @staticmethod
+    def parent(index: int) -> int | None:
+        return index // 2 - 1 if index >= 2 else None
+
+    def line(self, index: int) -> list[int]:
+        parent = self.parent(index)
+        return [*([] if parent is None else self.line(parent)), index]
+
+    def use(self, index: int) -> None:
+        self.used[index] = self.turn
+        self.turn += 1
+
+    def make_room(self, keep: int | None) -> bool:
+        while len(self.used) >= self.limit:
+            tails = set(self.used) - {self.parent(index) for index in self.used} - {keep}
+            if not tails:
+                return False
+            del self.used[min(tails, key=lambda index: self.used[index])]
+        return True
+
+    @rule(index=st.integers(0, 15))
+    def put_line(self, index: int) -> None:
+        for each in self.line(index):
+            self.put(each)
+
+    @rule(index=st.integers(0, 15))
+    def put(self, index: int) -> None:
+        parent, key = self.parent(index), self.keys[index]
+        self.tier.put(key, payload(key))
+        assert self.tier.flush(PATIENCE_S)
+        if index in self.used or ((parent is None or parent in self.used) and self.make_room(parent)):
+            self.use(index)
+
+    @rule(index=st.integers(0, 15))
+    def read(self, index: int) -> None:
+        line = self.line(index)
+        there = [each for each in line if each in self.used]
+        assert there == line[: len(there)]
+        assert read(self.tier, [self.keys[each] for each in line]) == len(there)
+        for each in there:
+            self.use(each)
+
+    @rule(index=st.integers(0, 15))
+    def touch(self, index: int) -> None:
+        self.tier.touch([self.keys[index].digest])
+        if index in self.used:
+            self.use(index)
+
+    @rule(index=st.integers(0, 15), at=st.integers(0, FILE_BYTES - 1), bit=st.integers(0, 7))
+    def damage(self, index: int, at: int, bit: int) -> None:
+        """A page nothing hangs on: what is behind it would be there, and of no use, until it is written again."""
+        if index not in self.used or index in {self.parent(each) for each in self.used}:
+            return
+        path = path_of(self.directory, self.keys[index])
+        content = bytearray(path.read_bytes())
+        content[at] ^= 1 << bit
+        path.write_bytes(content)
+        count = self.tier.num_quarantined
+        assert read(self.tier, [self.keys[index]]) == 0
+        assert self.tier.num_quarantined == count + 1
+        del self.used[index]
+
+    @precondition(lambda self: self.used)
+    @rule(start=st.integers(0, 4_000_000_000))
+    def reopen(self, start: int) -> None:
+        """The files say in which order they were used, whatever the clock said."""
+        self.tier.close(PATIENCE_S)
+        now = time.time()
+        dates = {index: min(start, now - 1000) + turn for index, turn in self.used.items()}
+        for index, date in dates.items():
+            os.utime(path_of(self.directory, self.keys[index]), (date, date))
+        self.start()
+        self.agrees()
+
+    @invariant()
+    def agrees(self) -> None:
+        if not hasattr(self, "tier"):
+            return
+        assert {index for index, key in enumerate(self.keys) if key.digest in self.tier} == set(self.used)
+        assert held_bytes(self.directory) == self.tier.bytes_on_disk == len(self.used) * FILE_BYTES
+        assert not orphans(self.directory) and not temporaries(self.directory)
+
+
+TestOneTier = OneTier.TestCase
+TestOneTier.settings = settings(
+    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+class TwoTiers(RuleBasedStateMachine):
+    """Two on one folder, of which pages are cut, flipped, deleted and swapped: what comes is right, all the same."""
+
+    @initialize()
+    def open(self) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self.directory = Path(self.folder.name) / "kv"
+        self.chains = [chain(5, seed) for seed in range(3)]
+        self.warnings: list[str] = []
+        self.tiers = [self.start(), self.start()]
+
+    def start(self) -> DiskTier:
+        return DiskTier(self.directory, ROOT, ABOUT, 9 * FILE_BYTES, self.warnings.append)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "tiers"):
+            return
+        for tier in self.tiers:
+            assert tier.close(PATIENCE_S)
+        with opened(self.directory, limit_bytes=9 * FILE_BYTES) as tier:
+            for keys in self.chains:
+                read(tier, keys)
+        assert not orphans(self.directory) or tier.num_quarantined
+        assert not temporaries(self.directory)
+        assert not self.warnings
+        self.folder.cleanup()
+
+    @rule(which=st.integers(0, 1), seed=st.integers(0, 2), count=st.integers(1, 5))
+    def put(self, which: int, seed: int, count: int) -> None:
+        for key in self.chains[seed][:count]:
+            self.tiers[which].put(key, payload(key))
+
+    @rule(which=st.integers(0, 1), seed=st.integers(0, 2))
+    def read(self, which: int, seed: int) -> None:
+        read(self.tiers[which], self.chains[seed])
+
+    @rule(which=st.integers(0, 1))
+    def flush(self, which: int) -> None:
+        assert self.tiers[which].flush(PATIENCE_S)
+
+    @rule(which=st.integers(0, 1))
+    def reopen(self, which: int) -> None:
+        self.tiers[which].close(PATIENCE_S)
+        self.tiers[which] = self.start()
+
+    @rule(seed=st.integers(0, 2), index=st.integers(0, 4), at=st.integers(0, FILE_BYTES), how=st.sampled_from("fcds"))
+    def damage(self, seed: int, index: int, at: int, how: str) -> None:
+        path = path_of(self.directory, self.chains[seed][index])
+        try:
+            if how == "d":
+                path.unlink()
+            elif how == "c":
+                os.truncate(path, at)
+            elif how == "s":
+                path_of(self.directory, self.chains[seed][index - 1]).replace(path)
+            else:
+                content = bytearray(path.read_bytes())
+                content[min(at, len(content) - 1)] ^= 64
+                path.write_bytes(content)
+        except (FileNotFoundError, IndexError):
+            pass
+
+
+TestTwoTiers = TwoTiers.TestCase
+TestTwoTiers.settings = settings(
+    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def roomy_disk_for_machines() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk, "KEPT_FREE_BYTES", 0)
+        yield
+
+
+def test_a_header_fills_a_page_of_the_disk() -> None:
+    assert HEADER_BYTES == 4096

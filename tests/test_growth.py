@@ -1,0 +1,315 @@
+"""The context of a loaded model becomes longer between two requests: blocks make room, no token changes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from localllm import Engine, EngineService, FinishedEvent, GrownEvent, Request, SamplingParams, TokenEvent
+from localllm.cache.paged_kv import KVPages
+from localllm.engine import growth, loading, placement
+from localllm.engine.advice import flags_for_context
+from localllm.engine.events import Event
+from localllm.engine.placement import model_shape, smaller_kv
+from localllm.engine.tokenizer import Tokenizer
+from localllm.errors import CheckpointError, ContextOverflowError
+from localllm.models.families import load_config
+from localllm.models.placed import PlacedModel
+from localllm.offload.format_rates import FormatRates
+from localllm.offload.plan import BlockShape, Memory, ModelShape, Plan, Rates
+from localllm.offload.profile import Profile
+from localllm.offload.search import Search
+from localllm.quant.recipe import RECIPES
+from tests.packed_support import pack, small_checkpoint
+from tests.test_device_placement import Packed
+from tests.test_placement import engine, shape_of
+
+CTX, LONGEST = 64, 256
+SHORT, LONG = tuple(range(3, 33)), tuple(range(3, 123))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCALLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
+        rates = Profile("this machine", disk_read_gbs=1.0, formats=dict.fromkeys(RECIPES, FormatRates(20.0, 500.0)))
+        patch.setattr(placement, "kept_profile", lambda: rates)
+        patch.setattr(placement, "BATCH_ROWS", 8)
+        yield
+
+
+def least(directory: Path, weights: str, ctx: int) -> int:
+    return Search(shape_of(directory, weights), Memory(1, 0, 1), Rates(1, 1, 1), ctx).least_bytes()
+
+
+def whole(directory: Path, weights: str, ctx: int) -> int:
+    """Where every block stays in memory, and not one more would."""
+    return (
+        Search(shape_of(directory, weights), Memory(1 << 40, 0, 1 << 40), Rates(1, 1, 1), ctx).best().total_bytes("ram")
+    )
+
+
+@contextmanager
+def capped(directory: Path, weights: str, memory_bytes: int) -> Iterator[Engine]:
+    """With so much memory, also for what is planned later."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "process_memory", lambda *_, **__: Memory(memory_bytes, 0, memory_bytes))
+        patch.setattr(loading, "as_stored", lambda _files, _name, config, _weights: (config, None))
+        with engine(directory, weights, ctx=CTX) as loaded:
+            yield loaded
+
+
+def answer(engine: Engine, prompt: tuple[int, ...], *, grows: bool = True, max_tokens: int | None = 8) -> list[Event]:
+    request = Request(prompt, SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True), grows)
+    engine.check(request)
+    engine.submit(request)
+    events = []
+    while engine.has_work:
+        events += engine.step()
+    engine.residency.kv_pages.check_integrity()
+    return events
+
+
+def tokens(events: list[Event]) -> list[int]:
+    finished = events[-1]
+    assert isinstance(finished, FinishedEvent)
+    if finished.error is not None:
+        raise finished.error
+    return [event.token_id for event in events if isinstance(event, TokenEvent)]
+
+
+def grown(events: list[Event]) -> list[GrownEvent]:
+    return [event for event in events if isinstance(event, GrownEvent)]
+
+
+def expected(directory: Path, weights: str, *prompts: tuple[int, ...]) -> list[list[int]]:
+    with engine(directory, weights, ctx=LONGEST) as large:
+        return [tokens(answer(large, prompt)) for prompt in prompts]
+
+
+@pytest.mark.parametrize("weights", ["int4", "bf16"])
+def test_a_prompt_that_does_not_fit_makes_the_context_grow_and_has_the_text_of_a_large_one(
+    directory: Path, weights: str
+) -> None:
+    after = (*SHORT, 7, 7)
+    right = expected(directory, weights, SHORT, LONG, after)
+    with engine(directory, weights, ctx=CTX) as small:
+        assert tokens(answer(small, SHORT)) == right[0]
+        events = answer(small, LONG)
+        assert [(event.ctx_before, event.ctx) for event in grown(events)] == [(CTX, 128)]
+        assert isinstance(events[0], GrownEvent) and tokens(events) == right[1]
+        assert (small.ctx, events[-1].ctx) == (128, 128)  # type: ignore[union-attr]
+        assert tokens(answer(small, after)) == right[2] and not grown(answer(small, after))
+
+
+def test_blocks_go_to_the_disk_where_the_longer_context_needs_their_memory(directory: Path) -> None:
+    right = expected(directory, "int4", LONG)
+    with capped(directory, "int4", whole(directory, "int4", CTX)) as small:
+        assert small.plan is not None and not small.plan.streamed
+        events = answer(small, LONG)
+        (event,) = grown(events)
+        assert event.num_from_disk > 0 and event.num_from_memory == 0 and event.decode_tok_s
+        assert small.residency.plan is not None and len(small.residency.plan.streamed) == event.num_from_disk
+        assert small.residency.plan.total_bytes("ram") <= small.residency.plan.limits["ram"]
+        assert tokens(events) == right[0]
+
+
+def test_a_growth_beyond_the_memory_is_refused_with_both_counts_and_the_engine_goes_on(directory: Path) -> None:
+    right = expected(directory, "int4", SHORT)
+    with capped(directory, "int4", least(directory, "int4", CTX)) as small:
+        (finished,) = answer(small, LONG)
+        assert isinstance(finished, FinishedEvent) and isinstance(finished.error, ContextOverflowError)
+        assert "120 tokens" in finished.error.what and "the context 64" in finished.error.what
+        assert "tokens of context" in finished.error.why and finished.error.fix
+        assert small.ctx == CTX and tokens(answer(small, SHORT)) == right[0]
+
+
+def test_a_prompt_that_fits_with_too_little_room_for_its_answer_has_what_there_is_where_nothing_can_grow(
+    directory: Path,
+) -> None:
+    with capped(directory, "int4", least(directory, "int4", CTX)) as small:
+        events = answer(small, tuple(range(3, 61)), max_tokens=None)
+        assert not grown(events) and len(tokens(events)) == CTX - 58
+
+
+def test_a_prompt_longer_than_the_model_can_read_is_refused_at_once(directory: Path) -> None:
+    with engine(directory, "int4", ctx=CTX) as small:
+        with pytest.raises(ContextOverflowError, match="256 tokens"):
+            answer(small, (5,) * LONGEST)
+        events = answer(small, (5,) * (LONGEST - 1))
+        assert [event.ctx for event in grown(events)] == [LONGEST] and len(tokens(events)) == 1
+
+
+def test_nothing_grows_for_a_request_that_does_not_ask_for_it(directory: Path) -> None:
+    with engine(directory, "int4", ctx=CTX) as small:
+        with pytest.raises(ContextOverflowError, match=r"120 tokens, the context 64"):
+            answer(small, LONG, grows=False)
+        assert not grown(answer(small, SHORT, grows=False, max_tokens=None)) and small.ctx == CTX
+
+
+def test_a_request_that_needs_growth_waits_for_those_that_run_and_those_behind_it_for_it(directory: Path) -> None:
+    right = expected(directory, "int4", SHORT, LONG, SHORT[:9])
+    greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    with capped(directory, "int4", whole(directory, "int4", CTX)) as small:
+        service = EngineService(lambda: small)
+        streams = [service.submit(Request(prompt, greedy, grows=True)) for prompt in (SHORT, LONG, SHORT[:9])]
+        told = [list(stream) for stream in streams]
+        service.close()
+    assert [tokens(events) for events in told] == right
+    assert [len(grown(events)) for events in told] == [0, 1, 0]
+
+
+def test_pages_computed_before_are_found_after(directory: Path) -> None:
+    with engine(directory, "int4", ctx=128) as small:
+        first = tuple(range(3, 103))
+        tokens(answer(small, first))
+        events = answer(small, (*first, *first))
+        assert grown(events) and tokens(events)
+        finished = events[-1]
+        assert isinstance(finished, FinishedEvent) and finished.usage.cached_tokens == 64
+
+
+@pytest.mark.parametrize("where", ["blocks", "keys and values"])
+@pytest.mark.parametrize("failure", [MemoryError("none"), CheckpointError("a block is damaged")])
+def test_a_growth_that_fails_on_its_way_leaves_the_engine_as_it_was(
+    directory: Path, where: str, failure: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = expected(directory, "int4", SHORT)
+    with capped(directory, "int4", whole(directory, "int4", CTX)) as small:
+        blocks = small.residency.placed.blocks  # type: ignore[union-attr]
+        plain_place, plain_new = PlacedModel.place, KVPages.new
+
+        def place(self: PlacedModel, blocks_then: object, *rest: object) -> None:
+            if blocks_then != blocks:
+                raise failure
+            plain_place(self, blocks_then, *rest)  # type: ignore[arg-type]
+
+        def new(self: KVPages, capacity: int) -> object:
+            if capacity > CTX:
+                raise failure
+            return plain_new(self, capacity)
+
+        with monkeypatch.context() as patch:
+            if where == "blocks":
+                patch.setattr(PlacedModel, "place", place)
+            else:
+                patch.setattr(KVPages, "new", new)
+            (finished,) = answer(small, LONG)
+        assert isinstance(finished, FinishedEvent) and finished.error is not None
+        assert small.ctx == CTX and small.residency.placed.blocks == blocks  # type: ignore[union-attr]
+        assert tokens(answer(small, SHORT)) == right[0]
+        assert tokens(answer(small, LONG)) == expected(directory, "int4", LONG)[0]
+
+
+def test_a_model_computed_from_its_checkpoint_grows_as_far_as_its_memory_goes(directory: Path) -> None:
+    room = whole(directory, "bf16", 128)
+    with capped(directory, "bf16", room) as small:
+        assert small.residency.placed is None
+        assert [event.ctx for event in grown(answer(small, SHORT, max_tokens=None))] == []
+        events = answer(small, tuple(range(3, 83)))
+        assert [event.ctx for event in grown(events)] == [128] and tokens(events)
+        (finished,) = answer(small, (5,) * 200)
+        assert isinstance(finished, FinishedEvent) and isinstance(finished.error, ContextOverflowError)
+        assert "cannot be moved" in finished.error.why or "none of its blocks" in finished.error.why
+        assert small.ctx == 128 and tokens(answer(small, SHORT))
+
+
+def test_blocks_leave_a_devices_memory_for_the_longer_context(directory: Path, tmp_path: Path) -> None:
+    """A CPU stands in for the device."""
+    packed = Packed(directory, pack(directory, tmp_path / "packed", "int4-g32"), "int4-g32")
+    tokenizer, kinds = Tokenizer.load(directory), ("resident", "computed", "streamed", "disk")
+    shape = shape_of(directory, "int4")
+    roomy = Search(shape, Memory(1 << 40, 0, 1 << 40), Rates(1, 1, 1), CTX).best()
+    mixed = tuple(packed.blocks(lambda index: kinds[index % len(kinds)]))
+
+    def replan(ctx: int, kv: str, held_bytes: int) -> Plan:
+        return replace(roomy, ctx=ctx, kv_tokens=ctx, blocks=mixed, many_rows=8)
+
+    with packed.opened() as placed:
+        placed.place(packed.blocks(lambda _: "resident"), 8)
+        right = tokens(answer(Engine(placed.few, tokenizer, ctx=LONGEST, placed=placed), LONG))
+        small = Engine(placed.few, tokenizer, ctx=CTX, placed=placed, replan=replan)
+        events = answer(small, LONG)
+        (event,) = grown(events)
+        moved = [block.tier for block in mixed[1:] if block.tier != "vram"]
+        assert (event.num_from_memory, event.num_from_disk) == (moved.count("ram"), moved.count("disk"))
+        assert tokens(events) == right and placed.blocks == mixed
+
+
+def test_a_request_behind_one_that_could_not_grow_grows_by_itself_or_is_refused(directory: Path) -> None:
+    greedy = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    with capped(directory, "int4", least(directory, "int4", CTX)) as small:
+        ids = [small.submit(Request(prompt, greedy, grows=True)) for prompt in (LONG, (*LONG, 5), SHORT)]
+        events = []
+        while small.has_work:
+            events += small.step()
+    ended = {event.request_id: event.error for event in events if isinstance(event, FinishedEvent)}
+    assert [isinstance(ended[number], ContextOverflowError) for number in ids] == [True, True, False]
+
+
+def test_a_longer_context_is_offered_with_a_format_of_keys_and_values_where_that_makes_it_fit() -> None:
+    shape = ModelShape(
+        name="it",
+        weights="int4",
+        kv="int8",
+        embed=BlockShape("embed", 4096, 1),
+        blocks=tuple(BlockShape(f"{number}", 8192, 1) for number in range(4)),
+        head=BlockShape("head", 4096, 1),
+        kv_bytes_per_token=1000,
+        kv_bytes_per_sequence=0,
+        default_ctx=4096,
+        row_bytes=10,
+        state_bytes=10,
+        logits_bytes=10,
+        batch_rows=(8,),
+    )
+    smaller = {
+        "k8v4": replace(shape, kv="k8v4", kv_bytes_per_token=750),
+        "int4": replace(shape, kv_bytes_per_token=500),
+    }
+    memory = 1_000_000
+    search = Search(shape, Memory(memory, 0, memory), Rates(1, 1, 1), 512)
+    assert flags_for_context(search, 700, smaller) == "--ctx 700"
+    assert flags_for_context(search, 1200, smaller) == "--ctx 1200 --kv k8v4"
+    assert flags_for_context(search, 1800, smaller) == "--ctx 1800 --kv int4"
+    assert flags_for_context(search, 4000, smaller) == ""
+    roomy = replace(search, memory=Memory(memory, 0, 1 << 30, 1 << 30))
+    assert re.fullmatch(r"--ctx 1800 --ram \d+MiB, or --ctx 1800 --kv int4", flags_for_context(roomy, 1800, smaller))
+
+
+def test_the_formats_that_take_less_are_named_the_largest_first(tmp_path: Path) -> None:
+    config = load_config(small_checkpoint(tmp_path / "gemma2", "gemma2"))
+    shape = model_shape(config, RECIPES["bf16"], torch.bfloat16, "it", kv="bf16")
+    found = smaller_kv(shape, config, torch.bfloat16)
+    sizes = [shape.kv_bytes_per_token, *(other.kv_bytes_per_token for other in found.values())]
+    assert list(found) == ["int8", "k8v4", "int4"] and sizes == sorted(sizes, reverse=True)
+
+
+def test_an_engine_without_a_plan_never_grows(directory: Path) -> None:
+    with engine(directory, "bf16", ctx=CTX) as loaded:
+        plain = Engine(loaded.model, loaded.tokenizer, ctx=CTX)
+        (finished,) = answer(plain, LONG)
+        assert isinstance(finished, FinishedEvent) and isinstance(finished.error, ContextOverflowError)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "most", "contexts"),
+    [
+        (100, None, [256, 131]),
+        (60, 8, [128]),
+    ],
+)
+def test_the_contexts_that_are_tried_are_the_longest_first(prompt: int, most: int | None, contexts: list[int]) -> None:
+    tried = growth._contexts(growth.Needed(prompt, most), 128, 4096)
+    assert tried == sorted(tried, reverse=True) and tried[0] >= prompt + 1

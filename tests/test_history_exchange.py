@@ -1,0 +1,223 @@
+"""Conversations on their way: our own export, Markdown, and what ChatGPT exports."""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localllm.errors import UsageError
+from localllm.history import History, Session, exchange
+from localllm.history.imports import read_conversations
+from tests.history_support import ask, said
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "data" / "conversations.db"
+
+
+# On its way between files
+
+
+def a_tree(history: History) -> Session:
+    """Two answers to one question, one of them cut, a second wording of it, and a message that is no text."""
+    session, question = ask(history, "Wohin ging der Fuchs? \x1b[31m")
+    history.append(
+        session, question, "assistant", "Nach 北京.", model="tiny", facts={"seed": 7, "completion_tokens": 3}
+    )
+    history.append(session, question, "assistant", "Nach", state="interrupted")
+    other = history.append(session, None, "user", "Where to?", fields={"name": "me"})
+    history.append(session, other, "tool", "a\nb", fields={"content": [{"type": "text", "text": "a"}]})
+    history.update(session, title="Füchse", model="tiny", system="Be brief.")
+    return history.refresh(session)
+
+
+def test_an_export_comes_back_as_it_went(path: Path, tmp_path: Path) -> None:
+    with History.open(path) as history:
+        conversations = [history.conversation(each) for each in (a_tree(history), ask(history)[0])]
+    file = tmp_path / "chats.json"
+    file.write_text(json.dumps(exchange.as_json(conversations)))
+    with History.open(tmp_path / "other" / "conversations.db") as other:
+        added = [other.add(conversation) for conversation in read_conversations(file)]
+        assert [count for _, count in added] == [5, 1]
+        assert [other.conversation(session) for session, _ in added] == conversations
+        assert [other.add(conversation)[1] for conversation in read_conversations(file)] == [0, 0]
+        assert other.count() == 2
+
+
+def test_a_chat_that_has_grown_gets_what_is_new_and_one_that_grew_here_stays_shown(path: Path, tmp_path: Path) -> None:
+    with History.open(path) as history, History.open(tmp_path / "b" / "conversations.db") as other:
+        session, question = ask(history)
+        copy, _ = other.add(history.conversation(session))
+        history.append(session, question, "assistant", "There.")
+        assert other.add(history.conversation(session))[1] == 1
+        assert [role for role, _, _ in said(other, copy)] == ["user", "assistant"]
+        other.append(copy, other.refresh(copy).head, "user", "and here?")
+        head = history.refresh(session).head
+        history.append(session, head, "user", "and there?")
+        assert other.add(history.conversation(history.refresh(session)))[1] == 1
+        assert [content for _, content, _ in said(other, copy)][-1] == "and here?"
+        assert len(other.tree(copy)) == 4
+
+
+def test_an_id_that_is_taken_here_is_not_taken_by_an_import(path: Path, tmp_path: Path) -> None:
+    with History.open(path) as history, History.open(tmp_path / "b" / "conversations.db") as other:
+        session, _ = ask(history)
+        conversation = history.conversation(session)
+        taken, _ = ask(other)
+        for wanted in (taken.id, "last", "--all", "../x y"):
+            uid = f"uid of {wanted}"
+            added, _ = other.add(type(conversation)(**{**vars(conversation), "id": wanted, "uid": uid}))
+            assert added.id != wanted or wanted == "--all"
+            assert other.find(added.id).uid == uid
+
+
+BROKEN: dict[str, Any] = {
+    "a version": lambda data: data.update(format_version=2),
+    "no sessions": lambda data: data.pop("sessions"),
+    "a session that is none": lambda data: data.update(sessions=[3]),
+    "a key too many": lambda data: data["sessions"][0].update(colour="red"),
+    "a key too few": lambda data: data["sessions"][0].pop("title"),
+    "a title that is none": lambda data: data["sessions"][0].update(title=None),
+    "a time that is none": lambda data: data["sessions"][0].update(created=10**400),
+    "a head that is nowhere": lambda data: data["sessions"][0].update(head="nowhere"),
+    "a parent that comes later": lambda data: data["sessions"][0]["messages"].reverse(),
+    "a uid twice": lambda data: data["sessions"][0]["messages"].append(data["sessions"][0]["messages"][0]),
+    "a state": lambda data: data["sessions"][0]["messages"][0].update(state="odd"),
+    "fields that are none": lambda data: data["sessions"][0]["messages"][0].update(fields=[]),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_an_export_that_was_changed_by_hand_is_refused_by_what_is_wrong(path: Path, tmp_path: Path, name: str) -> None:
+    with History.open(path) as history:
+        data = json.loads(json.dumps(exchange.as_json([history.conversation(a_tree(history))])))
+    BROKEN[name](data)
+    file = tmp_path / "chats.json"
+    file.write_text(json.dumps(data))
+    with pytest.raises(UsageError) as caught:
+        read_conversations(file)
+    assert caught.value.why and caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "no JSON"),
+        (b"{", "no JSON"),
+        (b"\xff\xfe", "cannot be imported"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b"3", "no export of chats"),
+        (b'{"a": NaN}', "no JSON"),
+        (b'[{"mapping": 3}]', "malformed"),
+        (b'[{"mapping": {"a": 3}}]', "malformed"),
+        (b'[{"mapping": {}}, 3]', "malformed"),
+        (b"PK\x05\x06" + bytes(18), "no export of chats"),
+        (b"PK\x03\x04" + b"x" * 50, "no JSON|cannot be imported"),
+    ],
+)
+def test_a_file_that_is_no_export_is_refused_by_name(tmp_path: Path, content: bytes, words: str) -> None:
+    file = tmp_path / "conversations.json"
+    file.write_bytes(content)
+    with pytest.raises(UsageError, match=words) as caught:
+        read_conversations(file)
+    assert "conversation" in caught.value.what
+
+
+def test_markdown_has_what_is_shown_and_says_what_was_interrupted(path: Path) -> None:
+    with History.open(path) as history:
+        session, question = ask(history, "Where to?")
+        history.append(session, question, "assistant", "Not this one.")
+        history.append(session, question, "assistant", "To the", state="interrupted")
+        session = history.refresh(session)
+        text = exchange.as_markdown(session, history.path(session))
+    assert text.startswith(f"# Where to?\n\n`{session.id}` · ")
+    assert text.endswith("## You\n\nWhere to?\n\n## Model\n\nTo the\n\n*(interrupted)*\n")
+
+
+# ChatGPT
+
+
+def node(key: str, parent: str | None, role: str, *parts: Any, **more: Any) -> dict[str, Any]:
+    content = more.pop("content", {"content_type": "text", "parts": list(parts)})
+    author = {"role": role, "name": more.pop("name", None)}
+    status = more.pop("status", "finished_successfully")
+    message = {"id": key, "author": author, "content": content, "create_time": 1.7e9, "status": status, **more}
+    return {"id": key, "parent": parent, "children": [], "message": message}
+
+
+def chatgpt_export() -> list[dict[str, Any]]:
+    image = {"content_type": "image_asset_pointer", "asset_pointer": "file-service://file-abc"}
+    nodes = [
+        {"id": "root", "parent": None, "children": [], "message": None},
+        node("sys", "root", "system", ""),
+        node("ctx", "sys", "user", content={"content_type": "user_editable_context", "user_profile": "secret"}),
+        node("q", "ctx", "user", image, "What is this?"),
+        node("a1", "q", "assistant", "A fox.", metadata={"model_slug": "gpt-4o"}),
+        node("a2", "q", "assistant", content={"content_type": "code", "text": "look()"}, recipient="python"),
+        node("t", "a2", "tool", content={"content_type": "execution_output", "text": "owl"}, name="python"),
+        node("th", "t", "assistant", content={"content_type": "thoughts", "thoughts": []}),
+        node("a3", "th", "assistant", "An", status="in_progress"),
+        node("h", "a3", "user", "hidden", metadata={"is_visually_hidden_from_conversation": True}),
+    ]  # fmt: skip
+    mapping = {each["id"]: each for each in nodes}
+    for each in nodes:
+        if each["parent"]:
+            mapping[each["parent"]]["children"].append(each["id"])
+    return [
+        {"title": "Animals", "create_time": 1.7e9, "update_time": 1.8e9, "mapping": mapping, "current_node": "h",
+         "conversation_id": "c-1"},
+        {"title": None, "create_time": None, "update_time": None, "mapping": {}, "current_node": None, "id": "c-2"},
+    ]  # fmt: skip
+
+
+def archive(data: Any) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as file:
+        file.writestr("user.json", "{}")
+        file.writestr("export/conversations.json", json.dumps(data))
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_export_of_chatgpt_keeps_branches_and_notes_what_is_no_text(
+    path: Path, tmp_path: Path, packed: bool
+) -> None:
+    data = chatgpt_export()
+    file = tmp_path / ("export.zip" if packed else "conversations.json")
+    file.write_bytes(archive(data) if packed else json.dumps(data).encode())
+    with History.open(path) as history:
+        added = [history.add(conversation) for conversation in read_conversations(file)]
+        assert [count for _, count in added] == [0, 5]
+        session = added[1][0]
+        assert (session.title, session.model, session.created, session.updated) == ("Animals", None, 1.7e9, 1.8e9)
+        assert said(history, session) == [
+            ("user", "[image: file-abc]\n\nWhat is this?", "complete"),
+            ("assistant", "[to python]\nlook()", "complete"),
+            ("assistant", "[output of python]\nowl", "complete"),
+            ("assistant", "An", "interrupted"),
+        ]
+        assert [message.model for message in history.tree(session) if message.content == "A fox."] == ["gpt-4o"]
+        assert [history.add(conversation)[1] for conversation in read_conversations(file)] == [0, 0]
+        data[0]["mapping"]["n"] = node("n", "h", "assistant", "Later.")
+        data[0]["mapping"]["h"]["children"].append("n")
+        data[0]["current_node"] = "n"
+        file.write_bytes(archive(data) if packed else json.dumps(data).encode())
+        assert [history.add(conversation)[1] for conversation in read_conversations(file)] == [0, 1]
+        assert said(history, session)[-1] == ("assistant", "Later.", "complete")
+
+
+def test_an_export_whose_messages_go_round_in_a_circle_ends(tmp_path: Path) -> None:
+    mapping = {"r": node("r", None, "user", "hi"), "a": node("a", "b", "user", "x"), "b": node("b", "a", "user", "y")}
+    mapping["r"]["children"] = ["r", "a", "gone"]
+    mapping["a"]["children"], mapping["b"]["children"] = ["b"], ["a"]
+    file = tmp_path / "conversations.json"
+    file.write_text(json.dumps([{"mapping": mapping, "current_node": "b", "id": "c"}]))
+    (conversation,) = read_conversations(file)
+    with History.open(tmp_path / "d" / "conversations.db") as history:
+        assert history.add(conversation)[1] == len(conversation.messages) >= 1

@@ -1,0 +1,298 @@
+"""Block tables and pools: every page owned as often as counted, none of them changed under another owner's hands."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch import Tensor
+
+from localllm.cache import page_folder
+from localllm.cache.kv_format import KV_FORMATS, choose_format, kv_bytes_per_sequence, kv_bytes_per_token
+from localllm.cache.paged_kv import KVPages, PagedKV
+from localllm.cache.pages import HOST
+from localllm.cache.prefix import PrefixCache
+from localllm.kernels import kv_page
+from localllm.kernels.kv_page import PAGE_TOKENS
+from localllm.kernels.paged_attention import write
+
+KH, D, LAYERS = 2, 32, 2
+every_format = pytest.mark.parametrize("kv", KV_FORMATS)
+
+
+def new_pages(kv: str = "int4", windows: tuple[int | None, ...] = (None, None), device: torch.device = HOST) -> KVPages:
+    return KVPages(
+        KV_FORMATS[kv],
+        windows=windows,
+        devices=[device] * len(windows),
+        num_kv_heads=KH,
+        head_dim=D,
+        dtype=torch.float32,
+    )
+
+
+TABLE = torch.randn(10_100, KH, D, generator=torch.Generator().manual_seed(0))
+
+
+def features(token_ids: list[int]) -> Tensor:
+    """[T, KH, D]: other numbers for every token."""
+    return TABLE[torch.tensor(token_ids)]
+
+
+def grow(kv: PagedKV, token_ids: list[int], *, advance: bool = True) -> None:
+    """Write what is missing of a sequence."""
+    past = kv.length
+    kv.prepare(len(token_ids))
+    new = features(token_ids[past:])
+    for layer in range(LAYERS):
+        write(kv.layer(layer, past, len(new)), past, new + layer, new - layer)
+    if advance:
+        kv.advance(len(new))
+
+
+def assert_holds(kv: PagedKV, name: str, token_ids: list[int]) -> None:
+    """Its pages hold the keys of these tokens, as later pages' queries read them."""
+    assert kv.length == len(token_ids)
+    for begin in range(0, len(token_ids), PAGE_TOKENS):
+        own = features(token_ids[begin : begin + PAGE_TOKENS])
+        for layer in range(LAYERS):
+            group, index = kv.places[layer]
+            page = kv.tables[group][begin // PAGE_TOKENS]
+            if page is None:  # a window has left it
+                continue
+            layout, x = page.pool.layout, own + layer
+            expected = torch.zeros(layout.layer_bytes, dtype=torch.uint8)
+            kv_page.store(layout, expected, 0, *[kv_page.rotated(x) if name != "bf16" else x] * 2)
+            theirs, ours = (
+                kv_page.load(layout, part[None])[0][:, : len(own)] for part in (expected, page.layer(index))
+            )
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+@every_format
+def test_a_rollback_inside_the_open_page_is_free_and_is_written_over(kv: str) -> None:
+    pages = new_pages(kv)
+    sequence, ids = pages.new(300), list(range(150))
+    grow(sequence, ids)
+    assert sequence.trim(140) == 140
+    ids = [*ids[:140], *range(1000, 1020)]
+    grow(sequence, ids)
+    assert_holds(sequence, kv, ids)
+
+
+@every_format
+def test_a_rollback_into_a_sealed_page_leaves_who_shares_it_as_he_was(kv: str) -> None:
+    pages = new_pages(kv)
+    prefix = PrefixCache(bytes(32), pages)
+    first, second, ids = pages.new(400), pages.new(400), list(range(200))
+    grow(first, ids)
+    prefix.seal(first, ids)
+    prefix.attach(second, ids)
+    assert second.length == 192
+    kept = second.trim(100)
+    assert kept == (100 if kv == "bf16" else 64)
+    changed = [*ids[:kept], *range(2000, 2080)]
+    grow(second, changed)
+    assert_holds(second, kv, changed)
+    assert_holds(first, kv, ids)
+    pages.check_integrity()
+
+
+@every_format
+def test_what_a_forward_wrote_that_was_given_up_is_written_over(kv: str) -> None:
+    pages = new_pages(kv)
+    sequence, ids = pages.new(300), list(range(100))
+    grow(sequence, ids)
+    grow(sequence, [*ids, *range(500, 600)], advance=False)
+    grow(sequence, [*ids, *range(700, 780)])
+    assert_holds(sequence, kv, [*ids, *range(700, 780)])
+
+
+def test_a_closed_sequence_gives_everything_back() -> None:
+    pages = new_pages()
+    sequence = pages.new(1000)
+    grow(sequence, list(range(900)))
+    sequence.close()
+    sequence.close()  # once more changes nothing
+    pages.check_integrity()
+    assert all(pool.reserved == 0 and len(pool.free) == len(pool.pages) for pool in pages.groups[0].pools)
+
+
+def test_a_reservation_that_finds_no_memory_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = new_pages()
+    pages.new(64)
+    before = [pool.reserved for pool in pages.groups[0].pools]
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(type(pages.groups[0].dense), "_grow", fail)
+    with pytest.raises(MemoryError):
+        pages.new(100_000)
+    assert [pool.reserved for pool in pages.groups[0].pools] == before
+
+
+def test_a_window_holds_no_more_pages_than_it_sees() -> None:
+    pages = new_pages("int8", windows=(100, None))
+    sequence, ids = pages.new(1000), list(range(1000))
+    for end in range(1, 1001, 7):
+        grow(sequence, ids[:end])
+    windowed, whole = (sum(page is not None for page in table) for table in sequence.tables)
+    assert windowed <= 3 and whole == 16
+    pages.check_integrity()
+
+
+def test_a_rollback_behind_what_a_window_has_left_begins_anew() -> None:
+    pages = new_pages("int8", windows=(100, None))
+    sequence, ids = pages.new(1000), list(range(900))
+    for end in (300, 600, 900):
+        grow(sequence, ids[:end])
+    assert sequence.trim(300) == 0
+    grow(sequence, ids[:400])
+    assert_holds(sequence, "int8", ids[:400])
+
+
+@every_format
+def test_pages_that_move_to_another_device_keep_their_bytes_and_their_owners(kv: str) -> None:
+    pages = new_pages(kv)
+    prefix = PrefixCache(bytes(32), pages)
+    sequence, ids = pages.new(300), list(range(200))
+    grow(sequence, ids)
+    prefix.seal(sequence, ids)
+    other = torch.device("cpu", 0)  # equal to the host in all but its name
+    pages.move([HOST, other])
+    assert not pages.is_on_host
+    assert_holds(sequence, kv, ids)
+    pages.check_integrity()
+    pages.move([HOST, HOST])
+    assert pages.is_on_host
+    assert_holds(sequence, kv, ids)
+    again = pages.new(300)
+    prefix.attach(again, ids)
+    assert_holds(again, kv, ids[:192])
+
+
+def test_pages_go_to_ram_and_come_back_whatever_devices_they_are_on() -> None:
+    pages = new_pages("int4", device=torch.device("cpu", 0))
+    prefix = PrefixCache(bytes(32), pages, ram_bytes=1 << 24)
+    for seed in range(4):  # each pushes the one before out of the pools
+        ids = random.Random(seed).sample(range(10_000), 500)
+        sequence = pages.new(501)
+        prefix.attach(sequence, ids)
+        grow(sequence, ids)
+        prefix.seal(sequence, ids)
+        sequence.close()
+    ids = random.Random(0).sample(range(10_000), 500)
+    sequence = pages.new(501)
+    prefix.attach(sequence, ids)
+    assert sequence.length == 448 and prefix.counts.ram >= 5
+    assert_holds(sequence, "int4", ids[:448])
+
+
+def test_room_in_ram_is_kept_within_its_limit() -> None:
+    pages = new_pages("int4")
+    prefix = PrefixCache(bytes(32), pages, ram_bytes=100_000)
+    for seed in range(6):
+        ids = random.Random(seed).sample(range(10_000), 500)
+        sequence = pages.new(501)
+        grow(sequence, ids)
+        prefix.seal(sequence, ids)
+        sequence.close()
+        assert prefix.ram_used_bytes <= 100_000
+    assert prefix.counts.spilled
+
+
+def test_what_serves_later_prompts_alone_is_given_up_where_memory_runs_out() -> None:
+    pages = new_pages("int4")
+    prefix = PrefixCache(bytes(32), pages, ram_bytes=1 << 24)
+    assert not prefix.give_up_ram()
+    for seed in range(3):
+        ids = random.Random(seed).sample(range(10_000), 500)
+        sequence = pages.new(501)
+        grow(sequence, ids)
+        prefix.seal(sequence, ids)
+        sequence.close()
+    assert prefix.ram_used_bytes and prefix.give_up_ram()
+    assert not prefix.ram_used_bytes
+    sequence = pages.new(501)
+    prefix.attach(sequence, random.Random(2).sample(range(10_000), 500))
+    assert sequence.length == 448  # in the pools still
+    pages.check_integrity()
+
+
+def test_the_disk_and_the_kernels_mean_the_same_page() -> None:
+    assert page_folder.PAGE_TOKENS == PAGE_TOKENS
+
+
+@pytest.mark.parametrize(("head_dim", "format_name"), [(64, "int4"), (80, "bf16"), (96, "int4"), (256, "int4")])
+def test_heads_that_groups_do_not_divide_stay_dense(head_dim: int, format_name: str) -> None:
+    assert choose_format("int4", head_dim, torch.bfloat16).name == format_name
+
+
+@pytest.mark.parametrize(("kv", "most"), [("int8", 0.55), ("k8v4", 0.42), ("int4", 0.29)])
+def test_a_sequence_of_8192_tokens_takes_this_much_of_bf16(kv: str, most: float) -> None:
+    """With its dense pages: an 8B model's shape."""
+
+    def num_bytes(name: str) -> int:
+        layouts = KV_FORMATS[name].layouts(8, 128, torch.bfloat16)
+        return 8192 * kv_bytes_per_token(layouts, 32) + kv_bytes_per_sequence(layouts, 32)
+
+    assert num_bytes(kv) / num_bytes("bf16") <= most
+
+
+class Sequences(RuleBasedStateMachine):
+    """Sequences that share a prefix cache, beside plain lists of their tokens."""
+
+    @initialize(
+        kv=st.sampled_from(list(KV_FORMATS)), window=st.sampled_from([None, 90]), ram=st.sampled_from([0, 60_000])
+    )
+    def begin(self, kv: str, window: int | None, ram: int) -> None:
+        self.kv, self.pages = kv, new_pages(kv, (None, window))
+        self.prefix = PrefixCache(bytes(32), self.pages, ram_bytes=ram)
+        self.live: list[tuple[PagedKV, list[int]]] = []
+
+    @rule(family=st.integers(0, 2), length=st.integers(1, 350), own=st.integers(0, 3))
+    def admit(self, family: int, length: int, own: int) -> None:
+        ids = [family * 1000 + i for i in range(length)] + [5000 + own] * 3
+        kv = self.pages.new(450)
+        self.prefix.attach(kv, ids)
+        grow(kv, ids)
+        self.prefix.seal(kv, ids)
+        self.live.append((kv, ids))
+
+    @precondition(lambda self: self.live)
+    @rule(which=st.integers(0, 99), count=st.integers(1, 40))
+    def go_on(self, which: int, count: int) -> None:
+        kv, ids = self.live[which % len(self.live)]
+        ids += [7000 + which + i for i in range(min(count, 450 - len(ids)))]
+        if len(ids) > kv.length:
+            grow(kv, ids)
+            self.prefix.seal(kv, ids)
+
+    @precondition(lambda self: self.live)
+    @rule(which=st.integers(0, 99), kept=st.integers(0, 450))
+    def roll_back(self, which: int, kept: int) -> None:
+        kv, ids = self.live[which % len(self.live)]
+        del ids[kv.trim(min(kept, kv.length)) :]
+
+    @precondition(lambda self: self.live)
+    @rule(which=st.integers(0, 99))
+    def close(self, which: int) -> None:
+        self.live.pop(which % len(self.live))[0].close()
+
+    @invariant()
+    def everyone_has_his_own(self) -> None:
+        if hasattr(self, "pages"):
+            self.pages.check_integrity()
+            for kv, ids in self.live[-2:]:
+                assert_holds(kv, self.kv, ids)
+
+
+COMMON: dict[str, Any] = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
+TestSequences = Sequences.TestCase
+TestSequences.settings = settings(max_examples=15, stateful_step_count=25, **COMMON)

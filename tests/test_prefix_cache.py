@@ -1,0 +1,315 @@
+"""What is reused gives what would have been computed: every bit of it, whatever tier it comes from."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
+
+from localllm.bench.random_blocks import RandomBlocks
+from localllm.bench.subject import word_tokenizer
+from localllm.engine.engine import Engine
+from localllm.engine.events import FinishedEvent, TokenEvent
+from localllm.engine.kv_reuse import IN_POOLS, NO_REUSE, Computed, KVReuse
+from localllm.engine.request import Request, SamplingParams
+from localllm.kernels import cpu_linear
+from localllm.models.decoder import Decoder
+from localllm.models.families import parse_config
+from localllm.models.load import load_decoder
+from localllm.quant.recipe import recipe
+
+VOCAB, CTX, ANSWER = 160, 512, 5
+SHAPE: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": CTX,
+}
+WINDOWED = SHAPE | {"model_type": "gemma2", "query_pre_attn_scalar": 32, "sliding_window": 70}
+Answer = tuple[tuple[int, float], ...]  # tokens and their logprobs
+
+
+@cache
+def decoder(model: str = "llama", weights: str = "int4", dtype: torch.dtype = torch.bfloat16) -> Decoder:
+    config = parse_config({"llama": SHAPE, "windowed": WINDOWED}[model], "a test's config")
+    chosen = recipe(weights)
+    return load_decoder(RandomBlocks(chosen), config, chosen, dtype=dtype, device=torch.device("cpu"))
+
+
+def engine(kv: str = "int8", reuse: KVReuse = IN_POOLS, model: str = "llama", **options: Any) -> Engine:
+    of = decoder(model, **options)
+    return Engine(of, word_tokenizer(VOCAB), ctx=CTX, kv=kv, reuse=reuse, computed=Computed(f"test:{model}", "int4"))
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    choose = random.Random(seed)
+    return [choose.randrange(3, VOCAB) for _ in range(count)]
+
+
+def greedy(max_tokens: int = ANSWER) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=0)
+
+
+def ask(of: Engine, *prompts: Sequence[int]) -> tuple[list[Answer], list[int]]:
+    """Every prompt's answer, all of them together, and how many of its tokens were not computed."""
+    ids = [of.submit(Request(tuple(prompt), greedy())) for prompt in prompts]
+    answers: dict[int, list[tuple[int, float]]] = {request_id: [] for request_id in ids}
+    cached: dict[int, int] = {}
+    while of.has_work:
+        for event in of.step():
+            if isinstance(event, TokenEvent):
+                assert event.logprob is not None
+                answers[event.request_id].append((event.token_id, event.logprob.logprob))
+            if isinstance(event, FinishedEvent):
+                assert event.error is None, event.error
+                cached[event.request_id] = event.usage.cached_tokens
+    of.residency.kv_pages.check_integrity()
+    return [tuple(answers[request_id]) for request_id in ids], [cached[request_id] for request_id in ids]
+
+
+@cache
+def computed(kv: str, prompt: tuple[int, ...], model: str = "llama") -> Answer:
+    """By an engine that reuses nothing."""
+    (answer,), (cached,) = ask(engine(kv, NO_REUSE, model), prompt)
+    assert not cached
+    return answer
+
+
+def evict(of: Engine) -> None:
+    """Every page that nobody has leaves the pools."""
+    for seed in range(2):
+        ask(of, tokens(CTX - ANSWER - 1, seed=10_000 + seed))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "kv"
+
+
+@pytest.mark.parametrize("kv", ["bf16", "int8", "k8v4", "int4"])
+@pytest.mark.parametrize("model", ["llama", "windowed"])
+@pytest.mark.parametrize("tier", ["pool", "ram", "disk", "restarted"])
+def test_a_hit_gives_the_bits_of_a_miss_from_every_tier(kv: str, model: str, tier: str, folder: Path) -> None:
+    reuse = KVReuse(ram_bytes=(64 << 20) * (tier == "ram"), directory=folder if tier in ("disk", "restarted") else None)
+    shared = tokens(300, seed=1)
+    of = engine(kv, reuse, model)
+    ask(of, [*shared, 5, 6])
+    if tier != "pool":
+        evict(of)
+    if tier == "restarted":
+        of.close()
+        of = engine(kv, reuse, model)
+    (answer,), (cached,) = ask(of, [*shared, 7, 8, 9])
+    assert cached == 256 and answer == computed(kv, (*shared, 7, 8, 9), model)
+    assert of.prefix is not None
+    found = vars(of.prefix.counts)
+    # A first page is dense in a coded format, and leaves its own pool later.
+    assert found["disk" if tier == "restarted" else tier] >= 3 and sum(found[t] for t in ("pool", "ram", "disk")) == 4
+    of.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_where_operators_compute_a_hit_gives_the_bits_of_a_miss_in_the_same_chunks(dtype: torch.dtype) -> None:
+    shared, rest = tokens(256, seed=2), tokens(20, seed=3)
+    weights = "fp32" if dtype is torch.float32 else "bf16"
+    hit = engine("bf16", IN_POOLS, weights=weights, dtype=dtype)
+    ask(hit, [*shared, 9])
+    (answer,), (cached,) = ask(hit, [*shared, *rest])
+    missed = engine("bf16", NO_REUSE, weights=weights, dtype=dtype)
+    missed.scheduler.limits = type(missed.scheduler.limits)(chunk_tokens=256)
+    assert cached == 256 and ask(missed, [*shared, *rest])[0] == [answer]
+
+
+def test_eight_requests_at_once_share_what_they_have_in_common_and_answer_as_alone() -> None:
+    of, shared = engine("int4"), tokens(200, seed=4)
+    ask(of, shared)
+    prompts = [[*shared, *tokens(1 + 9 * n, seed=n)] for n in range(8)]
+    answers, cached = ask(of, *prompts)
+    assert cached == [192] * 8
+    assert answers == [computed("int4", tuple(prompt)) for prompt in prompts]
+
+
+def test_a_cancelled_request_leaves_whole_pages_that_are_right() -> None:
+    of, prompt = engine(), tokens(400, seed=5)
+    of.scheduler.limits = type(of.scheduler.limits)(chunk_tokens=100)
+    request_id = of.submit(Request(tuple(prompt), greedy()))
+    of.step()
+    of.step()
+    of.abort(request_id)
+    of.step()
+    of.residency.kv_pages.check_integrity()
+    (answer,), (cached,) = ask(of, prompt)
+    assert cached == 192 and answer == computed("int8", tuple(prompt))
+
+
+def test_an_answer_is_part_of_what_the_next_turn_finds() -> None:
+    of, prompt = engine(), tokens(120, seed=6)
+    (answer,), _ = ask(of, prompt)
+    chat = [*prompt, *(token_id for token_id, _ in answer), *tokens(30, seed=7)]
+    assert ask(of, chat)[1] == [64]
+    (_,), (cached,) = ask(of, [*chat, *tokens(3, seed=8)])
+    assert cached == 128
+
+
+def test_a_prompt_that_is_known_whole_still_computes_its_last_token() -> None:
+    of, prompt = engine(), tokens(128, seed=9)
+    ask(of, prompt)
+    (answer,), (cached,) = ask(of, prompt)
+    assert cached == 64 and answer == computed("int8", tuple(prompt))
+
+
+@pytest.mark.parametrize("other", [{"kv": "int4"}, {"model": "windowed"}])
+def test_pages_of_another_model_or_format_are_not_found(other: dict[str, str], folder: Path) -> None:
+    prompt = tokens(200, seed=10)
+    with_disk = KVReuse(directory=folder)
+    first = engine("int8", with_disk)
+    ask(first, prompt)
+    first.close()
+    second = engine(**{"kv": "int8", **other}, reuse=with_disk)
+    assert ask(second, prompt)[1] == [0]
+    second.close()
+
+
+def test_a_damaged_page_is_computed_once_more(folder: Path) -> None:
+    prompt = tokens(300, seed=11)
+    with_disk = KVReuse(directory=folder)
+    of = engine("int8", with_disk)
+    ask(of, prompt)
+    of.close()
+    for page in sorted(folder.rglob("*.page"))[1:2]:
+        damaged = bytearray(page.read_bytes())
+        damaged[5000] ^= 1
+        page.chmod(0o600)
+        page.write_bytes(damaged)
+    of = engine("int8", with_disk)
+    (answer,), (cached,) = ask(of, prompt)
+    assert cached in (0, 64, 128, 192) and answer == computed("int8", tuple(prompt))
+    of.close()
+
+
+PIECES = st.integers(0, 9)
+
+
+@pytest.mark.skipif(not cpu_linear.is_available(), reason="other kernels' bits depend on the chunks")
+class Chats(RuleBasedStateMachine):
+    """Conversations as people have them, beside an engine that computes everything."""
+
+    conversations = Bundle("conversations")
+
+    @initialize()
+    def begin(self) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self.kv, self.header = "int8", tokens(40, seed=0)
+        self.engine = self._engine()
+
+    def _engine(self) -> Engine:
+        return engine(self.kv, KVReuse(ram_bytes=60_000, directory=Path(self.folder.name) / "kv"))
+
+    def _ask(self, *chats: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """What the chats become. Each is its tokens behind the template's header."""
+        prompts = [tuple([*self.header, *chat][: CTX - ANSWER - 1]) for chat in chats]
+        answers, _ = ask(self.engine, *prompts)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer == computed(self.kv, prompt)
+        return [(*chat, *(token_id for token_id, _ in answer)) for chat, answer in zip(chats, answers, strict=True)]
+
+    @rule(target=conversations, message=PIECES)
+    def open(self, message: int) -> tuple[int, ...]:
+        return self._ask(tuple(tokens(20 + 15 * message, seed=message)))[0]
+
+    @rule(target=conversations, chat=conversations, message=PIECES)
+    def answer(self, chat: tuple[int, ...], message: int) -> tuple[int, ...]:
+        return self._ask((*chat, *tokens(10 + 7 * message, seed=message)))[0]
+
+    @rule(target=conversations, chat=conversations, kept=st.integers(1, 200), message=PIECES)
+    def edit(self, chat: tuple[int, ...], kept: int, message: int) -> tuple[int, ...]:
+        return self._ask((*chat[:kept], *tokens(30, seed=message)))[0]
+
+    @rule(chat=conversations)
+    def regenerate(self, chat: tuple[int, ...]) -> None:
+        if len(chat) > ANSWER:
+            self._ask(chat[:-ANSWER])
+
+    @rule(target=conversations, chats=st.lists(conversations, min_size=2, max_size=5), message=PIECES)
+    def fork(self, chats: list[tuple[int, ...]], message: int) -> Any:
+        return multiple(*self._ask(*((*chat, *tokens(12, seed=message + n)) for n, chat in enumerate(chats))))
+
+    @rule(chat=conversations, steps=st.integers(0, 4))
+    def cancel(self, chat: tuple[int, ...], steps: int) -> None:
+        prompt = tuple([*self.header, *chat][: CTX - ANSWER - 1])
+        request_id = self.engine.submit(Request(prompt, greedy()))
+        for _ in range(steps):
+            self.engine.step()
+        self.engine.abort(request_id)
+        self.engine.step()
+
+    @rule()
+    def evict(self) -> None:
+        evict(self.engine)
+
+    @rule()
+    def persist(self) -> None:
+        assert self.engine.prefix is not None and self.engine.prefix.disk is not None
+        assert self.engine.prefix.disk.flush(10)
+
+    @rule()
+    def restart(self) -> None:
+        self.engine.close()
+        self.engine = self._engine()
+
+    @rule(kv=st.sampled_from(["bf16", "int8", "k8v4", "int4"]))
+    def change_format(self, kv: str) -> None:
+        self.kv = kv
+        self.restart()
+
+    @rule(template=st.integers(0, 2))
+    def change_template(self, template: int) -> None:
+        self.header = tokens(40 + template, seed=template)
+
+    @rule(number=st.integers(0, 1000), at=st.integers(0, 50_000))
+    def damage(self, number: int, at: int) -> None:
+        """A byte of some file of pages, behind the engine's back."""
+        paths = sorted(Path(self.folder.name).rglob("*.page"))
+        if paths:
+            path = paths[number % len(paths)]
+            data = bytearray(path.read_bytes())
+            data[at % len(data)] ^= 0x10
+            path.write_bytes(data)
+
+    @invariant()
+    def pages_are_owned_as_often_as_counted(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.residency.kv_pages.check_integrity()
+
+    def teardown(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.close()
+            self.folder.cleanup()
+
+
+COMMON: dict[str, Any] = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
+TestChats = Chats.TestCase
+TestChats.settings = settings(max_examples=25, stateful_step_count=40, **COMMON)
+
+
+class LongChats(Chats):
+    """The same, for thousands of steps."""
+
+
+@pytest.mark.slow
+class TestLongChats(LongChats.TestCase):  # type: ignore[name-defined, misc]
+    settings = settings(max_examples=150, stateful_step_count=60, **COMMON)
