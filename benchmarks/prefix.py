@@ -151,7 +151,7 @@ class Chat:
         raise AssertionError("an answer ends")
 
     def _ids(self, count: int, seed: int) -> list[int]:
-        choose = random.Random(seed)
+        choose = random.Random(f"{seed}")  # a number and its negative are one seed
         return [choose.randrange(3, self._vocab_size) for _ in range(count)]
 
 

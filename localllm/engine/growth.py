@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from localllm.engine.memory import is_out_of_memory, out_of_memory
-from localllm.engine.overflow import answer_room
+from localllm.engine.overflow import wanted_room
 from localllm.engine.residency import Residency
 from localllm.errors import ContextOverflowError, DoesNotFitError, LocalLLMError
 from localllm.offload.plan import Placed, Plan
@@ -67,7 +67,7 @@ def cannot_grow(num_tokens: int, ctx: int, error: DoesNotFitError, flags: str) -
 def _contexts(needed: Needed, ctx: int, longest: int) -> list[int]:
     """Those that are tried, the longest first: twice what there is, or the power of two that holds what is needed;
     what is needed; where the prompt would not fit otherwise, what it takes with a short answer."""
-    wanted = needed.prompt_tokens + answer_room(ctx, needed.max_tokens)
+    wanted = needed.prompt_tokens + wanted_room(ctx, needed.max_tokens)
     least = needed.prompt_tokens + 1 if needed.prompt_tokens >= ctx else wanted
     tried = [max(2 * ctx, 1 << (wanted - 1).bit_length()), _rounded(wanted), _rounded(least)]
     if needed.prompt_tokens < longest:

@@ -50,6 +50,11 @@ def answer_room(ctx: int, max_tokens: int | None) -> int:
     return most if max_tokens is None else min(max_tokens, most)
 
 
+def wanted_room(ctx: int, max_tokens: int | None) -> int:
+    """What an answer is to have where the context can grow for it: all that was asked for."""
+    return answer_room(ctx, None) if max_tokens is None else max_tokens
+
+
 def overflow_error(num_tokens: int, ctx: int, longest: int, flags: str = "") -> ContextOverflowError:
     """longest: that the model has. flags: with which a longer one would fit, "" where none are."""
     trained = "" if num_tokens < longest else f"; the model was trained for at most {longest}"

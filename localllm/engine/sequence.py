@@ -17,7 +17,7 @@ from localllm.engine.events import (
     TokenLogprob,
     Usage,
 )
-from localllm.engine.overflow import answer_room
+from localllm.engine.overflow import wanted_room
 from localllm.engine.request import Request
 from localllm.engine.stopping import StopMatcher
 
@@ -84,7 +84,7 @@ class Sequence:
     @property
     def wants_growth(self) -> bool:
         """Whether a longer context is to be tried for before it runs."""
-        room = answer_room(self.ctx, self.request.sampling.max_tokens)
+        room = wanted_room(self.ctx, self.request.sampling.max_tokens)
         return self.may_grow and self.num_prompt_tokens + room > self.ctx
 
     @property
