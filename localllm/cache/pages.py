@@ -15,7 +15,7 @@ from torch import Tensor
 
 from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout
 from localllm.offload.disk_read import PAGE_BYTES
-from localllm.offload.host_buffer import host_buffer
+from localllm.offload.host_buffer import HUGE_PAGE_BYTES, host_buffer
 
 HOST = torch.device("cpu")
 _SLAB_PAGES = 16  # that a pool grows by, at least
@@ -188,7 +188,11 @@ def _new_slab(count: int, num_bytes: int, device: torch.device) -> Tensor:
     padded = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
     if device != HOST:
         return torch.empty((count, padded), dtype=torch.uint8, device=device)
-    return host_buffer(count * padded).view(count, padded)
+    # In huge pages, where it is as large as one: what is read from the disk goes to memory that nobody has touched yet.
+    room = (
+        -(-count * padded // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES if count * padded >= HUGE_PAGE_BYTES else count * padded
+    )
+    return host_buffer(room)[: count * padded].view(count, padded)
 
 
 def pages_of(num_tokens: int) -> int:
