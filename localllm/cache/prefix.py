@@ -12,6 +12,7 @@ import hashlib
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -276,7 +277,9 @@ class PrefixCache:
         if self.disk is None:
             return ""
         for about in self.disk.others():
-            root = bytes.fromhex(about.get(ROOT, ""))
+            root = b""
+            with suppress(ValueError):  # anyone may have written that file
+                root = bytes.fromhex(about.get(ROOT, ""))
             if len(root) == len(self.root) and self.disk.has_under(root, page_digest(root, token_ids)):
                 return f"weights {about.get('weights')}, kv {about.get('kv')}"
         return ""
