@@ -11,12 +11,14 @@ import argparse
 import contextlib
 import ctypes
 import hashlib
+import itertools
 import json
 import mmap
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -26,10 +28,11 @@ from benchmarks.measure import interleaved, machine, paired, save, spread
 from localllm.cache.disk import DiskTier
 from localllm.cache.page_file import PageKey
 from localllm.cache.page_folder import PAGE_TOKENS
+from localllm.cache.page_readers import READERS
 from localllm.config import user_directories
 from localllm.offload.disk_speed import disk_file, files_read_gbs
 
-MIB = 1 << 20
+MIB, BLOCK_BYTES = 1 << 20, 4096
 HUGE_BYTES = 2 << 20
 ROOT = bytes(32)
 ENOUGH_S = 60.0
@@ -67,12 +70,31 @@ def buffers(case: Case) -> list[memoryview]:
     return [whole[at : at + case.page_bytes] for at in range(0, num_bytes, case.page_bytes)]
 
 
-def drop(paths: list[Path]) -> None:
+def drop(paths: Sequence[Path]) -> None:
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
+
+
+def fresh_read_gbs(paths: Sequence[Path]) -> float:
+    """These files past the page cache, into memory that nobody has used yet."""
+    sizes = [path.stat().st_size // BLOCK_BYTES * BLOCK_BYTES for path in paths]
+    (memory,) = buffers(Case(sum(sizes), 1))
+    places = [memory[end - size : end] for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
+
+    def read(path: Path, place: memoryview) -> int:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        try:
+            return os.preadv(descriptor, [place], 0)
+        finally:
+            os.close(descriptor)
+
+    started = time.perf_counter()
+    with ThreadPoolExecutor(READERS) as pool:
+        num_bytes = sum(pool.map(read, paths, places))
+    return num_bytes / (time.perf_counter() - started) / 1e9
 
 
 def read_gbs(tier: DiskTier, keys: list[PageKey], into: list[memoryview], prepare: Callable[[], object]) -> float:

@@ -64,14 +64,14 @@ def damaged(directory: Path) -> Iterator[Callable[[int, bytes], None]]:
     def examine(at: int, replacement: bytes) -> None:
         os.pwrite(descriptor, replacement, at)
         with pytest.raises(BadPageError):
-            read_page(path, ROOT, second, into, header)
+            read_page(path, ROOT, second, into, header, past_cache=True)
         if at < HEADER_BYTES:
             with pytest.raises(BadPageError):
                 read_key(path, ROOT)
         os.pwrite(descriptor, whole[at : at + len(replacement)], at)
 
     yield examine
-    read_page(path, ROOT, second, into, header)
+    read_page(path, ROOT, second, into, header, past_cache=True)
     assert into == payload(second) and read_key(path, ROOT) == second
     os.close(descriptor)
 
@@ -282,7 +282,7 @@ def test_a_process_that_has_no_more_files_or_memory_loses_no_page(
 def test_memory_that_ends_while_a_page_is_read_or_written_is_a_miss(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def exhausted(*_: object) -> None:
+    def exhausted(*_: object, **__: object) -> None:
         raise MemoryError
 
     keys, warnings = chain(3), []

@@ -29,6 +29,7 @@ _MAGIC = b"LLMKVPG\n"
 # and the checksum of all that.
 _CLAIMS = struct.Struct(f"<8sIIQ32s32s32s{PAGE_TOKENS}I16s")
 _CHECKSUM_BYTES = 16
+_PAST_CACHE = getattr(os, "O_DIRECT", 0)
 _CHECKED_BYTES = HEADER_BYTES - _CHECKSUM_BYTES
 
 
@@ -93,16 +94,20 @@ def _write_all(descriptor: int, header: bytes, payload: memoryview) -> None:
             views[0] = views[0][written:]
 
 
-def read_page(path: Path, root: bytes, key: PageKey, into: memoryview, header: memoryview) -> None:
+def read_page(path: Path, root: bytes, key: PageKey, into: memoryview, header: memoryview, *, past_cache: bool) -> None:
     """Fills `into` with the page at `path`, and verifies it; what is in `into` after an error is nothing.
 
-    header: HEADER_BYTES to work in. What the page cache holds is copied from there, everything else is read past it
-    where both buffers are aligned to a page. Raises OSError, and BadPageError where the file is not this very page.
+    header: HEADER_BYTES to work in. past_cache: read from the disk even what the page cache holds, where the file
+    system can and both buffers are aligned to a page. Raises OSError, and BadPageError where the file is not this very
+    page.
     """
-    descriptor = _open_own(path)
+    # Few calls: between two of them eight readers wait for one another; 14 a page cost a quarter of the disk's rate.
+    num_bytes = HEADER_BYTES + len(into)
+    descriptor = _open_own(path, num_bytes, _PAST_CACHE if past_cache else 0)
     try:
-        _require_length(descriptor, HEADER_BYTES + len(into))
-        _fill(descriptor, header, into)
+        done = _read_direct(descriptor, header, into) if past_cache else os.preadv(descriptor, [header, into], 0)
+        if done < num_bytes:
+            _read_rest(descriptor, header, into, done)
     except EOFError as error:  # cut since its length was asked for
         raise BadPageError(str(error)) from None
     finally:
@@ -131,52 +136,47 @@ def read_key(path: Path, root: bytes) -> PageKey:
     return PageKey(digest, parent, tuple(token_ids))
 
 
-def _open_own(path: Path) -> int:
-    """A checksum tells damage, not malice: what another user may have written is not taken for ours."""
-    descriptor = open_plain(path, os.O_NOFOLLOW)
+def is_cached(path: Path) -> bool:
+    """Whether the page cache seems to hold the page at `path`, by a byte of it that is drawn.
+
+    Where it does not, the block around that byte is read into it: drawn, it is another one the next time.
+    """
+    with suppress(AttributeError, OSError, BadPageError):
+        descriptor = _open_own(path)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # that block alone
+            at = secrets.randbelow(max(1, os.fstat(descriptor).st_size))
+            return os.preadv(descriptor, [bytearray(1)], at, os.RWF_NOWAIT) == 1
+        finally:
+            os.close(descriptor)
+    return False
+
+
+def _open_own(path: Path, num_bytes: int | None = None, flags: int = 0) -> int:
+    """A checksum tells damage, not malice: what another user may have written is not taken for ours.
+
+    num_bytes: that it must have. flags: given up where the file system has no such thing.
+    """
+    try:
+        descriptor = open_plain(path, os.O_NOFOLLOW | flags)
+    except OSError as error:
+        if not flags or error.errno != errno.EINVAL:
+            raise
+        descriptor = open_plain(path, os.O_NOFOLLOW)
     status = os.fstat(descriptor)
+    why = ""
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        why = "could have been written by another user"
+    elif num_bytes is not None and status.st_size != num_bytes:
+        why = f"has {status.st_size} bytes instead of {num_bytes}"
+    if why:
         os.close(descriptor)
-        raise BadPageError(f"{path} could have been written by another user")
+        raise BadPageError(f"{path} {why}")
     return descriptor
 
 
-def _require_length(descriptor: int, num_bytes: int) -> None:
-    found = os.fstat(descriptor).st_size
-    if found != num_bytes:
-        raise BadPageError(f"it has {found} bytes instead of {num_bytes}")
-
-
-def _fill(descriptor: int, header: memoryview, into: memoryview) -> None:
-    done = 0
-    if not _seems_cached(descriptor, HEADER_BYTES + len(into)) and _set_direct(descriptor, wanted=True):
-        done = _read_direct(descriptor, header, into)
-        _set_direct(descriptor, wanted=False)
-    if done < HEADER_BYTES:
-        done = os.preadv(descriptor, [header, into], 0)
-        if done < HEADER_BYTES:
-            raise EOFError(f"it ends at byte {done}")
-    read_into(descriptor, None, done, into[done - HEADER_BYTES :])
-
-
-def _seems_cached(descriptor: int, num_bytes: int) -> bool:
-    """Whether the page cache holds a file, by a byte of it that is drawn.
-
-    Where it does not, the byte's page is read into it: drawn, it is another one the next time. To map the file and ask
-    of all its pages costs each of eight threads 0.1 ms, half of what reading 0.7 MB takes.
-    """
-    try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # that page alone
-        return os.preadv(descriptor, [bytearray(1)], secrets.randbelow(num_bytes), os.RWF_NOWAIT) == 1
-    except (AttributeError, OSError):
-        return False
-    finally:
-        with suppress(AttributeError, OSError):
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_NORMAL)
-
-
 def _read_direct(descriptor: int, header: memoryview, into: memoryview) -> int:
-    """How many bytes of the file are there: its whole pages, or none where a buffer is not aligned."""
+    """How many bytes of the file are there: its whole blocks, or none where a buffer is not aligned."""
     whole: Sequence[memoryview] = [header, into[: len(into) // PAGE_BYTES * PAGE_BYTES]]
     try:
         return os.preadv(descriptor, whole, 0)
@@ -186,13 +186,15 @@ def _read_direct(descriptor: int, header: memoryview, into: memoryview) -> int:
         return 0
 
 
-def _set_direct(descriptor: int, *, wanted: bool) -> bool:
-    """Whether from now on the file is read past the page cache, or through it. Not every file system has a way past."""
-    try:
+def _read_rest(descriptor: int, header: memoryview, into: memoryview, done: int) -> None:
+    """What is missing behind byte `done`, through the page cache. Raises OSError and EOFError."""
+    with suppress(ImportError, AttributeError):
         import fcntl
 
         flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT if wanted else flags & ~os.O_DIRECT)
-    except (ImportError, AttributeError, OSError):
-        return False
-    return True
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~_PAST_CACHE)
+    if done < HEADER_BYTES:
+        done = os.preadv(descriptor, [header, into], 0)
+        if done < HEADER_BYTES:
+            raise EOFError(f"it ends at byte {done}")
+    read_into(descriptor, None, done, into[done - HEADER_BYTES :])
