@@ -276,7 +276,7 @@ def test_a_real_models_cache_is_filled_by_reading_a_prompt() -> None:
     workload = Workload(8, 5, (20,), 1)
     ours = dataclasses.replace(made(odd_shape(), ctx=workload.ctx), has_random_weights=False)
     depth = Depth(ours, 20, workload)
-    expected = ours.engine._new_kv(20)
+    expected = ours.engine.residency.new_kv(20)
     ours.engine.runner.forward([Chunk(random_ids(ours, 28, seed=20), expected, 20)])
     assert depth._kv.length == expected.length == 20
     for layer in range(2):

@@ -279,7 +279,7 @@ def test_logprobs_are_those_of_the_models_own_distribution(engine: Engine) -> No
     events = run(engine, "once", max_tokens=1, temperature=0, logprobs=4, repetition_penalty=1.5, ignore_eos=True)
     first = next(event for event in events if isinstance(event, TokenEvent))
     prompt = list(ids("once"))
-    logits = engine.runner.forward([Chunk(prompt, engine._new_kv(8), len(prompt))])[0]
+    logits = engine.runner.forward([Chunk(prompt, engine.residency.new_kv(8), len(prompt))])[0]
     expected = logits.log_softmax(-1).topk(4)
     assert first.logprob is not None
     assert [entry.token_id for entry in first.logprob.top] == expected.indices.tolist()

@@ -56,7 +56,7 @@ def peer_logits(peer: Any, token_ids: list[int]) -> Tensor:
 @torch.inference_mode()
 def our_logits(engine: Engine, token_ids: list[int], chunk_sizes: list[int]) -> Tensor:
     """Logits of every token, the prompt fed in chunks."""
-    kv = engine._new_kv(len(token_ids))
+    kv = engine.residency.new_kv(len(token_ids))
     return torch.cat([engine.runner.forward([Chunk(token_ids, kv, n)], all_logits=True) for n in chunk_sizes])
 
 
@@ -86,7 +86,7 @@ def test_decode_computes_the_logits_of_transformers_with_its_own_cache(pair: Pai
         step = pair.peer(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
         expected.append(step.logits[0, -1])
 
-    kv, so_far = pair.engine._new_kv(60), list(ids)
+    kv, so_far = pair.engine.residency.new_kv(60), list(ids)
     ours = [pair.engine.runner.forward([Chunk(so_far, kv, len(ids))])[0]]
     for token in tail:
         so_far.append(token)

@@ -54,6 +54,7 @@ _LIST_AGAIN_BYTES = 256 << 20
 _SPARE_SHARE = 32  # of what may be held is made free at once: to choose what goes takes 10 ms among 10,000 pages
 _SAME_TIME_NS = 2_000_000_000  # file systems round times, to 2 s at most
 _MOST_ROUNDS = 3
+_MOST_CHILDREN = 256  # to read the header of one takes 0.03 ms, and thousands of chats may begin differently
 _SAMPLED_PAGES = 5  # of a chain, to know whether the page cache holds it: each costs 0.03 ms, and 4 KB of the disk's
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # they say nothing of the file
 
@@ -126,10 +127,11 @@ class DiskTier:
         return default_limit_bytes(self._directory, held) if self._limit_bytes is None else self._limit_bytes
 
     def children(self, parent: bytes) -> Sequence[PageKey]:
-        """The pages that hang on a page, or on the root: of which tokens they are tells where a prefix broke."""
+        """The pages that hang on a page, or on the root: of which tokens they are tells where a prefix broke. Of many
+        those that were used last."""
         self._listed.wait()
         with self._changed:
-            files = self._index.children(self._name, name_of(parent))
+            files = self._index.children(self._name, name_of(parent))[:_MOST_CHILDREN]
         keys = []
         for file in files:
             with suppress(OSError, BadPageError):  # whoever reads the page will find out

@@ -38,7 +38,9 @@ class PageIndex:
         return self._files.get(place)
 
     def children(self, root: str, parent: str) -> list[PageFile]:
-        return [self._files[root, page] for page in sorted(self._children.get((root, parent), ()))]
+        """Those that were used last first."""
+        places = [(root, page) for page in self._children.get((root, parent), ())]
+        return [self._files[place] for place in sorted(places, key=self._turns.__getitem__, reverse=True)]
 
     def add(self, file: PageFile) -> None:
         """As the last used; in the place of what was there under its name."""

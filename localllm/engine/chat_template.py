@@ -81,6 +81,14 @@ class ChatTemplate:
         self._compiled = {name: self._compile(text) for name, text in self.sources.items()}
 
     @classmethod
+    def load_or_why_not(cls, directory: Path, tokenizer: Tokenizer) -> ChatTemplate | TemplateError:
+        """`load`, where a model without one shall go on as one that continues text."""
+        try:
+            return cls.load(directory, tokenizer)
+        except TemplateError as error:
+            return error
+
+    @classmethod
     def load(cls, directory: Path, tokenizer: Tokenizer | None = None) -> ChatTemplate:
         """The template of a model folder; without a tokenizer, its special tokens are those of tokenizer_config.json.
 

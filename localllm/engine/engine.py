@@ -23,11 +23,10 @@ from torch import Tensor
 
 from localllm import hub
 from localllm.cache.kv_format import choose_format
-from localllm.cache.paged_kv import PagedKV
 from localllm.cache.prefix import PrefixCache
 from localllm.engine.chat_template import ChatInput, ChatTemplate, encode_chat
 from localllm.engine.detokenizer import Detokenizer
-from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent, StepSplit, TokenLogprob
+from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent, StepSplit
 from localllm.engine.growth import Needed, cannot_grow, grow
 from localllm.engine.kv_probe import LAST, KVProbe, Switch, load_as_found
 from localllm.engine.kv_reuse import IN_POOLS, UNKNOWN_SOURCE, Computed, KVReuse
@@ -43,10 +42,10 @@ from localllm.engine.memory import (
 )
 from localllm.engine.overflow import overflow_error
 from localllm.engine.perplexity import Perplexity, perplexity
-from localllm.engine.request import Request, SamplingParams
+from localllm.engine.request import Request, SamplingParams, require_ids
 from localllm.engine.residency import Residency
 from localllm.engine.runner import BATCH_ROWS, Chunk, ModelRunner, StepCancelledError
-from localllm.engine.sampler import sample
+from localllm.engine.sampler import breaker_ids, sample, token_logprob
 from localllm.engine.scheduler import Limits, Scheduler
 from localllm.engine.scores import Scores
 from localllm.engine.sequence import Sequence
@@ -63,24 +62,6 @@ from localllm.models.load import Progress
 from localllm.models.placed import PlacedModel
 from localllm.offload.plan import JobShape, Placed, Plan
 from localllm.quant.recipe import RECIPES
-
-
-def _load_template(directory: Path, tokenizer: Tokenizer) -> ChatTemplate | TemplateError:
-    try:
-        return ChatTemplate.load(directory, tokenizer)
-    except TemplateError as error:
-        return error
-
-
-def _limited(limits: Limits, plan: Plan | None) -> Limits:
-    """Within the memory that there is; where blocks are streamed, as much as can be shares one reading of them."""
-    if plan is None:
-        return limits
-    limits = dataclasses.replace(limits, kv_tokens=plan.most_kv_tokens)
-    if plan.ring_bytes:
-        return dataclasses.replace(limits, chunk_tokens=plan.pass_tokens, shares_steps=True)
-    return dataclasses.replace(limits, chunk_tokens=min(limits.chunk_tokens, plan.batch_rows))
-
 
 Prompt = str | SequenceOf[int] | SequenceOf[dict[str, Any]]
 
@@ -131,7 +112,7 @@ class Engine:
         self._kv_probe = kv_probe
         self.kv_supply = KVSupply(self.residency, reuse, computed, plan)
         self._limits = limits or Limits()
-        self.scheduler = Scheduler(_limited(self._limits, plan), self.kv_supply.admit)
+        self.scheduler = Scheduler(self._limits.within(plan), self.kv_supply.admit)
         eos = (*model.config.eos_token_ids, tokenizer.eos_token_id)
         self.eos_ids = frozenset(token_id for token_id in eos if token_id is not None)
         self._request_ids = itertools.count()
@@ -191,7 +172,7 @@ class Engine:
         return cls(
             loaded.decoder,
             tokenizer,
-            _load_template(files.directory, tokenizer),
+            ChatTemplate.load_or_why_not(files.directory, tokenizer),
             ctx=loaded.ctx,
             kv=kv,
             limits=limits,
@@ -266,7 +247,7 @@ class Engine:
             seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
             ctx=self.ctx,
             detokenizer=Detokenizer(self.tokenizer),
-            breaker_ids=self._breaker_ids(sampling),
+            breaker_ids=breaker_ids(sampling, self.tokenizer.encode),
         )
         with self._lock:
             self.scheduler.waiting.append(sequence)
@@ -277,18 +258,11 @@ class Engine:
         num_tokens = len(request.prompt_ids)
         if num_tokens == 0:
             raise UsageError("the prompt is empty", why="a model continues a text, and there is none")
-        self._check_ids((*request.prompt_ids, *request.sampling.logit_bias))
+        require_ids((*request.prompt_ids, *request.sampling.logit_bias), self.config.vocab_size)
         longest = self.config.longest_context
         if num_tokens >= (longest if request.grows else self.ctx):
             flags = self.flags_for(min(longest, num_tokens + 512)) if num_tokens < longest else ""
             raise overflow_error(num_tokens, self.ctx, longest, flags)
-
-    def _check_ids(self, token_ids: SequenceOf[int]) -> None:
-        """Raises UsageError for one that the model does not have: the kernels read the row of any number."""
-        vocab_size = self.config.vocab_size
-        outside = next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
-        if outside is not None:
-            raise UsageError(f"token id {outside} does not exist", why=f"the model has ids 0 to {vocab_size - 1}")
 
     def abort(self, request_id: int) -> None:
         """Stop a request between two blocks of the running forward; its last event says "cancelled"."""
@@ -337,7 +311,7 @@ class Engine:
             self.residency.restore()
             if self.has_work and not self.scheduler.running:
                 if (plan := self.residency.settle()) is not None:
-                    self.scheduler.limits = _limited(self._limits, plan)
+                    self.scheduler.limits = self._limits.within(plan)
                 self._probe_kv(tell)
                 events += self._grow_for(self.scheduler.waiting[0])
         except StepCancelledError:
@@ -407,7 +381,7 @@ class Engine:
         self.kv_format = switch.kv_format
         if switch.plan is not None:
             self.plan = switch.plan
-            self.scheduler.limits = _limited(self._limits, switch.plan)
+            self.scheduler.limits = self._limits.within(switch.plan)
         self.kv_supply.renew(self.plan)
 
     def _planned(self, ctx: int) -> Plan:
@@ -433,7 +407,7 @@ class Engine:
             flags = self.flags_for(min(self.config.longest_context, needed.prompt_tokens + 512))
             return [self._fail(sequence, cannot_grow(needed.prompt_tokens, self.ctx, error, flags))]
         before, self.ctx = self.ctx, plan.ctx
-        self.scheduler.limits = _limited(self._limits, plan)
+        self.scheduler.limits = self._limits.within(plan)
         sequence.fit(self.ctx)
         sequence.may_grow = False
         is_sure = plan.costs.rates.is_measured and self.residency.plan is plan
@@ -470,7 +444,9 @@ class Engine:
             breaker_ids=sequence.breaker_ids,
         )
         sequence.clock.split += StepSplit(sample_s=time.perf_counter() - started)
-        logprob = None if sampling.logprobs is None else self._logprob(logits, token_id, sampling.logprobs)
+        logprob = None
+        if sampling.logprobs is not None:
+            logprob = token_logprob(logits, token_id, sampling.logprobs, self.tokenizer.token_text)
         event = sequence.append(token_id, logprob, self.eos_ids)
         if event is not None:
             yield event
@@ -512,30 +488,11 @@ class Engine:
             raise UsageError(
                 f"a window of {ctx} tokens is longer than the context of {self.ctx}", fix=f"--ctx {self.ctx}"
             )
-        self._check_ids(token_ids)
+        require_ids(token_ids, self.config.vocab_size)
         return perplexity(
             self.runner,
             token_ids,
             ctx=ctx or self.ctx,
-            new_kv=self._new_kv,
+            new_kv=self.residency.new_kv,
             progress=progress,
         )
-
-    def _logprob(self, logits: Tensor, token_id: int, num_alternatives: int) -> TokenLogprob:
-        logprobs = logits.log_softmax(-1)
-        values, indices = logprobs.topk(min(num_alternatives, logprobs.shape[0]))
-        top = tuple(
-            TokenLogprob(i, self.tokenizer.token_text(i), value)
-            for i, value in zip(indices.tolist(), values.tolist(), strict=True)
-        )
-        return TokenLogprob(token_id, self.tokenizer.token_text(token_id), logprobs[token_id].item(), top)
-
-    def _breaker_ids(self, sampling: SamplingParams) -> frozenset[int]:
-        """The tokens that stand for DRY's breakers: the last one of a text, as its first merges with what is before."""
-        if not sampling.dry_multiplier:
-            return frozenset()
-        encoded = (self.tokenizer.encode("a" + breaker) for breaker in sampling.dry_breakers)
-        return frozenset(ids[-1] for ids in encoded if ids)
-
-    def _new_kv(self, capacity: int) -> PagedKV:
-        return self.residency.new_kv(capacity)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 
 from localllm.errors import UsageError
@@ -83,3 +83,10 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     grows: bool = False
     explains_miss: bool = False
+
+
+def require_ids(token_ids: Iterable[int], vocab_size: int) -> None:
+    """Raises UsageError for one that the model does not have: the kernels read the row of any number."""
+    outside = next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
+    if outside is not None:
+        raise UsageError(f"token id {outside} does not exist", why=f"the model has ids 0 to {vocab_size - 1}")

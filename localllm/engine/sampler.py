@@ -8,11 +8,12 @@ device, and a draft that guesses ahead can share it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from localllm.engine.events import TokenLogprob
 from localllm.engine.request import SamplingParams
 
 _MASK64 = (1 << 64) - 1
@@ -175,3 +176,20 @@ def _typical(scores: Tensor, typical_p: float) -> Tensor:
     keep = sorted_probs.cumsum(-1) - sorted_probs < typical_p
     keep[0] = True
     return order[keep]
+
+
+def breaker_ids(params: SamplingParams, encode: Callable[[str], Sequence[int]]) -> frozenset[int]:
+    """The tokens that stand for DRY's breakers: the last one of a text, as its first merges with what is before."""
+    if not params.dry_multiplier:
+        return frozenset()
+    encoded = (encode("a" + breaker) for breaker in params.dry_breakers)
+    return frozenset(ids[-1] for ids in encoded if ids)
+
+
+def token_logprob(logits: Tensor, token_id: int, num_alternatives: int, text_of: Callable[[int], str]) -> TokenLogprob:
+    """Of a drawn token and of the likeliest ones, from fp32 logits [V]."""
+    logprobs = logits.log_softmax(-1)
+    values, indices = logprobs.topk(min(num_alternatives, logprobs.shape[0]))
+    pairs = zip(indices.tolist(), values.tolist(), strict=True)
+    top = tuple(TokenLogprob(index, text_of(index), value) for index, value in pairs)
+    return TokenLogprob(token_id, text_of(token_id), logprobs[token_id].item(), top)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from localllm.engine.memory import is_out_of_memory
 from localllm.engine.runner import Chunk
 from localllm.engine.sequence import Sequence
+from localllm.offload.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,15 @@ class Limits:
     kv_tokens: int = 1 << 62  # of all running sequences together: what was found to fit at load
     # Whether prompts and answers share a step: where each reads blocks from the disk, one reading serves them all.
     shares_steps: bool = False
+
+    def within(self, plan: Plan | None) -> Limits:
+        """The memory that there is; where blocks are streamed, as much as can be shares one reading of them."""
+        if plan is None:
+            return self
+        limits = replace(self, kv_tokens=plan.most_kv_tokens)
+        if plan.ring_bytes:
+            return replace(limits, chunk_tokens=plan.pass_tokens, shares_steps=True)
+        return replace(limits, chunk_tokens=min(limits.chunk_tokens, plan.batch_rows))
 
 
 class Scheduler:
