@@ -11,8 +11,7 @@ from localllm.cache import disk, page_folder
 from localllm.cache.disk import DiskTier
 from localllm.cache.page_folder import name_of
 from tests.cli_support import run_cli
-from tests.page_support import ABOUT, FILE_BYTES, PATIENCE_S, ROOT, chain, opened, path_of, put, read
-from tests.test_disk_tier_faults import refusing
+from tests.disk_tier.support import ABOUT, FILE_BYTES, PATIENCE_S, ROOT, chain, opened, path_of, put, read, refusing
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ import pytest
 from localllm.cache import disk, page_readers
 from localllm.cache.page_file import HEADER_BYTES, BadPageError, read_key, read_page
 from localllm.cache.page_folder import name_of, quarantined_sizes
-from tests.page_support import (
+from tests.disk_tier.support import (
     FILE_BYTES,
     PAGE_BYTES,
     ROOT,
@@ -30,21 +30,12 @@ from tests.page_support import (
     payload,
     put,
     read,
+    refusing,
     temporaries,
 )
 
 # What a page's way to the disk is made of.
 WRITES = ("open", "writev", "rename", "mkdir", "utime", "unlink", "chmod")
-
-
-@pytest.fixture(autouse=True)
-def roomy_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "KEPT_FREE_BYTES", 0)
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    return tmp_path / "kv"
 
 
 # Damage
@@ -165,13 +156,6 @@ def test_where_a_damaged_page_cannot_be_moved_it_is_not_asked_again(
 
 
 # Disks that refuse
-
-
-def refusing(number: int) -> Callable[..., Any]:
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    return refuse
 
 
 @contextmanager

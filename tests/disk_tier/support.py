@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from localllm.cache.disk import DiskTier
 from localllm.cache.page_file import HEADER_BYTES, PAGE_TOKENS, PageKey
@@ -79,3 +81,12 @@ def held_bytes(directory: Path) -> int:
 
 def temporaries(directory: Path) -> list[Path]:
     return list(directory.rglob(".*.tmp"))
+
+
+def refusing(number: int) -> Callable[..., Any]:
+    """What fails as the system does with this `errno`."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return refuse
