@@ -184,6 +184,7 @@ class Press:
         if name == "localllm.cli.{module}":
             os.kill(os.getpid(), signal.SIGINT)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 sys.meta_path.insert(0, Press())
 from localllm.cli import main
 main()
