@@ -10,6 +10,7 @@ import signal
 import sqlite3
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 
 from localllm.cli.names import complete_sessions
 from localllm.cli.output import one_line
+from localllm.engine.events import FinishedEvent, Timings, Usage
 from localllm.engine.service import EngineService
 from localllm.errors import CheckpointError
 from localllm.history import History, Session
@@ -185,6 +187,36 @@ def test_a_question_without_an_answer_is_answered_by_regen_or_goes_with_the_next
     assert [role for role, _, _ in chats(path)[0][1]] == ["user", "assistant"]
 
 
+def test_regen_that_fails_leaves_question_and_answer(talk, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    talk("the fox")
+    before = chats(path)[0][1]
+    result = talk("/system " + "x " * 150, "/regen", "/system -", flags=("--resume", "--ctx", "128"))
+    assert result.code == 5 and "the context" in result.err
+    assert chats(path)[0][1] == before
+
+
+def test_an_answer_that_was_stopped_before_its_first_word_is_none(
+    model: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_: object) -> Iterator[object]:
+        yield FinishedEvent(0, "cancelled", Usage(), Timings())
+
+    monkeypatch.setattr(EngineService, "submit", stopped)
+    assert run_cli("run", model, "-p", "the fox", *SHORT).code == 130
+    assert chats(path)[0][1] == [("user", "the fox", "complete")]
+
+
+def test_who_resumes_a_chat_with_another_model_and_says_nothing_changes_nothing(
+    talk, path: Path, tmp_path: Path
+) -> None:
+    talk("the fox", flags=("-s", "be brief"))
+    before = chats(path)
+    other = write_checkpoint(tmp_path / "other")
+    line = ("chat", other, "--resume", "--plain", *SHORT, "-s", "be loud")
+    assert run_cli(*line, stdin=b"/help\n/tokens\n").code == 0
+    assert chats(path) == before
+
+
 def test_a_question_that_does_not_fit_is_not_kept(talk, path: Path) -> None:
     result = talk("one", "x " * 150, flags=("--ctx", "128"))
     assert result.code == 5
@@ -259,6 +291,26 @@ def test_a_private_chat_may_go_on_from_a_kept_one_and_adds_nothing(talk, path: P
 def test_private_makes_no_sense_for_a_job_whose_answers_lie_in_a_journal(model: Path) -> None:
     result = run_cli("run", model, "--batch", "-", "--private", stdin=b'"x"\n')
     assert result.code == 2 and "--batch and --private cannot go together" in result.err and "journal" in result.err
+
+
+def test_a_setting_that_is_private_refuses_a_job_too(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCALLLM_PRIVATE", "1")
+    result = run_cli("run", model, "--batch", "-", stdin=b'"x"\n')
+    assert result.code == 2 and "LOCALLLM_PRIVATE cannot go together" in result.err and "journal" in result.err
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ("chat", "--plain", "--private"),
+        ("run", "-p", "x", "--private"),
+        ("run", "--batch", "-"),
+        ("run", "-p", "x", "--show-prompt"),
+    ],
+)
+def test_a_size_of_the_disk_cache_that_would_have_no_effect_is_refused(line: tuple[str, ...]) -> None:
+    result = run_cli(*line, "--cache-disk", "1GiB")
+    assert result.code == 2 and "--cache-disk cannot go together" in result.err
 
 
 # run
@@ -410,6 +462,30 @@ def test_completion_offers_the_ids_of_kept_chats(two: list[Session], monkeypatch
     assert complete_sessions("") == []
 
 
+def test_no_word_is_a_bug_because_it_is_no_text(two: list[Session], model: Path) -> None:
+    for line in (["show"], ["search"], ["export"], ["rm", "--yes"]):
+        result = run_cli("sessions", *line, "\udcff")
+        assert result.code in (0, 1) and "bug" not in result.err
+    assert run_cli("chat", model, "--plain", "--resume", "\udcff", stdin=b"").code == 1
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is closed to root")
+def test_a_folder_that_may_not_be_entered_is_named(two: list[Session], path: Path) -> None:
+    path.parent.chmod(0)
+    try:
+        result = run_cli("sessions", "list")
+        assert result.code == 1 and "the history cannot be opened" in result.err
+        assert complete_sessions("") == []
+    finally:
+        path.parent.chmod(0o700)
+
+
+def test_looking_makes_no_history(path: Path) -> None:
+    for line in (["list"], ["search", "fox"], ["show", "last"], ["export", "--all"], ["rm", "--all", "--yes"]):
+        assert "no chat is kept yet" in run_cli("sessions", *line).err
+    assert not path.parent.exists()
+
+
 def test_list_says_how_many_it_left_out(path: Path) -> None:
     with History.open(path) as history:
         for number in range(23):
@@ -442,6 +518,19 @@ def test_search_finds_words_in_what_is_shown_no_more_too(two: list[Session]) -> 
     assert run_cli("sessions", "search", "a lantern", "shed").out
     assert "nothing was found" in run_cli("sessions", "search", "hedgehog").err
     assert run_cli("sessions", "search", " ").code == 2
+
+
+def test_a_phrase_is_found_as_it_is_and_signs_are_no_words(path: Path) -> None:
+    with History.open(path) as history:
+        for text in ("a red lantern", "red as a lantern", "I can count", "I write C++ and C#"):
+            ask(history, text)
+
+    def found(*words: str) -> list[str]:
+        return [hit["text"] for hit in run_cli("sessions", "search", *words, "--json").json["hits"][::2]]
+
+    assert found('"red lantern"') == found("red lantern") == ["a red lantern"]
+    assert found("c++") == found("C#") == ["I write C++ and C#"]
+    assert len(found("red", "lantern")) == 2
 
 
 def test_an_export_is_imported_elsewhere_as_it_was(two, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -491,6 +580,8 @@ def test_an_export_onto_a_full_disk_leaves_no_half_file(two: list[Session], tmp_
         (["export", "--all", "fox"], 2, "cannot go together"),
         (["export", "fox", "nothing"], 1, "there is no chat 'nothing'"),
         (["export", "fox", "--force"], 2, "--force needs -o FILE"),
+        (["export", "fox", "-o", "."], 2, "'.' cannot be written"),
+        (["export", "fox", "-o", "/proc/version"], 2, "localllm sessions export fox -o /proc/version --force"),
         (["export", "fox", "--format", "pdf"], 2, "markdown"),
         (["rm"], 2, "no chat is named"),
         (["rm", "fox", "nothing", "--yes"], 1, "there is no chat 'nothing'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import zipfile
@@ -221,3 +222,110 @@ def test_an_export_whose_messages_go_round_in_a_circle_ends(tmp_path: Path) -> N
     (conversation,) = read_conversations(file)
     with History.open(tmp_path / "d" / "conversations.db") as history:
         assert history.add(conversation)[1] == len(conversation.messages) >= 1
+
+
+def chatgpt(**nodes: dict[str, Any]) -> list[dict[str, Any]]:
+    """An export of one conversation; of each node its parent, children and text, as far as they are given."""
+
+    def message(text: str) -> dict[str, Any]:
+        return {"author": {"role": "user"}, "content": {"content_type": "text", "parts": [text]}}
+
+    mapping = {
+        name: {
+            "id": name,
+            **{key: value for key, value in node.items() if key != "text"},
+            "message": message(node["text"]),
+        }
+        for name, node in nodes.items()
+    }
+    return [{"mapping": mapping, "current_node": next(reversed(nodes))}]
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        {"a": {"text": "one"}, "b": {"text": "two", "parent": "a"}, "c": {"text": "three", "parent": "b"}},
+        {"a": {"text": "one", "children": ["b"]}, "b": {"text": "two", "children": ["c"]}, "c": {"text": "three"}},
+        {
+            "a": {"text": "one", "parent": "c"},
+            "b": {"text": "two", "parent": "a"},
+            "c": {"text": "three", "parent": "b"},
+        },
+        {
+            "a": {"text": "one", "parent": {}, "children": [[], "b"]},
+            "b": {"text": "two"},
+            "c": {"text": "three", "parent": "b"},
+        },
+    ],
+    ids=["parents alone", "children alone", "a circle", "odd values"],
+)
+def test_no_message_of_an_odd_export_is_lost(path: Path, tmp_path: Path, nodes: dict[str, Any]) -> None:
+    file = tmp_path / "conversations.json"
+    file.write_text(json.dumps(chatgpt(**nodes)))
+    (conversation,) = read_conversations(file)
+    with History.open(path) as history:
+        session, count = history.add(conversation)
+        assert count == 3
+        assert [content for _, content, _ in said(history, session)] == ["one", "two", "three"]
+
+
+def test_conversations_without_a_name_are_not_taken_for_one(path: Path, tmp_path: Path) -> None:
+    file = tmp_path / "conversations.json"
+    file.write_text(json.dumps(chatgpt(a={"text": "one"}) + chatgpt(b={"text": "two"})))
+    with History.open(path) as history:
+        assert [history.add(conversation)[1] for conversation in read_conversations(file)] == [1, 1]
+        assert history.count() == 2
+
+
+def test_an_answer_that_was_exported_half_is_whole_after_the_next_import(path: Path, tmp_path: Path) -> None:
+    with History.open(path) as history, History.open(tmp_path / "b" / "conversations.db") as other:
+        session, question = ask(history)
+        answer = history.append(session, question, "assistant", "half", state="writing")
+        copy, _ = other.add(history.conversation(session))
+        history.finish(answer, "half and half", "complete", {"seed": 1})
+        assert other.add(history.conversation(session))[1] == 1
+        assert said(other, copy)[-1] == ("assistant", "half and half", "complete")
+        assert other.add(history.conversation(session))[1] == 0
+
+
+def test_a_number_that_no_json_has_is_refused_before_it_is_kept(path: Path, tmp_path: Path) -> None:
+    with History.open(path) as history:
+        text = json.dumps(exchange.as_json([history.conversation(ask(history)[0])]))
+    file = tmp_path / "chats.json"
+    file.write_text(text.replace('"facts": {}', '"facts": {"x": 1e400}', 1))
+    with pytest.raises(UsageError, match="no JSON"):
+        read_conversations(file)
+
+
+def test_half_a_character_in_an_id_is_no_bug(path: Path, tmp_path: Path) -> None:
+    with History.open(path) as history:
+        conversation = history.conversation(ask(history)[0])
+        uid = "\ud800" + conversation.messages[0].uid
+        odd = dataclasses.replace(
+            conversation, uid="\udfff", head=uid, messages=(dataclasses.replace(conversation.messages[0], uid=uid),)
+        )
+        assert [history.add(odd)[1] for _ in range(2)] == [1, 0]
+
+
+def test_an_archive_whose_bytes_are_damaged_is_a_usage_error(tmp_path: Path) -> None:
+    file = tmp_path / "export.zip"
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("conversations.json", json.dumps(chatgpt(a={"text": "one " * 500})))
+    content = bytearray(file.read_bytes())
+    for place in range(48, 60):
+        content[place] ^= 0xFF
+    file.write_bytes(content)
+    with pytest.raises(UsageError, match="cannot be imported"):
+        read_conversations(file)
+
+
+def test_what_follows_an_answer_that_was_cut_in_a_code_block_is_not_in_it(path: Path) -> None:
+    with History.open(path) as history:
+        session, question = ask(history)
+        answer = history.append(
+            session, question, "assistant", "So:\n```python\nprint(1)\n````` no\n~~~", state="interrupted"
+        )
+        history.append(session, answer, "user", "~~~~\na\n~~~\n~~~~~")
+        session = history.refresh(session)
+        text = exchange.as_markdown(session, history.path(session))
+    assert text.endswith("~~~\n```\n\n*(interrupted)*\n\n## You\n\n~~~~\na\n~~~\n~~~~~\n")

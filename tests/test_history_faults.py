@@ -304,6 +304,64 @@ def test_a_lock_that_is_held_is_told_once_and_what_was_said_is_kept_after_it(
     assert [content for role, content, _ in kept(path) if role == "user"][1] == "Said meanwhile?"
 
 
+@pytest.mark.parametrize("leaves", ["the chat", "this one for another"])
+def test_what_a_lock_kept_from_being_written_is_kept_at_the_end(
+    path: Path, monkeypatch: pytest.MonkeyPatch, leaves: str
+) -> None:
+    monkeypatch.setattr("localllm.history.database.PATIENCE_S", 0.05)
+    monkeypatch.setattr("localllm.cli.keeping._PATIENCE_S", 0.05)
+    talk = Talk(path)
+    talk.turn(QUESTIONS[0])
+    holder = sqlite3.connect(path, isolation_level=None)
+    try:
+        holder.execute("BEGIN EXCLUSIVE")
+        talk.keeper.close()
+        talk.dialogue.ask(QUESTIONS[1])
+        talk.keeper.begin_answer()
+        talk.dialogue.answer("Half an")
+        talk.keeper.end_answer(talk.dialogue, None)
+        assert talk.keeper.session_id is None
+        holder.execute("ROLLBACK")
+    finally:
+        holder.close()
+    talk.keeper.catch_up(talk.dialogue)
+    if leaves == "this one for another":
+        talk.dialogue.clear()
+        talk.keeper.begin_anew()
+    talk.keeper.close()
+    assert kept(path)[2:] == [("user", QUESTIONS[1], "complete"), ("assistant", "Half an", "interrupted")]
+
+
+def test_a_file_that_is_replaced_while_it_is_not_open_is_begun_anew_with_all_of_it(path: Path) -> None:
+    talk = Talk(path)
+    talk.turn(QUESTIONS[0])
+    talk.keeper.close()
+    path.rename(path.with_name("old.db"))
+    with History.open(path) as other:
+        assert other.count() == 0
+    talk.turn(QUESTIONS[1])
+    talk.keeper.close()
+    assert [content for role, content, _ in kept(path) if role == "user"] == list(QUESTIONS)
+
+
+def test_the_title_is_of_a_question_that_was_kept(path: Path) -> None:
+    talk = Talk(path)
+    talk.dialogue.ask("a secret " * 1000)
+    talk.dialogue.take_back_question()
+    talk.turn(QUESTIONS[0])
+    talk.keeper.close()
+    with History.open(path) as history:
+        assert [session.title for session, _ in history.sessions()] == [QUESTIONS[0]]
+
+
+def test_a_model_whose_name_is_no_text_is_kept_all_the_same(path: Path) -> None:
+    talk = Talk(path)
+    talk.keeper = Keeper(Output(None, talk.errors), path, "/models/\udcff")
+    talk.turn(QUESTIONS[0])
+    talk.turn(QUESTIONS[1])
+    assert not talk.warnings and len(kept(path)) == 4
+
+
 def test_a_lock_in_the_middle_of_an_answer_costs_nothing(path: Path) -> None:
     with History.open(path) as history:
         session, question = ask(history)

@@ -77,7 +77,7 @@ def clear(
     what = "what is kept of conversations" + (f" with {model}" if model is not None else "")
     if size_bytes and not yes:
         of_model = f" --model {shlex.quote(model)}" if model is not None else ""
-        ask_to_delete(front, what, format_bytes(size_bytes), f"localllm cache clear{of_model} --yes")
+        ask_to_delete(front, f"{what} ({format_bytes(size_bytes)})", f"localllm cache clear{of_model} --yes")
     freed_bytes = _remove(directory, roots, quarantined=model is None)
     if as_json or _typed_before(context):
         front.output.json({"schema_version": SCHEMA_VERSION, "model": model, "freed_bytes": freed_bytes})

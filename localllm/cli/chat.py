@@ -112,6 +112,7 @@ def chat_command(
     from localllm.cli.opening import loading
 
     front = front_of(context)
+    options.refuse_together(flags, "--private", "--cache-disk")
     if not plain:
         front.output.note("there is no full-screen chat yet: this is the line mode, `chat --plain`")
     if system is not None:
@@ -186,6 +187,16 @@ class Chat:
         if self._reader.interactive:
             private = "private: nothing is kept; " if self._keeper.is_private else ""
             self._output.note(f"{self._selection.files.name}, context {self._engine.ctx} tokens; {private}/help, /bye")
+        try:
+            self._converse()
+        finally:
+            self._keeper.catch_up(self.dialogue)
+        if self._reader.interactive and self._keeper.session_id is not None:
+            self._output.note(f"localllm chat --resume {self._keeper.session_id} goes on with this chat")
+        if not self._reader.interactive:  # a script wants to know; a person has read it
+            raise typer.Exit(self._exit_code)
+
+    def _converse(self) -> None:
         hinted = False
         while not self._leaving:
             try:
@@ -207,10 +218,6 @@ class Chat:
                 self._exit_code = error.exit_code
             if self._terminated:
                 raise typer.Exit(self._front.interrupts.exit_code or 0)
-        if self._reader.interactive and self._keeper.session_id is not None:
-            self._output.note(f"localllm chat --resume {self._keeper.session_id} goes on with this chat")
-        if not self._reader.interactive:  # a script wants to know; a person has read it
-            raise typer.Exit(self._exit_code)
 
     @property
     def _terminated(self) -> bool:
@@ -294,16 +301,23 @@ class Chat:
         self._output.note(f"system message: {self.dialogue.system or 'none'}")
 
     def _do_regen(self, _: str) -> None:
-        if self.dialogue.take_back_answer() or self.dialogue.is_asked:
-            self._reply()
-        else:
+        before = list(self.dialogue.turns)
+        if not (self.dialogue.take_back_answer() or self.dialogue.is_asked):
             self._output.note("there is no answer yet")
+            return
+        try:
+            self._reply()
+        except LocalLLMError:
+            if len(self.dialogue.turns) < len(before):  # nothing was said in its place
+                self.dialogue.turns[:] = before
+            raise
 
     def _do_undo(self, _: str) -> None:
         done = self.dialogue.take_back_question()
         self._output.note("took the last question back" if done else "there is nothing to take back")
 
     def _do_clear(self, _: str) -> None:
+        self._keeper.catch_up(self.dialogue)
         self.dialogue.clear()
         self._keeper.begin_anew()
         self._output.note("a new conversation")
@@ -341,6 +355,7 @@ class Chat:
         from localllm.engine.chat_template import parse_messages_file
 
         text = read_text_file(Path(path).expanduser(), "/load")
+        self._keeper.catch_up(self.dialogue)
         self.dialogue.load(list(parse_messages_file(text).messages))
         self._keeper.begin_anew()
         self._output.note(f"{len(self.dialogue.turns)} messages")

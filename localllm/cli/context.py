@@ -69,7 +69,8 @@ class Conversation:
             oldest = "the oldest" if turns == 1 else f"the oldest {turns}"
             error.why += f"; without {oldest} of its {total} turns it would fit"
         else:
-            last = self.messages[turn_starts(self.messages)[-1] :] if turn_starts(self.messages) else self.messages
+            front, starts = self.messages[: front_of(self.messages)], turn_starts(self.messages)
+            last = [*front, *self.messages[starts[-1] :]] if starts else self.messages
             error.why += _characters_too_many(last, num_tokens, limit)
         offer_policies(error, [*helping, *growing(error, self.policy)], self.switch)
 

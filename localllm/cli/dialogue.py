@@ -83,6 +83,8 @@ class Dialogue:
             if self.turns[index]["role"] == "user":
                 del self.turns[index:]
                 self.has_room = True
+                if not any(turn["role"] == "user" for turn in self.turns):
+                    self.opening = ""
                 return True
         return False
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 DEBUG_FLAG = "--debug"
 LONGEST_COMMAND = 200  # characters that are worth repeating in an error
 _RAW = "--raw"  # of `run` alone: continues a text where there is no template
-_WITH_TEMPLATE = (_RAW, "--messages", "--system")
+_WITH_TEMPLATE = (_RAW, "--messages", "--system", "-s", "--continue", "-c", "--session")
 
 
 class BugError(LocalLLMError):

@@ -5,6 +5,7 @@ Knows dialogues and the history. Knows no model and no terminal but for what it 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from localllm.engine.request import Request
     from localllm.engine.service import EngineService
-    from localllm.history import History, Recording, Session
+    from localllm.history import History, Recording, Session, State
 
 _PATIENCE_S = 0.2  # with a history that has failed before
 _SHOWN_LINES = 12  # of each message that a resumed chat begins with
@@ -44,10 +45,12 @@ class Resumed:
 
     def show(self, output: Output) -> None:
         """Tells which chat it is, and how it ended."""
+        from localllm.history import content_of
+
         output.note(f"going on with {self.session.id}: {self.session.title}")
         last = [turn for turn, _ in self.turns][-2:]
         for turn in last:
-            lines = str(turn["content"]).strip().splitlines()
+            lines = content_of(turn)[0].strip().splitlines()
             for index, line in enumerate(lines[:_SHOWN_LINES]):
                 output.note((">>> " if index == 0 else "... ") + line if turn["role"] == "user" else line)
             if len(lines) > _SHOWN_LINES:
@@ -60,9 +63,9 @@ class Resumed:
 
 def look_up(output: Output, word: str) -> Resumed:
     """The chat that `word` names: an id, the beginning of one, a part of a title, or `last`. Raises HistoryError."""
-    from localllm.history import History, history_file
+    from localllm.history import History, history_file, nothing_is_kept
 
-    if not history_file().exists():
+    if nothing_is_kept():
         raise HistoryError("no chat is kept yet", why=f"there is no {history_file()}", fix="localllm chat")
     with History.open_to_read(history_file()) as history:
         if history.moved_to is not None:
@@ -114,6 +117,9 @@ class Keeper:
         self._kept: list[tuple[Message, int]] = list(resumed.turns) if resumed else []
         self._recording: Recording | None = None
         self._title: str | None = None
+        self._ends: list[tuple[Message, State, Mapping[str, Any]]] = []  # of answers, how each did
+        self._identity: os.stat_result | None = None  # of the file, the last time
+        self._is_gone_on_with = resumed is None  # something was said: the model and the system message are these
         self._is_behind = False  # what was said last is not kept
         self._has_failed = False
         self._is_removed = False
@@ -132,11 +138,17 @@ class Keeper:
         """Keeps what was said since, and has the session show what the dialogue does."""
         self._attempt(lambda history: self._sync(history, dialogue))
 
+    def catch_up(self, dialogue: Dialogue) -> None:
+        """`sync` where something was missed: the last chance, as the dialogue is about to end."""
+        if self._is_behind:
+            self.sync(dialogue)
+
     def begin_answer(self) -> None:
         """What is heard from now on is the answer to the last message that was kept."""
         from localllm.history import Recording
 
         self._recording = None
+        self._is_gone_on_with = True
         if self._history is not None and self._session is not None and self._kept and self.session_id is not None:
             self._recording = Recording(self._history, self._session, self._kept[-1][1], self._model)
 
@@ -147,19 +159,28 @@ class Keeper:
 
     def end_answer(self, dialogue: Dialogue, answer: Answer | None) -> None:
         """The answer has ended, and is the dialogue's last turn. None: an error ended it."""
+        from localllm.history import GoneError
+
         recording, self._recording = self._recording, None
+        state: State = "complete" if answer is not None and _is_whole(answer) else "interrupted"
+        self._ends.append((dialogue.turns[-1], state, _facts(answer)))
         if recording is not None:
-            recording.finish("complete" if answer is not None and _is_whole(answer) else "interrupted", _facts(answer))
-            if recording.error is not None:
-                self._fail(recording.error)
-            elif recording.message is not None:
+            recording.finish(state, _facts(answer))
+            if recording.message is not None and recording.error is None:
                 self._kept.append((dialogue.turns[-1], recording.message))
+            elif recording.error is not None and not isinstance(recording.error, GoneError):  # that `sync` meets, too
+                self._fail(recording.error)
         self.sync(dialogue)
+
+    def drop_answer(self) -> None:
+        """Nothing was said."""
+        self._recording = None
 
     def begin_anew(self) -> None:
         """What is said next begins another chat."""
         self._session, self._kept, self._title = None, [], None
-        self._is_removed = False
+        self._ends.clear()
+        self._is_gone_on_with, self._is_removed = True, False
 
     def rename(self, dialogue: Dialogue, title: str) -> str:
         """Gives the chat a title, where there is one; returns the one that it has. Raises UsageError, HistoryError."""
@@ -186,7 +207,7 @@ class Keeper:
             self._history = None
 
     def _sync(self, history: History, dialogue: Dialogue) -> None:
-        from localllm.history import content_of, title_of
+        from localllm.history import clean, content_of, title_of
 
         turns, same = dialogue.turns, self._same(dialogue)
         if self._session is None and not turns:
@@ -200,15 +221,21 @@ class Keeper:
                 content, fields = content_of(turn)
                 model = self._model if turn["role"] == "assistant" else None
                 parent = kept[-1][1] if kept else None
-                number = history.append(session, parent, turn["role"], content, model=model, fields=fields)
+                state, facts = next(((state, facts) for of, state, facts in self._ends if of is turn), ("complete", {}))
+                number = history.append(
+                    session, parent, turn["role"], content, state=state, model=model, fields=fields, facts=facts
+                )
                 kept.append((turn, number))
             head = kept[-1][1] if kept else None
             session = history.refresh(session)
             if session.head != head:
                 history.show(session, head)
-            title = self._title or session.title
-            if (title, self._model, dialogue.system) != (session.title, session.model, session.system):
-                history.update(session, title=title, model=self._model, system=dialogue.system)
+            self._is_gone_on_with |= len(turns) > same
+            told = (self._title or session.title, session.model, session.system)
+            if self._is_gone_on_with:
+                told = (told[0], clean(self._model), clean(dialogue.system))
+            if told != (session.title, session.model, session.system):
+                history.update(session, title=told[0], model=told[1], system=told[2])
             session = history.refresh(session)
         self._session, self._kept = session, kept
 
@@ -261,6 +288,8 @@ class Keeper:
             self._history = History.open(path, patience_s=_PATIENCE_S if self._has_failed else PATIENCE_S)
             if self._history.moved_to is not None:
                 self._output.warn(moved_text(self._history.moved_to))
+            before, self._identity = self._identity, self._history.identity
+            if self._history.moved_to is not None or not (before is None or os.path.samestat(before, self._identity)):
                 self._session, self._kept = None, []
         return self._history
 
@@ -304,8 +333,11 @@ def print_kept(
             dialogue.take_back_question()
             keeper.sync(dialogue)
         raise
-    dialogue.answer(answer.text)
-    keeper.end_answer(dialogue, answer)
+    if answer.text or _is_whole(answer):
+        dialogue.answer(answer.text)
+        keeper.end_answer(dialogue, answer)
+    else:  # stopped before the first word: the question waits for its answer
+        keeper.drop_answer()
     return answer
 
 

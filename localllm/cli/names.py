@@ -49,10 +49,10 @@ def _beginning(incomplete: str, names: list[str]) -> list[str]:
 def complete_sessions(incomplete: str) -> list[str]:
     """Ids of kept chats that begin so."""
     from localllm.errors import HistoryError
-    from localllm.history import History, history_file
+    from localllm.history import History, history_file, nothing_is_kept
 
     try:
-        if not history_file().exists():
+        if nothing_is_kept():
             return []
         with History.peek(history_file()) as history:
             return _beginning(incomplete, [session.id for session, _ in history.sessions()])

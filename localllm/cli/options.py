@@ -305,6 +305,7 @@ def _field(flag: str) -> str:
     return flag.lstrip("-").replace("-", "_")
 
 
+_KEPT_JOB = "a job keeps its answers in a journal until it is done, to go on where it was interrupted"
 _WHY = {
     ("--json", "--jsonl"): "one prints a single object, the other one object for each event",
     ("--jsonl", "--no-stream"): "--jsonl is the stream of events",
@@ -315,10 +316,11 @@ _WHY = {
     ("--continue", ""): "the last chat is gone on with by its messages, and through the chat template",
     ("--session", ""): "a chat is gone on with by its messages, and through the chat template",
     ("--continue", "--session"): "--continue goes on with the last chat, --session with the one that it names",
-    (
-        "--batch",
-        "--private",
-    ): "a job keeps its answers in a journal until it is done, to go on where it was interrupted",
+    ("--batch", "--private"): _KEPT_JOB,
+    ("--batch", "--cache-disk"): "a job keeps no pages on the disk",
+    ("--private", "--cache-disk"): "what is private is not kept on the disk",
+    ("--show-prompt", "--private"): "nothing is computed, and nothing kept",
+    ("--show-prompt", "--cache-disk"): "nothing is computed, and nothing kept",
     ("--batch", "--overflow"): "each prompt of a job stands alone, and one that does not fit is named before any runs",
     ("--show-prompt", "--overflow"): "no model is loaded, so that the size of its context is not known",
     ("--batch", ""): "the prompts are the lines of its file, and the output is a JSON object for each",

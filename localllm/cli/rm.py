@@ -40,7 +40,7 @@ def rm_command(
             sizes += [f"{format_bytes(packed_bytes)} packed"] if packed or packed_bytes else []
             what = f"what is packed of {model}" if packed else model
             unasked = f"localllm rm {shlex.quote(model)}{' --packed' if packed else ''} --yes"
-            ask_to_delete(front, what, ", ".join(sizes), unasked)
+            ask_to_delete(front, f"{what} ({', '.join(sizes)})", unasked)
 
     freed_bytes = hub.remove(model, packed_only=packed, confirm=confirm)
     if as_json:

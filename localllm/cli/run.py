@@ -186,6 +186,7 @@ def run_command(
     if batch is not None:
         from localllm.cli.batch import run_batch
 
+        refuse_together({"batch": batch, "private": selection.private}, "--batch", "--private")
         run_batch(front, selection, flags)
         return
     source = read_source(front.output, text, flags, selection.settings.system)
@@ -203,7 +204,11 @@ def run_command(
     sampling = selection.sampling(flags)
     keeper = keeper_of(front.output, selection, resumed, keeps=dialogue is not None)
     with contextlib.closing(keeper):
-        answer = _answer(front, selection, source, sampling, flags, dialogue or Dialogue(selection.resolved), keeper)
+        said = dialogue or Dialogue(selection.resolved)
+        try:
+            answer = _answer(front, selection, source, sampling, flags, said, keeper)
+        finally:
+            keeper.catch_up(said)
     if answer.finished is not None and answer.finished.finish_reason == "cancelled":
         raise typer.Exit(front.interrupts.exit_code or 130)
 
@@ -217,11 +222,13 @@ def refuse_conflicts(flags: Mapping[str, Any]) -> None:
     for flag in ("--continue", "--session"):
         refuse_together(flags, flag, "--raw", "--messages", "--batch")
     refuse_together(flags, "--continue", "--session")
-    refuse_together(flags, "--batch", "--private")
+    refuse_together(flags, "--batch", "--private", "--cache-disk")
+    refuse_together(flags, "--private", "--cache-disk")
     refuse_together(
         flags, "--batch", "--prompt", "--file", "--messages", "--show-prompt", "--json", "--jsonl", "--no-stream"
     )
     refuse_together(flags, "--show-prompt", "--json", "--jsonl", "--no-stream", "--stats", "--logprobs", "--overflow")
+    refuse_together(flags, "--show-prompt", "--private", "--cache-disk")
     refuse_together(flags, "--batch", "--overflow")
     if flags["raw"] and flags["overflow"] == "evict":
         why = "a plain text has no turns that could leave the context"
@@ -258,7 +265,7 @@ def _dialogue(
     opening = argument_text(text, "the prompt") if text is not None else ""
     dialogue = Dialogue(selection.resolved, given, opening=opening.strip())
     if resumed is not None:
-        resumed.restore(dialogue, None if system is None else given)
+        resumed.restore(dialogue, None if system is None else given or "")
     dialogue.ask(question["content"])
     return dialogue
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from localllm.cache.page_folder import kv_root, root_folders
 from localllm.cli import options
 from localllm.cli.commands import PlainCommand, PlainGroup
+from localllm.cli.consent import ask_to_delete
 from localllm.cli.front import Front, front_of
 from localllm.cli.keeping import moved_text
 from localllm.cli.names import complete_sessions
 from localllm.cli.output import SCHEMA_VERSION
-from localllm.errors import UsageError
+from localllm.errors import HistoryError, UsageError
 
 if TYPE_CHECKING:
     from localllm.history import History, Hit, Session
@@ -67,10 +69,14 @@ def list_sessions(
 
     The one that was gone on with last stands in front.
     """
+    from localllm.history import nothing_is_kept
+
     front = front_of(context)
-    with _opened(front) as history:
-        found = history.sessions(-1 if everything else _MOST_LISTED)
-        count = history.count()
+    found: list[tuple[Session, int]] = []
+    count = 0
+    if not nothing_is_kept():
+        with _opened(front) as history:
+            found, count = history.sessions(-1 if everything else _MOST_LISTED), history.count()
     if as_json:
         rows = [session_fields(session, messages) for session, messages in found]
         front.output.json({"schema_version": SCHEMA_VERSION, "total": count, "sessions": rows}, indent=2)
@@ -130,7 +136,7 @@ def search_sessions(
     from localllm.history import search
 
     front = front_of(context)
-    query = " ".join(f'"{word}"' if " " in word else word for word in words)
+    query = " ".join(f'"{word}"' if " " in word and '"' not in word else word for word in words)
     if not search.terms(query):
         raise UsageError(
             "there is nothing to search for", why="no word was given", fix="localllm sessions search lantern"
@@ -219,12 +225,14 @@ def import_sessions(
 
     front = front_of(context)
     conversations = [conversation for file in files for conversation in read_conversations(file)]
-    with _opened(front) as history, history.together():
-        before = history.count()
-        added = [messages for _, messages in map(history.add, conversations)]
-        new = history.count() - before
-    grown = sum(messages > 0 for messages in added) - new
-    fields = {"read": len(conversations), "new": new, "grown": max(grown, 0), "messages": sum(added)}
+    new = grown = messages = 0
+    with _opened(front, makes=True) as history, history.together():
+        for conversation in conversations:
+            before = history.count()
+            _, added = history.add(conversation)
+            is_new = history.count() > before
+            new, grown, messages = new + is_new, grown + (added > 0 and not is_new), messages + added
+    fields = {"read": len(conversations), "new": new, "grown": grown, "messages": messages}
     if as_json:
         front.output.json({"schema_version": SCHEMA_VERSION, **fields})
         return
@@ -243,7 +251,8 @@ def remove_sessions(
 ) -> None:
     """Delete chats, with every branch of them.
 
-    They are gone for good: from the index and from free pages of the file, too.
+    They are gone from the history for good: from the index and from free pages of the file, too. What a model computed
+    of them stays in the prefix cache until `localllm cache clear`.
     """
     front = front_of(context)
     with _opened(front) as history:
@@ -256,13 +265,15 @@ def remove_sessions(
         front.output.json({"schema_version": SCHEMA_VERSION, "removed": removed})
     else:
         front.output.line(f"removed {_counted(found)}")
+        if any(root_folders(kv_root())):
+            front.output.note("what was computed of past prompts is kept apart: localllm cache clear")
 
 
 def listed(limit: int) -> Iterator[str]:
     """The latest chats, a line each. Raises HistoryError."""
-    from localllm.history import History, history_file
+    from localllm.history import History, history_file, nothing_is_kept
 
-    if history_file().exists():
+    if not nothing_is_kept():
         with History.open_to_read(history_file()) as history:
             for session, count in history.sessions(limit):
                 yield f"{session.id}  {_when(session.updated)}  {count:>3}  {session.title}"
@@ -282,9 +293,12 @@ def session_fields(session: Session, messages: int) -> dict[str, Any]:
 
 
 @contextmanager
-def _opened(front: Front) -> Iterator[History]:
-    from localllm.history import History, history_file
+def _opened(front: Front, *, makes: bool = False) -> Iterator[History]:
+    """makes: where there is none. Raises HistoryError."""
+    from localllm.history import History, history_file, nothing_is_kept
 
+    if not makes and nothing_is_kept():
+        raise HistoryError("no chat is kept yet", why=f"there is no {history_file()}", fix="localllm chat")
     with History.open_to_read(history_file()) as history:
         if history.moved_to is not None:
             front.output.warn(moved_text(history.moved_to))
@@ -308,29 +322,20 @@ def _chosen(history: History, words: Sequence[str] | None, everything: bool, com
 def _ask(front: Front, found: Sequence[Session], *, everything: bool) -> None:
     """Raises UsageError where nobody can be asked, and leaves where the answer is no."""
     ids = ["--all"] if everything else [session.id for session in found]
-    if sys.stdin is None or not sys.stdin.isatty():
-        raise UsageError(
-            f"nobody can be asked whether to delete {_counted(found)}",
-            why="standard input is no terminal",
-            fix=shlex.join(["localllm", "sessions", "rm", *ids, "--yes"]),
-        )
-    for session in found[:_MOST_LISTED]:
-        front.output.note(f"{session.id}  {_when(session.updated)}  {session.title}")
+    shown = [f"{session.id}  {_when(session.updated)}  {session.title}" for session in found[:_MOST_LISTED]]
     if len(found) > _MOST_LISTED:
-        front.output.note(f"and {len(found) - _MOST_LISTED} more")
-    front.output.prompt(f"Delete {_counted(found)}? [y/N] ")
-    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-        front.output.note("nothing was deleted")
-        raise typer.Exit(1)
+        shown.append(f"and {len(found) - _MOST_LISTED} more")
+    ask_to_delete(front, _counted(found), shlex.join(["localllm", "sessions", "rm", *ids, "--yes"]), shown)
 
 
 def _write(path: Path, text: str, *, force: bool) -> None:
     """Writes beside the name first, so that no half file ever has it. Raises UsageError."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    unfinished = path.parent / f".{path.name}.{os.getpid()}.tmp"
     try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         if path.exists() and not force:
-            fix = shlex.join(["localllm", "sessions", "export", "--force", "-o", str(path)])
-            raise UsageError(f"{str(path)!r} is there already", why="nothing is overwritten unasked", fix=f"{fix} ...")
+            raise UsageError(f"{str(path)!r} is there already", why="nothing is overwritten unasked", fix="--force")
         descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
             stream.write(text)

@@ -10,7 +10,7 @@ from pathlib import Path
 from localllm.config import user_directories
 from localllm.history.database import BusyError, DamagedError
 from localllm.history.recording import Recording
-from localllm.history.records import Conversation, Hit, Message, Said, Session, State, content_of, title_of
+from localllm.history.records import Conversation, Hit, Message, Said, Session, State, clean, content_of, title_of
 from localllm.history.store import LAST, GoneError, History
 
 __all__ = [
@@ -26,8 +26,10 @@ __all__ = [
     "Said",
     "Session",
     "State",
+    "clean",
     "content_of",
     "history_file",
+    "nothing_is_kept",
     "title_of",
 ]
 
@@ -35,3 +37,14 @@ __all__ = [
 def history_file() -> Path:
     """Where the user's history is; it need not exist."""
     return user_directories().data / "conversations.db"
+
+
+def nothing_is_kept() -> bool:
+    """Whether there is no history yet; False where that cannot be seen, of which opening it tells."""
+    try:
+        history_file().stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False

@@ -45,8 +45,9 @@ def _conversation(item: Mapping[str, Any], mapping: Mapping[str, Any], index: in
     said: list[Said] = []
     shown_by: dict[str, str | None] = {}  # node -> the message that it is, or the nearest before it
     system = None
-    for node_id, node in _in_order(mapping, index):
-        parent = shown_by.get(node.get("parent") or "")
+    for node_id, behind in _in_order(mapping, index):
+        node = mapping[node_id]
+        parent = shown_by.get(behind or "")
         message = node.get("message") or {}
         content = _text(message) if isinstance(message, dict) else ""
         shown_by[node_id] = parent
@@ -61,6 +62,8 @@ def _conversation(item: Mapping[str, Any], mapping: Mapping[str, Any], index: in
     current = item.get("current_node")
     head = shown_by.get(current) if isinstance(current, str) else None
     key = item.get("conversation_id") or item.get("id") or f"{item.get('create_time')}-{item.get('title')}"
+    if key == "None-None":
+        key = next(iter(mapping), "empty")
     return Conversation(
         uid=f"{_PREFIX}{key}",
         id="",
@@ -75,22 +78,40 @@ def _conversation(item: Mapping[str, Any], mapping: Mapping[str, Any], index: in
     )
 
 
-def _in_order(mapping: Mapping[str, Any], index: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Every node that a root leads to, behind its parent. Nodes that go round in a circle have none."""
+def _in_order(mapping: Mapping[str, Any], index: int) -> Iterator[tuple[str, str | None]]:
+    """Every node with the one that it hangs on, and behind that. A circle is cut somewhere."""
     for node in mapping.values():
         if not isinstance(node, dict):
             what = f"a message of conversation {index} of the export is malformed"
             raise UsageError(what, why=f"a node of its mapping is a {type(node).__name__}", fix="export it anew")
-    waiting = [key for key, node in mapping.items() if node.get("parent") not in mapping][::-1]
+    parents: dict[str, str | None] = {}
+    children: dict[str, dict[str, None]] = {key: {} for key in mapping}
+    for key, node in mapping.items():  # either may be missing: who hangs on whom is said twice
+        listed = node.get("children")
+        for child in listed if isinstance(listed, list) else ():
+            if isinstance(child, str) and child in mapping and _parent(mapping, child) in (None, key):
+                parents.setdefault(child, key)
+                children[key][child] = None
+    for key in mapping:
+        parent = _parent(mapping, key)
+        if parent is not None and parents.setdefault(key, parent) == parent:
+            children[parent][key] = None
     seen: set[str] = set()
-    while waiting:
-        key = waiting.pop()
-        if key in seen or key not in mapping:
-            continue
-        seen.add(key)
-        yield key, mapping[key]
-        children = mapping[key].get("children")
-        waiting += [child for child in reversed(children if isinstance(children, list) else []) if child in mapping]
+    for first in (*(key for key in mapping if key not in parents), *mapping):
+        waiting = [first]
+        while waiting:
+            key = waiting.pop()
+            if key in seen:
+                continue
+            seen.add(key)
+            yield key, parents.get(key)
+            waiting += reversed(children[key])
+
+
+def _parent(mapping: Mapping[str, Any], key: str) -> str | None:
+    """That the node names, where it is there."""
+    parent = mapping[key].get("parent")
+    return parent if isinstance(parent, str) and parent in mapping else None
 
 
 def _said(uid: str, parent: str | None, message: Mapping[str, Any], content: str) -> Said:
@@ -120,7 +141,7 @@ def _text(message: Mapping[str, Any]) -> str:
     metadata, content = message.get("metadata"), message.get("content")
     if isinstance(metadata, dict) and metadata.get("is_visually_hidden_from_conversation"):
         return ""
-    if not isinstance(content, dict) or content.get("content_type") in _UNSAID:
+    if not isinstance(content, dict) or _text_or(content.get("content_type"), "") in _UNSAID:
         return ""
     parts = content.get("parts")
     texts = [_part(part) for part in parts] if isinstance(parts, list) else [_text_or(content.get("text"), "")]

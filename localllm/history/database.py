@@ -16,6 +16,7 @@ from typing import Any
 
 from localllm.errors import HistoryError
 from localllm.history import schema
+from localllm.history.records import clean
 
 PATIENCE_S = 2.0  # how long a transaction of another process is waited for; theirs take milliseconds
 _PAUSE_S = 0.01
@@ -48,6 +49,7 @@ class Database:
         self.writable = writable
         self.patience_s = patience_s
         self.moved_to: Path | None = None
+        self.identity: os.stat_result
         self.has_words = False  # the index for searching is there
         self._depth = 0
         try:
@@ -67,14 +69,15 @@ class Database:
     def is_in_place(self) -> bool:
         """Whether the file is still at its path: a deleted one could be written into without anyone ever reading it."""
         try:
-            return os.path.samestat(self.path.stat(), self._identity)
+            return os.path.samestat(self.path.stat(), self.identity)
         except OSError:
             return False
 
     def rows(self, statement: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
         """What a SELECT finds."""
+        bound = [clean(value) if isinstance(value, str) else value for value in values]
         with self._told():
-            return self._connection.execute(statement, values).fetchall()
+            return self._connection.execute(statement, bound).fetchall()
 
     @contextmanager
     def writing(self, *, synced: bool = True, patience_s: float | None = None) -> Iterator[sqlite3.Connection]:
@@ -129,7 +132,7 @@ class Database:
             connection = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=self.patience_s)
             try:
                 connection.row_factory = sqlite3.Row
-                self._identity = self.path.stat()
+                self.identity = self.path.stat()
                 self._connection = connection
                 self._prepare(connection)
                 connection.execute(f"PRAGMA busy_timeout = {round(1000 * _UNHEARD_S)}")
@@ -154,10 +157,8 @@ class Database:
         connection.execute("PRAGMA foreign_keys = ON")
         connection.execute("PRAGMA secure_delete = ON")  # a chat that was deleted is not to be found in free pages
         if known < schema.VERSION:
-            with self.writing():
-                schema.migrate(
-                    connection, self._require_ours(connection)
-                )  # again: another process may have been faster
+            with self.writing():  # asked again: another process may have been faster
+                schema.migrate(connection, self._require_ours(connection))
         self._see_to_the_index(connection)
 
     def _require_ours(self, connection: sqlite3.Connection) -> int:
@@ -178,7 +179,7 @@ class Database:
 
     def _require_sound(self, connection: sqlite3.Connection) -> None:
         suspect = _beside(self.path, "-suspect")
-        if self._identity.st_size > _CHECKED_BYTES and not suspect.exists():
+        if self.identity.st_size > _CHECKED_BYTES and not suspect.exists():
             return
         found = [str(row[0]) for row in connection.execute("PRAGMA quick_check(1)")]
         if found != ["ok"] and not all("fts5" in text.casefold() for text in found):  # the index is made again
@@ -227,7 +228,7 @@ class Database:
         code, path, folder = _primary_code(error), shlex.quote(str(self.path)), shlex.quote(str(self.path.parent))
         why = f"{error} ({self.path})"
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-            why = f"another process has held {self.path} for more than {self.patience_s:g} s"
+            why = f"another process holds {self.path}"
             return BusyError("the history is locked", why=why, fix=f"see which: lsof {path}")
         if code in _DAMAGE or "decode" in str(error):  # Python's word for a text that is no UTF-8 any more
             self._suspect(error)
@@ -269,7 +270,7 @@ def _make_private(path: Path) -> None:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
     elif path.stat().st_mode & 0o077:
         with suppress(OSError):  # somebody else's
-            path.chmod(0o600)
+            path.chmod(path.stat().st_mode & 0o700)
 
 
 def _is_open_elsewhere(path: Path) -> bool:

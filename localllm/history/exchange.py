@@ -6,6 +6,8 @@ Knows no file and no terminal.
 from __future__ import annotations
 
 import json
+import math
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
@@ -19,6 +21,7 @@ FORMAT_VERSION = 1
 _ROLES = {"user": "You", "assistant": "Model"}
 _TEXTS = ("uid", "role", "content", "id", "title")
 _NULLABLE = ("parent", "model", "system", "head")
+_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})(.*)")
 _FIX = "localllm sessions export --all -o chats.json writes what can be imported"
 
 
@@ -51,16 +54,30 @@ def as_markdown(session: Session, path: Sequence[Message]) -> str:
         parts += ["## System", session.system]
     for message in path:
         role = _ROLES.get(message.role, message.role.capitalize())
-        parts += [f"## {role}", message.content.strip("\n")]
+        parts += [f"## {role}", _closed(message.content.strip("\n"))]
         if message.state != "complete":
             parts.append("*(interrupted)*")
     return "\n\n".join(parts) + "\n"
 
 
+def _closed(text: str) -> str:
+    """With the end of a code block that an answer was cut in: what follows is none of it."""
+    opened = ""
+    for line in text.splitlines():
+        fence = _FENCE.match(line)
+        if fence is None:
+            continue
+        if not opened:
+            opened = fence[1]
+        elif fence[1].startswith(opened) and not fence[2].strip():
+            opened = ""
+    return f"{text}\n{opened}" if opened else text
+
+
 def parsed(text: str, source: str) -> Any:
     """The JSON value of a text. Raises UsageError naming `source`."""
     try:
-        return json.loads(text.removeprefix("\ufeff"), parse_constant=_refused)
+        return json.loads(text.removeprefix("\ufeff"), parse_constant=_refused, parse_float=_finite)
     except RecursionError:
         raise UsageError(f"{source} is nested too deeply", why="hundreds of levels", fix=_FIX) from None
     except ValueError as error:
@@ -109,6 +126,11 @@ def _values(data: object, kind: type[Conversation] | type[Said], where: str) -> 
 
 def _malformed(where: str, name: str, wanted: str) -> UsageError:
     return UsageError(f"{name} of {where} is malformed", why=f"it must be {wanted}", fix=_FIX)
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _refused(text)
 
 
 def _refused(name: str) -> Any:

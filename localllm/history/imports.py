@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import lzma
 import re
 import shlex
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from localllm.history import chatgpt, exchange
 from localllm.history.records import Conversation
 
 MOST_BYTES = 1 << 30  # of one file, unpacked: a decade of chats
+_BAD_ARCHIVES = (zipfile.BadZipFile, zlib.error, lzma.LZMAError)
 _MEMBER = re.compile(r"(?:^|/)conversations[^/]*\.json$")
 
 
@@ -22,7 +25,7 @@ def read_conversations(path: Path) -> list[Conversation]:
     """All conversations of an export. Raises UsageError naming what is wrong with the file; then nothing was taken."""
     try:
         return [conversation for name, data in _texts(path) for conversation in _conversations(data, name)]
-    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
+    except (OSError, ValueError, NotImplementedError, RuntimeError, EOFError, *_BAD_ARCHIVES) as error:
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
         fix = f"ls -l {shlex.quote(str(path))}"
         raise UsageError(f"{str(path)!r} cannot be imported", why=why, fix=fix) from error

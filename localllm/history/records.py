@@ -93,6 +93,11 @@ class Conversation:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
+def clean(text: str | None) -> str | None:
+    """The text without half surrogates, which no file can hold."""
+    return None if text is None else text.encode("utf-8", "replace").decode("utf-8")
+
+
 def is_time(value: object) -> bool:
     """Whether it is a count of seconds that any clock could show."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15

@@ -60,7 +60,7 @@ def _found(
     if not wanted or limit <= 0:
         return []
     rows = []
-    if database.has_words:
+    if database.has_words and all(term[0].isalnum() and term[-1].isalnum() for term in wanted):  # not for "c++"
         # The last letters of a word are often another form of it: lantern, lanterns.
         match = " ".join(f'"{term}"' if " " in term else f'"{term}"*' for term in (t.replace('"', "") for t in wanted))
         try:

@@ -7,6 +7,7 @@ question, is a child of the same parent. Knows no terminal and no template.
 from __future__ import annotations
 
 import json
+import os
 import re
 import secrets
 import sqlite3
@@ -19,7 +20,7 @@ from typing import Any
 from localllm.errors import HistoryError
 from localllm.history import search
 from localllm.history.database import PATIENCE_S, BusyError, DamagedError, Database
-from localllm.history.records import Conversation, Hit, Message, Said, Session, State
+from localllm.history.records import Conversation, Hit, Message, Said, Session, State, clean
 
 LAST = "last"
 _ID_SYLLABLES = 3  # half a million ids that can be said and typed
@@ -75,9 +76,11 @@ class History:
             return cls.open(path)
         except BusyError:
             raise
-        except HistoryError:
-            if not path.exists():
-                raise
+        except HistoryError as error:
+            try:
+                path.stat()
+            except OSError:
+                raise error from None
             return cls.peek(path)
 
     @classmethod
@@ -98,6 +101,11 @@ class History:
 
     def close(self) -> None:
         self._database.close()
+
+    @property
+    def identity(self) -> os.stat_result:
+        """Of the file, which another one of the same name does not share."""
+        return self._database.identity
 
     def is_in_place(self) -> bool:
         """Whether the file is still where it was opened."""
@@ -156,7 +164,7 @@ class History:
     def update(self, session: Session, *, title: str, model: str | None, system: str | None) -> None:
         """Changes what is said about the session. Raises GoneError."""
         with self._database.writing() as connection:
-            values = (_clean(title), model, _clean(system), session.number)
+            values = (clean(title), clean(model), clean(system), session.number)
             done = connection.execute("UPDATE sessions SET title = ?, model = ?, system = ? WHERE number = ?", values)
             if not done.rowcount:
                 raise _gone(session.id)
@@ -219,7 +227,7 @@ class History:
         """Keeps an answer as far as it has come. Does not wait for others: the next sentence brings this one along."""
         with self._database.writing(synced=False, patience_s=0) as connection:
             connection.execute(
-                "UPDATE messages SET content = ?, state = 'writing' WHERE number = ?", (_clean(content), message)
+                "UPDATE messages SET content = ?, state = 'writing' WHERE number = ?", (clean(content), message)
             )
 
     def finish(self, message: int, content: str, state: State, facts: Mapping[str, Any]) -> None:
@@ -227,7 +235,7 @@ class History:
         with self._database.writing() as connection:
             connection.execute(
                 "UPDATE messages SET content = ?, state = ?, facts = ? WHERE number = ?",
-                (_clean(content), state, json.dumps(facts), message),
+                (clean(content), state, json.dumps(facts), message),
             )
 
     def path(self, session: Session) -> list[Message]:
@@ -266,24 +274,29 @@ class History:
         )  # fmt: skip
 
     def add(self, conversation: Conversation) -> tuple[Session, int]:
-        """Takes a conversation in, or what it has more than the one that is here; how many messages were new."""
+        """Takes a conversation in, or what it has more than the one that is here; how many messages were new, or are
+        whole now."""
         with self._database.writing() as connection:
             found = self._where("uid = ?", conversation.uid)
             number = found[0].number if found else _insert_session(connection, conversation)
             before = found[0].head if found else None
-            numbers = _numbers(connection, number)
-            known = len(numbers)
+            numbers, cut = _numbers(connection, number)
+            num_known, num_mended = len(numbers), 0
             for said in conversation.messages:
-                if said.uid not in numbers:
-                    parent = numbers[said.parent] if said.parent is not None else None
-                    numbers[said.uid] = _insert_message(connection, number, parent, said)
-            head = numbers[conversation.head] if conversation.head is not None else None
+                uid = clean(said.uid)
+                if uid not in numbers:
+                    parent = numbers[clean(said.parent)] if said.parent is not None else None
+                    numbers[uid] = _insert_message(connection, number, parent, said)
+                elif uid in cut and said.state == "complete":
+                    self.finish(numbers[uid], said.content, said.state, said.facts)
+                    num_mended += 1
+            head = numbers[clean(conversation.head)] if conversation.head is not None else None
             # Of a chat that went on in both places the one here stays shown.
-            if not found or (len(numbers) > known and before in {message.number for message in self._path(head)}):
+            if not found or (len(numbers) > num_known and before in {message.number for message in self._path(head)}):
                 connection.execute(
                     "UPDATE sessions SET head = ?, updated = ? WHERE number = ?", (head, conversation.updated, number)
                 )
-            return self._session(number), len(numbers) - known
+            return self._session(number), len(numbers) - num_known + num_mended
 
     def _path(self, head: int | None) -> list[Message]:
         statement = _SHOWN + "SELECT messages.* FROM shown JOIN messages USING (number) ORDER BY depth DESC"
@@ -323,7 +336,7 @@ def _insert_session(connection: sqlite3.Connection, conversation: Conversation) 
         wanted = "".join(secrets.choice(_CONSONANTS) + secrets.choice(_VOWELS) for _ in range(_ID_SYLLABLES))
     texts = (conversation.uid, conversation.title, conversation.model, conversation.system)
     times = (conversation.created, conversation.updated)
-    values = (wanted, *map(_clean, texts), *times, json.dumps(conversation.facts))
+    values = (wanted, *map(clean, texts), *times, json.dumps(conversation.facts))
     done = connection.execute(
         "INSERT INTO sessions (id, uid, title, model, system, created, updated, facts, touched) "
         "SELECT ?, ?, ?, ?, ?, ?, ?, ?, coalesce(max(touched), 0) + 1 FROM sessions",
@@ -336,7 +349,7 @@ def _insert_session(connection: sqlite3.Connection, conversation: Conversation) 
 def _insert_message(connection: sqlite3.Connection, session: int, parent: int | None, said: Said) -> int:
     texts = (said.uid, said.role, said.content, said.state, said.model)
     others = (said.created, json.dumps(said.fields), json.dumps(said.facts))
-    values = (session, parent, *map(_clean, texts), *others)
+    values = (session, parent, *map(clean, texts), *others)
     done = connection.execute(
         "INSERT INTO messages (session, parent, uid, role, content, state, model, created, fields, facts) "
         "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -355,9 +368,10 @@ def _touch(connection: sqlite3.Connection, session: Session, head: int | None) -
         raise _gone(session.id)
 
 
-def _numbers(connection: sqlite3.Connection, session: int) -> dict[str, int]:
-    found = connection.execute("SELECT uid, number FROM messages WHERE session = ?", (session,))
-    return {row["uid"]: row["number"] for row in found}
+def _numbers(connection: sqlite3.Connection, session: int) -> tuple[dict[str | None, int], set[str]]:
+    """Of each message by its uid, and the uids of those that are not whole."""
+    found = connection.execute("SELECT uid, number, state FROM messages WHERE session = ?", (session,)).fetchall()
+    return {row["uid"]: row["number"] for row in found}, {row["uid"] for row in found if row["state"] != "complete"}
 
 
 def _as_session(row: sqlite3.Row) -> Session:
@@ -374,11 +388,6 @@ def _as_message(row: sqlite3.Row) -> Message:
 def _told_by(message: Message) -> dict[str, Any]:
     names = ("role", "content", "state", "model", "created", "fields", "facts")
     return {name: getattr(message, name) for name in names}
-
-
-def _clean(text: str | None) -> str | None:
-    """The text without half surrogates, which no file can hold."""
-    return None if text is None else text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _gone(name: str) -> GoneError:
