@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from torch import Tensor
 from localllm.cache import page_folder
 from localllm.cache.kv_format import KV_FORMATS, choose_format, kv_bytes_per_sequence, kv_bytes_per_token
 from localllm.cache.paged_kv import KVPages, PagedKV
-from localllm.cache.pages import HOST
+from localllm.cache.pages import HOST, PagePool
 from localllm.cache.prefix import PrefixCache
 from localllm.kernels import kv_page
 from localllm.kernels.kv_page import PAGE_TOKENS
@@ -210,19 +213,62 @@ def test_room_in_ram_is_kept_within_its_limit() -> None:
 def test_what_serves_later_prompts_alone_is_given_up_where_memory_runs_out() -> None:
     pages = new_pages("int4")
     prefix = PrefixCache(bytes(32), pages, ram_bytes=1 << 24)
-    assert not prefix.give_up_ram()
+    assert not prefix.limit_ram(0)
+    prefix.limit_ram(1 << 24)
     for seed in range(3):
         ids = random.Random(seed).sample(range(10_000), 500)
         sequence = pages.new(501)
         grow(sequence, ids)
         prefix.seal(sequence, ids)
         sequence.close()
-    assert prefix.ram_used_bytes and prefix.give_up_ram()
+    assert prefix.ram_used_bytes and prefix.limit_ram(0)
     assert not prefix.ram_used_bytes
     sequence = pages.new(501)
     prefix.attach(sequence, random.Random(2).sample(range(10_000), 500))
     assert sequence.length == 448  # in the pools still
     pages.check_integrity()
+
+
+def test_two_chats_that_share_what_a_window_leaves_grow_no_further_than_they_reserved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pages = new_pages("int8", (70, None))
+    prefix = PrefixCache(bytes(32), pages)
+    ids, sequences = list(range(2000, 2450)), []
+    for _ in range(2):
+        kv = pages.new(450)
+        prefix.attach(kv, ids[:200])
+        grow(kv, ids[:200])
+        prefix.seal(kv, ids)
+        sequences.append(kv)
+    for pool in (pool for group in pages.groups for pool in group.pools):
+        pool.reserve(len(pool.free) + len(pool.idle) - pool.reserved)
+    monkeypatch.setattr(PagePool, "_grow", lambda *_: pytest.fail("it grows beyond what was reserved"))
+    for end in range(201, 450):
+        for kv in sequences:
+            grow(kv, ids[:end])
+
+
+def test_a_chain_is_let_go_from_its_tail_however_it_is_left() -> None:
+    pages = new_pages("bf16")
+    prefix = PrefixCache(bytes(32), pages)
+    kv, ids = pages.new(450), list(range(300))
+    grow(kv, ids)
+    prefix.seal(kv, ids)
+    numbers = {page: number for number, page in enumerate(kv.tables[0])}
+    kv.trim(0)
+    assert [numbers[page] for page in pages.groups[0].dense.idle] == [3, 2, 1, 0]
+
+
+def test_memory_that_nobody_was_promised_is_given_back() -> None:
+    pages = new_pages("int8")
+    kv, held = pages.new(64), pages.nbytes
+    pages.new(4500).close()
+    grown = pages.nbytes
+    pages.shrink()
+    pages.check_integrity()
+    assert grown > 2 * held and pages.nbytes <= held
+    grow(kv, list(range(64)))
 
 
 def test_the_disk_and_the_kernels_mean_the_same_page() -> None:
@@ -255,30 +301,63 @@ class Sequences(RuleBasedStateMachine):
         self.kv, self.pages = kv, new_pages(kv, (None, window))
         self.prefix = PrefixCache(bytes(32), self.pages, ram_bytes=ram)
         self.live: list[tuple[PagedKV, list[int]]] = []
+        self.is_full = False
+        plain = PagePool._grow
+
+        def grown(pool: PagePool, count: int) -> None:
+            if self.is_full:
+                raise MemoryError
+            plain(pool, count)
+
+        self.patch = mock.patch.object(PagePool, "_grow", grown)
+        self.patch.start()
+
+    def teardown(self) -> None:
+        if hasattr(self, "patch"):
+            self.patch.stop()
+
+    @rule(is_full=st.booleans())
+    def memory(self, is_full: bool) -> None:
+        """There is more of it, or none any more."""
+        self.is_full = is_full
 
     @rule(family=st.integers(0, 2), length=st.integers(1, 350), own=st.integers(0, 3))
     def admit(self, family: int, length: int, own: int) -> None:
         ids = [family * 1000 + i for i in range(length)] + [5000 + own] * 3
-        kv = self.pages.new(450)
-        self.prefix.attach(kv, ids)
-        grow(kv, ids)
-        self.prefix.seal(kv, ids)
-        self.live.append((kv, ids))
+        with suppress(MemoryError):
+            kv = self.pages.new(450)
+            self.live.append((kv, ids))
+            self.written(lambda: self.prefix.attach(kv, ids))
 
     @precondition(lambda self: self.live)
     @rule(which=st.integers(0, 99), count=st.integers(1, 40))
     def go_on(self, which: int, count: int) -> None:
-        kv, ids = self.live[which % len(self.live)]
+        kv, ids = self.live.pop(which % len(self.live))
+        self.live.append((kv, ids))
         ids += [7000 + which + i for i in range(min(count, 450 - len(ids)))]
-        if len(ids) > kv.length:
-            grow(kv, ids)
+        self.written()
+
+    def written(self, attach: Callable[[], object] = lambda: None) -> None:
+        """The rest of the last sequence is computed; one for which memory ends is closed, as an engine does."""
+        kv, ids = self.live[-1]
+        try:
+            attach()
+            if len(ids) > kv.length:
+                grow(kv, ids)
             self.prefix.seal(kv, ids)
+        except MemoryError:
+            kv.close()
+            self.live.pop()
 
     @precondition(lambda self: self.live)
     @rule(which=st.integers(0, 99), kept=st.integers(0, 450))
     def roll_back(self, which: int, kept: int) -> None:
         kv, ids = self.live[which % len(self.live)]
-        del ids[kv.trim(min(kept, kv.length)) :]
+        try:
+            del ids[kv.trim(min(kept, kv.length)) :]
+        except MemoryError:
+            kv.close()
+            self.live.remove((kv, ids))
 
     @precondition(lambda self: self.live)
     @rule(which=st.integers(0, 99))
@@ -289,6 +368,7 @@ class Sequences(RuleBasedStateMachine):
     def everyone_has_his_own(self) -> None:
         if hasattr(self, "pages"):
             self.pages.check_integrity()
+            self.prefix.check_integrity()
             for kv, ids in self.live[-2:]:
                 assert_holds(kv, self.kv, ids)
 

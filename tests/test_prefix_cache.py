@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 
 from localllm.bench.random_blocks import RandomBlocks
 from localllm.bench.subject import word_tokenizer
+from localllm.cache import prefix
+from localllm.cache.disk import DiskTier
 from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent, TokenEvent
 from localllm.engine.kv_reuse import IN_POOLS, NO_REUSE, Computed, KVReuse
@@ -202,6 +205,128 @@ def test_a_damaged_page_is_computed_once_more(folder: Path) -> None:
 
 
 PIECES = st.integers(0, 9)
+
+
+@pytest.mark.parametrize("model", ["llama", "windowed"])
+def test_after_a_restart_what_is_new_goes_to_the_disk_too(model: str, folder: Path) -> None:
+    prompt = tokens(440, seed=1)
+    for length, found in ((200, 0), (440, 192), (441, 384)):
+        of = engine(reuse=KVReuse(directory=folder), model=model)
+        _, (cached,) = ask(of, [*prompt, 5][:length])
+        assert cached == found
+        of.close()
+
+
+def test_ram_that_pages_come_and_go_in_stays_whole() -> None:
+    of = engine(reuse=KVReuse(ram_bytes=140_000))
+    assert of.prefix is not None
+    prompts, choose = [tokens(300, seed=seed) for seed in range(6)], random.Random(4)
+    for _ in range(60):
+        ask(of, [*prompts[choose.randrange(6)], 5])
+        of.prefix.check_integrity()
+    assert of.prefix.ram_used_bytes > 90_000
+
+
+def test_a_copy_for_the_disk_that_finds_no_memory_costs_no_answer(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhausted(_: int) -> None:
+        raise MemoryError
+
+    of = engine(reuse=KVReuse(directory=folder))
+    monkeypatch.setattr(prefix, "host_buffer", exhausted)
+    (answer,), _ = ask(of, tokens(300, seed=1))
+    assert answer == computed("int8", tuple(tokens(300, seed=1)))
+
+
+def test_memory_that_ends_while_pages_are_read_loses_no_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhausted(_: int) -> None:
+        raise MemoryError
+
+    of = engine(reuse=KVReuse(directory=folder), model="windowed")
+    ask(of, tokens(300, seed=1))
+    of.close()
+    of = engine(reuse=KVReuse(directory=folder), model="windowed")
+    with monkeypatch.context() as patch:
+        patch.setattr(prefix, "host_buffer", exhausted)
+        of.submit(Request(tuple(tokens(300, seed=1)), greedy()))
+        (finished,) = [event for _ in range(3) for event in of.step()]
+    assert isinstance(finished, FinishedEvent) and finished.finish_reason == "error"
+    of.residency.kv_pages.check_integrity()
+    assert ask(of, tokens(300, seed=1))[1] == [256]
+
+
+def test_a_request_is_given_up_while_its_pages_come_from_the_disk(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = engine(reuse=KVReuse(directory=folder))
+    ask(of, tokens(500, seed=1))
+    of.close()
+    of = engine(reuse=KVReuse(directory=folder))
+    monkeypatch.setattr(prefix, "_READ_BYTES", 0)
+    monkeypatch.setattr(prefix, "READERS", 1)
+    reads, read = [], DiskTier.read
+
+    def given_up(tier: DiskTier, *arguments: Any) -> int:
+        reads.append(len(arguments[0]))
+        aborting = Thread(target=of.abort, args=(request_id,))
+        aborting.start()
+        aborting.join(10)
+        assert not aborting.is_alive(), "who gives a request up waits for the disk"
+        return read(tier, *arguments)
+
+    monkeypatch.setattr(DiskTier, "read", given_up)
+    request_id = of.submit(Request(tuple(tokens(500, seed=1)), greedy()))
+    (finished,) = [event for _ in range(2) for event in of.step()]
+    assert isinstance(finished, FinishedEvent) and finished.finish_reason == "cancelled" and reads == [1]
+    of.residency.kv_pages.check_integrity()
+
+
+def test_a_page_is_copied_for_the_disk_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, copy = [], prefix.PrefixCache._payload
+    monkeypatch.setattr(
+        prefix.PrefixCache, "_payload", lambda of, entry: [copies.append(entry.number), copy(of, entry)][1]
+    )
+    of = engine(reuse=KVReuse(directory=folder))
+    assert of.prefix is not None and of.prefix.disk is not None
+    of.prefix.disk._queue_bytes = 4 * of.prefix._payload_bytes(1)
+    goes_on, is_kept = Event(), DiskTier._is_kept
+    monkeypatch.setattr(DiskTier, "_is_kept", lambda *page: goes_on.wait(10) and is_kept(*page))
+    ask(of, tokens(500, seed=1))
+    assert sorted(copies) == list(range(len(copies))) and len(copies) <= 5
+    goes_on.set()
+    assert of.prefix.disk.flush(10)
+    of.close()
+    copies.clear()
+    of = engine(reuse=KVReuse(directory=folder))
+    assert of.prefix is not None and of.prefix.disk is not None
+    assert bytes(32) not in of.prefix.disk  # which waits until all is listed
+    kept = of.prefix.disk.num_pages
+    ask(of, tokens(500, seed=1))
+    assert sorted(copies) == list(range(kept, 7))
+
+
+@pytest.mark.parametrize("kv", ["bf16", "int8", "k8v4", "int4"])
+@pytest.mark.parametrize("place", [10, 70, 255])
+@pytest.mark.parametrize("is_native", [True, False])
+def test_a_nan_anywhere_in_a_prompt_is_an_error_and_known_to_no_other(
+    kv: str, place: int, is_native: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_native:
+        monkeypatch.setattr(cpu_linear, "is_available", lambda: False)
+    config, chosen = parse_config(SHAPE, "a test's config"), recipe("bf16")
+    of = load_decoder(RandomBlocks(chosen), config, chosen, dtype=torch.bfloat16, device=torch.device("cpu"))
+    of.embed.matrix.tensors["weight"].data[2] = torch.nan
+    poisoned = Engine(
+        of, word_tokenizer(VOCAB), ctx=CTX, kv=kv, reuse=KVReuse(directory=folder), computed=Computed("nan", "bf16")
+    )
+    prompt = tokens(300, seed=1)
+    prompt[place] = 2
+    poisoned.submit(Request(tuple(prompt), greedy()))
+    finished = [event for _ in range(3) for event in poisoned.step()][-1]
+    assert isinstance(finished, FinishedEvent) and "a NaN or an infinity" in str(finished.error)
+    assert poisoned.prefix is not None and not poisoned.prefix.num_pages
+    poisoned.close()
 
 
 @pytest.mark.skipif(not cpu_linear.is_available(), reason="other kernels' bits depend on the chunks")

@@ -190,6 +190,19 @@ class DiskTier:
             self._changed.notify_all()
         return True
 
+    def wants(self, key: PageKey, num_bytes: int) -> bool:
+        """Whether `put` would take so many bytes, of a page that is neither there nor on its way."""
+        with self._changed:
+            return not self._holds(key.digest) and self._may_queue(key, num_bytes)
+
+    def holds(self, digest: bytes) -> bool:
+        """Whether the page is listed, or on its way."""
+        with self._changed:
+            return self._holds(digest)
+
+    def _holds(self, digest: bytes) -> bool:
+        return digest in self._queue or self._place(digest) in self._index
+
     def touch(self, digests: Iterable[bytes]) -> None:
         """These were used, in this order: they stay longer than what was not."""
         with self._changed:

@@ -98,7 +98,7 @@ class KVPages:
 
     @property
     def is_on_host(self) -> bool:
-        return all(device == HOST for group in self.groups for device in group.dense.devices)
+        return all(device == HOST for group in self.groups for pool in group.pools for device in pool.devices)
 
     def new(self, capacity: int) -> PagedKV:
         """Room for a sequence of so many tokens. Raises what torch does where there is no memory."""
@@ -106,11 +106,27 @@ class KVPages:
 
     def move(self, devices: Sequence[torch.device]) -> None:
         """devices: of each layer. Where there is no memory, raises what torch does; what has moved stays there."""
+        try:
+            for group in self.groups:
+                for pool in group.pools:
+                    pool.move([devices[layer] for layer in group.layers])
+        finally:
+            for sequence in self.sequences:
+                sequence.readdress()
+
+    def release(self) -> None:
+        """Nobody uses these pages any more. They know their pools and those them: without this their memory would wait
+        for the garbage collector."""
+        assert not self.sequences
         for group in self.groups:
             for pool in group.pools:
-                pool.move([devices[layer] for layer in group.layers])
-        for sequence in self.sequences:
-            sequence.readdress()
+                pool.release_all()
+
+    def shrink(self) -> None:
+        """Give back memory that nobody was promised, as far as whole slabs of it hold nothing."""
+        for group in self.groups:
+            for pool in group.pools:
+                pool.shrink()
 
     def check_integrity(self) -> None:
         """Every page is owned exactly as often as counted. Raises AssertionError."""
@@ -131,6 +147,7 @@ class PagedKV:
         self.tables: list[list[Page | None]] = [[None] * pages_of(capacity) for _ in pages.groups]
         self.num_sealed = 0  # pages from the first on
         self._open: list[dict[int, Page]] = [{} for _ in pages.groups]  # by their number; coded formats only
+        self._lent: set[Page] = set()  # that others have, and for which none of its own is spent
         self._scratch: list[dict[int, Page]] = [{} for _ in pages.groups]
         self._addresses = [torch.zeros(pages_of(capacity), dtype=torch.int64) for _ in pages.groups]
         self._reserve()
@@ -180,6 +197,7 @@ class PagedKV:
                 if (held := self.tables[index][number]) is not None:
                     held.pool.drop(held)
                     self.tables[index][number] = None
+        self._lent.clear()
         for pool, count in self._promised.items():
             pool.release(count)
             self._promised[pool] = 0
@@ -192,8 +210,11 @@ class PagedKV:
         return pool.take()
 
     def _drop(self, page: Page) -> None:
-        page.pool.drop(page, keeps_promise=True)
-        self._promised[page.pool] += 1
+        """Where there is no memory for another one that it may need, raises what torch does, and still has it."""
+        is_lent = page in self._lent
+        page.pool.drop(page, keeps_promise=not is_lent)
+        self._lent.discard(page)
+        self._promised[page.pool] += not is_lent
 
     # A forward
 
@@ -247,7 +268,7 @@ class PagedKV:
             table, opened = self.tables[index], self._open[index]
             for later in [n for n in opened if n > number or (n == number and not length % PAGE_TOKENS)]:
                 self._drop(opened.pop(later))
-            for later in range(number + (length % PAGE_TOKENS > 0), len(table)):
+            for later in reversed(range(number + (length % PAGE_TOKENS > 0), len(table))):  # its tail goes first
                 if (gone := table[later]) is not None:
                     self._drop(gone)
                     table[later] = None
@@ -279,8 +300,13 @@ class PagedKV:
             yield number, [table[number] for table in self.tables]
         self.num_sealed = self.length // PAGE_TOKENS
 
-    def share(self, page: Page) -> Page:
-        """A sealed page of others, in the place of one that was reserved."""
+    def share(self, index: int, page: Page) -> Page:
+        """A sealed page of others, in the place of one that was reserved; of a group with a window beside that one,
+        which will be needed when the window has left the page, and others have it still."""
+        if self.pages.groups[index].window is not None and page.owners:
+            page.pool.lend(page)
+            self._lent.add(page)
+            return page
         if not self._promised[page.pool]:
             page.pool.reserve(1)
             self._promised[page.pool] += 1

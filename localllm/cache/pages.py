@@ -22,15 +22,16 @@ _SLAB_PAGES = 16  # that a pool grows by, at least
 
 
 class Page:
-    """Room for 64 tokens. owners: block tables that have it; is_sealed: full, known by its tokens, never changed."""
+    """Room for 64 tokens. owners: block tables that have it; lent: how many of them were promised another one for it;
+    is_sealed: full, known by its tokens, never changed."""
 
-    __slots__ = ("is_sealed", "owners", "parts", "pool", "run")
+    __slots__ = ("is_sealed", "lent", "owners", "parts", "pool", "run")
 
     def __init__(self, pool: PagePool, parts: dict[torch.device, Tensor], run: Tensor | None) -> None:
         self.pool = pool
         self.parts = parts  # uint8 [layers there, layer_bytes] on each device
         self.run = run  # uint8: all of it and what fills the disk's last block, where the host has all layers
-        self.owners = 0
+        self.owners = self.lent = 0
         self.is_sealed = False
 
     @property
@@ -111,6 +112,19 @@ class PagePool:
         self.reserved -= count
         assert self.reserved >= 0
 
+    def shrink(self) -> None:
+        """Give back free pages that nobody was promised; memory is free where all of a slab are."""
+        unpromised = len(self.free) + len(self.idle) - self.reserved
+        gone = set(self.free[: min(unpromised, len(self.free))])  # what was used the longest ago, or never
+        self.free = [page for page in self.free if page not in gone]
+        self.pages = [page for page in self.pages if page not in gone]
+
+    def release_all(self) -> None:
+        """Nobody uses any of its pages any more."""
+        self.evict = lambda _page: None
+        self.pages, self.free, self.reserved = [], [], 0
+        self.idle.clear()
+
     def take(self) -> Page:
         """One that was reserved, for a block table to write into."""
         assert self.reserved > 0 and (self.free or self.idle), "no page is taken that was not reserved"
@@ -131,8 +145,22 @@ class PagePool:
             del self.idle[page]
         page.owners += 1
 
+    def lend(self, page: Page) -> None:
+        """One more block table has it, and keeps what it was promised: another page is reserved, for whoever lets go of
+        this one while others have it. Raises as `reserve` does."""
+        assert page.owners
+        self.reserve(1)
+        page.lent += 1
+        page.owners += 1
+
     def drop(self, page: Page, *, keeps_promise: bool = False) -> None:
-        """A block table lets go of it. keeps_promise: it will want another one."""
+        """A block table lets go of it. keeps_promise: it will want another one, for which, where others still have
+        this, memory may be missing: raises what torch does, and has let go of nothing."""
+        if page.owners > 1 and page.lent:
+            page.lent -= 1
+            self.reserved -= not keeps_promise
+        elif page.owners > 1 and keeps_promise:
+            self.reserve(1)
         page.owners -= 1
         assert page.owners >= 0
         if page.owners == 0:
@@ -140,8 +168,7 @@ class PagePool:
                 self.idle[page] = None
             else:
                 self.free.append(page)
-        if keeps_promise:
-            self.reserve(1)
+            self.reserved += keeps_promise
 
     def _grow(self, count: int) -> None:
         num_bytes = {device: rows * self.layout.layer_bytes for device, rows in self._counts.items()}
@@ -174,6 +201,7 @@ class PagePool:
         or is in two places at once."""
         counts = Counter(map(id, owned))
         for page in self.pages:
+            assert page.lent <= max(0, page.owners - 1), "a page is lent to more than have it"
             assert page.owners == counts[id(page)], f"a page has {counts[id(page)]} owners and counts {page.owners}"
         free = {id(page) for page in self.free}
         assert len(free) == len(self.free) and all(not page.owners and not page.is_sealed for page in self.free)

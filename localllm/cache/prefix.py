@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -23,14 +23,16 @@ from localllm.cache.disk import DiskTier
 from localllm.cache.miss import CacheMiss
 from localllm.cache.page_file import PageKey
 from localllm.cache.page_folder import ROOT
+from localllm.cache.page_readers import READERS
 from localllm.cache.paged_kv import KVPages, PagedKV
 from localllm.cache.pages import Page, PagePool
 from localllm.kernels.kv_page import PAGE_TOKENS
 from localllm.offload.disk_read import PAGE_BYTES
 from localllm.offload.host_buffer import host_buffer
 
-_CLOSE_S = 3.0
-_READ_AHEAD = 16  # pages that are read from the disk at once, and then copied: 12 MB of a 1.1B model's, 70 of an 8B's
+# That are read from the disk at once. A chat that is given up waits for them, a tenth of a second for the first; where
+# pages are copied from where they land, they take that memory for the moment.
+_READ_BYTES, _LANDING_BYTES = 256 << 20, 16 << 20
 
 
 def page_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
@@ -69,15 +71,20 @@ class _WantedPage:
     def is_in_memory(self) -> bool:
         return self.payload is not None or (self.entry is not None and len(self.held) == len(self.wanted))
 
+    def hold(self, kv: PagedKV) -> None:
+        for index in self.wanted:
+            if self.entry is not None and (page := self.entry.parts[index]) is not None:
+                self.held[index] = kv.share(index, page)
+
     def give_back(self, kv: PagedKV) -> None:
-        for page in self.held.values():
+        while self.held:
+            _, page = self.held.popitem()
             kv.give_back(page)
-        self.held.clear()
 
 
 @dataclass
 class Counts:
-    """Of pages, since the engine began: found in each tier, and spilled. disk_s, disk_bytes: of reading them."""
+    """Of pages, since the engine began: taken from each tier, and spilled. disk_s, disk_bytes: of reading them."""
 
     pool: int = 0
     ram: int = 0
@@ -139,23 +146,43 @@ class PrefixCache:
         self._chains[kv] = variant, keys
         return keys
 
-    def attach(self, kv: PagedKV, token_ids: Sequence[int], variant: bytes = b"") -> list[PageKey]:
+    def attach(
+        self,
+        kv: PagedKV,
+        token_ids: Sequence[int],
+        variant: bytes = b"",
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> list[PageKey]:
         """Give a new sequence the pages that it need not compute; at least its last token is left. Returns the keys of
-        all its whole pages."""
+        all its whole pages.
+
+        cancelled: asked while pages are read from the disk; what is there by then will do. Raises what torch does where
+        there is no memory; the sequence has what it was given by then, and no page is lost.
+        """
         keys = self._chain(kv, token_ids, variant)
         known = self._known(keys[: (len(token_ids) - 1) // PAGE_TOKENS])
-        while not self._adopt(kv, known):
+        self._touch(known)  # first: to make room for one of them must not take another
+        while not self._adopt(kv, known, cancelled):
             kv.trim(0)
             known = self._known(known[:-1])  # what the disk did not give is known no longer
-        self._touch(known)
         return keys
 
     def _known(self, keys: Sequence[PageKey]) -> list[PageKey]:
-        """The longest beginning of a chain that a sequence can be given."""
+        """The longest beginning of a chain of which every part is somewhere that a token behind it sees: those out of a
+        window need not be."""
         known = list(itertools.takewhile(self._is_known, keys))
-        while known and not self._is_whole(known):
-            known.pop()
-        return known
+        # Of each group and number of pages, the last one of those that has no part there.
+        gaps = [[-1] for _ in self._pages.groups]
+        for number, key in enumerate(known):
+            entry = None if self._is_on_disk(key) else self._in_memory(key)
+            for index, last in enumerate(gaps):
+                is_there = entry is None or entry.payload is not None or entry.parts[index] is not None
+                last.append(last[-1] if is_there else number)
+        return next(
+            known[:count]
+            for count in range(len(known), -1, -1)
+            if all(last[count] < first for last, first in zip(gaps, self._first_seen(count), strict=True))
+        )
 
     def _is_known(self, key: PageKey) -> bool:
         return self._in_memory(key) is not None or self._is_on_disk(key)
@@ -167,53 +194,43 @@ class PrefixCache:
     def _is_on_disk(self, key: PageKey) -> bool:
         return self.disk is not None and key.digest in self.disk
 
-    def _is_whole(self, keys: Sequence[PageKey]) -> bool:
-        """Whether every part is somewhere that a token behind these pages sees: those out of a window need not be."""
-        firsts = self._first_seen(len(keys))
-        return all(
-            self._is_on_disk(key)
-            or ((entry := self._in_memory(key)) is not None and _has(entry, _wanted(firsts, number)))
-            for number, key in enumerate(keys)
-        )
-
     def _first_seen(self, num_pages: int) -> list[int]:
         """Of each group, the first page that a token behind so many sees."""
         return [group.first_seen(num_pages * PAGE_TOKENS) for group in self._pages.groups]
 
-    def _adopt(self, kv: PagedKV, keys: Sequence[PageKey]) -> bool:
-        """Whether all of them could be had. Where the disk does not give one back, it is known no longer."""
+    def _adopt(self, kv: PagedKV, keys: Sequence[PageKey], cancelled: Callable[[], bool]) -> bool:
+        """Whether all of them could be had, or as many as were wanted. Where the disk does not give one back, it is
+        known no longer."""
         firsts = self._first_seen(len(keys))
-        # All that memory has is held first: to make room for the others would take it away.
-        pages = [self._held_page(kv, key, _wanted(firsts, number)) for number, key in enumerate(keys)]
-        while kv.num_sealed < len(pages):
-            number = kv.num_sealed
-            if not pages[number].is_in_memory:
-                run = [
-                    n for n in range(number, min(len(pages), number + self._read_ahead)) if not pages[n].is_in_memory
-                ]
-                run = run[: next((i for i, n in enumerate(run) if n != number + i), len(run))]
-                if self._read(kv, [pages[n] for n in run]) == len(run):
+        pages: list[_WantedPage] = []
+        try:
+            # All that memory has is held first: to make room for the others would take it away.
+            for number, key in enumerate(keys):
+                entry = self._in_memory(key)
+                payload = None if entry is None else entry.payload
+                pages.append(_WantedPage(key, entry, _wanted(firsts, number), {}, payload))
+                pages[-1].hold(kv)
+            while kv.num_sealed < len(pages):
+                if pages[kv.num_sealed].is_in_memory:
+                    self._place(kv, pages[kv.num_sealed])
                     continue
-                for later in pages[kv.num_sealed :]:
-                    later.give_back(kv)
-                return False
-            self._place(kv, pages[number])
-        return True
+                if cancelled():
+                    return True
+                run = list(itertools.takewhile(lambda page: not page.is_in_memory, pages[kv.num_sealed :]))
+                run = run[: self._read_ahead]
+                if self._read(kv, run) < len(run):
+                    return False
+            return True
+        finally:
+            for later in reversed(pages[kv.num_sealed :]):
+                later.give_back(kv)
 
     @property
     def _read_ahead(self) -> int:
-        """Pages that are read at once: all, where each goes straight to its place."""
+        """Pages that are read at once: more where each goes straight to its place."""
         is_in_place = len(self._pages.groups) == 1 and self._pages.is_on_host
-        return 1 << 30 if is_in_place else _READ_AHEAD
-
-    def _held_page(self, kv: PagedKV, key: PageKey, wanted: Sequence[int]) -> _WantedPage:
-        entry = self._in_memory(key)
-        if entry is None:
-            return _WantedPage(key, None, wanted, {}, None)
-        held = {index: page for index in wanted if (page := entry.parts[index]) is not None}
-        for page in held.values():
-            kv.share(page)
-        return _WantedPage(key, entry, wanted, held, entry.payload)
+        num_bytes = _READ_BYTES if is_in_place else _LANDING_BYTES
+        return max(READERS, num_bytes // self._payload_bytes(1))
 
     def _place(self, kv: PagedKV, page: _WantedPage) -> None:
         """A page of which memory has every part that is wanted."""
@@ -222,10 +239,11 @@ class PrefixCache:
         missing = [index for index in page.wanted if index not in page.held]
         if missing:
             assert page.payload is not None
-            fresh = {index: kv.take_for(index, number) for index in missing}
+            fresh = {}
+            for index in missing:
+                page.held[index] = fresh[index] = kv.take_for(index, number)
             self._fill(number, fresh, page.payload)
             self._hold(entry, fresh)
-            page.held.update(fresh)
             self.counts.ram += 1
         else:
             self.counts.pool += 1
@@ -236,31 +254,26 @@ class PrefixCache:
         if self.disk is None:
             return 0
         first = kv.num_sealed
-        for page in pages:  # a part that memory does have is read again with the others
+        for n, page in enumerate(pages):  # a part that memory does have is read again with the others
             page.give_back(kv)
-        fresh = [{i: kv.take_for(i, first + n) for i in page.wanted} for n, page in enumerate(pages)]
-        buffers = [self._landing(first + n, parts) for n, parts in enumerate(fresh)]
+            for index in page.wanted:
+                page.held[index] = kv.take_for(index, first + n)
+        buffers = [self._landing(first + n, page.held) for n, page in enumerate(pages)]
         started = time.perf_counter()
         count = self.disk.read([page.key for page in pages], [buffer.numpy().data for buffer in buffers])
         self.counts.disk_s += time.perf_counter() - started
         self.counts.disk_bytes += sum(buffer.nbytes for buffer in buffers[:count])
         self.counts.disk += count
-        for n, (page, parts, buffer) in enumerate(zip(pages, fresh, buffers, strict=True)):
-            if n >= count:
-                for part in parts.values():
-                    kv.give_back(part)
-                continue
-            if not self._lands_in_place(parts):
-                self._fill(first + n, parts, buffer)
-            entry = self._entries.setdefault(
-                page.key.digest, Entry(page.key, first + n, [None] * len(self._pages.groups))
-            )
-            self._hold(entry, parts)
-            kv.place(first + n, parts)
+        for n, (page, buffer) in enumerate(zip(pages[:count], buffers, strict=False)):
+            if not self._lands_in_place(page.held):
+                self._fill(first + n, page.held, buffer)
+            self._hold(Entry(page.key, first + n, [None] * len(self._pages.groups), is_put=True), page.held)
+            kv.place(first + n, page.held)
         return count
 
     def _hold(self, entry: Entry, fresh: Mapping[int, Page]) -> None:
         """Pages that were filled are found again. A part that is in the pools already stays the one that is."""
+        entry = self._entries.setdefault(entry.key.digest, entry)
         for index, page in fresh.items():
             if entry.parts[index] is None:
                 self._know(entry, index, page)
@@ -315,8 +328,7 @@ class PrefixCache:
             for index, page in enumerate(parts):
                 if page is not None and entry.parts[index] is None and not page.is_sealed:
                     self._know(entry, index, page)
-            if not entry.is_held:
-                del self._entries[entry.key.digest]
+            self._forget_if_gone(entry)
         self._persist(keys)
 
     def _persist(self, keys: Sequence[PageKey]) -> None:
@@ -327,31 +339,39 @@ class PrefixCache:
             entry = self._in_memory(key)
             if entry is None or entry.is_put:
                 continue
-            if any(part is None for part in entry.parts):
+            if entry.payload is None and any(part is None for part in entry.parts):
                 return
-            entry.is_put = self.disk.put(key, self._payload(entry).numpy().data)
+            entry.is_put = self._is_put(entry)
             if not entry.is_put:  # the disk takes nothing now, or has let go of what was before
-                self._look_again(keys)
+                self._look_again(self.disk, keys)
                 return
 
-    def _look_again(self, keys: Sequence[PageKey]) -> None:
+    def _is_put(self, entry: Entry) -> bool:
+        assert self.disk is not None
+        if not self.disk.wants(entry.key, self._payload_bytes(entry.number)):
+            return self.disk.holds(entry.key.digest)
+        try:
+            payload = self._payload(entry) if entry.payload is None else entry.payload
+        except MemoryError:  # it is computed once more then
+            return False
+        return self.disk.put(entry.key, payload.numpy().data)
+
+    def _look_again(self, disk: DiskTier, keys: Sequence[PageKey]) -> None:
         for key in keys:
             if (entry := self._in_memory(key)) is not None:
-                entry.is_put = self._is_on_disk(key)
+                entry.is_put = disk.holds(key.digest)
 
-    def give_up_ram(self) -> bool:
-        """Where memory ran out: what only serves later prompts goes first. Returns whether there was any."""
-        if not self._in_ram:
-            return False
-        while self._in_ram:
+    def limit_ram(self, ram_bytes: int) -> bool:
+        """Keep no more than that in RAM from now on. Returns whether anything had to go."""
+        self.ram_bytes, before = ram_bytes, self._ram_used
+        while self._ram_used > ram_bytes:
             self._drop_oldest()
-        self.ram_bytes = 0
-        return True
+        return self._ram_used < before
 
-    def close(self) -> None:
-        """Waits a moment for what is on its way to the disk; what is not written by then is computed again."""
+    def close(self, timeout_s: float) -> None:
+        """Waits so long for what is on its way to the disk; what is not written by then is computed again."""
         if self.disk is not None:
-            self.disk.close(_CLOSE_S)
+            self.disk.close(timeout_s)
 
     # What leaves
 
@@ -361,8 +381,11 @@ class PrefixCache:
         if entry.payload is None and self.ram_bytes and all(part is not None for part in entry.parts):
             self._spill(entry)
         entry.parts[index] = None
-        if not entry.is_held:
-            self._entries.pop(entry.key.digest, None)
+        self._forget_if_gone(entry)
+
+    def _forget_if_gone(self, entry: Entry) -> None:
+        if not entry.is_held and self._entries.get(entry.key.digest) is entry:
+            del self._entries[entry.key.digest]
 
     def _spill(self, entry: Entry) -> None:
         num_bytes = self._payload_bytes(entry.number)
@@ -382,8 +405,7 @@ class PrefixCache:
         _, oldest = self._in_ram.popitem(last=False)
         self._ram_used -= self._payload_bytes(oldest.number)
         oldest.payload = None
-        if not oldest.is_held:
-            self._entries.pop(oldest.key.digest, None)
+        self._forget_if_gone(oldest)
 
     def _touch(self, keys: Sequence[PageKey]) -> None:
         """They were used: the first page is kept the longest, without it the others are of no use."""
@@ -392,6 +414,16 @@ class PrefixCache:
                 self._in_ram.move_to_end(key.digest)
         if self.disk is not None:
             self.disk.touch(key.digest for key in reversed(keys))
+
+    def check_integrity(self) -> None:
+        """What is known is where it is said to be, and counted once. Raises AssertionError."""
+        for page, (entry, index) in self._of_page.items():
+            assert entry.parts[index] is page and page.is_sealed, "a page is known that is another's now"
+        held = itertools.chain(self._in_ram.values(), (entry for entry, _ in self._of_page.values()))
+        assert all(self._entries.get(entry.key.digest) is entry for entry in held), "a page is kept that nobody finds"
+        assert all(entry.is_held for entry in self._entries.values()), "a page is found that nobody has"
+        assert self._ram_used == sum(self._payload_bytes(entry.number) for entry in self._in_ram.values())
+        assert all(entry.payload is not None for entry in self._in_ram.values())
 
     # Bytes
 
@@ -438,10 +470,3 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
 def _wanted(firsts: Sequence[int], number: int) -> list[int]:
     """The groups whose window sees page `number`."""
     return [index for index, first in enumerate(firsts) if number >= first]
-
-
-def _has(entry: Entry | None, wanted: Sequence[int]) -> bool:
-    """Whether these parts are in memory."""
-    if entry is None:
-        return False
-    return entry.payload is not None or all(entry.parts[index] is not None for index in wanted)

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import typer
+
 from localllm.cli.front import Front
 from localllm.cli.origins import vram_cap
 from localllm.cli.output import ProgressLine
@@ -101,6 +103,9 @@ def loading(
         service = EngineService(load)
         try:
             yield Loading(service, line)
+        except typer.Exit:  # an end like any other
+            service.close()
+            raise
         except BaseException:
             packing.leave()
             service.close(timeout_s=0)  # its thread is a daemon: nobody waits for a step that is being computed

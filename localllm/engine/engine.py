@@ -27,7 +27,7 @@ from localllm.cache.prefix import PrefixCache
 from localllm.engine.chat_template import ChatInput, ChatTemplate, encode_chat
 from localllm.engine.detokenizer import Detokenizer
 from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent, StepSplit
-from localllm.engine.growth import Needed, cannot_grow, grow
+from localllm.engine.growth import Moved, Needed, cannot_grow, grow
 from localllm.engine.kv_probe import LAST, KVProbe, Switch, load_as_found
 from localllm.engine.kv_reuse import IN_POOLS, UNKNOWN_SOURCE, Computed, KVReuse
 from localllm.engine.kv_supply import KVSupply
@@ -112,13 +112,15 @@ class Engine:
         self._kv_probe = kv_probe
         self.kv_supply = KVSupply(self.residency, reuse, computed, plan)
         self._limits = limits or Limits()
-        self.scheduler = Scheduler(self._limits.within(plan), self.kv_supply.admit)
+        self.scheduler = Scheduler(self._limits.within(plan), self._admit)
         eos = (*model.config.eos_token_ids, tokenizer.eos_token_id)
         self.eos_ids = frozenset(token_id for token_id in eos if token_id is not None)
         self._request_ids = itertools.count()
         self._aborted: set[int] = set()
         self._inboxes: dict[int, deque[Event]] = {}
-        self._lock = threading.Lock()  # guards the waiting queue and the aborted set against other threads
+        # Guards the waiting queue and the aborted set against other threads. To take from the front of the queue needs
+        # none, and must not hold it: the pages of a prompt may come from the disk meanwhile.
+        self._lock = threading.Lock()
 
     @classmethod
     def load(
@@ -319,8 +321,7 @@ class Engine:
         except (MemoryError, RuntimeError, LocalLLMError) as error:
             return events + [self._fail(sequence, error) for sequence in self.scheduler.sequences]
         try:
-            with self._lock:
-                scheduled = self.scheduler.schedule()
+            scheduled = self.scheduler.schedule()
         except (MemoryError, RuntimeError) as error:
             return events if self._gives_way(error, 0) else [*events, self._fail(self.scheduler.waiting[0], error)]
         if not scheduled:
@@ -398,7 +399,7 @@ class Engine:
             return []
         needed = Needed(sequence.num_prompt_tokens, sequence.request.sampling.max_tokens)
         try:
-            plan, moved = grow(self.residency, self._planned, needed, self.ctx)
+            plan, moved = self._grown(needed)
         except DoesNotFitError as error:
             sequence.may_grow = False
             self.residency.restore()  # where the way back found no room either
@@ -408,10 +409,23 @@ class Engine:
             return [self._fail(sequence, cannot_grow(needed.prompt_tokens, self.ctx, error, flags))]
         before, self.ctx = self.ctx, plan.ctx
         self.scheduler.limits = self._limits.within(plan)
+        self.kv_supply.share_ram(plan)
         sequence.fit(self.ctx)
         sequence.may_grow = False
         is_sure = plan.costs.rates.is_measured and self.residency.plan is plan
         return [GrownEvent(sequence.request_id, before, self.ctx, *moved, plan.decode_tok_s if is_sure else None)]
+
+    def _grown(self, needed: Needed) -> tuple[Plan, Moved]:
+        """Where it does not fit, what only serves later prompts goes. Raises DoesNotFitError."""
+        try:
+            return grow(self.residency, self._planned, needed, self.ctx)
+        except DoesNotFitError:
+            if not self.kv_supply.give_up_ram():
+                raise
+            return grow(self.residency, self._planned, needed, self.ctx)
+
+    def _admit(self, sequence: Sequence) -> None:
+        self.kv_supply.admit(sequence, lambda: sequence.request_id in self._aborted)
 
     def _gives_way(self, error: Exception, rows: int) -> bool:
         """Whether memory ran out and something could be given up for it: the next step tries again."""

@@ -88,6 +88,7 @@ def _go_on_by(residency: Residency, plan: Plan) -> None:
     except (MemoryError, RuntimeError, LocalLLMError) as error:
         if isinstance(error, RuntimeError) and not is_out_of_memory(error):
             raise
+        residency.kv_pages.shrink()
         if before is not None:
             residency.take(before)
         elif residency.placed is not None:

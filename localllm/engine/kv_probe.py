@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -207,8 +207,10 @@ def _log_probabilities(
 ) -> Tensor:
     """fp32 [LAST - FIRST, V] after each of these tokens, with keys and values in pages of their own: of the room that a
     plan keeps for the context, nobody has much at the first long prompt."""
-    ids = list(token_ids[:LAST])
-    with closing(residency.new_pages(kv_format).new(LAST)) as kv:
+    ids, pages = list(token_ids[:LAST]), residency.new_pages(kv_format)
+    with ExitStack() as stack:
+        stack.callback(pages.release)
+        kv = stack.enter_context(closing(pages.new(LAST)))
         residency.runner.forward([Chunk(ids, kv, FIRST)], cancelled=cancelled)
         logits = residency.runner.forward([Chunk(ids, kv, LAST - FIRST)], cancelled=cancelled, all_logits=True)
     logits -= logits.logsumexp(-1, keepdim=True)  # in place: 38 MB at a vocabulary of 150,000

@@ -20,15 +20,14 @@ from localllm.engine.residency import Residency
 from localllm.models.config import ModelConfig
 from localllm.offload.plan import KEPT_PAGES, Plan
 
-_LAYOUT_VERSION = 1  # of the pages' bytes and of what is computed into them
+_PAGES_VERSION = 2  # of the pages' bytes and of what is computed into them
 
 
 @dataclass(frozen=True)
 class KVReuse:
     """is_on: a prompt takes the pages of earlier ones. ram_bytes: for pages that left the pools, None for what the plan
-    has for them. directory: of those on
-    the disk, None where none are to be kept there; disk_bytes: the most that they may take, None for the usual. warn:
-    hears once, from any thread, what is wrong with the disk."""
+    has for them. directory: of those on the disk, None where none are to be kept there; disk_bytes: the most that they
+    may take, None for the usual. warn: hears once, from any thread, what is wrong with the disk."""
 
     is_on: bool = True
     ram_bytes: int | None = None
@@ -60,9 +59,7 @@ def prefix_cache(reuse: KVReuse, computed: Computed, residency: Residency, plan:
     config = residency.config
     if not reuse.is_on or any(rope.kind == "dynamic" for rope in config.ropes):
         return None
-    ram_bytes = reuse.ram_bytes
-    if ram_bytes is None:
-        ram_bytes = 0 if plan is None else plan.ledger["ram"].get(KEPT_PAGES, 0)
+    ram_bytes = kept_bytes(reuse, plan)
     about = _about(computed, residency)
     root = hashlib.blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=32, person=b"localllm-root").digest()
     if not computed.source:
@@ -74,11 +71,18 @@ def prefix_cache(reuse: KVReuse, computed: Computed, residency: Residency, plan:
     return PrefixCache(root, residency.kv_pages, ram_bytes, disk)
 
 
+def kept_bytes(reuse: KVReuse, plan: Plan | None) -> int:
+    """Of RAM, what pages may take that left the pools."""
+    if reuse.ram_bytes is not None:
+        return reuse.ram_bytes
+    return 0 if plan is None else plan.ledger["ram"].get(KEPT_PAGES, 0)
+
+
 def _about(computed: Computed, residency: Residency) -> Mapping[str, object]:
     """Who computes is part of it: other kernels' sums differ in their last bits."""
     config, kv_format = residency.config, residency.kv_pages.format
     return {
-        "layout": [_LAYOUT_VERSION, LAYOUT_VERSION],
+        "layout": [_PAGES_VERSION, LAYOUT_VERSION],
         "source": computed.source,
         "weights": computed.weights,
         "kv": _named(kv_format, residency),

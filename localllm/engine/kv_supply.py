@@ -6,10 +6,27 @@ says that it is finite.
 
 from __future__ import annotations
 
-from localllm.engine.kv_reuse import Computed, KVReuse, prefix_cache
+from collections.abc import Callable
+from dataclasses import replace
+
+from localllm.engine.kv_reuse import Computed, KVReuse, kept_bytes, prefix_cache
 from localllm.engine.residency import Residency
 from localllm.engine.sequence import Sequence
 from localllm.offload.plan import Plan
+
+_CLOSE_S = 2.0  # for the pages of the last answer, 0.1 s on most disks
+
+
+def _once(warn: Callable[[str], None]) -> Callable[[str], None]:
+    """The first sentence alone is told: each disk tier knows but its own."""
+    told: list[str] = []
+
+    def tell(text: str) -> None:
+        if not told:
+            told.append(text)
+            warn(text)
+
+    return tell
 
 
 class KVSupply:
@@ -17,15 +34,17 @@ class KVSupply:
 
     def __init__(self, residency: Residency, reuse: KVReuse, computed: Computed, plan: Plan | None) -> None:
         """plan: by which memory is shared out."""
-        self._residency, self._reuse, self._computed = residency, reuse, computed
-        self.prefix = prefix_cache(reuse, computed, residency, plan)
+        self._residency, self._computed = residency, computed
+        self._reuse = replace(reuse, warn=_once(reuse.warn))
+        self.prefix = prefix_cache(self._reuse, computed, residency, plan)
 
-    def admit(self, sequence: Sequence) -> None:
-        """Raises what torch does where there is no memory; nothing is held then."""
+    def admit(self, sequence: Sequence, cancelled: Callable[[], bool]) -> None:
+        """cancelled: asked while pages are read from the disk. Raises what torch does where there is no memory; nothing
+        is held then."""
         kv = self._residency.new_kv(sequence.max_length)
         try:
             if self.prefix is not None:
-                keys = self.prefix.attach(kv, sequence.token_ids, self._rotation(sequence))
+                keys = self.prefix.attach(kv, sequence.token_ids, self._rotation(sequence), cancelled)
                 sequence.num_cached_tokens = kv.length
                 if sequence.request.explains_miss:
                     sequence.miss = self.prefix.miss(keys, kv.length, sequence.token_ids)
@@ -41,17 +60,23 @@ class KVSupply:
 
     def renew(self, plan: Plan | None) -> None:
         """The format of keys and values is another one: what was known is not found again."""
-        self.close()
+        if self.prefix is not None:
+            self.prefix.close(0)  # an answer waits; at most the pages of short prompts are lost
         self.prefix = prefix_cache(self._reuse, self._computed, self._residency, plan)
+
+    def share_ram(self, plan: Plan) -> None:
+        """Memory is shared out by another plan now."""
+        if self.prefix is not None:
+            self.prefix.limit_ram(kept_bytes(self._reuse, plan))
 
     def give_up_ram(self) -> bool:
         """Whether pages that only serve later prompts gave memory back."""
-        return self.prefix is not None and self.prefix.give_up_ram()
+        return self.prefix is not None and self.prefix.limit_ram(0)
 
     def close(self) -> None:
         """Waits a moment for what is on its way to the disk."""
         if self.prefix is not None:
-            self.prefix.close()
+            self.prefix.close(_CLOSE_S)
 
     def _rotation(self, sequence: Sequence) -> bytes:
         """LongRoPE rotates the keys of a long sequence differently: those are other pages."""

@@ -51,8 +51,8 @@ class Residency:
         replan: Callable[[], Plan] | None = None,
         plan: Plan | None = None,
     ) -> None:
-        """placed: what can move the blocks; `model` is its `few` then. replan: the best plan in the memory of now,
-        with keys and values in a format so named. plan: by which the model was loaded."""
+        """placed: what can move the blocks; `model` is its `few` then. replan: the best plan in the memory of now.
+        plan: by which the model was loaded."""
         self.config, self.device = model.config, model.device
         self.placed = placed
         self.plan = plan  # that the model is placed by; None once something was moved or given up beside it
@@ -92,9 +92,9 @@ class Residency:
     def use_format(self, kv_format: KVFormat) -> None:
         """Keep keys and values in another format from now on: no sequence has any. What follows is not predicted by the
         plan any more."""
-        assert not self.kv_pages.sequences
-        self.kv_pages = self.new_pages(kv_format)
-        self.plan = None
+        pages = self.new_pages(kv_format)
+        self.kv_pages.release()
+        self.kv_pages, self.plan = pages, None
 
     def move(self, blocks: Sequence[Placed]) -> None:
         """Let the blocks rest elsewhere from the next step on, and keys and values with them.
@@ -121,7 +121,7 @@ class Residency:
         else:
             raise DoesNotFitError("the memory ran out", why="no block has room any more", fix="close other programs")
         self._use(self.placed.few)
-        self.kv_pages.move(self.kv_devices)
+        self._place_kv()
 
     def restore(self) -> None:
         """Bring a model back that a failed `move` left without a place. Raises as `move` does."""
@@ -148,14 +148,16 @@ class Residency:
         self._batch_rows, self._has_kv_on_host = plan.batch_rows, False
         if self.placed is None:
             self._use(self.model)
-            self.plan = plan
-            return
-        self.placed.many_rows = plan.many_rows
-        if plan.blocks == self.placed.blocks and "model" in self.__dict__:
-            self._use(self.model)
+            self._place_kv()
         else:
-            self.move(plan.blocks)
-        self.plan = plan if plan.blocks == self.placed.blocks else None
+            self.placed.many_rows = plan.many_rows
+            if plan.blocks == self.placed.blocks and "model" in self.__dict__:
+                self._use(self.model)
+                self._place_kv()
+            else:
+                self.move(plan.blocks)
+        is_as_planned = self.placed is None or plan.blocks == self.placed.blocks
+        self.plan = plan if is_as_planned and not self._has_kv_on_host else None
 
     def give_way(self, error: BaseException, rows: int) -> bool:
         """Make do with less than a forward of `rows` tokens found too little of: a smaller chunk, then keys and values
@@ -177,6 +179,17 @@ class Residency:
             return False
         self.move(blocks)
         return True
+
+    def _place_kv(self) -> None:
+        """Keys and values to where they belong, or where a GPU has no room for them, to the host."""
+        try:
+            self.kv_pages.move(self.kv_devices)
+        except (MemoryError, RuntimeError) as error:
+            if not is_device_out_of_memory(error):
+                raise
+            _give_back(error)
+            self._has_kv_on_host = self._has_given_up = True
+            self.kv_pages.move(self.kv_devices)
 
     def _is_unsettled(self, placed: PlacedModel) -> bool:
         if not placed.has_device:

@@ -81,7 +81,7 @@ class EngineService:
         self._wake.set()
         return stream
 
-    def close(self, timeout_s: float = 2.0) -> None:
+    def close(self, timeout_s: float = 4.0) -> None:
         """Cancel what runs and end the thread; returns after `timeout_s` even where a forward is still at work."""
         with self._lock:
             self._ended = True

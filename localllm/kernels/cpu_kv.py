@@ -11,6 +11,7 @@ from localllm.kernels.cpu_ir import F32, F32V, I32V, LANES, Kernel, Value, vecto
 from localllm.kernels.kv_page import (
     GROUP,
     INT4_ZERO,
+    NOT_FINITE,
     PAGE_TOKENS,
     SCALE_BIAS,
     SCALE_HIGH,
@@ -21,6 +22,7 @@ from localllm.kernels.kv_page import (
 )
 
 BYTES = vector_of("i8")
+NAN_BITS = 0x7FC00000
 
 
 @dataclass(frozen=True)
@@ -86,9 +88,11 @@ def _nibbles(at: Value) -> tuple[Value, Value]:
 
 
 def scales(at: Value) -> Value:
-    """16 of them."""
-    bits = at.load(BYTES, 1).convert("zext", I32V) << SCALE_SHIFT
-    return (bits + SCALE_BIAS).convert("bitcast", F32V)
+    """16 of them, NaN where the group is not finite."""
+    codes = at.load(BYTES, 1).convert("zext", I32V)
+    # The one code with a carry into the ninth bit becomes a NaN, without a comparison.
+    is_not_finite = ((codes + (256 - NOT_FINITE)) >> 8) * NAN_BITS
+    return (((codes << SCALE_SHIFT) + SCALE_BIAS) | is_not_finite).convert("bitcast", F32V)
 
 
 def hadamard(k: Kernel, first: Value, second: Value) -> tuple[Value, Value]:
@@ -120,6 +124,8 @@ def _coded(k: Kernel, pair: list[Value], coding: Coding) -> tuple[Value, list[Va
     """The scale's code (i32) of a group of 32, and its codes as bytes: two vectors for INT8, one for INT4."""
     magnitudes = k.larger(k.unary("fabs", pair[0]), k.unary("fabs", pair[1]))
     code = _scale_code(k, cpu_math.largest(k, magnitudes) * (1 / (127 if coding == "int8" else 8)))
+    spread = cpu_math.total(k, (pair[0] - pair[0]) + (pair[1] - pair[1]))  # 0, or NaN where one is not finite
+    code = spread.compare("oeq", 0.0).choose(code, k.constant("i32", NOT_FINITE))
     scale = ((code << SCALE_SHIFT) + SCALE_BIAS).convert("bitcast", F32).splat()
     steps = [vector / scale for vector in pair]
     if coding == "int8":

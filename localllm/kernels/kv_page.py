@@ -24,7 +24,10 @@ INT4_ZERO = 7.5  # 16 levels lie symmetrically around zero, none on it: 12 % les
 # the steps, 6 % finer on average, lose more at the groups' largest values than they win elsewhere.
 SCALE_SHIFT = 20  # from there to the bits of a float
 SCALE_BIAS = (127 - 19) << 23
-SCALE_LOW, SCALE_HIGH = 2.0**-19, 1.875 * 2.0**12
+SCALE_LOW, SCALE_HIGH = 2.0**-19, 1.75 * 2.0**12
+# The last byte stands for a group that has a NaN or an infinity: who reads it computes none either, and the engine says
+# so, where a number in its place would become a wrong answer.
+NOT_FINITE = 255
 
 
 @dataclass(frozen=True)
@@ -111,11 +114,13 @@ def rotated(x: Tensor) -> Tensor:
 def _scale_codes(scales: Tensor) -> Tensor:
     """The smallest byte whose scale is not below; uint8."""
     bits = scales.float().clamp(SCALE_LOW, SCALE_HIGH).view(torch.int32) - SCALE_BIAS
-    return ((bits + (1 << SCALE_SHIFT) - 1) >> SCALE_SHIFT).to(torch.uint8)
+    codes = (bits + (1 << SCALE_SHIFT) - 1) >> SCALE_SHIFT
+    return torch.where(scales.isfinite(), codes, NOT_FINITE).to(torch.uint8)
 
 
 def _scales(codes: Tensor) -> Tensor:
-    return ((codes.int() << SCALE_SHIFT) + SCALE_BIAS).view(torch.float32)
+    scales = ((codes.int() << SCALE_SHIFT) + SCALE_BIAS).view(torch.float32)
+    return torch.where(codes == NOT_FINITE, torch.nan, scales)
 
 
 def quantize(x: Tensor, coding: Coding) -> tuple[Tensor, Tensor]:
