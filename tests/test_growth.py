@@ -18,11 +18,11 @@ from localllm.engine.advice import flags_for_context
 from localllm.engine.events import Event
 from localllm.engine.placement import model_shape, smaller_kv
 from localllm.engine.tokenizer import Tokenizer
-from localllm.errors import CheckpointError, ContextOverflowError
+from localllm.errors import CheckpointError, ContextOverflowError, DoesNotFitError
 from localllm.models.families import load_config
 from localllm.models.placed import PlacedModel
 from localllm.offload.format_rates import FormatRates
-from localllm.offload.plan import BlockShape, Memory, ModelShape, Plan, Rates
+from localllm.offload.plan import KEPT_PAGES, BlockShape, Memory, ModelShape, Plan, Rates
 from localllm.offload.profile import Profile
 from localllm.offload.search import Search
 from localllm.quant.recipe import RECIPES
@@ -123,6 +123,36 @@ def test_blocks_go_to_the_disk_where_the_longer_context_needs_their_memory(direc
         assert small.residency.plan is not None and len(small.residency.plan.streamed) == event.num_from_disk
         assert small.residency.plan.total_bytes("ram") <= small.residency.plan.limits["ram"]
         assert tokens(events) == right[0]
+
+
+def test_pages_that_only_serve_later_prompts_give_way_to_a_longer_context(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with capped(directory, "int4", whole(directory, "int4", LONGEST) + (1 << 20)) as engine:
+        planned, given_up = engine._planned, []
+
+        def tight(ctx: int) -> Plan:
+            if not given_up:
+                raise DoesNotFitError("a longer context does not fit")
+            return planned(ctx)
+
+        monkeypatch.setattr(engine, "_planned", tight)
+        monkeypatch.setattr(engine.kv_supply, "give_up_ram", lambda: given_up.append(1) or True)
+        assert grown(answer(engine, LONG)) and given_up
+        assert engine.prefix is not None and engine.plan is not None
+        kept = engine.residency.plan and engine.residency.plan.ledger["ram"].get(KEPT_PAGES, 0)
+        assert engine.prefix.ram_bytes <= (kept or 0)
+
+
+def test_every_sequence_has_room_for_its_own_dense_pages(directory: Path) -> None:
+    with capped(directory, "int4", whole(directory, "int4", LONGEST)) as engine:
+        plan = engine.plan
+        assert plan is not None
+        limits = engine.scheduler.limits
+        for count in range(1, 9):
+            tokens = limits.kv_tokens - count * limits.sequence_tokens
+            planned = plan.shape.kv_bytes(plan.most_kv_tokens, plan.sequences)
+            assert plan.shape.kv_bytes(tokens, count) <= planned + plan.shape.kv_bytes_per_token
 
 
 def test_a_growth_beyond_the_memory_is_refused_with_both_counts_and_the_engine_goes_on(directory: Path) -> None:

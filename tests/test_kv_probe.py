@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import math
 import re
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,6 +119,40 @@ def test_what_is_reused_after_the_change_gives_what_would_have_been_computed(tmp
     again = engine(STRONG, "k8v4", reuse=reuse)  # from the disk
     assert ask(again, [*first, *second]) == (expected, [256])
     again.close()
+
+
+def test_pages_of_the_old_format_give_their_memory_back_at_once(tmp_path: Path) -> None:
+    of = engine(HARMLESS, reuse=KVReuse(directory=tmp_path / "kv"))
+    old = weakref.ref(of.residency.kv_pages.groups[0].dense)
+    gc.collect()
+    gc.disable()
+    try:
+        of.residency.use_format(KV_FORMATS["int8"])
+        of.kv_supply.renew(None)
+        assert old() is None
+    finally:
+        gc.enable()
+
+
+def test_a_disk_that_refuses_is_told_of_once_whatever_the_format(tmp_path: Path) -> None:
+    (tmp_path / "kv").write_text("no folder")
+    told: list[str] = []
+    of = engine(HARMLESS, reuse=KVReuse(directory=tmp_path / "kv", warn=told.append))
+    for _ in range(2):
+        ask(of, tokens(100, seed=1))
+        assert of.prefix is not None and of.prefix.disk is not None and of.prefix.disk.flush(10)
+        of.kv_supply.renew(None)
+    assert len(told) == 1
+
+
+def test_keys_and_values_come_back_to_the_card_with_the_next_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = torch.device("cpu", 0)  # equal to the host in all but its name
+    of = engine(HARMLESS, "int8")
+    monkeypatch.setattr(Decoder, "kv_devices", property(lambda _: [card] * 2))
+    of.residency.use_format(KV_FORMATS["int8"])
+    assert of.residency.give_way(torch.OutOfMemoryError("full"), 1) and of.residency.kv_pages.is_on_host
+    of.residency.take(SimpleNamespace(batch_rows=512, blocks=()))
+    assert set(of.residency.kv_pages.groups[0].dense.devices) == {card}
 
 
 def test_short_prompts_are_not_compared_and_the_first_long_one_is() -> None:

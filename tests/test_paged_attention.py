@@ -46,6 +46,7 @@ SHAPES = [
     Heads(14, 2, 64, 32),
     Heads(2, 2, 256, 256, has_norms=True),
 ]
+ODD = Heads(4, 2, 80, 32, window=150)  # of dense pages alone
 SEGMENTS = [[(0, 5)], [(300, 1)], [(510, 5)], [(0, 270)], [(10, 1), (1100, 1)], [(60, 70), (64, 64)]]
 
 
@@ -131,6 +132,7 @@ def rope_of(qkv: Tensor, shape: Heads) -> Tensor:
 
 CASES = [
     *product(host_isas()[:1], KV_FORMATS.values(), SHAPES, SEGMENTS),
+    *product(host_isas()[:1], [KV_FORMATS["bf16"]], [ODD], SEGMENTS),
     *product(host_isas()[1:], [KV_FORMATS["k8v4"]], SHAPES[:3], SEGMENTS[2:5]),
 ]
 

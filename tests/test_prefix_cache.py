@@ -6,6 +6,7 @@ import random
 import tempfile
 from collections.abc import Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -42,13 +43,14 @@ SHAPE: dict[str, Any] = {
     "head_dim": 32,
     "max_position_embeddings": CTX,
 }
+ODD = SHAPE | {"head_dim": 80}  # which groups of 32 do not divide
 WINDOWED = SHAPE | {"model_type": "gemma2", "query_pre_attn_scalar": 32, "sliding_window": 70}
 Answer = tuple[tuple[int, float], ...]  # tokens and their logprobs
 
 
 @cache
 def decoder(model: str = "llama", weights: str = "int4", dtype: torch.dtype = torch.bfloat16) -> Decoder:
-    config = parse_config({"llama": SHAPE, "windowed": WINDOWED}[model], "a test's config")
+    config = parse_config({"llama": SHAPE, "odd": ODD, "windowed": WINDOWED}[model], "a test's config")
     chosen = recipe(weights)
     return load_decoder(RandomBlocks(chosen), config, chosen, dtype=dtype, device=torch.device("cpu"))
 
@@ -103,8 +105,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "kv"
 
 
-@pytest.mark.parametrize("kv", ["bf16", "int8", "k8v4", "int4"])
-@pytest.mark.parametrize("model", ["llama", "windowed"])
+@pytest.mark.parametrize(
+    ("model", "kv"), [*product(("llama", "windowed"), ("bf16", "int8", "k8v4", "int4")), ("odd", "int8")]
+)
 @pytest.mark.parametrize("tier", ["pool", "ram", "disk", "restarted"])
 def test_a_hit_gives_the_bits_of_a_miss_from_every_tier(kv: str, model: str, tier: str, folder: Path) -> None:
     reuse = KVReuse(ram_bytes=(64 << 20) * (tier == "ram"), directory=folder if tier in ("disk", "restarted") else None)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from localllm.cache.disk import DiskTier
+from localllm.cache.disk import QUEUE_BYTES, DiskTier
 from localllm.cache.kv_format import KVFormat
 from localllm.cache.page_file import LAYOUT_VERSION
 from localllm.cache.page_folder import ROOT
@@ -20,6 +20,7 @@ from localllm.engine.residency import Residency
 from localllm.models.config import ModelConfig
 from localllm.offload.plan import KEPT_PAGES, Plan
 
+_LEAST_QUEUE_BYTES = 16 << 20  # a few pages, under the tightest cap too: without them nothing reaches the disk
 _PAGES_VERSION = 2  # of the pages' bytes and of what is computed into them
 
 
@@ -60,6 +61,7 @@ def prefix_cache(reuse: KVReuse, computed: Computed, residency: Residency, plan:
     if not reuse.is_on or any(rope.kind == "dynamic" for rope in config.ropes):
         return None
     ram_bytes = kept_bytes(reuse, plan)
+    queue_bytes = QUEUE_BYTES if plan is None else max(_LEAST_QUEUE_BYTES, min(QUEUE_BYTES, _planned_bytes(plan) // 2))
     about = _about(computed, residency)
     root = hashlib.blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=32, person=b"localllm-root").digest()
     if not computed.source:
@@ -67,15 +69,20 @@ def prefix_cache(reuse: KVReuse, computed: Computed, residency: Residency, plan:
     disk = None
     if reuse.directory is not None and reuse.disk_bytes != 0:
         shown = _shown(computed, about) | {ROOT: root.hex()}
-        disk = DiskTier(reuse.directory, root, shown, reuse.disk_bytes, reuse.warn)
+        disk = DiskTier(reuse.directory, root, shown, reuse.disk_bytes, reuse.warn, queue_bytes=queue_bytes)
     return PrefixCache(root, residency.kv_pages, ram_bytes, disk)
 
 
 def kept_bytes(reuse: KVReuse, plan: Plan | None) -> int:
-    """Of RAM, what pages may take that left the pools."""
+    """Of RAM, what pages may take that left the pools: half of what the plan has for pages, the other half is for those
+    that wait to be written."""
     if reuse.ram_bytes is not None:
         return reuse.ram_bytes
-    return 0 if plan is None else plan.ledger["ram"].get(KEPT_PAGES, 0)
+    return 0 if plan is None else _planned_bytes(plan) // 2
+
+
+def _planned_bytes(plan: Plan) -> int:
+    return plan.ledger["ram"].get(KEPT_PAGES, 0)
 
 
 def _about(computed: Computed, residency: Residency) -> Mapping[str, object]:

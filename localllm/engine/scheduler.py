@@ -17,6 +17,7 @@ class Limits:
     chunk_tokens: int = 512  # of a prompt, a step: it must not keep the running answers waiting
     max_sequences: int = 8  # as many rows as the CPU kernel computes without changing a bit of any
     kv_tokens: int = 1 << 62  # of all running sequences together: what was found to fit at load
+    sequence_tokens: int = 0  # that each takes of them beside its own: dense pages, and the rest of the last one
     # Whether prompts and answers share a step: where each reads blocks from the disk, one reading serves them all.
     shares_steps: bool = False
 
@@ -24,7 +25,8 @@ class Limits:
         """The memory that there is; where blocks are streamed, as much as can be shares one reading of them."""
         if plan is None:
             return self
-        limits = replace(self, kv_tokens=plan.most_kv_tokens)
+        each = -(-plan.shape.kv_bytes_per_sequence // plan.shape.kv_bytes_per_token)
+        limits = replace(self, kv_tokens=plan.most_kv_tokens + plan.sequences * each, sequence_tokens=each)
         if plan.ring_bytes:
             return replace(limits, chunk_tokens=plan.pass_tokens, shares_steps=True)
         return replace(limits, chunk_tokens=min(limits.chunk_tokens, plan.batch_rows))
@@ -83,12 +85,12 @@ class Scheduler:
         self.waiting = deque(s for s in self.waiting if id(s) not in gone)
 
     def _admit(self) -> None:
-        reserved = sum(sequence.max_length for sequence in self.running)
+        reserved = sum(self._reserved(sequence) for sequence in self.running)
         while self.waiting and len(self.running) < self.limits.max_sequences:
             sequence = self.waiting[0]
             if sequence.wants_growth:  # blocks move for it, which no forward may be using
                 return
-            if self.running and reserved + sequence.max_length > self.limits.kv_tokens:
+            if self.running and reserved + self._reserved(sequence) > self.limits.kv_tokens:
                 return
             try:
                 self._give_kv(sequence)
@@ -96,8 +98,11 @@ class Scheduler:
                 if self.running and is_out_of_memory(error):  # when an answer ends there is more
                     return
                 raise
-            reserved += sequence.max_length
+            reserved += self._reserved(sequence)
             self.running.append(self.waiting.popleft())
+
+    def _reserved(self, sequence: Sequence) -> int:
+        return sequence.max_length + self.limits.sequence_tokens
 
 
 def _pending(sequence: Sequence) -> int:

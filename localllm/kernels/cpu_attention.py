@@ -23,7 +23,7 @@ from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_jit import Native, compile_kernel
 from localllm.kernels.cpu_kv import HeadPlan
 from localllm.kernels.cpu_rope import TOKEN_BYTES
-from localllm.kernels.kv_page import GROUP, INT4_ZERO, PAGE_TOKENS, PageLayout
+from localllm.kernels.kv_page import INT4_ZERO, PAGE_TOKENS, PageLayout
 
 RUN_PAGES = 4  # 8 KB of scores for 8 rows, in the first-level cache beside the pages
 SECTION_PAGES = 16
@@ -111,7 +111,8 @@ class _Task:
     def __init__(self, k: Kernel, dense: PageLayout, coded: PageLayout | None, rows: int, has_softcap: bool) -> None:
         self.k, self.R, self.has_softcap, self.D = k, rows, has_softcap, dense.head_dim
         self.dense, self.coded = HeadPlan(dense), None if coded is None else HeadPlan(coded)
-        self.vectors, self.groups = self.D // LANES, self.D // GROUP
+        self.vectors, self.group_size = self.D // LANES, self.dense.group_size
+        self.groups = self.D // self.group_size
         self.queries = k.stack(F32, rows * self.D)  # [D, R]
         self.query_sums = k.stack(F32, rows * self.groups)  # [D / 32, R], times -INT4_ZERO
         self.scores = k.stack(F32V, rows * RUN_PAGES * PAGE_TOKENS // LANES)  # [R, keys of a run]
@@ -178,7 +179,7 @@ class _Task:
     def _score_tokens(self, plan: HeadPlan, columns: Value, scores: Value, head: Value, token: Value) -> None:
         k, wide = self.k, self._tokens_a_step // LANES
         coding = plan.layout.keys
-        step = GROUP // 2 if coding == "int4" else GROUP
+        step = self.group_size // 2 if coding == "int4" else self.group_size
         places = [(r, n) for r in range(self.R) for n in range(wide)]
         with k.range(k.i64(0), k.i64(self.groups)) as group:
             sums = {}
@@ -191,8 +192,8 @@ class _Task:
             with k.range(k.i64(0), k.i64(step)) as i:
                 done = (token / self._tokens_a_step * self.groups + group) * step + i
                 self._prefetch(values, sum(plan.layout.sizes[2:]), done, 1, steps)
-                for further, vectors in plan.keys(columns, group * GROUP + i, wide * LANES):
-                    queries = self.queries.at((group * GROUP + i + further) * (4 * self.R))
+                for further, vectors in plan.keys(columns, group * self.group_size + i, wide * LANES):
+                    queries = self.queries.at((group * self.group_size + i + further) * (4 * self.R))
                     for r in range(self.R):
                         query = queries.at(4 * r).load(F32).splat()
                         for n in range(wide):
@@ -269,7 +270,7 @@ class _Task:
         sums = {}
         for r in range(self.R):
             for n, group in enumerate(groups):
-                for part in (0, 1):
+                for part in range(self.group_size // LANES):
                     sums[r, n, part] = k.variable(self._mixed(r, group, part).load(F32V, 64))
         values = head.at(plan.offsets[2])
         with k.range(k.i64(0), count) as i:
@@ -281,9 +282,9 @@ class _Task:
                 for r in range(self.R):
                     stride = PAGE_TOKENS * (RUN_PAGES if coding == "dense" else 1)
                     weight = weights[n].at(4 * r * stride).at(i * 4).load(F32).splat()
-                    for part in (0, 1):
+                    for part, vector in enumerate(vectors):
                         total = sums[r, n, part]
-                        total.set(k.fma(weight, vectors[part], total.get()))
+                        total.set(k.fma(weight, vector, total.get()))
         for (r, n, part), total in sums.items():
             self._mixed(r, groups[n], part).store(total.get(), 64)
 
@@ -346,7 +347,7 @@ class _Task:
         return page.at((self.k.arg.layer * self.k.arg.kv_heads + self.kv_head) * plan.layout.head_bytes)
 
     def _mixed(self, r: int, group: Value, part: int) -> Value:
-        return self.section.mixed.at(64 * (r * self.vectors + part)).at(group * 128)
+        return self.section.mixed.at(64 * (r * self.vectors + part)).at(group * (4 * self.group_size))
 
     def _row(self, r: int) -> tuple[Value, Value]:
         """Token and query head of row r; where the task has fewer rows, its last one again."""

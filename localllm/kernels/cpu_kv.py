@@ -36,6 +36,11 @@ class HeadPlan:
         return self.layout.dtype is torch.float32
 
     @property
+    def group_size(self) -> int:
+        """Features that are computed together: those of a scale, or of a vector where these do not divide a head."""
+        return GROUP if self.layout.head_dim % GROUP == 0 else LANES
+
+    @property
     def offsets(self) -> tuple[int, int, int, int]:
         """Of keys, key scales, values, value scales."""
         keys, key_scales, values, _ = self.layout.sizes
@@ -61,11 +66,11 @@ class HeadPlan:
         return [(0, [low for low, _ in pairs]), (half, [high for _, high in pairs])]
 
     def values(self, token: Value, group: Value) -> list[Value]:
-        """The two vectors of a token's group of 32 features. token: a pointer to its values."""
+        """The vectors of a token's group of features. token: a pointer to its values."""
         coding = self.layout.values
         if coding == "dense":
-            at = token.at(group * (GROUP * self.layout.dtype.itemsize))
-            return [self._dense(at, 0), self._dense(at, 1)]
+            at = token.at(group * (self.group_size * self.layout.dtype.itemsize))
+            return [self._dense(at, n) for n in range(self.group_size // LANES)]
         if coding == "int8":
             at = token.at(group * GROUP)
             return [_signed(at), _signed(at.at(LANES))]

@@ -29,7 +29,7 @@ def rope_source(dense: PageLayout, coded: PageLayout | None, rotary_dim: int, *,
     float. tokens: int64 [T, 4], see TOKEN_WORDS. shape: a pointer to {T}. Threads share out the heads of all tokens.
     """
     head_dim = dense.head_dim
-    assert rotary_dim % (2 * LANES) == 0 and head_dim % (2 * LANES) == 0
+    assert rotary_dim % (2 * LANES) == 0 and head_dim % LANES == 0
     k = Kernel("rope", "qkv cos sin q_norm k_norm tokens shape | heads kv_heads layer scale eps")
     a = k.arg
     all_heads = a.heads + a.kv_heads * 2

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from localllm.kernels import cpu_rope
+from localllm.kernels.cpu_ir import LANES
 from localllm.kernels.cpu_jit import best_isa
 from localllm.kernels.cpu_linear import float_bits, is_available
 from localllm.kernels.cpu_paged import AttentionPlace, AttentionRoom
 from localllm.kernels.cpu_tape import Tape
-from localllm.kernels.kv_page import GROUP
 from localllm.layers.attention_tables import attention_tables
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def is_native(segments: Sequence[Segment], x: Tensor) -> bool:
     """Whether the kernels can: the layer and all pages are on the host, and heads fill whole vectors."""
     return (
         x.device.type == "cpu"
-        and x.shape[-1] % GROUP == 0
+        and x.shape[-1] % LANES == 0
         and is_available()
         and all(segment.kv.is_on_host for segment in segments)
     )
