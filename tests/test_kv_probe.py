@@ -25,15 +25,14 @@ from localllm.engine.events import FinishedEvent, PrefillEvent
 from localllm.engine.kv_probe import (
     LAST,
     LIMIT_NATS,
-    Asked,
     KVProbe,
-    Verdict,
     _divergence,
     _log_probabilities,
     probe,
     with_kv,
 )
 from localllm.engine.kv_reuse import IN_POOLS, Computed, KVReuse
+from localllm.engine.kv_verdicts import Asked, Verdict
 from localllm.engine.loading import LoadedModel, Loading, Watcher
 from localllm.engine.request import Request
 from localllm.engine.runner import ModelRunner, StepCancelledError

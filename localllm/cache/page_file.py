@@ -139,7 +139,7 @@ def read_key(path: Path, root: bytes) -> PageKey:
 def is_cached(path: Path) -> bool:
     """Whether the page cache seems to hold the page at `path`, by a byte of it that is drawn.
 
-    Where it does not, the block around that byte is read into it: drawn, it is another one the next time.
+    Where it does not, the system may read the block around that byte: drawn, it is another one the next time.
     """
     with suppress(AttributeError, OSError, BadPageError):
         descriptor = _open_own(path)

@@ -220,7 +220,7 @@ def _is_alive(process_id: int) -> bool:
 
 def quarantine(directory: Path, file: PageFile) -> None:
     """Takes a file out of use that is not what its name says; the oldest of those few that are kept goes. Raises
-    OSError where it can be neither moved nor deleted."""
+    OSError where it cannot be moved."""
     path, folder = directory / file.path, directory / _QUARANTINE
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.is_symlink():

@@ -107,10 +107,6 @@ class PrefixCache:
         self._in_ram: OrderedDict[bytes, Entry] = OrderedDict()  # the least useful first
         self._ram_used = 0
         self._chains: WeakKeyDictionary[PagedKV, tuple[bytes, list[PageKey]]] = WeakKeyDictionary()
-        self.use(pages)
-
-    def use(self, pages: KVPages) -> None:
-        """Find and keep pages of these pools from now on."""
         self._pages = pages
         for group in pages.groups:
             group.dense.evict = group.sealed.evict = self._leave_pool

@@ -5,13 +5,11 @@ Knows the model as it is placed, and tokens. Knows no requests: the engine says 
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +23,9 @@ from localllm.cache.kv_format import (
     kv_bytes_per_sequence,
     kv_bytes_per_token,
 )
-from localllm.config import format_bytes, format_figure, user_directories
+from localllm.config import format_bytes
 from localllm.engine.kv_reuse import Computed
+from localllm.engine.kv_verdicts import Asked, Verdict, formats_from
 from localllm.engine.loading import LoadedModel, Loading
 from localllm.engine.residency import Residency
 from localllm.engine.runner import Chunk
@@ -34,7 +33,6 @@ from localllm.errors import DoesNotFitError
 from localllm.kernels.kv_page import GROUP, PAGE_TOKENS
 from localllm.models.config import ModelConfig
 from localllm.offload.plan import Plan
-from localllm.offload.profile import write_whole
 from localllm.quant.dense import Dense
 
 # Whose distributions are compared: of the four pages that the last of them sees, two are coded, the first one and its
@@ -43,85 +41,6 @@ FIRST, LAST = 3 * PAGE_TOKENS, 4 * PAGE_TOKENS
 # Between what harms and what does not, in each of 28 texts (docs/quality.md): INT4 of a model without outliers comes to
 # 0.0034 at most; where it costs 1 % of perplexity, to 0.017 at most; where it costs 13 %, to 0.041 at least.
 LIMIT_NATS = 0.03
-_VERSION = 1  # of what is kept, and of what coded pages hold
-_MOST_KEPT = 500
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """kv: the narrowest format that changes little, of what was asked for and all wider ones. nats: by how much
-    the one that was asked for changes what the model says."""
-
-    kv: str
-    nats: float
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What a verdict is of. kv: the format that was asked for, by its name."""
-
-    computed: Computed
-    dtype: torch.dtype
-    kv: str
-
-    @property
-    def key(self) -> str:
-        return " ".join((self.computed.source, self.computed.weights, str(self.dtype).removeprefix("torch."), self.kv))
-
-    def verdict(self) -> Verdict | None:
-        """What was found before; None where nothing was, or what was kept is unreadable."""
-        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            return _parsed(self.kv, _kept()[self.key])
-        return None
-
-    def keep(self, verdict: Verdict) -> None:
-        """For later starts. A cache that cannot be written is done without."""
-        if not self.computed.source:
-            return
-        kept: dict[str, Any] = {}
-        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            kept = {key: found for key, found in _kept().items() if key != self.key}
-        last = dict(list(kept.items())[1 - _MOST_KEPT :])
-        content = {"version": _VERSION, "verdicts": {**last, self.key: asdict(verdict)}}
-        with suppress(OSError):
-            write_whole(_path(), json.dumps(content, indent=1))
-
-    def finding(self, verdict: Verdict) -> str:
-        nats = format_figure(verdict.nats, 2) if math.isfinite(verdict.nats) else "more than 100"
-        return f"{self.kv} keys and values change what this model says: KL {nats} nats"
-
-    def shown(self, kv: str) -> str:
-        """A format's name; dense pages are of what the model computes in."""
-        return Dense(self.dtype).name if kv == "bf16" else kv
-
-
-def _path() -> Path:
-    return user_directories().cache / "kv_probes.json"
-
-
-def _kept() -> Mapping[str, Any]:
-    """Raises what a damaged file does."""
-    found = json.loads(_path().read_text(encoding="utf-8"))
-    if found["version"] != _VERSION:
-        return {}
-    verdicts: Mapping[str, Any] = dict(found["verdicts"])
-    return verdicts
-
-
-def _parsed(asked: str, found: Mapping[str, Any]) -> Verdict:
-    """Raises ValueError for what is no verdict on this format."""
-    kv, nats = found["kv"], float(found["nats"])
-    if kv not in _from(asked) or math.isnan(nats):
-        raise ValueError(f"{found} is no verdict on {asked}")
-    return Verdict(kv, nats)
-
-
-def _from(kv: str) -> list[str]:
-    """The format and all that are wider, in order."""
-    names = [kv]
-    while names[-1] in WIDER:
-        names.append(WIDER[names[-1]])
-    return names
 
 
 @dataclass(frozen=True)
@@ -191,7 +110,7 @@ def probe(residency: Residency, token_ids: Sequence[int], cancelled: Callable[[]
     if not bool(exact.isfinite().all()):
         return None
     nats = None
-    for kv in _from(asked)[:-1]:
+    for kv in formats_from(asked)[:-1]:
         own = _log_probabilities(residency, KV_FORMATS[kv], token_ids, cancelled)
         found = _divergence(exact, own)
         nats = found if nats is None else nats

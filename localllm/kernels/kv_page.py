@@ -8,6 +8,7 @@ arXiv:2404.00456), and stay so: queries are rotated once, outputs once back.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -175,3 +176,11 @@ def _joined(pages: Tensor) -> Tensor:
     """[P, KH, 64, D] -> [KH, P * 64, D]"""
     P, KH, tokens, D = pages.shape
     return pages.transpose(0, 1).reshape(KH, P * tokens, D)
+
+
+def window_groups(windows: Sequence[int | None]) -> tuple[tuple[int | None, tuple[int, ...]], ...]:
+    """Layers that see equally far back, with that window: their pages are needed, and let go, together."""
+    return tuple(
+        (window, tuple(layer for layer, own in enumerate(windows) if own == window))
+        for window in dict.fromkeys(windows)
+    )

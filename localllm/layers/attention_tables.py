@@ -75,11 +75,3 @@ def _page_runs(segment: Segment) -> Iterator[_PageRun]:
         stop = min(end, (begin // PAGE_TOKENS + 1) * PAGE_TOKENS)
         yield _PageRun(segment, begin, stop)
         begin = stop
-
-
-def window_groups(windows: Sequence[int | None]) -> tuple[tuple[int | None, tuple[int, ...]], ...]:
-    """Layers that see equally far back, with that window: their pages are needed, and let go, together."""
-    return tuple(
-        (window, tuple(layer for layer, own in enumerate(windows) if own == window))
-        for window in dict.fromkeys(windows)
-    )

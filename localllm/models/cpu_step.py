@@ -20,9 +20,10 @@ from localllm.kernels.cpu_linear import Activations, PackedMatrix, Step, float_b
 from localllm.kernels.cpu_matmul import INT8_GROUP
 from localllm.kernels.cpu_paged import AttentionPlace, AttentionRoom, Layouts
 from localllm.kernels.cpu_tape import Tape
+from localllm.kernels.kv_page import window_groups
 from localllm.kernels.tile16 import TILE
 from localllm.layers.attention import Attention
-from localllm.layers.attention_tables import attention_tables, window_groups
+from localllm.layers.attention_tables import attention_tables
 from localllm.layers.batch import Batch
 from localllm.layers.linear import Linear
 from localllm.layers.mlp import SplitMLP
