@@ -56,6 +56,9 @@ class Settings:
     presence_penalty: float | None = None
 
 
+_OFF = ("off", "false", "no", "none", "never", "0gib", "0gb", "0b")  # as people write it
+
+
 @dataclass(frozen=True)
 class Accepts:
     """The values that a key takes. `low` and `high` are inclusive and bound numbers; `usual` is one that often does."""
@@ -89,7 +92,8 @@ class Accepts:
             return f"{flag} {_nearest_gib(str(value)):g}GiB"
         if self.kind == "bytes or off":
             number = _leading_number(str(value))
-            return f"{flag} {f'{number:g}GiB' if number else self.usual}"
+            is_off = str(value).strip().casefold() in _OFF
+            return f"{flag} {f'{number:g}GiB' if number else 'off' if is_off else self.usual}"
         near = _as_whole_number(str(value)) if self.kind == "integer" else self._nearest(str(value))
         if near is not None and self.low <= near <= self.high:
             return f"{flag} {near if self.kind == 'integer' else f'{near:g}'}"

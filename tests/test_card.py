@@ -153,7 +153,8 @@ def test_blocks_come_and_go_as_other_programs_leave_and_take_memory(
         kept.append(sum(block.tier == "vram" for block in engine.residency.placed.blocks))
         obeyed = engine.residency.plan
         assert obeyed is not None and list(obeyed.blocks) == list(engine.residency.placed.blocks)
-        assert engine.scheduler.limits.kv_tokens == obeyed.most_kv_tokens
+        limits = engine.scheduler.limits
+        assert limits.kv_tokens == obeyed.most_kv_tokens + obeyed.sequences * limits.sequence_tokens
     assert kept[1] < kept[2] < kept[0] == kept[3] == kept[4] == kept[5]  # where nothing fits it stays as it is
     assert all(answer == answers[0] for answer in answers) and len(answers[0]) == 8
     engine.close()

@@ -85,7 +85,8 @@ def test_a_saved_chat_is_loaded_again_and_read_by_run(talk, model: Path, tmp_pat
 
 def test_save_never_overwrites_unasked(talk, tmp_path: Path) -> None:
     (tmp_path / "chat.json").write_text("mine")
-    assert "nothing was written" in talk("/save chat.json").err
+    result = talk("/save chat.json")
+    assert result.code == 2 and "'chat.json' is there already" in result.err
     assert (tmp_path / "chat.json").read_text() == "mine"
 
 
@@ -170,3 +171,24 @@ def test_a_prompt_in_the_place_of_the_model_is_shown_its_command() -> None:
     result = run_cli("chat", "hello there", "--plain")
     assert result.code == 3
     assert result.error_lines[2].endswith("localllm run -p 'hello there'")
+
+
+@pytest.mark.parametrize(
+    ("line", "fix"),
+    [
+        (["run", "-p", "hi", "--resume"], "localllm run -p hi --session last"),
+        (["chat", "tiny", "-c", "--plain"], "localllm chat tiny --resume --plain"),
+        (["chat", "--session", "kibaro"], "localllm chat --resume kibaro"),
+    ],
+)
+def test_who_takes_the_other_commands_flag_is_shown_this_ones(line: list[str], fix: str) -> None:
+    result = run_cli(*line)
+    assert result.code == 2 and f"fix:   {fix}\n" in result.err
+
+
+@pytest.mark.parametrize(
+    ("line", "words"), [("/undo 3", "takes nothing"), ("/load", "needs a path"), ("/file", "path")]
+)
+def test_a_command_refuses_what_it_would_ignore_and_what_it_lacks(talk, line: str, words: str) -> None:
+    result = talk(line)
+    assert result.code == 2 and words in result.err

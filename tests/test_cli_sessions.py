@@ -206,6 +206,26 @@ def test_an_answer_that_was_stopped_before_its_first_word_is_none(
     assert chats(path)[0][1] == [("user", "the fox", "complete")]
 
 
+@pytest.mark.parametrize("flags", [(), ("--json",), ("--jsonl",)])
+def test_what_stdout_refuses_is_kept(model: Path, path: Path, flags: tuple[str, ...]) -> None:
+    path.parents[1].mkdir()
+    with Path("/dev/full").open("wb") as full:
+        process = start_cli(path.parents[1], "run", model, "-p", "the fox", *SHORT, *flags, stdout=full)
+        assert process.wait(60) == 1
+    question, *answers = chats(path)[0][1]
+    assert question == ("user", "the fox", "complete")
+    assert [(role, state) for role, _, state in answers] == [("assistant", "interrupted")] * ("--jsonl" not in flags)
+
+
+def test_a_chat_that_was_undone_altogether_is_titled_by_what_is_asked_next(talk, path: Path) -> None:
+    result = talk("the fox", "/undo", "/fork", "the owl")
+    assert "there is nothing to copy" in result.err
+    assert [session.title for session, _ in chats(path)] == ["the owl"]
+    talk("/title a hare", flags=("--resume",))
+    talk("/undo", "the dog", flags=("--resume",))
+    assert [session.title for session, _ in chats(path)] == ["a hare"]
+
+
 def test_who_resumes_a_chat_with_another_model_and_says_nothing_changes_nothing(
     talk, path: Path, tmp_path: Path
 ) -> None:
@@ -577,7 +597,10 @@ def test_an_export_onto_a_full_disk_leaves_no_half_file(two: list[Session], tmp_
     ("line", "code", "words"),
     [
         (["export"], 2, "no chat is named"),
-        (["export", "--all", "fox"], 2, "cannot go together"),
+        (["export", "--all", "fox"], 2, "fix:   localllm sessions export fox\n"),
+        (["rm", "--all", "fox"], 2, "fix:   localllm sessions rm fox\n"),
+        (["search"], 2, "localllm sessions search [OPTIONS] WORD...\n"),
+        (["export", "fox", "-o", "/nowhere/at/all.md"], 2, "fix:   mkdir -p /nowhere/at\n"),
         (["export", "fox", "nothing"], 1, "there is no chat 'nothing'"),
         (["export", "fox", "--force"], 2, "--force needs -o FILE"),
         (["export", "fox", "-o", "."], 2, "'.' cannot be written"),

@@ -130,7 +130,8 @@ def test_what_is_kept_on_the_disk_can_be_switched_off(config_file, text):
 
 
 @pytest.mark.parametrize(
-    ("typed", "proposed"), [("20", "20GiB"), ("0GiB", "8GiB"), ("on", "8GiB"), ("-1GiB", "8GiB"), ("false", "8GiB")]
+    ("typed", "proposed"),
+    [("20", "20GiB"), ("0GiB", "off"), ("on", "8GiB"), ("-1GiB", "8GiB"), ("false", "off"), ("OFF", "off")],
 )
 def test_what_is_no_room_on_the_disk_is_refused_with_one_that_is(config_file, typed, proposed):
     with pytest.raises(SettingsError, match="--cache-disk") as caught:

@@ -11,6 +11,7 @@ import sqlite3
 import time
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -463,6 +464,36 @@ def test_a_damaged_file_is_moved_aside_told_of_once_and_a_new_one_begun(
         assert len(kept(path)) == 4
         path.unlink()
     assert not path.with_name(f"{path.name}-suspect").exists()
+
+
+def test_what_can_be_read_of_a_damaged_file_is_in_the_new_one(tmp_path: Path) -> None:
+    """Three pages of it are noise: what hangs on them is lost, at worst a whole table."""
+    whole = tmp_path / "whole" / "conversations.db"
+    texts = {f"What does the fox number {number} say? " * 20 for number in range(60)}
+    with History.open(whole) as history:
+        for text in sorted(texts):
+            session, question = ask(history, text)
+            history.append(session, question, "assistant", f"It says: {text}")
+    rescued = []
+    for seed in range(8):
+        content, choose = bytearray(whole.read_bytes()), Random(seed)
+        for _ in range(3):
+            at = choose.randrange(2, len(content) // 4096) * 4096
+            content[at : at + 4096] = choose.randbytes(4096)
+        path = tmp_path / str(seed) / "conversations.db"
+        path.parent.mkdir()
+        path.write_bytes(content)
+        with History.open(path) as history:
+            found = [message for session, _ in history.sessions() for message in history.path(session)]
+            assert history.moved_to is None or history.num_rescued == history.count()
+            rescued.append(history.count())
+            assert len({message.uid for message in found}) == len(found)
+            for message in found:
+                assert message.content.removeprefix("It says: ") in texts
+                assert message.role == ("assistant" if message.content.startswith("It says") else "user")
+            session, _ = ask(history, "And now?")
+            assert history.find("last") == history.refresh(session) and history.search("now", 5)
+    assert sum(rescued) >= 8 * 60 // 2
 
 
 def test_what_a_log_held_is_in_the_file_that_is_moved_aside_and_not_in_the_new_one(path: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from localllm.cli.context import Meter, evicted_text
 from localllm.engine.chat_template import ChatTemplate
-from localllm.engine.overflow import Evicted, answer_room, fit_turns, front_of, turn_starts, turns_too_many
+from localllm.engine.overflow import Evicted, answer_room, fit_turns, num_in_front, turn_starts, turns_too_many
 from localllm.errors import TemplateError
 
 Messages = list[dict[str, Any]]
@@ -162,7 +162,7 @@ def test_what_stays_is_whole_turns_behind_the_system_message_and_it_fits_where_a
         if index not in unanswered and index < len(sizes) - 1:
             talk.append({"role": "assistant", "content": "a " * answer})
     fitted = fit_turns(talk, words, ctx, most)
-    front, room = front_of(talk), answer_room(ctx, most)
+    front, room = num_in_front(talk), answer_room(ctx, most)
     assert front + fitted.floor in turn_starts(talk)
     kept = [*talk[:front], *talk[front + fitted.floor :]]
     assert fitted.prompt_ids == tuple(words(kept)) and kept[-1] is talk[-1]
@@ -201,9 +201,9 @@ def test_every_real_template_accepts_what_stays(
             continue
         ctx = max(4, int(share * whole))
         fitted = fit_turns(talk, encode, ctx, None)
-        kept = [*talk[: front_of(talk)], *talk[front_of(talk) + fitted.floor :]]
+        kept = [*talk[: num_in_front(talk)], *talk[num_in_front(talk) + fitted.floor :]]
         assert fitted.prompt_ids == tuple(encode(kept))
-        alone = len(encode([*talk[: front_of(talk)], talk[-1]]))
+        alone = len(encode([*talk[: num_in_front(talk)], talk[-1]]))
         assert len(fitted.prompt_ids) <= max(ctx - answer_room(ctx, None), alone)
 
 

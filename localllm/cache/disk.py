@@ -317,14 +317,14 @@ class DiskTier:
         """Writes the page; whether it is there now. Raises OSError."""
         if self._is_off:
             return False
-        for _ in range(2):
-            try:
-                self._make_folder()
-                return self._write_behind_parent(key, payload)
-            except FileNotFoundError:  # somebody has cleared the cache
-                self._has_folder = False
-                self._list()
-        return False
+        try:
+            self._make_folder()
+            return self._write_behind_parent(key, payload)
+        except FileNotFoundError:  # somebody has cleared the cache
+            self._has_folder = False
+            self._list()
+        self._make_folder()
+        return self._write_behind_parent(key, payload)
 
     def _make_folder(self) -> None:
         folder = self._directory / self._name

@@ -98,9 +98,8 @@ def _info(front: Front, as_json: bool) -> None:
     directory = kv_root()
     kept, quarantined = kept_pages(directory), quarantined_sizes(directory)
     size_bytes = sum(pages.num_bytes for pages in kept)
-    limit_bytes = load_settings().settings.cache_disk
-    if limit_bytes is None:
-        limit_bytes = default_limit_bytes(directory, size_bytes)
+    asked_bytes = load_settings().settings.cache_disk
+    limit_bytes = default_limit_bytes(directory, size_bytes) if asked_bytes is None else asked_bytes
     if as_json:
         fields = {
             "schema_version": SCHEMA_VERSION,
@@ -116,7 +115,8 @@ def _info(front: Front, as_json: bool) -> None:
         }
         front.output.json(fields, indent=2)
         return
-    limit = f"at most {format_bytes(limit_bytes)}" if limit_bytes else "and nothing is added: cache_disk is off"
+    why = "cache_disk is off" if asked_bytes == 0 else "its disk has no room, or cannot be written"
+    limit = f"at most {format_bytes(limit_bytes)}" if limit_bytes else f"and nothing is added: {why}"
     front.output.line(f"{format_bytes(size_bytes)} in {directory}, {limit}")
     if kept:
         header = ("MODEL", "FORMAT", "TOKENS", "SIZE", "LAST USED")

@@ -255,7 +255,7 @@ class Chat:
         if fitted.evicted.turns:
             self._output.note(evicted_text(fitted.evicted))
         given = ChatInput(joined(without(self.dialogue.messages, fitted.floor)))
-        why = partial(explain, self._engine, given, request.prompt_ids)
+        why = partial(explain, self._engine, given, request.prompt_ids, num_out=fitted.floor)
         printing = Printing(statistics=self._shows_statistics, explain=why, evicted=fitted.evicted)
         try:
             answer = print_kept(self._front, selection, self._service, request, printing, self.dialogue, self._keeper)
@@ -268,10 +268,12 @@ class Chat:
             self._tell_fullness(answer.finished, answer.finished.ctx)
 
     def _tell_fullness(self, finished: FinishedEvent, ctx: int) -> None:
-        note = self._meter.note(context_used(finished), ctx, self._policy)
+        is_longest = not can_be_longer(self._engine)
+        policy = "stop" if self._policy == "grow" and is_longest else self._policy
+        note = self._meter.note(context_used(finished), ctx, policy)
         if is_cut_by_context(finished, ctx):
-            larger = ", or start with a larger --ctx" if can_be_longer(self._engine) else ""
-            remedy = f"{REMEDIES['stop']}{larger}" if self._policy == "stop" else REMEDIES[self._policy]
+            larger = "" if is_longest else ", or start with a larger --ctx"
+            remedy = f"{REMEDIES['stop']}{larger}" if policy == "stop" else REMEDIES[policy]
             self._output.warn(f"the context of {ctx} tokens is full: {remedy}")
         elif note is not None:
             self._output.note(note)
@@ -324,7 +326,7 @@ class Chat:
 
     def _do_fork(self, _: str) -> None:
         name = self._keeper.fork(self.dialogue)
-        self._output.note(f"a copy: {name}" if name is not None else "nothing of this chat is kept yet")
+        self._output.note(f"a copy: {name}" if name is not None else "there is nothing to copy: no question stands")
 
     def _do_title(self, text: str) -> None:
         self._output.note(f"title: {self._keeper.rename(self.dialogue, text)}")
@@ -345,6 +347,9 @@ class Chat:
         try:
             self.dialogue.save(target, overwrite=False)
         except FileExistsError:
+            if not self._reader.interactive:
+                why = "nobody can be asked whether to overwrite it"
+                raise UsageError(f"{str(target)!r} is there already", why=why, fix="/save other.json") from None
             if not self._confirms(f"{target} is there already. Overwrite it? [y/N] "):
                 self._output.note("nothing was written")
                 return
@@ -391,7 +396,7 @@ class Chat:
             return
         usage = self._last.finished.usage
         self._output.note(
-            f"{usage.cached_tokens} of the last prompt's {usage.prompt_tokens} tokens were not computed again"
+            f"{usage.cached_tokens} of the last prompt's {usage.prompt_tokens} tokens were found, the others computed"
         )
         if self._why_missed is not None and (explanation := self._why_missed()) is not None:
             self._output.note(str(explanation))
@@ -408,8 +413,6 @@ class Chat:
         self._leaving = True
 
     def _confirms(self, question: str) -> bool:
-        if not self._reader.interactive:
-            return False
         return (self._reader.line(question) or "").strip().lower() in ("y", "yes")
 
 

@@ -4,6 +4,7 @@ our own words. Help is written by Output.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -36,8 +37,9 @@ class PlainCommand(TyperCommand):
         return super().parse_args(ctx, completed)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """MODEL, not typer's {MODEL}."""
-        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
+        """MODEL and ID..., not typer's {MODEL} and {ID...}...."""
+        pieces = (re.sub(r"[{}]", "", piece) for piece in super().collect_usage_pieces(ctx))
+        return [re.sub(r"\.\.\.(\]?)\.\.\.$", r"...\1", piece) for piece in pieces]
 
 
 class PlainGroup(TyperGroup):

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from localllm.cli.answer import filled
 from localllm.engine.events import GrownEvent
-from localllm.engine.overflow import Encode, Evicted, Fitted, Message, fit_turns, front_of, turn_starts, turns_too_many
+from localllm.engine.overflow import (
+    Encode,
+    Evicted,
+    Fitted,
+    Message,
+    fit_turns,
+    num_in_front,
+    turn_starts,
+    turns_too_many,
+)
 from localllm.errors import ContextOverflowError
 
 if TYPE_CHECKING:
@@ -69,7 +78,7 @@ class Conversation:
             oldest = "the oldest" if turns == 1 else f"the oldest {turns}"
             error.why += f"; without {oldest} of its {total} turns it would fit"
         else:
-            front, starts = self.messages[: front_of(self.messages)], turn_starts(self.messages)
+            front, starts = self.messages[: num_in_front(self.messages)], turn_starts(self.messages)
             last = [*front, *self.messages[starts[-1] :]] if starts else self.messages
             error.why += _characters_too_many(last, num_tokens, limit)
         offer_policies(error, [*helping, *growing(error, self.policy)], self.switch)
@@ -152,7 +161,7 @@ def grown_fields(event: GrownEvent) -> dict[str, Any]:
 
 REMEDIES = {
     "stop": "/undo, /clear, or /set overflow evict",
-    "evict": "the oldest turns leave it as it fills",
+    "evict": "the oldest turns leave it with the next question",
     "grow": "it grows with the next question",
 }
 
@@ -186,7 +195,7 @@ def usage_lines(
     messages: that the model is given, `used` tokens with its template. count: the tokens of a text. num_out: messages
     that have left.
     """
-    front, starts = front_of(messages), turn_starts(messages)
+    front, starts = num_in_front(messages), turn_starts(messages)
     last = starts[-1] if starts else len(messages)
     parts = {"system": messages[:front], "history": messages[front:last], "last turn": messages[last:]}
     counts = {name: sum(count(text_of(message)) for message in some) for name, some in parts.items()}

@@ -118,7 +118,8 @@ class Dialogue:
         except FileExistsError:
             raise
         except (OSError, ValueError) as error:
-            raise UsageError(f"/save cannot write {str(path)!r}", why=str(error), fix="/save chat.json") from error
+            why = getattr(error, "strerror", None) or str(error)
+            raise UsageError(f"/save cannot write {str(path)!r}", why=why, fix="/save chat.json") from error
 
     def load(self, messages: list[Message]) -> None:
         """Goes on from these messages. Raises UsageError for a system message that is no text."""
@@ -172,7 +173,7 @@ COMMANDS: Mapping[str, Command] = {
     "title": Command("[TEXT]", "show or change the title under which it is kept"),
     "sessions": Command("", "the latest chats that are kept"),
     "file": Command("PATH", "put a text file before the next question"),
-    "save": Command("PATH", "write the conversation as JSON"),
+    "save": Command("[PATH]", "write the conversation as JSON"),
     "load": Command("PATH", "go on from a conversation in JSON"),
     "set": Command("[KEY VALUE]", "show or change the settings of the next answers"),
     "show": Command("", "model, context, system message and settings"),
@@ -195,6 +196,10 @@ def split_command(line: str) -> tuple[str, str]:
             why=f"the nearest is /{nearest[0]}" if nearest else "no command is like it",
             fix="/help; a blank before the slash sends the line to the model",
         )
+    if rest.strip() and not COMMANDS[name].parameters:
+        raise UsageError(f"/{name} takes nothing behind it", why=f"there is {rest.strip()[:80]!r}", fix=f"/{name}")
+    if not rest.strip() and COMMANDS[name].parameters == "PATH":
+        raise UsageError(f"/{name} needs a path", why="nothing is behind it", fix=f"/{name} chat.json")
     return name, rest.strip()
 
 

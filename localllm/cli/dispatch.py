@@ -28,6 +28,13 @@ _RAW = "--raw"  # of `run` alone: continues a text where there is no template
 _WITH_TEMPLATE = (_RAW, "--messages", "--system", "-s", "--continue", "-c", "--session")
 
 
+# Flags that the other command calls otherwise: (command, flag) -> what goes on with a chat there.
+_OTHER_NAMES = {
+    ("run", "--resume"): "--session last", ("chat", "-c"): "--resume", ("chat", "--continue"): "--resume",
+    ("chat", "--session"): "--resume",
+}  # fmt: skip
+
+
 class BugError(LocalLLMError):
     """An exception that nobody foresaw."""
 
@@ -115,10 +122,20 @@ def _with_command(error: LocalLLMError, arguments: Sequence[str]) -> LocalLLMErr
         error.fix = _with_flags(kept, _RAW)
     elif any(fix.startswith("--") for fix in error.fix.split(", or ")):
         error.fix = ", or ".join(_with_flags(kept, fix) for fix in error.fix.split(", or "))
+    elif error.what.startswith("no such option: ") and (other := _other_name(kept)) is not None:
+        error.fix = shlex.join(["localllm", *other])
     elif type(error) is UsageError and not error.fix:
         error.fix = " ".join(["localllm", *_command(kept), "--help"])
     error.fix = error.fix.replace(THIS_COMMAND, _line(kept, "").strip())
     return error
+
+
+def _other_name(arguments: Sequence[str]) -> list[str] | None:
+    """The line with a flag as this command calls it; None where it has none of those that are confused."""
+    for place, word in enumerate(arguments):
+        if (other := _OTHER_NAMES.get((arguments[0], word))) is not None:
+            return [*arguments[:place], *other.split(), *arguments[place + 1 :]]
+    return None
 
 
 def _without_flag(arguments: list[str], flag: str) -> list[str]:

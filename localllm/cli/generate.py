@@ -47,7 +47,8 @@ def print_answer(
 ) -> Answer:
     """Shows an answer to its end. Raises the error that ended it, after what there is of it has been printed.
 
-    heard: is given each text after it was printed. session: the kept chat that the JSON forms name.
+    heard: is given each text before it is printed: what a full disk behind stdout refuses is kept all the same.
+    session: the kept chat that the JSON forms name.
     """
     answer = Answer(len(request.prompt_ids), request.sampling.seed)
     if printing.as_events:
@@ -58,8 +59,8 @@ def print_answer(
             fields = event_fields(files, event)
             if isinstance(event, FinishedEvent):
                 fields["cache_miss"] = miss_fields(explained(event, printing))
-            front.output.json(fields)
             heard(text)
+            front.output.json(fields)
     elif printing.as_json or not printing.streams:
         for event, text in follow(stream, answer, front.interrupts):
             if isinstance(event, GrownEvent):
@@ -86,6 +87,7 @@ def print_answer(
 
 
 def explained(finished: FinishedEvent, printing: Printing) -> Explanation | None:
+    """Why the prompt was not found whole, in words; None where nothing more was known."""
     if finished.miss is None or printing.explain is None:
         return None
     return printing.explain(finished.miss)
@@ -100,8 +102,8 @@ def _stream_text(front: Front, stream: Stream, answer: Answer, heard: Callable[[
                 line.show(f"reading the prompt: {event.done} of {event.total} tokens")
             else:
                 line.clear()
-            front.output.answer(text)
             heard(text)
+            front.output.answer(text)
 
 
 def answer_fields(files: ModelFiles, answer: Answer, *, with_logprobs: bool) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from localllm.cli.answer import Answer
 from localllm.cli.dialogue import Dialogue, Message
 from localllm.cli.front import Front
 from localllm.cli.generate import Printing, print_answer
-from localllm.cli.output import Output
+from localllm.cli.output import Output, UnwrittenError
 from localllm.cli.selection import Selection, select
 from localllm.errors import HistoryError, LocalLLMError, ModelNotFoundError, UsageError
 
@@ -69,7 +69,7 @@ def look_up(output: Output, word: str) -> Resumed:
         raise HistoryError("no chat is kept yet", why=f"there is no {history_file()}", fix="localllm chat")
     with History.open_to_read(history_file()) as history:
         if history.moved_to is not None:
-            output.warn(moved_text(history.moved_to))
+            output.warn(moved_text(history.moved_to, history.num_rescued))
         session = history.find(word)
         path = history.path(session)
     turns = tuple((message.as_turn, message.number) for message in path)
@@ -119,6 +119,7 @@ class Keeper:
         self._title: str | None = None
         self._ends: list[tuple[Message, State, Mapping[str, Any]]] = []  # of answers, how each did
         self._identity: os.stat_result | None = None  # of the file, the last time
+        self._is_own = resumed is None
         self._is_gone_on_with = resumed is None  # something was said: the model and the system message are these
         self._is_behind = False  # what was said last is not kept
         self._has_failed = False
@@ -180,7 +181,8 @@ class Keeper:
         """What is said next begins another chat."""
         self._session, self._kept, self._title = None, [], None
         self._ends.clear()
-        self._is_gone_on_with, self._is_removed = True, False
+        self._is_own = self._is_gone_on_with = True
+        self._is_removed = False
 
     def rename(self, dialogue: Dialogue, title: str) -> str:
         """Gives the chat a title, where there is one; returns the one that it has. Raises UsageError, HistoryError."""
@@ -231,7 +233,9 @@ class Keeper:
             if session.head != head:
                 history.show(session, head)
             self._is_gone_on_with |= len(turns) > same
-            told = (self._title or session.title, session.model, session.system)
+            # Of a chat that was begun here and undone altogether, the next question is what it is about.
+            is_anew = self._is_own and self._session is not None and not same and len(turns) > 0
+            told = (self._title or (title_of(opening) if is_anew else session.title), session.model, session.system)
             if self._is_gone_on_with:
                 told = (told[0], clean(self._model), clean(dialogue.system))
             if told != (session.title, session.model, session.system):
@@ -287,7 +291,7 @@ class Keeper:
         if self._history is None:
             self._history = History.open(path, patience_s=_PATIENCE_S if self._has_failed else PATIENCE_S)
             if self._history.moved_to is not None:
-                self._output.warn(moved_text(self._history.moved_to))
+                self._output.warn(moved_text(self._history.moved_to, self._history.num_rescued))
             before, self._identity = self._identity, self._history.identity
             if self._history.moved_to is not None or not (before is None or os.path.samestat(before, self._identity)):
                 self._session, self._kept = None, []
@@ -329,7 +333,7 @@ def print_kept(
         if any(said):
             dialogue.answer("".join(said))
             keeper.end_answer(dialogue, None)
-        elif isinstance(error, LocalLLMError):
+        elif isinstance(error, LocalLLMError) and not isinstance(error, UnwrittenError):
             dialogue.take_back_question()
             keeper.sync(dialogue)
         raise
@@ -341,9 +345,13 @@ def print_kept(
     return answer
 
 
-def moved_text(moved_to: Path) -> str:
+def moved_text(moved_to: Path, num_rescued: int) -> str:
     """What is told of a history that was found damaged."""
-    return f"the history was damaged: it is now {moved_to}, and a new one was begun"
+    chats = "the chat" if num_rescued == 1 else f"the {num_rescued} chats"
+    with_what = f" with {chats} that could be read of it" if num_rescued else ""
+    return (
+        f"the history was damaged: it is now {moved_to}, and a new one was begun{with_what} (`localllm help history`)"
+    )
 
 
 def _is_whole(answer: Answer) -> bool:

@@ -38,8 +38,10 @@ class Explanation:
         return f"what was computed before ends at token {self.token}{where}: {self.cause}{shown}"
 
 
-def explain(engine: Engine, chat: ChatInput | None, prompt_ids: Sequence[int], miss: CacheMiss) -> Explanation:
-    """chat: what the prompt was made of, where it was made of messages."""
+def explain(
+    engine: Engine, chat: ChatInput | None, prompt_ids: Sequence[int], miss: CacheMiss, *, num_out: int = 0
+) -> Explanation:
+    """chat: what the prompt was made of, where it was made of messages; num_out: how many have left it."""
     if miss.other:
         return Explanation(0, None, None, f"the same beginning is kept with {miss.other}, which this run does not use")
     before, now = (engine.tokenizer.decode(list(ids)) for ids in (miss.before, miss.now))
@@ -52,8 +54,12 @@ def explain(engine: Engine, chat: ChatInput | None, prompt_ids: Sequence[int], m
         cause = "another system message" if had_or_has else "the template's own words are others"
         return Explanation(miss.position, None, None, cause, *shown)
     role, first_asked = str(chat.messages[index].get("role")), _first_asked(chat)
-    is_new = index == first_asked and miss.position < PAGE_TOKENS
-    return Explanation(miss.position, index + 1, role, NEW if is_new else _cause(role, before, now), *shown)
+    cause = _cause(role, before, now)
+    if index == first_asked and num_out:
+        cause = "the oldest turns have left the context"
+    elif index == first_asked and miss.position < PAGE_TOKENS:
+        cause = NEW
+    return Explanation(miss.position, index + 1, role, cause, *shown)
 
 
 def _first_asked(chat: ChatInput) -> int:

@@ -61,46 +61,20 @@ def loading(
 
     require_address_space()
     load_config(selection.files.directory)  # a model that cannot run is refused before torch's second is spent
-    settings = selection.settings
-    name = selection.files.name
+    name, weights = selection.files.name, selection.settings.weights
     line = front.output.progress(f"loading {name}")
-    weights = "int4" if settings.weights == "auto" else settings.weights
-    packing = Packing(front, f"packing {name} to {weights}", again="the same command", is_first_use=True)
-
-    def reading(done: int, total: int) -> None:
-        packing.end()
-        line.update(done, total)
-
-    def load() -> Engine:
-        started = time.perf_counter()
-        from localllm.engine.engine import Engine
-        from localllm.engine.loading import Watcher, has_card
-        from localllm.engine.memory import choose_device
-
-        try:
-            engine = Engine.load(
-                selection.files,
-                device=settings.device,
-                dtype=settings.dtype,
-                weights=settings.weights,
-                kv=settings.kv,
-                ctx=settings.ctx,
-                ram=settings.ram,
-                vram=vram_cap(front, line.interject, has_gpu=has_card(choose_device(settings.device))),
-                threads=settings.threads,
-                job=job,
-                watcher=Watcher(reading, packing.update, packing.wait, line.show, line.interject),
-                reuse=_reuse(front, selection, keeps_pages=keeps_pages),
-                probes_kv=probes_kv,
-            )
-        finally:
-            packing.end()
-        engine.load_s = time.perf_counter() - started  # with the import of torch: what a person waits for
-        return engine
+    packing = Packing(
+        front,
+        f"packing {name} to {'int4' if weights == 'auto' else weights}",
+        again="the same command",
+        is_first_use=True,
+    )
 
     with line:
         line.show(f"loading {name} ...")
-        service = EngineService(load)
+        service = EngineService(
+            lambda: _engine(front, selection, line, packing, job, keeps_pages=keeps_pages, probes_kv=probes_kv)
+        )
         try:
             yield Loading(service, line)
         except typer.Exit:  # an end like any other
@@ -111,6 +85,48 @@ def loading(
             service.close(timeout_s=0)  # its thread is a daemon: nobody waits for a step that is being computed
             raise
         service.close()
+
+
+def _engine(
+    front: Front,
+    selection: Selection,
+    line: ProgressLine,
+    packing: Packing,
+    job: JobShape | None,
+    *,
+    keeps_pages: bool,
+    probes_kv: bool,
+) -> Engine:
+    started = time.perf_counter()
+    from localllm.engine.engine import Engine
+    from localllm.engine.loading import Watcher, has_card
+    from localllm.engine.memory import choose_device
+
+    def reading(done: int, total: int) -> None:
+        packing.end()
+        line.update(done, total)
+
+    settings = selection.settings
+    try:
+        engine = Engine.load(
+            selection.files,
+            device=settings.device,
+            dtype=settings.dtype,
+            weights=settings.weights,
+            kv=settings.kv,
+            ctx=settings.ctx,
+            ram=settings.ram,
+            vram=vram_cap(front, line.interject, has_gpu=has_card(choose_device(settings.device))),
+            threads=settings.threads,
+            job=job,
+            watcher=Watcher(reading, packing.update, packing.wait, line.show, line.interject),
+            reuse=_reuse(front, selection, keeps_pages=keeps_pages),
+            probes_kv=probes_kv,
+        )
+    finally:
+        packing.end()
+    engine.load_s = time.perf_counter() - started  # with the import of torch: what a person waits for
+    return engine
 
 
 def _reuse(front: Front, selection: Selection, *, keeps_pages: bool) -> KVReuse:

@@ -71,6 +71,10 @@ def format_seconds(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+class UnwrittenError(LocalLLMError):
+    """Standard output took no more."""
+
+
 class ReaderGoneError(Exception):
     """Whoever read stdout has closed it (`| head -1`): there is nothing left to do, and nothing to complain about."""
 
@@ -169,7 +173,7 @@ class Output:
     def _write_stdout(self, text: str) -> None:
         if self._stdout is None:
             why = "standard output is closed"
-            raise LocalLLMError("the answer could not be written", why=why, fix="run it without >&-")
+            raise UnwrittenError("the answer could not be written", why=why, fix="run it without >&-")
         try:
             self._stdout.write(text)
             self._stdout.flush()
@@ -177,7 +181,7 @@ class Output:
             raise ReaderGoneError from error
         except OSError as error:
             why = f"{error.strerror or error} (standard output)"
-            raise LocalLLMError("the answer could not be written", why=why, fix="df -h .") from error
+            raise UnwrittenError("the answer could not be written", why=why, fix="df -h .") from error
 
     # stderr
 

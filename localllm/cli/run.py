@@ -314,7 +314,7 @@ def _answer(
         request, fitted = _request(engine, source, encoder, ids, sampling, selection.settings.overflow)
         if fitted.evicted.turns:
             front.output.note(evicted_text(fitted.evicted))
-        why = partial(explain, engine, _given(source, fitted), fitted.prompt_ids)
+        why = partial(explain, engine, _given(source, fitted), fitted.prompt_ids, num_out=fitted.floor)
         printing = replace(printing, evicted=fitted.evicted, explain=why)
         answer = print_kept(front, selection, load.service, request, printing, dialogue, keeper)
         if (

@@ -224,7 +224,11 @@ def import_sessions(
     from localllm.history.imports import read_conversations
 
     front = front_of(context)
-    conversations = [conversation for file in files for conversation in read_conversations(file)]
+    try:
+        conversations = [conversation for file in files for conversation in read_conversations(file)]
+    except UsageError as error:
+        error.why += "; nothing was imported"
+        raise
     new = grown = messages = 0
     with _opened(front, makes=True) as history, history.together():
         for conversation in conversations:
@@ -301,7 +305,7 @@ def _opened(front: Front, *, makes: bool = False) -> Iterator[History]:
         raise HistoryError("no chat is kept yet", why=f"there is no {history_file()}", fix="localllm chat")
     with History.open_to_read(history_file()) as history:
         if history.moved_to is not None:
-            front.output.warn(moved_text(history.moved_to))
+            front.output.warn(moved_text(history.moved_to, history.num_rescued))
         yield history
 
 
@@ -309,7 +313,8 @@ def _chosen(history: History, words: Sequence[str] | None, everything: bool, com
     """The chats that a line names, all of which must be there. Raises UsageError, HistoryError."""
     if everything and words:
         why = "--all is every chat, an id is one"
-        raise UsageError("--all and an ID cannot go together", why=why, fix=f"localllm sessions {command} --all")
+        fix = shlex.join(["localllm", "sessions", command, *words])
+        raise UsageError("--all and an ID cannot go together", why=why, fix=fix)
     if everything:
         return [session for session, _ in reversed(history.sessions())]  # as an import would add them
     if not words:
@@ -344,7 +349,8 @@ def _write(path: Path, text: str, *, force: bool) -> None:
         unfinished.replace(path)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        fix = f"df -h {shlex.quote(str(path.parent))}"
+        look = "df -h" if path.parent.is_dir() else "mkdir -p"
+        fix = f"{look} {shlex.quote(str(path.parent))}"
         raise UsageError(f"{str(path)!r} cannot be written", why=why, fix=fix) from error
     finally:
         with suppress(OSError):

@@ -18,7 +18,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from localllm import hub
@@ -39,6 +38,7 @@ from localllm.engine.memory import (
     is_device_out_of_memory,
     is_out_of_memory,
     out_of_memory,
+    use_threads,
 )
 from localllm.engine.overflow import overflow_error
 from localllm.engine.perplexity import Perplexity, perplexity
@@ -145,23 +145,20 @@ class Engine:
 
         device: auto, cpu, cuda. dtype: of activations and KV cache; auto (bf16), bf16, fp32. weights: the format that
         they are used in, see `choose_recipe`; a packed one is made at first use. kv: how keys and values are kept, see
-        `cache.kv_format`. ctx: tokens of context; None takes
-        what the model was trained for, at most 8192, or less where that costs much of the speed. ram, vram: the most
-        bytes that this process may hold on the host and on the GPU; what does not fit there is placed one tier down, at
-        last on the disk, from where it is read at every step. threads: of the CPU. limits: of what runs at once. job:
-        many prompts; memory is then shared out for the most tokens a second of all of them together, not for the
-        fastest single one. watcher: hears of what takes long. reuse: what is kept of keys and values for later prompts.
-        probes_kv: take a wider format than `kv` where that changes what the model says, see `engine.kv_probe`; a job's
-        format stays what it began with.
+        `cache.kv_format`. ctx: tokens of context; None takes what the model was trained for, at most 8192, or less
+        where that costs much of the speed. ram, vram: the most bytes that this process may hold on the host and on the
+        GPU; what does not fit there is placed one tier down, at last on the disk, from where it is read at every step.
+        threads: of the CPU. limits: of what runs at once. job: many prompts; memory is then shared out for the most
+        tokens a second of all of them together, not for the fastest single one. watcher: hears of what takes long.
+        reuse: what is kept of keys and values for later prompts. probes_kv: take a wider format than `kv` where that
+        changes what the model says, see `engine.kv_probe`; a job's format stays what it began with.
 
         Raises ModelNotFoundError, CheckpointError, UnsupportedModelError, DoesNotFitError, UsageError; LocalLLMError
         where a packed model cannot be written.
         """
         started = time.perf_counter()
         if threads is not None:
-            if threads < 1:
-                raise UsageError(f"{threads} threads cannot compute", why="at least one must", fix="--threads 2")
-            torch.set_num_threads(threads)
+            use_threads(threads)
         files = model if isinstance(model, hub.ModelFiles) else hub.locate(str(model))
         config = load_config(files.directory)
         tokenizer = Tokenizer.load(files.directory)

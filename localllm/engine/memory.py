@@ -92,3 +92,10 @@ def require_context(config: ModelConfig, asked: int | None) -> None:
             why=f"it was trained for at most {longest}",
             fix=f"--ctx {longest}",
         )
+
+
+def use_threads(count: int) -> None:
+    """Compute with so many threads of the CPU. Raises UsageError."""
+    if count < 1:
+        raise UsageError(f"{count} threads cannot compute", why="at least one must", fix="--threads 2")
+    torch.set_num_threads(count)

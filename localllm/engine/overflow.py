@@ -65,14 +65,14 @@ def overflow_error(num_tokens: int, ctx: int, longest: int, flags: str = "") -> 
     )
 
 
-def front_of(messages: Sequence[Message]) -> int:
+def num_in_front(messages: Sequence[Message]) -> int:
     """How many messages at the front are the system's, which never leaves."""
     return next((i for i, message in enumerate(messages) if message["role"] not in _FRONT_ROLES), len(messages))
 
 
 def turn_starts(messages: Sequence[Message]) -> list[int]:
     """Where each turn begins: a question, and all up to the next one; what comes before the first is part of that."""
-    first = front_of(messages)
+    first = num_in_front(messages)
     starts = [i for i in range(first, len(messages)) if messages[i]["role"] == "user"]
     return [first, *starts[1:]] if starts else []
 
@@ -93,7 +93,7 @@ def fit_turns(
     fits is for the engine to say. Raises TemplateError where the template refuses the whole prompt, or its last turn
     alone.
     """
-    front, starts = front_of(messages), turn_starts(messages)
+    front, starts = num_in_front(messages), turn_starts(messages)
     limit = max(1, ctx - answer_room(ctx, max_tokens))
     before = floor if front + floor in starts else 0
     ids = encode(without(messages, before))
@@ -116,7 +116,7 @@ def fit_turns(
 def turns_too_many(messages: Sequence[Message], encode: Encode, ctx: int) -> tuple[int, int]:
     """How many of the oldest turns would have to leave for any answer at all, and of how many; 0 where that is no
     remedy."""
-    front, starts = front_of(messages), turn_starts(messages)
+    front, starts = num_in_front(messages), turn_starts(messages)
     if len(starts) < 2:
         return 0, len(starts)
     left = _Candidates(messages, encode, front, starts)
@@ -169,7 +169,7 @@ class _Candidates:
 
 def without(messages: Sequence[Message], num_out: int) -> list[Message]:
     """Those that stay where so many have left, of those behind the front."""
-    front = front_of(messages)
+    front = num_in_front(messages)
     return [*messages[:front], *messages[front + num_out :]]
 
 

@@ -22,7 +22,7 @@ _ROLES = {"user": "You", "assistant": "Model"}
 _TEXTS = ("uid", "role", "content", "id", "title")
 _NULLABLE = ("parent", "model", "system", "head")
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})(.*)")
-_FIX = "localllm sessions export --all -o chats.json writes what can be imported"
+_FIX = "localllm sessions export --all -o chats.json"
 
 
 def as_json(conversations: Iterable[Conversation]) -> dict[str, Any]:

@@ -61,5 +61,8 @@ def _conversations(data: bytes, name: str) -> list[Conversation]:
         return exchange.from_json(value)
     if chatgpt.is_export(value) or value == []:
         return chatgpt.conversations(value)
+    if isinstance(value, dict) and isinstance(value.get("messages"), list):
+        why = "it is a single conversation without a history, as `/save` writes it and `/load` reads it"
+        raise UsageError(f"{name!r} is no export of chats", why=why, fix="localllm chat --plain")
     why = "neither what `localllm sessions export` writes, nor ChatGPT's conversations.json"
     raise UsageError(f"{name!r} is no export of chats", why=why, fix="localllm sessions import --help")

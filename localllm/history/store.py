@@ -13,12 +13,12 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from localllm.errors import HistoryError
-from localllm.history import search
+from localllm.history import rescue, search
 from localllm.history.database import PATIENCE_S, BusyError, DamagedError, Database
 from localllm.history.records import Conversation, Hit, Message, Said, Session, State, clean
 
@@ -54,11 +54,17 @@ class GoneError(HistoryError):
 
 
 class History:
-    """The history in one file. A method raises HistoryError where the file refuses, and then has changed nothing."""
+    """The history in one file. A method raises HistoryError where the file refuses, and then has changed nothing.
+
+    num_rescued: chats that a damaged file, in whose place this one was begun, still had.
+    """
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self.num_rescued = 0
         try:
+            if database.moved_to is not None:
+                self.num_rescued = self._rescue(database.moved_to)
             self._settle()
         except BaseException:
             database.close()
@@ -297,6 +303,15 @@ class History:
                     "UPDATE sessions SET head = ?, updated = ? WHERE number = ?", (head, conversation.updated, number)
                 )
             return self._session(number), len(numbers) - num_known + num_mended
+
+    def _rescue(self, damaged: Path) -> int:
+        """Takes over what can be read of a damaged file; how many chats."""
+        found = rescue.conversations(damaged)
+        with suppress(HistoryError), self.together():
+            for conversation in found:
+                self.add(conversation)
+            return len(found)
+        return 0
 
     def _path(self, head: int | None) -> list[Message]:
         statement = _SHOWN + "SELECT messages.* FROM shown JOIN messages USING (number) ORDER BY depth DESC"

@@ -453,3 +453,11 @@ def test_another_process_that_evicts_makes_misses_and_no_wrong_bytes(directory: 
         assert put(ours, [*keys[:4], page(keys[3].digest, 7)])[:4] == [True] * 4
         assert read(ours, keys) == 4
     assert not orphans(directory)
+
+
+def test_a_folder_that_cannot_be_made_is_told_of() -> None:
+    warnings: list[str] = []
+    with opened(Path("/proc/nowhere/kv"), warnings=warnings) as tier:
+        put(tier, chain(2))
+    (warning,) = warnings
+    assert "No such file or directory" in warning and "/proc/nowhere/kv" in warning
