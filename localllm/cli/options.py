@@ -69,7 +69,7 @@ CacheDisk = Annotated[
         "--cache-disk",
         metavar="SIZE",
         help="Most of the disk for what was computed of conversations, so that a later run need not compute it again: "
-        "20GiB; off keeps nothing. Default: 8 GiB, or a tenth of what is free.",
+        "20GiB, or off for none. Default: 8GiB, or a tenth of what is free where that is less.",
     ),
 ]
 Device = Annotated[
@@ -119,7 +119,10 @@ Overflow = Annotated[
 ]
 Private = Annotated[
     bool | None,
-    typer.Option("--private", help="Keep nothing: neither the conversation nor the lines that were typed."),
+    typer.Option(
+        "--private",
+        help="Keep nothing: neither the conversation, nor what was computed of it, nor the lines that were typed.",
+    ),
 ]
 
 # A sequence has its KV cache reserved for the longest answer that it may give: with the rest of the context for each,
