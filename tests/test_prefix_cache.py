@@ -129,15 +129,39 @@ def test_a_hit_gives_the_bits_of_a_miss_from_every_tier(kv: str, model: str, tie
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_where_operators_compute_a_hit_gives_the_bits_of_a_miss_in_the_same_chunks(dtype: torch.dtype) -> None:
-    shared, rest = tokens(256, seed=2), tokens(20, seed=3)
-    weights = "fp32" if dtype is torch.float32 else "bf16"
-    hit = engine("bf16", IN_POOLS, weights=weights, dtype=dtype)
-    ask(hit, [*shared, 9])
-    (answer,), (cached,) = ask(hit, [*shared, *rest])
-    missed = engine("bf16", NO_REUSE, weights=weights, dtype=dtype)
-    missed.scheduler.limits = type(missed.scheduler.limits)(chunk_tokens=256)
-    assert cached == 256 and ask(missed, [*shared, *rest])[0] == [answer]
+@pytest.mark.parametrize("how", ["pool", "ram", "disk", "restarted", "cancelled", "eight at once"])
+def test_where_operators_compute_a_hit_gives_the_bits_of_a_miss_in_the_same_chunks(
+    dtype: torch.dtype, how: str, folder: Path
+) -> None:
+    """Of eight at once the first tokens: operators sum a step of eight rows in another order than one of one."""
+
+    def loaded(reuse: KVReuse) -> Engine:
+        of = engine("bf16", reuse, weights="fp32" if dtype is torch.float32 else "bf16", dtype=dtype)
+        of.scheduler.limits = type(of.scheduler.limits)(chunk_tokens=64)
+        return of
+
+    shared = tokens(300, seed=2)
+    prompts = [[*shared, *tokens(5 + n, seed=n)] for n in range(8 if how == "eight at once" else 1)]
+    reuse = KVReuse(ram_bytes=(64 << 20) * (how == "ram"), directory=folder if how in ("disk", "restarted") else None)
+    hit = loaded(reuse)
+    if how == "cancelled":
+        request_id = hit.submit(Request(tuple(shared), greedy()))
+        for _ in range(5):
+            hit.step()
+        hit.abort(request_id)
+    ask(hit, [*shared[: 192 if how == "cancelled" else 300], 9])
+    if how in ("ram", "disk"):
+        evict(hit)
+    if how == "restarted":
+        hit.close()
+        hit = loaded(reuse)
+    answers, cached = ask(hit, *prompts)
+    assert cached == [256] * len(prompts)
+    missed = loaded(NO_REUSE)
+    right = [ask(missed, prompt)[0][0] for prompt in prompts]
+    assert [answer[0] for answer in answers] == [answer[0] for answer in right]
+    assert len(prompts) > 1 or answers == right
+    hit.close()
 
 
 def test_eight_requests_at_once_share_what_they_have_in_common_and_answer_as_alone() -> None:
