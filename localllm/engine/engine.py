@@ -26,7 +26,7 @@ from localllm.cache.prefix import PrefixCache
 from localllm.engine.chat_template import ChatInput, ChatTemplate, encode_chat
 from localllm.engine.detokenizer import Detokenizer
 from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent, StepSplit
-from localllm.engine.growth import Moved, Needed, cannot_grow, grow
+from localllm.engine.growth import Needed, cannot_grow, grow
 from localllm.engine.kv_probe import LAST, KVProbe, Switch, load_as_found
 from localllm.engine.kv_reuse import IN_POOLS, UNKNOWN_SOURCE, Computed, KVReuse
 from localllm.engine.kv_supply import KVSupply
@@ -396,7 +396,7 @@ class Engine:
             return []
         needed = Needed(sequence.num_prompt_tokens, sequence.request.sampling.max_tokens)
         try:
-            plan, moved = self._grown(needed)
+            plan, moved = grow(self.residency, self._planned, needed, self.ctx, self.kv_supply.give_up_ram)
         except DoesNotFitError as error:
             sequence.may_grow = False
             self.residency.restore()  # where the way back found no room either
@@ -411,15 +411,6 @@ class Engine:
         sequence.may_grow = False
         is_sure = plan.costs.rates.is_measured and self.residency.plan is plan
         return [GrownEvent(sequence.request_id, before, self.ctx, *moved, plan.decode_tok_s if is_sure else None)]
-
-    def _grown(self, needed: Needed) -> tuple[Plan, Moved]:
-        """Where it does not fit, what only serves later prompts goes. Raises DoesNotFitError."""
-        try:
-            return grow(self.residency, self._planned, needed, self.ctx)
-        except DoesNotFitError:
-            if not self.kv_supply.give_up_ram():
-                raise
-            return grow(self.residency, self._planned, needed, self.ctx)
 
     def _admit(self, sequence: Sequence) -> None:
         self.kv_supply.admit(sequence, lambda: sequence.request_id in self._aborted)

@@ -33,9 +33,23 @@ class Moved(NamedTuple):
     from_memory: int
 
 
-def grow(residency: Residency, planned: Callable[[int], Plan], needed: Needed, ctx: int) -> tuple[Plan, Moved]:
+def grow(
+    residency: Residency, planned: Callable[[int], Plan], needed: Needed, ctx: int, give_up: Callable[[], bool]
+) -> tuple[Plan, Moved]:
     """The model goes on with a longer context, twice as long at least where memory allows. Raises DoesNotFitError
-    where none of use fits: it goes on as it was then."""
+    where none of use fits: it goes on as it was then.
+
+    give_up: lets go of what a longer context is worth more than; whether there was any.
+    """
+    try:
+        return _grown(residency, planned, needed, ctx)
+    except DoesNotFitError:
+        if not give_up():
+            raise
+    return _grown(residency, planned, needed, ctx)
+
+
+def _grown(residency: Residency, planned: Callable[[int], Plan], needed: Needed, ctx: int) -> tuple[Plan, Moved]:
     refusal: DoesNotFitError | None = None
     for longer in _contexts(needed, ctx, residency.config.longest_context):
         before = residency.blocks

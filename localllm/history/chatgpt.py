@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from localllm.errors import UsageError
-from localllm.history.records import Conversation, Said, is_time, title_of
+from localllm.history.records import Conversation, Said, seconds_of, title_of
 
 _PREFIX = "chatgpt:"
 # Contexts that are put in front of every conversation, and what the model thought: no part of what was said.
@@ -70,8 +70,8 @@ def _conversation(item: Mapping[str, Any], mapping: Mapping[str, Any], index: in
         title=title_of(_text_or(item.get("title"), first)),
         model=None,  # one of this machine is to go on with it
         system=system,
-        created=_seconds(item.get("create_time")),
-        updated=_seconds(item.get("update_time")),
+        created=seconds_of(item.get("create_time")),
+        updated=seconds_of(item.get("update_time")),
         head=head or (said[-1].uid if said else None),
         messages=tuple(said),
         facts={"imported_from": "chatgpt"},
@@ -126,7 +126,7 @@ def _said(uid: str, parent: str | None, message: Mapping[str, Any], content: str
         content=content,
         state="interrupted" if is_cut else "complete",
         model=model if isinstance(model, str) else None,
-        created=_seconds(message.get("create_time")),
+        created=seconds_of(message.get("create_time")),
     )
 
 
@@ -172,7 +172,3 @@ def _part(part: object) -> str:
 
 def _text_or(value: object, otherwise: str) -> str:
     return value if isinstance(value, str) and value.strip() else otherwise
-
-
-def _seconds(value: object) -> float:
-    return float(value) if is_time(value) else 0.0  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 State = Literal["writing", "complete", "interrupted"]
 TITLE_CHARACTERS = 60
@@ -98,9 +98,14 @@ def clean(text: str | None) -> str | None:
     return None if text is None else text.encode("utf-8", "replace").decode("utf-8")
 
 
-def is_time(value: object) -> bool:
+def is_time(value: object) -> TypeGuard[float]:
     """Whether it is a count of seconds that any clock could show."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15
+
+
+def seconds_of(value: object) -> float:
+    """A time that somebody else has written; 0 where it is none."""
+    return float(value) if is_time(value) else 0.0
 
 
 def title_of(text: str) -> str:

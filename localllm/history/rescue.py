@@ -13,7 +13,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-from localllm.history.records import Conversation, Said, is_time
+from localllm.history.records import Conversation, Said, seconds_of
 
 _STATES = ("complete", "interrupted")
 Row = Mapping[str, Any]
@@ -31,7 +31,8 @@ def conversations(path: Path) -> list[Conversation]:
             of.text_factory = lambda text: text.decode("utf-8", "replace")
             sessions, messages = _rows(of, "sessions"), _rows(of, "messages")
             found = [_conversation(sessions.get(number), said) for number, said in _by_session(messages)]
-            return [conversation for conversation in found if conversation.messages]
+            if any(conversation.messages for conversation in found):
+                return [conversation for conversation in found if conversation.messages]
     return []
 
 
@@ -56,11 +57,11 @@ def _by_session(messages: Mapping[int, Row]) -> Iterator[tuple[int, list[Row]]]:
 
 def _conversation(session: Row | None, rows: list[Row]) -> Conversation:
     """session: None where that was lost, and only what was said in it is left."""
-    known = session or {"uid": f"rescued-{rows[0]['uid']}", "title": "rescued"}
+    known = session or {}
     uids: dict[int, str] = {}
     said: list[Said] = []
     for row in rows:
-        if not all(isinstance(row[name], str) for name in ("uid", "role", "content")) or row["uid"] in uids.values():
+        if not all(isinstance(row[name], str) for name in ("uid", "role", "content")):
             continue
         parent = uids.get(row["parent"]) if row["parent"] in uids else (said[-1].uid if said else None)
         uids[row["number"]] = row["uid"]
@@ -72,20 +73,20 @@ def _conversation(session: Row | None, rows: list[Row]) -> Conversation:
                 row["content"],
                 row["state"] if row["state"] in _STATES else "interrupted",
                 _text(row["model"]),
-                _seconds(row["created"]),
+                seconds_of(row["created"]),
                 _object(row["fields"]),
                 _object(row["facts"]),
             )
         )
     head = uids.get(known.get("head") or -1) or (said[-1].uid if said else None)
     return Conversation(
-        uid=str(known["uid"]),
-        id=str(known.get("id") or ""),
+        uid=_text(known.get("uid")) or f"rescued-{rows[0]['uid']}",
+        id=_text(known.get("id")) or "",
         title=_text(known.get("title")) or "rescued",
         model=_text(known.get("model")),
         system=_text(known.get("system")),
-        created=_seconds(known.get("created")),
-        updated=_seconds(known.get("updated")),
+        created=seconds_of(known.get("created")),
+        updated=seconds_of(known.get("updated")),
         head=head,
         messages=tuple(said),
         facts=_object(known.get("facts")),
@@ -96,13 +97,9 @@ def _text(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _seconds(value: object) -> float:
-    return float(value) if isinstance(value, int | float) and is_time(value) else 0.0
-
-
 def _object(value: object) -> dict[str, Any]:
-    with suppress(TypeError, ValueError, RecursionError):
-        found = json.loads(value)  # type: ignore[arg-type]
+    with suppress(ValueError, RecursionError):
+        found = json.loads(value) if isinstance(value, str) else None
         if isinstance(found, dict):
             return found
     return {}
