@@ -16,6 +16,7 @@ from localllm.cache.paged_kv import KVPages
 from localllm.engine import growth, loading, placement
 from localllm.engine.advice import flags_for_context
 from localllm.engine.events import Event
+from localllm.engine.kv_reuse import KVReuse
 from localllm.engine.placement import model_shape, smaller_kv
 from localllm.engine.tokenizer import Tokenizer
 from localllm.errors import CheckpointError, ContextOverflowError, DoesNotFitError
@@ -163,6 +164,22 @@ def test_a_growth_beyond_the_memory_is_refused_with_both_counts_and_the_engine_g
         assert "120 tokens" in finished.error.what and "the context 64" in finished.error.what
         assert "tokens of context" in finished.error.why and finished.error.fix
         assert small.ctx == CTX and tokens(answer(small, SHORT)) == right[0]
+
+
+def test_a_growth_that_is_refused_leaves_room_for_kept_pages(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with capped(directory, "int4", whole(directory, "int4", LONGEST) + (1 << 22)) as engine:
+        assert engine.prefix is not None and engine.plan is not None
+        engine.kv_supply._reuse = KVReuse()
+        engine.kv_supply.share_ram(engine.plan)
+        room = engine.prefix.ram_bytes
+
+        def refused(_: int) -> Plan:
+            raise DoesNotFitError("a longer context does not fit")
+
+        monkeypatch.setattr(engine, "_planned", refused)
+        (finished,) = answer(engine, LONG)
+        assert isinstance(finished, FinishedEvent) and isinstance(finished.error, ContextOverflowError)
+        assert not engine.kv_supply.give_up_ram() and engine.prefix.ram_bytes == room > 0
 
 
 def test_a_prompt_that_fits_with_too_little_room_for_its_answer_has_what_there_is_where_nothing_can_grow(

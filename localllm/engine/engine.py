@@ -400,6 +400,7 @@ class Engine:
         except DoesNotFitError as error:
             sequence.may_grow = False
             self.residency.restore()  # where the way back found no room either
+            self.kv_supply.share_ram(self.residency.plan)  # as before
             if needed.prompt_tokens < self.ctx:  # it has what room is left
                 return []
             flags = self.flags_for(min(self.config.longest_context, needed.prompt_tokens + 512))

@@ -64,14 +64,14 @@ class KVSupply:
             self.prefix.close(0)  # an answer waits; at most the pages of short prompts are lost
         self.prefix = prefix_cache(self._reuse, self._computed, self._residency, plan)
 
-    def share_ram(self, plan: Plan) -> None:
-        """Memory is shared out by another plan now."""
-        if self.prefix is not None:
+    def share_ram(self, plan: Plan | None) -> None:
+        """Memory is shared out by this plan now; None: as it is."""
+        if self.prefix is not None and plan is not None:
             self.prefix.limit_ram(kept_bytes(self._reuse, plan))
 
     def give_up_ram(self) -> bool:
         """Whether pages that only serve later prompts gave memory back."""
-        return self.prefix is not None and self.prefix.limit_ram(0)
+        return self.prefix is not None and self.prefix.ram_used_bytes > 0 and self.prefix.limit_ram(0)
 
     def close(self) -> None:
         """Waits a moment for what is on its way to the disk."""
