@@ -8,10 +8,10 @@ BIN    := $(VENV)/bin
 run: $(VENV)/.installed
 	@$(BIN)/localllm run --prompt "Tell me a tale about a fox who finds a lantern."
 
-test: $(VENV)/.installed-dev check
+test: $(VENV)/.installed-dev $(VENV)/triton-3.6 check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
 
-test-all: $(VENV)/.installed-dev check
+test-all: $(VENV)/.installed-dev $(VENV)/triton-3.6 check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 check: $(VENV)/.installed-dev
@@ -34,6 +34,10 @@ $(VENV)/.installed-dev: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	@touch $@ $(VENV)/.installed
+
+# The Triton of the oldest torch that may be used: the kernels have to compile by it too. Not every system has one.
+$(VENV)/triton-3.6: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==3.6.0 || rm -rf $@
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

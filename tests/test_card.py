@@ -31,7 +31,7 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
     monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
     rates = dict.fromkeys(RECIPES, FormatRates(45.0, 1200.0, 0))
     fast = dict.fromkeys(RECIPES, FormatRates(400.0, 40_000.0, 1000))
-    known = device_rates.DeviceRates(800.0, 24.0, 24.0, 0.0, 1e-9, CONTEXT, fast)
+    known = device_rates.DeviceRates(800.0, 24.0, 24.0, 0.0, 0.0, 1e-9, CONTEXT, fast)
     profile = Profile("this machine", 45.0, 3.0, formats=rates, device=known)
 
     def card_memory(_device: object, vram: int | None, found: device_rates.DeviceRates, workspace: int) -> CardMemory:

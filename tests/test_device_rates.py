@@ -21,7 +21,7 @@ from tests.fake_nvml import GIB, FakeCard, FakeNvml
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
-RATES = DeviceRates(900.0, 25.0, 24.0, 5e-6, 30e-6, 400 * MIB, {"bf16": FormatRates(850.0, 9e4, 8 * MIB)})
+RATES = DeviceRates(900.0, 25.0, 24.0, 5e-6, 2e-6, 30e-6, 400 * MIB, {"bf16": FormatRates(850.0, 9e4, 8 * MIB)})
 
 
 @pytest.fixture(autouse=True)

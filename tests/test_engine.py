@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from localllm import Engine, EngineService, FinishedEvent, PrefillEvent, Request, SamplingParams, TokenEvent
-from localllm.engine import engine as engine_module
+from localllm.engine import drawing
 from localllm.engine import loading
 from localllm.engine.events import Event
 from localllm.engine.runner import Chunk
@@ -517,7 +517,7 @@ def test_a_failure_of_one_request_leaves_the_service_alive(
 
     service.wait_loaded()
     with monkeypatch.context() as patch:
-        patch.setattr(engine_module, "sample", fail)
+        patch.setattr(drawing, "sample", fail)
         events = list(service.submit(Request(ids("hello"), SamplingParams(max_tokens=2))))
     assert isinstance(last(events).error, IndexError)
     assert tokens(list(service.submit(Request(ids("hello"), SamplingParams(max_tokens=2, ignore_eos=True)))))

@@ -96,6 +96,11 @@ class KVPages:
         return sum(pool.nbytes for group in self.groups for pool in group.pools)
 
     @property
+    def homes(self) -> Sequence[tuple[torch.device, int]]:
+        """Of each layer: where its keys and values rest, and the number of its part in what a page has there."""
+        return [self.groups[group].sealed.rows[row] for group, row in self.places]
+
+    @property
     def is_on_host(self) -> bool:
         return all(device == HOST for group in self.groups for pool in group.pools for device in pool.devices)
 
@@ -148,13 +153,20 @@ class PagedKV:
         self._open: list[dict[int, Page]] = [{} for _ in pages.groups]  # by their number; coded formats only
         self._lent: set[Page] = set()  # that others have, and for which none of its own is spent
         self._scratch: list[dict[int, Page]] = [{} for _ in pages.groups]
-        self._addresses = [torch.zeros(pages_of(capacity), dtype=torch.int64) for _ in pages.groups]
+        self._addresses = [
+            {device: torch.zeros(pages_of(capacity), dtype=torch.int64) for device in group.sealed.devices}
+            for group in pages.groups
+        ]
         self._reserve()
         pages.sequences.add(self)
 
     @property
     def places(self) -> Sequence[tuple[int, int]]:
         return self.pages.places
+
+    @property
+    def homes(self) -> Sequence[tuple[torch.device, int]]:
+        return self.pages.homes
 
     @property
     def is_on_host(self) -> bool:
@@ -334,23 +346,25 @@ class PagedKV:
 
     def _set(self, index: int, number: int, page: Page) -> None:
         self.tables[index][number] = page
-        if set(page.parts) == {HOST}:
-            self._addresses[index][number] = page.address
+        for device, part in page.parts.items():
+            self._addresses[index][device][number] = part.data_ptr()
 
     def readdress(self) -> None:
         for index, table in enumerate(self.tables):
+            devices = self.pages.groups[index].sealed.devices
+            self._addresses[index] = {device: torch.zeros(len(table), dtype=torch.int64) for device in devices}
             for number, page in enumerate(table):
                 if page is not None:
                     self._set(index, number, page)
 
-    def addresses(self, index: int) -> Tensor:
-        """int64 [pages]: of a group's pages, all on the host."""
-        return self._addresses[index]
+    def addresses(self, index: int, device: torch.device) -> Tensor:
+        """int64 [pages], on the host: where the parts of a group's pages that are on this device begin."""
+        return self._addresses[index][device]
 
-    def own_page(self, index: int, number: int) -> tuple[int, int]:
-        """The address of the page as its own tokens read it, and the bytes from one layer's part to the next's."""
+    def own_page(self, index: int, number: int, device: torch.device) -> tuple[int, int]:
+        """Where the page as its own tokens read it begins there, and the bytes from one layer's part to the next's."""
         page = self._own(index, number)
-        return page.address, 0 if page.pool.is_shared else page.pool.layout.layer_bytes
+        return page.parts[device].data_ptr(), 0 if page.pool.is_shared else page.pool.layout.layer_bytes
 
     def _own(self, index: int, number: int) -> Page:
         page = self._scratch[index].get(number) or self._open[index].get(number) or self.tables[index][number]

@@ -34,11 +34,6 @@ class Page:
         self.owners = self.lent = 0
         self.is_sealed = False
 
-    @property
-    def address(self) -> int:
-        """Where its first layer is, of a page whose layers are all on the host."""
-        return self.parts[HOST].data_ptr()
-
     def layer(self, index: int) -> Tensor:
         """uint8 [layer_bytes] of the pool's layer so numbered."""
         device, row = self.pool.rows[index]

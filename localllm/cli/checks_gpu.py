@@ -119,6 +119,21 @@ def check_pinned(trial: LinkTrial, limit_bytes: int | None = None, root: Path = 
     return ok(f"{detail}; under WSL Windows limits it" if wsl else detail)
 
 
+def check_kernels() -> Finding:
+    """Whether every kernel computes on the card what torch does; what is compiled for that is compiled for good."""
+    import torch
+
+    from localllm.kernels.gpu import ready
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    if reason := ready.missing(device):
+        return ok(f"not used: {reason}; torch's operators compute")
+    started = time.perf_counter()
+    if reason := ready.check(device):
+        return warn(f"not used, torch's operators compute: {reason}", "rm -rf ~/.triton/cache && localllm doctor")
+    return ok(f"right on this card, in {time.perf_counter() - started:.0f} s")
+
+
 def _described(card: Gpu) -> str:
     size = "" if card.total_bytes is None else f"{format_bytes(card.total_bytes)}, "
     return f"{card.name or 'a card'} ({size}{sm_name(card.compute_capability)})"

@@ -62,7 +62,15 @@ def _compute_checks() -> Iterator[Check]:
     """torch, and what there is to be said of each card: nothing where there is none."""
     from functools import cache, partial
 
-    from localllm.cli.checks_gpu import LinkTrial, check_gpu, check_link, check_pinned, check_vram, try_link
+    from localllm.cli.checks_gpu import (
+        LinkTrial,
+        check_gpu,
+        check_kernels,
+        check_link,
+        check_pinned,
+        check_vram,
+        try_link,
+    )
     from localllm.cli.checks_torch import check_capability, check_driver, check_torch, check_triton, torch_build
     from localllm.offload.nvml import gpus
 
@@ -81,6 +89,8 @@ def _compute_checks() -> Iterator[Check]:
         yield Check(f"link{number}", partial(lambda card: check_link(card, trial_of(card)), card))
     if cards:
         yield Check("pinned", lambda: check_pinned(trial_of(cards[0])))
+    if build.devices:
+        yield Check("kernels", check_kernels)
 
 
 def _machine_checks(measuring: Callable[[str], None] | None) -> Iterator[Check]:

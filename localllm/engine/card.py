@@ -11,10 +11,12 @@ from localllm.config import format_bytes
 from localllm.engine.memory import HEADROOM, is_device_out_of_memory, out_of_memory
 from localllm.engine.placement import model_shape, process_memory
 from localllm.errors import UsageError
+from localllm.kernels.gpu.ready import why_not
 from localllm.models.config import ModelConfig
-from localllm.offload.device_costs import CardRates
+from localllm.offload.device_costs import KERNELS, CardRates
 from localllm.offload.device_rates import DeviceRates
 from localllm.offload.device_search import CardMemory, DeviceSearch
+from localllm.offload.format_rates import FormatRates
 from localllm.offload.plan import GIB, JobShape, Packing
 from localllm.offload.profile import device_measured, kept_profile, measured
 from localllm.quant.recipe import Recipe
@@ -62,11 +64,18 @@ class CardPlanning:
             memory=process_memory(self.ram, recipe, config.vocab_size, placed_bytes, packs=packing is not None),
             card=vram,
             rates=replace(rates, cached_share=cached_share),
-            card_rates=CardRates(found.matrix_gbs, found.compute_gops, card.h2d_gbs, card.launch_s, card.hop_s),
+            card_rates=_card_rates(found, card, is_fused=not why_not(self.device)),
             ctx=self.ctx,
             job=self.job,
             corrections=profile.corrections(recipe.name),
         )
+
+
+def _card_rates(found: FormatRates, card: DeviceRates, *, is_fused: bool) -> CardRates:
+    rates = CardRates(found.matrix_gbs, found.compute_gops, card.h2d_gbs, card.launch_s, card.hop_s)
+    if is_fused:
+        return replace(rates, launch_s=card.graph_launch_s, launches=KERNELS, is_fused=True)
+    return rates
 
 
 def card_memory(device: torch.device, vram_bytes: int | None, rates: DeviceRates, workspace_bytes: int) -> CardMemory:

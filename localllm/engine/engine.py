@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import secrets
 import threading
 import time
@@ -18,19 +17,18 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from localllm import hub
 from localllm.cache.kv_format import choose_format
 from localllm.cache.prefix import PrefixCache
 from localllm.engine.chat_template import ChatInput, ChatTemplate, encode_chat
 from localllm.engine.detokenizer import Detokenizer
-from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent, StepSplit
+from localllm.engine.drawing import Outcome, drawn_on_device, outcomes_of
+from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent
 from localllm.engine.growth import Needed, cannot_grow, grow
 from localllm.engine.kv_probe import LAST, KVProbe, Switch, load_as_found
 from localllm.engine.kv_reuse import IN_POOLS, UNKNOWN_SOURCE, Computed, KVReuse
 from localllm.engine.kv_supply import KVSupply
-from localllm.engine.loading import Loading, Replan, Watcher
+from localllm.engine.loading import Loading, Replan, Watcher, note_kernels
 from localllm.engine.memory import (
     DTYPES,
     choose_device,
@@ -44,8 +42,8 @@ from localllm.engine.overflow import overflow_error
 from localllm.engine.perplexity import Perplexity, perplexity
 from localllm.engine.request import Request, SamplingParams, require_ids
 from localllm.engine.residency import Residency
-from localllm.engine.runner import BATCH_ROWS, Chunk, ModelRunner, StepCancelledError
-from localllm.engine.sampler import breaker_ids, sample, token_logprob
+from localllm.engine.runner import BATCH_ROWS, Chunk, ModelRunner, StepCancelledError, unheard
+from localllm.engine.sampler import breaker_ids
 from localllm.engine.scheduler import Limits, Scheduler
 from localllm.engine.scores import Scores
 from localllm.engine.sequence import Sequence
@@ -85,12 +83,14 @@ class Engine:
         reuse: KVReuse = IN_POOLS,
         computed: Computed = UNKNOWN_SOURCE,
         kv_probe: KVProbe | None = None,
+        note: Callable[[str], None] = unheard,
     ) -> None:
         """plan: by which the model was loaded, if one was made; limits are within it. placed: what can move the blocks;
         `model` is its `few` then. replan: as LoadedModel has it; without one the context never grows. flags_for: with
         which a longer context fits, "" where none does. held: what must stay open as long as the engine is used. reuse:
         what later prompts find of earlier ones, computed with this checkpoint and recipe. kv_probe: asks at the first
-        long prompt whether the KV format is good enough; None where that is known, or of no concern."""
+        long prompt whether the KV format is good enough; None where that is known, or of no concern. note: hears what
+        is worth a line."""
         self.tokenizer = tokenizer
         self._template = template
         self.ctx = ctx
@@ -107,6 +107,7 @@ class Engine:
             placed,
             lambda: self._planned(self.ctx),
             plan,
+            note,
         )
         self._replan = replan
         self._kv_probe = kv_probe
@@ -163,6 +164,7 @@ class Engine:
         config = load_config(files.directory)
         tokenizer = Tokenizer.load(files.directory)
         on, of = choose_device(device), choose_dtype(weights if dtype == "auto" and weights in DTYPES else dtype)
+        note_kernels(on, watcher or Watcher())
         chosen = RECIPES[choose_recipe(weights, config, packed_recipes(files), of)]
         limits = limits or (Limits() if job is None else Limits(max_sequences=job.sequences))
         computed = Computed(source_id(files), chosen.name, files.name)
@@ -184,6 +186,7 @@ class Engine:
             reuse=reuse,
             computed=computed,
             kv_probe=kv_probe,
+            note=(watcher or Watcher()).noting,
         )
 
     def close(self) -> None:
@@ -328,12 +331,14 @@ class Engine:
         ids = {sequence.request_id for sequence, _ in scheduled}
         before, started = dataclasses.replace(self.model.stream.clock), time.perf_counter()
         try:
-            logits = self.runner.forward(
-                [chunk for _, chunk in scheduled],
-                cancelled=lambda: not ids.isdisjoint(self._aborted),
-                progress=telling(scheduled, tell),
-            )
-            totals = logits.sum(dim=-1).tolist()  # a NaN or an infinity stays what it is in a sum
+            outcomes = drawn_on_device(self.runner, scheduled, is_alone=not self.scheduler.waiting)
+            if outcomes is None:
+                logits = self.runner.forward(
+                    [chunk for _, chunk in scheduled],
+                    cancelled=lambda: not ids.isdisjoint(self._aborted),
+                    progress=telling(scheduled, tell),
+                )
+                outcomes = outcomes_of(logits)
         except StepCancelledError:
             return events + self._drop_aborted()
         except (MemoryError, RuntimeError, LocalLLMError) as error:
@@ -341,13 +346,13 @@ class Engine:
                 return events
             return events + [self._fail(sequence, error) for sequence, _ in scheduled]
         split = forward_split(time.perf_counter() - started, before, self.model.stream.clock)
-        for row, (sequence, chunk) in enumerate(scheduled):
+        for (sequence, chunk), outcome in zip(scheduled, outcomes, strict=True):
             sequence.clock.split += split
             sequence.clock.ran_alone &= len(scheduled) == 1
             try:
-                if not math.isfinite(totals[row]):
+                if not outcome.is_finite:
                     raise self.runner.locate_non_finite(chunk)
-                events += self._take(sequence, chunk, logits[row])
+                events += self._take(sequence, chunk, outcome)
             except Exception as error:  # one request's failure ends that request, not the others and not the engine
                 events.append(self._fail(sequence, error))
         return events
@@ -429,7 +434,7 @@ class Engine:
                 raise
             return False
 
-    def _take(self, sequence: Sequence, chunk: Chunk, logits: Tensor) -> Iterator[Event]:
+    def _take(self, sequence: Sequence, chunk: Chunk, outcome: Outcome) -> Iterator[Event]:
         """Tell how far a prompt has come; draw a token where the chunk reached the sequence's end."""
         self.kv_supply.seal(sequence)
         reaches_end = chunk.kv.length == len(sequence.token_ids)
@@ -437,19 +442,7 @@ class Engine:
             yield PrefillEvent(sequence.request_id, chunk.kv.length, sequence.num_prompt_tokens)
         if not reaches_end:
             return
-        sampling, started = sequence.request.sampling, time.perf_counter()
-        token_id = sample(
-            logits,
-            sampling,
-            sequence.token_ids,
-            num_prompt_tokens=sequence.num_prompt_tokens,
-            seed=sequence.seed,
-            breaker_ids=sequence.breaker_ids,
-        )
-        sequence.clock.split += StepSplit(sample_s=time.perf_counter() - started)
-        logprob = None
-        if sampling.logprobs is not None:
-            logprob = token_logprob(logits, token_id, sampling.logprobs, self.tokenizer.token_text)
+        token_id, logprob = outcome.token(sequence, self.tokenizer.token_text)
         event = sequence.append(token_id, logprob, self.eos_ids)
         if event is not None:
             yield event

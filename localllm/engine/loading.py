@@ -14,10 +14,12 @@ from localllm.engine.advice import flags_for_context
 from localllm.engine.card import CardPlanning, cap_allocator
 from localllm.engine.memory import is_out_of_memory, out_of_memory, require_context
 from localllm.engine.placement import find_search, model_shape, process_memory, smaller_kv
+from localllm.engine.runner import operators_compute, unheard
 from localllm.engine.weights import as_stored, compact_form, is_unpacked, open_checkpoint, open_packed
 from localllm.errors import DoesNotFitError
 from localllm.hub import ModelFiles
 from localllm.hub.packed import packed_recipes
+from localllm.kernels.gpu.ready import is_known, why_not
 from localllm.models.block_source import BlockSource
 from localllm.models.config import ModelConfig
 from localllm.models.decoder import Decoder
@@ -36,10 +38,6 @@ def _silent(_done: int, _total: int) -> None:
     """Progress that nobody watches."""
 
 
-def _unheard(_text: str) -> None:
-    """News that nobody is told."""
-
-
 @dataclass(frozen=True)
 class Watcher:
     """Who is told of what takes long: reading and packing weights (bytes done, bytes in all), waiting for a process
@@ -47,9 +45,9 @@ class Watcher:
 
     reading: Progress = _silent
     packing: Progress = _silent
-    waiting: Callable[[str], None] = _unheard
-    measuring: Callable[[str], None] = _unheard
-    noting: Callable[[str], None] = _unheard
+    waiting: Callable[[str], None] = unheard
+    measuring: Callable[[str], None] = unheard
+    noting: Callable[[str], None] = unheard
 
 
 class Replan(Protocol):
@@ -211,6 +209,16 @@ def require_card(device: torch.device, vram: int | None) -> None:
     """Raises UsageError for a cap on a GPU's memory where none is used."""
     if vram is not None and not has_card(device):
         raise idle_vram()
+
+
+def note_kernels(device: torch.device, watcher: Watcher) -> None:
+    """Has our kernels checked where a GPU is new to them, and says where they cannot be used."""
+    if not has_card(device):
+        return
+    if not is_known(device):
+        watcher.measuring("checking the kernels on this graphics card, once")
+    if reason := why_not(device):
+        watcher.noting(operators_compute(reason))
 
 
 def has_card(device: torch.device) -> bool:

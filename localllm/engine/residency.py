@@ -11,7 +11,7 @@ import torch
 from localllm.cache.kv_format import KVFormat
 from localllm.cache.paged_kv import KVPages, PagedKV
 from localllm.engine.memory import is_device_out_of_memory, is_out_of_memory, reachable_bytes
-from localllm.engine.runner import ModelRunner
+from localllm.engine.runner import ModelRunner, unheard
 from localllm.errors import DoesNotFitError
 from localllm.kernels.cpu_gemv import MAX_ROWS
 from localllm.models.decoder import Decoder
@@ -50,9 +50,11 @@ class Residency:
         placed: PlacedModel | None = None,
         replan: Callable[[], Plan] | None = None,
         plan: Plan | None = None,
+        note: Callable[[str], None] = unheard,
     ) -> None:
         """placed: what can move the blocks; `model` is its `few` then. replan: the best plan in the memory of now.
-        plan: by which the model was loaded."""
+        plan: by which the model was loaded. note: hears what is worth a line."""
+        self._note = note
         self.config, self.device = model.config, model.device
         self.placed = placed
         self.plan = plan  # that the model is placed by; None once something was moved or given up beside it
@@ -202,7 +204,7 @@ class Residency:
     def _use(self, model: Decoder) -> None:
         many, rows = (model, NEVER) if self.placed is None else (self.placed.many, self.placed.many_rows)
         self.model = model
-        self.runner = ModelRunner(model, self._batch_rows, many, rows)
+        self.runner = ModelRunner(model, self._batch_rows, many, rows, note=self._note)
 
 
 def _give_back(error: BaseException) -> None:

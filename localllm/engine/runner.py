@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from localllm.cache.paged_kv import PagedKV
-from localllm.errors import FETCH_ANEW, NonFiniteError
+from localllm.engine.ahead import Ahead
+from localllm.engine.memory import is_out_of_memory
+from localllm.engine.sampler import PlainDraw
+from localllm.errors import FETCH_ANEW, LocalLLMError, NonFiniteError
 from localllm.kernels.cpu_gemv import MAX_ROWS
+from localllm.kernels.gpu.ready import why_not
 from localllm.kernels.spare import require_spare_memory
 from localllm.layers.batch import Batch, Segment
 from localllm.models.cpu_step import CpuStep
@@ -24,6 +30,18 @@ SINGLE_CALL_ROWS = 16
 # Tokens of a prompt that are computed at once: the matrices are read once for all of them, and what is between two
 # matrices still fits into the caches.
 BATCH_ROWS = 512
+
+
+if TYPE_CHECKING:
+    from localllm.models.gpu_step import GpuStep
+
+
+def unheard(_text: str) -> None:
+    """News that nobody is told."""
+
+
+def operators_compute(reason: str) -> str:
+    return f"torch's operators compute, which takes several times as long, for our kernels do not: {reason}"
 
 
 class StepCancelledError(Exception):
@@ -60,17 +78,29 @@ def _parts(chunk: Chunk, num_tokens: int) -> Iterator[_Part]:
 
 class ModelRunner:
     def __init__(
-        self, model: Decoder, batch_rows: int = BATCH_ROWS, many: Decoder | None = None, many_rows: int = NEVER
+        self,
+        model: Decoder,
+        batch_rows: int = BATCH_ROWS,
+        many: Decoder | None = None,
+        many_rows: int = NEVER,
+        *,
+        fuses: bool = True,
+        note: Callable[[str], None] = unheard,
     ) -> None:
         """batch_rows: tokens that are computed at once; what a chunk has beyond them follows block by block.
 
-        many: the same model as it computes a forward of `many_rows` tokens or more, where that is another one.
+        many: the same model as it computes a forward of `many_rows` tokens or more, where that is another one. fuses:
+        whether a GPU computes by our kernels, as far as they know the model. note: hears where they fail.
         """
         self.model = model
         self.batch_rows = batch_rows
         self.many = model if many is None else many
         self.many_rows = many_rows
         self.cpu_step = CpuStep(model) if CpuStep.supports(model) else None
+        self.gpu_step = _gpu_step(model) if fuses else None
+        self._gpu_many = self.gpu_step if self.many is model else _gpu_step(self.many) if fuses else None
+        self._ahead: Ahead | None = None
+        self._note = note
 
     def shrink(self, batch_rows: int) -> None:
         """Compute fewer tokens at once from now on, in less memory."""
@@ -107,21 +137,31 @@ class ModelRunner:
             num_done += 1
             progress(num_done, num_runs)
 
-        is_single_call = self.cpu_step is not None and sum(map(len, batches)) <= SINGLE_CALL_ROWS
+        has_step = self.cpu_step is not None or self.gpu_step is not None
+        is_single_call = has_step and sum(map(len, batches)) <= SINGLE_CALL_ROWS
         logits = self._logits(batches, None if is_single_call else between_blocks)
         for chunk in chunks:
             chunk.kv.advance(chunk.num_tokens)
         return logits
 
     def _logits(self, batches: Sequence[Batch], on_block: Callable[[Block, Tensor], None] | None) -> Tensor:
-        if self.many is not self.model and sum(map(len, batches)) >= self.many_rows:
+        is_many = self.many is not self.model and sum(map(len, batches)) >= self.many_rows
+        gpu_step = self._gpu_many if is_many else self.gpu_step
+        if gpu_step is not None:
+            try:
+                return gpu_step.logits(batches, on_block)
+            except Exception as error:
+                self._give_up_kernels(error)
+        if is_many:
             return self.many.forward(batches, on_block)
         return (self.model.forward if self.cpu_step is None else self.cpu_step.logits)(batches, on_block)
 
     def _batches(self, chunks: Sequence[Chunk], all_logits: bool) -> list[Batch]:
         """The chunks in order, in as few batches as may be: short ones side by side, a long one over several."""
-        # The operators' matrix products keep a row's bits up to MAX_ROWS rows, the native step's for any number.
-        together = MAX_ROWS if self.cpu_step is None else self.batch_rows
+        # The operators' matrix products keep a row's bits up to MAX_ROWS rows, a GPU's step up to FEW_ROWS, the native
+        # step's for any number.
+        few = MAX_ROWS if self.gpu_step is None else SINGLE_CALL_ROWS
+        together = few if self.cpu_step is None else self.batch_rows
         groups: list[list[_Part]] = []
         for part in (part for chunk in chunks for part in _parts(chunk, self.batch_rows)):
             if groups and sum(map(len, groups[-1])) + len(part) <= together:
@@ -131,7 +171,6 @@ class ModelRunner:
         return [self._batch(group, all_logits) for group in groups]
 
     def _batch(self, parts: Sequence[_Part], all_logits: bool) -> Batch:
-        device = self.model.device
         token_ids: list[int] = []
         positions: list[int] = []
         segments: list[Segment] = []
@@ -145,14 +184,57 @@ class ModelRunner:
                 rows += range(begin, len(token_ids))
             elif part.end == chunk.kv.length + chunk.num_tokens:
                 rows.append(len(token_ids) - 1)
-        at = torch.tensor(positions, device=device)
         return Batch(
-            token_ids=torch.tensor(token_ids, device=device),
-            positions=at,
+            token_ids=torch.tensor(token_ids),
+            positions=torch.tensor(positions),
             segments=tuple(segments),
-            logit_rows=torch.tensor(rows, dtype=torch.int64, device=device),
-            rotations=tuple(rotary(at, segments) for rotary in self.model.rotaries),
+            logit_rows=torch.tensor(rows, dtype=torch.int64),
+            rotaries=self.model.rotaries,
         )
+
+    def draws(self, chunks: Sequence[Chunk]) -> bool:
+        """Whether `draw` can be asked for the tokens behind these chunks."""
+        is_step = all(chunk.num_tokens == 1 for chunk in chunks) and len(chunks) <= SINGLE_CALL_ROWS
+        return is_step and self.gpu_step is not None and self.gpu_step.has_pages([chunk.kv for chunk in chunks])
+
+    @torch.inference_mode()
+    def draw(self, chunks: Sequence[Chunk], draws: Sequence[PlainDraw], *, goes_on: bool) -> list[int] | None:
+        """The token behind each of these chunks of one token, drawn on the device; caches have advanced. NOT_FINITE of
+        `kernels.gpu.sample` where the logits are no numbers. None, and nothing has advanced, where our kernels fail.
+
+        goes_on: the next call will very likely ask for what follows these tokens. That is begun before they are waited
+        for, so that the device computes while the host does whatever is to be done with them. Raises MemoryError.
+        """
+        assert self.gpu_step is not None
+        require_spare_memory()
+        kvs = [chunk.kv for chunk in chunks]
+        last_ids = [chunk.token_ids[-1] for chunk in chunks]
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or not ahead.is_of(kvs, last_ids, draws):
+            try:
+                ahead = Ahead.begun(self.gpu_step, self.model.rotaries, kvs, draws, last_ids)
+            except Exception as error:
+                self._give_up_kernels(error)
+                return None
+        for kv in kvs:
+            kv.advance(1)
+        if goes_on and self.gpu_step.is_whole:
+            # Where that finds no memory, the next call says so.
+            with suppress(MemoryError, RuntimeError):
+                self._ahead = Ahead.begun(self.gpu_step, self.model.rotaries, kvs, draws, ahead.drawn)
+        tokens = ahead.drawn.tokens()
+        if self._ahead is not None:
+            self._ahead.last_ids = tokens
+        return tokens
+
+    def _give_up_kernels(self, error: Exception) -> None:
+        """Torch's operators compute from now on: a kernel that this card does not take, say. Raises what they would not
+        do any better with."""
+        if is_out_of_memory(error) or isinstance(error, LocalLLMError | StepCancelledError):
+            raise error
+        self.gpu_step = self._gpu_many = self._ahead = None
+        said = str(error).strip().splitlines() or [""]
+        self._note(operators_compute(f"{type(error).__name__}: {said[-1]}"))
 
     @torch.inference_mode()
     def locate_non_finite(self, chunk: Chunk) -> NonFiniteError:
@@ -182,3 +264,12 @@ class ModelRunner:
             why=f"in {dtype}, at token {chunk.kv.length + chunk.num_tokens} of the sequence; no text was made from it",
             fix=FETCH_ANEW if self.model.dtype is torch.float32 else "--weights auto --dtype fp32",
         )
+
+
+def _gpu_step(model: Decoder) -> GpuStep | None:
+    """None where the model is on no GPU, or on one that our kernels are not right on."""
+    if why_not(model.device):
+        return None
+    from localllm.models.gpu_step import GpuStep  # imports Triton, which not every system has
+
+    return GpuStep(model) if GpuStep.supports(model) else None

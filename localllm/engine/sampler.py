@@ -7,14 +7,17 @@ device, and a draft that guesses ahead can share it.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from localllm.engine.events import TokenLogprob
 from localllm.engine.request import SamplingParams
+from localllm.layers.batch import Draw
 
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment and multipliers
@@ -38,10 +41,39 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
+def noise_key(seed: int, position: int) -> int:
+    """Of 64 bits, signed: with which the noise of every token at a position begins."""
+    return _signed(_splitmix(_splitmix(seed & _MASK64) ^ (position & _MASK64)))
+
+
+@dataclass(frozen=True)
+class PlainDraw:
+    """A draw that looks at no earlier token and compares no probabilities: what a GPU's kernel does by itself."""
+
+    seed: int
+    temperature: float
+    min_p: float
+
+    @classmethod
+    def of(cls, params: SamplingParams, seed: int) -> PlainDraw | None:
+        """None where more is asked for."""
+        penalties = (params.frequency_penalty, params.presence_penalty, params.dry_multiplier, len(params.logit_bias))
+        is_plain = (
+            not any(penalties)
+            and params.repetition_penalty == params.top_p == params.typical_p == 1.0
+            and params.top_k == 0
+            and params.logprobs is None
+        )
+        return cls(seed, params.temperature, params.min_p) if is_plain else None
+
+    def at(self, position: int) -> Draw:
+        threshold = math.log(self.min_p) if self.min_p > 0 else -math.inf
+        return Draw(noise_key(self.seed, position), self.temperature, threshold)
+
+
 def gumbel_noise(seed: int, position: int, token_ids: Tensor) -> Tensor:
     """Standard Gumbel noise, fp64, one value for each of token_ids (int64, any shape): splitmix64 over the counters."""
-    key = _splitmix(_splitmix(seed & _MASK64) ^ (position & _MASK64))
-    x = token_ids * _signed(_GOLDEN) + _signed(key)
+    x = token_ids * _signed(_GOLDEN) + noise_key(seed, position)
     x = (x ^ _shift_right(x, 30)) * _signed(_MIX1)
     x = (x ^ _shift_right(x, 27)) * _signed(_MIX2)
     x = x ^ _shift_right(x, 31)

@@ -8,6 +8,7 @@ from torch import Tensor
 from localllm.kernels import cpu_linear, tile16
 from localllm.kernels.cpu_linear import PackedMatrix
 from localllm.kernels.dense import dense_linear
+from localllm.kernels.gpu.ready import why_not
 
 SLAB_WEIGHTS = 1 << 22  # dequantized for one matrix product: 8 MiB of bf16, enough rows for the library to work well
 
@@ -19,6 +20,10 @@ def int4_linear(x: Tensor, qweight: Tensor, scale: Tensor, bias: Tensor, out_fea
     """
     if x.device.type == "cpu" and cpu_linear.is_available():
         return cpu_linear.packed_linear(x, PackedMatrix("int4", qweight, scale, bias), out_features)
+    if x.is_cuda and not why_not(x.device):
+        from localllm.kernels.gpu import gemv, product  # import Triton, which not every system has
+
+        return product.packed_linear(x, gemv.GpuMatrix(qweight, scale, bias), out_features)
     return dequantized_linear(x, qweight, scale, bias, out_features)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from localllm.kernels import cpu_linear
 from localllm.kernels.cpu_linear import PackedMatrix
 from localllm.kernels.dense import dense_linear
+from localllm.kernels.gpu.ready import why_not
 from localllm.kernels.tile16 import TILE, slab_tiles
 
 WORD = 4  # codes of one row in a 32-bit lane
@@ -58,6 +59,10 @@ def int8_linear(x: Tensor, qweight: Tensor, scale: Tensor, out_features: int) ->
     """
     if x.device.type == "cpu" and cpu_linear.is_available():
         return cpu_linear.packed_linear(x, PackedMatrix("int8", qweight, scale, None), out_features)
+    if x.is_cuda and not why_not(x.device):
+        from localllm.kernels.gpu import gemv, product  # import Triton, which not every system has
+
+        return product.packed_linear(x, gemv.GpuMatrix(qweight, scale, None), out_features)
     return dequantized_linear(x, qweight, scale, out_features)
 
 

@@ -62,13 +62,20 @@ def int4_linear(x: Tensor, qweight: Tensor, scale: Tensor, bias: Tensor, out_fea
     y[t, n] = sum over groups of x_scale[t] * (scale[n] * sum(q * x_codes) + bias[n] * sum(x_codes)).
     x [T, K]; qweight, scale and bias as in tile16.py. Returns [T, out_features] of x's dtype.
     """
+    codes, x_scale = int8_activations(x, qweight.shape[1] * tile16.WORD // scale.shape[1])
+    return int4_product(codes, x_scale, qweight, scale, bias, out_features).to(x.dtype)
+
+
+def int4_product(
+    codes: Tensor, x_scale: Tensor, qweight: Tensor, scale: Tensor, bias: Tensor, out_features: int
+) -> Tensor:
+    """`int4_linear` of activations that are codes already, int8 [T, K/G, G] and fp32 [T, K/G]: fp64 [T, N]."""
     groups = scale.shape[1]
-    codes, x_scale = int8_activations(x, qweight.shape[1] * tile16.WORD // groups)
     q = tile16.unpack(qweight).view(-1, groups, codes.shape[-1]).double()  # [N, K/G, G]
     dots = torch.einsum("ngk,tgk->tng", q, codes.double())
     sums = codes.sum(-1, dtype=torch.float64).unsqueeze(1)  # [T, 1, K/G]
     weighted = tile16.unpack_groups(scale).double() * dots + tile16.unpack_groups(bias).double() * sums
-    return torch.einsum("tng,tg->tn", weighted, x_scale.double())[:, :out_features].to(x.dtype)
+    return torch.einsum("tng,tg->tn", weighted, x_scale.double())[:, :out_features]
 
 
 def int8_linear(x: Tensor, qweight: Tensor, scale: Tensor, out_features: int, group: int) -> Tensor:
@@ -76,10 +83,15 @@ def int8_linear(x: Tensor, qweight: Tensor, scale: Tensor, out_features: int, gr
 
     x [T, K]; qweight and scale as in int8.py. Returns [T, out_features] of x's dtype.
     """
-    codes, x_scale = int8_activations(x, group)
+    return int8_product(*int8_activations(x, group), qweight, scale, out_features).to(x.dtype)
+
+
+def int8_product(codes: Tensor, x_scale: Tensor, qweight: Tensor, scale: Tensor, out_features: int) -> Tensor:
+    """`int8_linear` of activations that are codes already, int8 [T, K/G, G] and fp32 [T, K/G]: fp64 [T, N]."""
+    group = codes.shape[2]
     columns = codes.shape[1] * group
     q = int8.unpack(qweight)
     q = functional.pad(q, (0, columns - q.shape[1])).view(len(q), -1, group).double()
     dots = torch.einsum("ngk,tgk->tng", q, codes.double())
     y = torch.einsum("tng,tg->tn", dots, x_scale.double()) * scale.view(-1).double()
-    return y[:, :out_features].to(x.dtype)
+    return y[:, :out_features]

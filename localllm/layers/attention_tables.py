@@ -6,12 +6,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from localllm.kernels.cpu_attention import MAX_ROWS, SECTION_PAGES
 from localllm.kernels.cpu_paged import AttentionTables, Words
 from localllm.kernels.kv_page import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from localllm.layers.batch import Segment
+
+_HOST = torch.device("cpu")
 
 
 def attention_tables(
@@ -57,8 +61,8 @@ class _PageRun:
 
     def tokens(self, index: int) -> Words:
         kv = self.segment.kv
-        own, stride = kv.own_page(index, self.number)
-        pages = kv.addresses(index).data_ptr()
+        own, stride = kv.own_page(index, self.number, _HOST)
+        pages = kv.addresses(index, _HOST).data_ptr()
         return [(pages, own, stride, position) for position in range(self.begin, self.end)]
 
     def end_row(self, group: int) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from torch import Tensor
 from localllm.kernels.kv_page import PageLayout
 from localllm.kernels.paged_attention import LayerPages
 from localllm.layers.native_attention import NativeAttention
+
+if TYPE_CHECKING:
+    from localllm.layers.rotary import Rotary
 
 
 class KVStore(Protocol):
@@ -37,12 +41,18 @@ class KVStore(Protocol):
         """What queries at the positions [past, past + num_tokens) write and read of a layer."""
         ...
 
-    def addresses(self, group: int) -> Tensor:
-        """int64 [pages]: where they are, if all of a group's layers are on the host."""
+    @property
+    def homes(self) -> Sequence[tuple[torch.device, int]]:
+        """Of each layer: where its keys and values rest, and the number of its part in what a page has there."""
         ...
 
-    def own_page(self, group: int, number: int) -> tuple[int, int]:
-        """Where a page is as its own tokens read it, and the bytes from one layer's part of it to the next's."""
+    def addresses(self, group: int, device: torch.device) -> Tensor:
+        """int64 [pages], on the host: where the parts of a group's pages that are on this device begin."""
+        ...
+
+    def own_page(self, group: int, number: int, device: torch.device) -> tuple[int, int]:
+        """Where what a page has on this device begins, as its own tokens read it, and the bytes from one layer's part
+        of it to the next's."""
         ...
 
 
@@ -57,6 +67,15 @@ class Segment:
     rope_length: int  # tokens by which length-dependent RoPE scalings choose their frequencies
 
 
+@dataclass(frozen=True)
+class Draw:
+    """How a token is drawn from a row of logits: the key of the noise, and the least score, logarithm of min_p."""
+
+    key: int
+    temperature: float
+    threshold: float
+
+
 def moved(x: Tensor, device: torch.device) -> Tensor:
     """x there; towards the host the values are waited for, who would else be read too early. The other way nothing is:
     the driver has taken what is in pageable memory when the call returns."""
@@ -69,11 +88,16 @@ class Batch:
     positions: Tensor  # [T] int64
     segments: tuple[Segment, ...]
     logit_rows: Tensor  # [R] int64, ascending, none twice: the rows whose logits are wanted
-    rotations: tuple[tuple[Tensor, Tensor], ...]  # cos, sin [T, 1, rotary_dim] of each of the model's RoPEs
+    rotaries: tuple[Rotary, ...]  # the model's
     _native: dict[int, NativeAttention] = field(default_factory=dict, compare=False, repr=False)
 
     def __len__(self) -> int:
         return self.token_ids.shape[0]
+
+    @cached_property
+    def rotations(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """cos, sin [T, 1, rotary_dim] of each of the RoPEs, for all layers: a kernel of a GPU makes its own."""
+        return tuple(rotary(self.positions, self.segments) for rotary in self.rotaries)
 
     def native_attention(self, heads: int) -> NativeAttention:
         """By the compiled kernels; its tables are made once for all layers with so many query heads."""
@@ -90,5 +114,4 @@ class Batch:
             token_ids=moved(self.token_ids, device),
             positions=moved(self.positions, device),
             logit_rows=moved(self.logit_rows, device),
-            rotations=tuple((moved(cos, device), moved(sin, device)) for cos, sin in self.rotations),
         )

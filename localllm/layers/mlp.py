@@ -23,6 +23,7 @@ class MLP:
     def __init__(self, gate_up_proj: Linear, down_proj: Linear, activation: str) -> None:
         self.gate_up_proj = gate_up_proj
         self.down_proj = down_proj
+        self.activation_name = activation
         self.activation = ACTIVATIONS[activation]
 
     @property

@@ -89,21 +89,23 @@ class Rotary:
         self.scale = attention_factor(rope)
         self.signed_scale = torch.tensor([-self.scale, self.scale], device=device).repeat_interleave(rotary_dim // 2)
         self.depends_on_length = rope.kind in ("dynamic", "longrope")
-        self.inv_freq = self._both_halves(0).to(device)
+        self._inv_freq = self._of_length(0).to(device)
 
     def __call__(self, positions: Tensor, segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
         """positions [T] -> cos, sin, each fp32 [T, 1, rotary_dim]; sin has the sign of the half that it turns into."""
-        inv_freq = self._per_token(segments) if self.depends_on_length else self.inv_freq
-        angles = (positions[:, None].float() * inv_freq).unsqueeze(1)
-        return angles.cos() * self.scale, angles.sin() * self.signed_scale
+        both_halves = self.frequencies(segments).to(positions.device).repeat(1, 2)
+        angles = (positions[:, None].float() * both_halves).unsqueeze(1)
+        return angles.cos() * self.scale, angles.sin() * self.signed_scale.to(positions.device)
 
-    def _both_halves(self, length: int) -> Tensor:
-        """fp32 [rotary_dim]: the same frequencies for either half of the rotating features."""
-        return inverse_frequencies(self.rope, self.rotary_dim, length).repeat(2)
+    def frequencies(self, segments: Sequence[Segment]) -> Tensor:
+        """Radians a position, fp32 [1 or T, rotary_dim / 2]."""
+        if not self.depends_on_length:
+            return self._inv_freq
+        rows = [self._of_length(segment.rope_length).expand(segment.end - segment.begin, -1) for segment in segments]
+        return torch.cat(rows)
 
-    def _per_token(self, segments: Sequence[Segment]) -> Tensor:
-        rows = [self._both_halves(segment.rope_length).expand(segment.end - segment.begin, -1) for segment in segments]
-        return torch.cat(rows).to(self.inv_freq.device)
+    def _of_length(self, length: int) -> Tensor:
+        return inverse_frequencies(self.rope, self.rotary_dim, length).unsqueeze(0)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -142,12 +142,12 @@ class PlacedModel:
         run = self._runs.get(block.name)
         if run is None:
             run = self._packed.content(self._layouts[block.name])
-            if self._passes(block):
+            if self._is_read_by_device(block):
                 self._pinning.add(run)
         if run.device != home:
             moved = host_buffer(run.nbytes) if home == HOST else torch.empty_like(run, device=home)
             moved.copy_(run)
-            if self._passes(block):
+            if self._is_read_by_device(block):
                 self._pinning.add(moved)
             self._pinning.remove(run)
             run = moved
@@ -169,6 +169,10 @@ class PlacedModel:
         of a prompt only a few have logits: a head that the host computes is computed there always."""
         stays = block.name == EMBED or (block.name == HEAD and block.exec == "cpu")
         return self.has_device and block.tier != "vram" and not stays
+
+    def _is_read_by_device(self, block: Placed) -> bool:
+        """Where it rests on the host: a kernel looks an embedding's rows up there by itself."""
+        return self._passes(block) or (block.name == EMBED and self.has_device and block.tier == "ram")
 
     def _streamed(self, blocks: Sequence[Placed]) -> tuple[_Rings, tuple[BlockStream, BlockStream]]:
         from_disk = [block for block in blocks[1:] if block.tier == "disk"]

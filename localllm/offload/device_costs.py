@@ -12,7 +12,8 @@ from localllm.offload.corrections import Bound, Corrections, Term
 from localllm.offload.costs import ATTENTION_SHARE, RUN_S, STEP_S
 from localllm.offload.plan import NEVER, ModelShape, Rates
 
-_LAUNCHES = 24  # of a block: operators that the device is given one after the other
+OPERATORS = 24  # of a block: that the device is given one after the other
+KERNELS = 5  # of a block, in a graph
 _MOST_ROWS = 4096
 _Phase = Literal["step", "prompt"]
 
@@ -21,7 +22,9 @@ _Phase = Literal["step", "prompt"]
 class CardRates:
     """What the device does, in 1e9 a second: bytes of one token's matrices, operations of many, bytes over the link.
 
-    launch_s: between two small operators. hop_s: to let the host compute one block, there and back.
+    launches: of a block, in a step of a few tokens; launch_s: from one to the next. is_fused: they are our kernels in a
+    graph, each of which begins when the one before has ended; operators are given to the device while it computes.
+    hop_s: to let the host compute one block, there and back.
     """
 
     matrix_gbs: float
@@ -29,6 +32,8 @@ class CardRates:
     link_gbs: float
     launch_s: float
     hop_s: float
+    launches: int = OPERATORS
+    is_fused: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,8 +135,9 @@ class DeviceCosts:
     def _device_s(self, rows: int) -> float:
         """Of the device's matrices, and the operators between them."""
         work, card = self.work, self.card_rates
-        launching_s = _LAUNCHES * work.device_blocks * card.launch_s
-        return max(self._matrices_s(rows, work.device_bytes, card.matrix_gbs, card.compute_gops), launching_s)
+        launching_s = card.launches * work.device_blocks * card.launch_s
+        matrices_s = self._matrices_s(rows, work.device_bytes, card.matrix_gbs, card.compute_gops)
+        return matrices_s + launching_s if card.is_fused else max(matrices_s, launching_s)
 
     def _matrices_s(self, rows: int, num_bytes: int, matrix_gbs: float, compute_gops: float) -> float:
         flops_per_byte = self.shape.block_flops / self.shape.block_bytes

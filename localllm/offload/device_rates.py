@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from localllm.offload.floors import DeviceFloors, device_seconds, warm_up
+from localllm.offload.floors import DeviceFloors, device_seconds, recorded, warm_up
 from localllm.offload.format_rates import FormatRates
 from localllm.offload.nvml import Gpu, gpu_of
 
@@ -34,14 +34,16 @@ _CONTEXT_BYTES = range(100 * _MIB, 2048 * _MIB)
 class DeviceRates:
     """device_copy_gbs: bytes read and bytes written, in 1e9 a second. h2d_gbs, d2h_gbs: from and to pinned memory.
 
-    launch_s: from one small operator to the next. hop_s: a token's hidden state to the CPU and back. context_bytes:
-    what a process holds on the card without any tensor, the library's kernels included.
+    launch_s: from one small operator to the next; graph_launch_s: so in a graph that is replayed. hop_s: a token's
+    hidden state to the CPU and back. context_bytes: what a process holds on the card without any tensor, the library's
+    kernels included.
     """
 
     device_copy_gbs: float
     h2d_gbs: float
     d2h_gbs: float
     launch_s: float
+    graph_launch_s: float
     hop_s: float
     context_bytes: int
     formats: Mapping[str, FormatRates] = field(default_factory=dict)
@@ -58,8 +60,10 @@ def device_rates(device: torch.device) -> DeviceRates:
         for sample in (floors.device_copy_gbs, floors.h2d_gbs, floors.d2h_gbs)
     )
     del floors
-    launch_s, hop_s = _launch_s(device), _hop_s(device)
-    return DeviceRates(device_copy_gbs, h2d_gbs, d2h_gbs, launch_s, hop_s, _context_bytes(device, free_before))
+    launches = _launch_s(device)
+    return DeviceRates(
+        device_copy_gbs, h2d_gbs, d2h_gbs, *launches, _hop_s(device), _context_bytes(device, free_before)
+    )
 
 
 def gpu(device: torch.device) -> Gpu | None:
@@ -106,14 +110,16 @@ def _context_bytes(device: torch.device, free_before: int | None) -> int:
     return context_bytes(gpu(device), free_before, torch.cuda.memory_reserved(device))
 
 
-def _launch_s(device: torch.device) -> float:
+def _launch_s(device: torch.device) -> tuple[float, float]:
+    """One by one, and in a graph."""
     x = torch.zeros(1, device=device)
 
     def launch_all() -> None:
         for _ in range(_LAUNCHES):
             x.add_(1.0)
 
-    return _median_s(device, launch_all, _REPEATS) / _LAUNCHES
+    one_by_one = _median_s(device, launch_all, _REPEATS) / _LAUNCHES
+    return one_by_one, _median_s(device, recorded(device, launch_all), _REPEATS) / _LAUNCHES
 
 
 def _hop_s(device: torch.device) -> float:

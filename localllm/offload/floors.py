@@ -102,6 +102,22 @@ def device_seconds(device: torch.device, action: Callable[[], object]) -> float:
     return seconds(finish)
 
 
+def recorded(device: torch.device, action: Callable[[], object]) -> Callable[[], object]:
+    """A replay of a graph of what `action` gives a GPU, as short steps run; the action itself where there is no GPU, or
+    where it needs the host between two launches."""
+    if device.type != "cuda":
+        return action
+    device_seconds(device, action)  # what is compiled or loaded at first is no part of a graph
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads pin memory meanwhile
+            action()
+    except RuntimeError:
+        torch.cuda.synchronize(device)
+        return action
+    return graph.replay
+
+
 def warm_up(device: torch.device, action: Callable[[], object]) -> None:
     """Once on a CPU; on a GPU until its clocks and its link are awake, which they are not while it has no work."""
     started = time.perf_counter()

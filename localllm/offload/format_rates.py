@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from localllm.offload.floors import device_seconds, warm_up
+from localllm.offload.floors import device_seconds, recorded, warm_up
 from localllm.quant.weight_format import WeightFormat
 
 _REPEATS = 5
@@ -62,10 +62,11 @@ def format_rates(weight_format: WeightFormat, dtype: torch.dtype, device: torch.
             for tensors in copies:
                 weight_format.linear(x, tensors, trial.N, None)
 
-        warm_up(device, multiply)
+        run = recorded(device, multiply)
+        warm_up(device, run)
         samples: list[float] = []
         while len(samples) < _REPEATS or sum(samples) < _LEAST_S:
-            samples.append(device_seconds(device, multiply))
+            samples.append(device_seconds(device, run))
         return 1 / statistics.median(samples)
 
     row, rows = (torch.randn(count, trial.K).to(device, dtype) for count in (1, trial.many_rows))

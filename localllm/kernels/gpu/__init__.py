@@ -1,0 +1,1 @@
+"""Triton kernels, one operation a file, and what says how each is launched."""

@@ -1,0 +1,427 @@
+"""Causal grouped-query attention over KV pages on a GPU: one kernel for decode, verification and prefill.
+
+A row is one query head of one token; the rows of a task share a key head, and so each load of its keys and values, and
+stand in one page. Coded pages are multiplied as they are: codes are small integers, exact in bf16, a key's scale is
+applied to its group's sum, a value's to the weight. Where there are few rows a program has a section of the pages
+(arXiv:2311.01282), by their number and not by the work there is, and what a row cannot see changes no bit of it: a
+token's attention does not depend on which others are computed beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from localllm.kernels.gpu.attention_merge import NOTHING, Parts, merge
+from localllm.kernels.gpu.launch import Launch, is_interpreted
+from localllm.kernels.gpu.rope import (
+    GROUP,
+    HALF_GROUP,
+    INT4_ZERO,
+    PAGE,
+    TokenTables,
+    page_at,
+    page_constants,
+    scales_of,
+)
+from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout
+
+SECTION_PAGES = 4  # of a program where pages are shared out
+ALL_PAGES = 1 << 20  # of a program where they are not
+FAR = tl.constexpr(1 << 30)  # beyond every position
+DECODE_ROWS, PREFILL_ROWS = 16, 128
+LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class History:
+    """Of a forward, on the device.
+
+    tasks int32 [N, 4]: see `tasks_of`; one of no rows is none. pasts int32 [B]: the tokens of each segment before this
+    forward. tables int64 [B, P]: the addresses of its pages; what a window has left is not read. ancestors int32 [M],
+    for draft trees: bit i is set where the row sees the i-th new token of its segment, of at most 31, itself included.
+    """
+
+    tasks: Tensor
+    pasts: Tensor
+    tables: Tensor
+    ancestors: Tensor | None = None
+
+
+def tasks_of(segment: int, first_row: int, past: int, count: int, tokens: int) -> Iterator[tuple[int, int, int, int]]:
+    """Rows [first_row, first_row + count) of a forward, a segment's tokens behind its first `past`, cut into tasks of
+    at most so many tokens of one page: (first row, rows, segment, 0)."""
+    slot, end = past, past + count
+    while slot < end:
+        stop = min(end, slot + tokens, (slot // PAGE_TOKENS + 1) * PAGE_TOKENS)
+        yield first_row + slot - past, stop - slot, segment, 0
+        slot = stop
+
+
+def block_rows(group: int, *, is_prefill: bool) -> int:
+    """Rows of a task, of which a page has no more than this; group: query heads a key head."""
+    group = triton.next_power_of_2(group)
+    return max(DECODE_ROWS, min(PREFILL_ROWS, PAGE_TOKENS * group) if is_prefill else group)
+
+
+def _rows_at_once(rows: int, dense: PageLayout) -> int:
+    """Of a program: shared memory must hold their queries, and registers, as many as may be, their sums."""
+    if dense.dtype is torch.float32:
+        return min(rows, DECODE_ROWS)
+    return min(rows, PREFILL_ROWS if dense.head_dim <= 128 else PREFILL_ROWS // 2)
+
+
+@triton.jit
+def _and(tiles, tile):
+    return tiles + (tile,)
+
+
+@triton.jit
+def _queries(q, mask, D: tl.constexpr, OPERAND: tl.constexpr):
+    """Of the rows at q, pointers [R]: 32 features each, [R, 32]."""
+    tiles = ()
+    for i in tl.static_range((D + GROUP - 1) // GROUP):
+        feature = i * GROUP + tl.arange(0, GROUP)[None, :]
+        tile = tl.load(q[:, None] + feature, mask=mask[:, None] & (feature < D), other=0.0)
+        tiles = _and(tiles, tile.to(OPERAND))
+    return tiles
+
+
+@triton.jit
+def _dense_keys(head, D: tl.constexpr):
+    """32 features each, [32, 64]."""
+    num_tiles: tl.constexpr = (D + GROUP - 1) // GROUP
+    tiles = ()
+    for i in tl.static_range(num_tiles):
+        feature = i * GROUP + tl.arange(0, GROUP)[:, None]
+        at = head + feature * PAGE + tl.arange(0, PAGE)[None, :]
+        if num_tiles * GROUP == D:
+            tiles = _and(tiles, tl.load(at))
+        else:
+            tiles = _and(tiles, tl.load(at, mask=feature < D, other=0.0))
+    return tiles
+
+
+@triton.jit
+def _dense_values(head, held, D: tl.constexpr):
+    """32 features each, [64, 32], of the first `held` tokens: behind them may be any bits, and no weight of zero
+    makes zero of a NaN."""
+    token = tl.arange(0, PAGE)[:, None]
+    tiles = ()
+    for i in tl.static_range((D + GROUP - 1) // GROUP):
+        feature = i * GROUP + tl.arange(0, GROUP)[None, :]
+        at = head + D * PAGE + token * D + feature
+        tiles = _and(tiles, tl.load(at, mask=(token < held) & (feature < D), other=0.0))
+    return tiles
+
+
+@triton.jit
+def _code_tiles(codes, GROUPS: tl.constexpr, CODING: tl.constexpr, ARE_KEYS: tl.constexpr):
+    """The codes of one group each, two by two: INT8 of neighbours in a row, INT4 of features 16 apart."""
+    rows: tl.constexpr = HALF_GROUP if ARE_KEYS and CODING == "int4" else (GROUP if ARE_KEYS else PAGE)
+    columns: tl.constexpr = (PAGE if CODING == "int4" else PAGE // 2) if ARE_KEYS else HALF_GROUP
+    if CODING == "int8":
+        codes = codes.to(tl.pointer_type(tl.int16))
+    row, column = tl.arange(0, rows)[:, None], tl.arange(0, columns)[None, :]
+    tiles = ()
+    for i in tl.static_range(GROUPS):
+        if ARE_KEYS:
+            at = codes + (i * rows + row) * columns + column
+        else:
+            at = codes + row * (GROUPS * columns) + i * columns + column
+        tiles = _and(tiles, tl.load(at))
+    return tiles
+
+
+@triton.jit
+def _levels(codes, CODING: tl.constexpr, ARE_KEYS: tl.constexpr, OPERAND: tl.constexpr):
+    """The integers, or halves, that the bytes of a group stand for: of keys [32, 64], of values [64, 32]."""
+    if CODING == "int8":
+        both = tl.join(_int8(codes, OPERAND), _int8(codes >> 8, OPERAND))
+    else:
+        codes = codes.to(tl.int16)
+        both = tl.join(_int4(codes & 15, OPERAND), _int4(codes >> 4, OPERAND))
+        both = tl.permute(both, (2, 0, 1) if ARE_KEYS else (0, 2, 1))
+    shape: tl.constexpr = (GROUP, PAGE) if ARE_KEYS else (PAGE, GROUP)
+    return tl.reshape(both, shape)
+
+
+@triton.jit
+def _int8(bits, OPERAND: tl.constexpr):
+    """The integers in the lower bytes: 128 and the last seven bits, less 128, or 256 where the sign is set."""
+    return _from_128(bits & 0x7F, OPERAND) - _from_128(bits & 0x80, OPERAND)
+
+
+@triton.jit
+def _int4(bits, OPERAND: tl.constexpr):
+    return _from_128(bits, OPERAND) - tl.full((1, 1), 128 + INT4_ZERO, OPERAND)
+
+
+@triton.jit
+def _from_128(bits, OPERAND: tl.constexpr):
+    """128 + the last seven bits, or 256 for the eighth, as the bits of bf16: cards convert integers far more slowly.
+    The interpreter cannot subtract what has been cast so, unless it is widened."""
+    return (bits | 0x4300).to(tl.bfloat16, bitcast=True).to(OPERAND)
+
+
+@triton.jit
+def _seen(number, slot, lowest, past, ancestors, HAS_WINDOW: tl.constexpr):
+    """bool [R, 64]: which tokens of a page the rows see. lowest: the first slot that their windows show them."""
+    key = tl.arange(0, PAGE)[None, :] + number * PAGE
+    seen = key <= slot[:, None]
+    if HAS_WINDOW:
+        seen = seen & (key >= lowest[:, None])
+    if ancestors is not None:
+        new = key - past
+        bit = ancestors[:, None] >> tl.minimum(tl.maximum(new, 0), 31)
+        seen = seen & ((new < 0) | ((bit & 1) != 0))
+    return seen
+
+
+@triton.jit
+def _softened(scores, seen, mixed, peak, total, factor, cap, HAS_SOFTCAP: tl.constexpr):
+    """The weights of a page's tokens; mixed, peak and total by that measure. Scores are to the base of two."""
+    scores = scores * factor
+    if HAS_SOFTCAP:  # cap * tanh, whose argument is half the exponent
+        scores = cap - 2 * cap / (tl.exp2(scores) + 1)
+    if seen is not None:
+        scores = tl.where(seen, scores, float("-inf"))
+    highest = tl.maximum(peak, tl.max(scores, 1))
+    weights = tl.exp2(scores - highest[:, None])
+    shrink = tl.exp2(peak - highest)
+    shrunk = ()
+    for i in tl.static_range(len(mixed)):
+        shrunk = _and(shrunk, mixed[i] * shrink[:, None])
+    return weights, shrunk, highest, total * shrink + tl.sum(weights, 1)
+
+
+@triton.jit
+def _dense_page(
+    head, held, seen, q, mixed, peak, total, factor, cap,
+    D: tl.constexpr, OPERAND: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    keys = _dense_keys(head, D)
+    values = _dense_values(head, held, D)
+    scores = tl.zeros(seen.shape, tl.float32)
+    for i in tl.static_range(len(keys)):
+        scores = tl.dot(q[i], keys[i].to(OPERAND), scores, input_precision="ieee")
+    weights, mixed, peak, total = _softened(scores, seen, mixed, peak, total, factor, cap, HAS_SOFTCAP)
+    weights = weights.to(OPERAND)
+    sums = ()
+    for i in tl.static_range(len(values)):
+        sums = _and(sums, tl.dot(weights, values[i].to(OPERAND), mixed[i], input_precision="ieee"))
+    return sums, peak, total
+
+
+@triton.jit
+def _coded_page(
+    head, seen, q, mixed, peak, total, factor, cap,
+    D: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    KEY_SCALES: tl.constexpr, VALUE_CODES: tl.constexpr, VALUE_SCALES: tl.constexpr,
+    OPERAND: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    groups: tl.constexpr = D // GROUP
+    keys, values = _code_tiles(head, groups, KEYS, True), _code_tiles(head + VALUE_CODES, groups, VALUES, False)
+    # Scales are read where they are used: a thread multiplies those of many tokens, and each takes a register.
+    key_scales, value_scales = head + KEY_SCALES + tl.arange(0, PAGE), head + VALUE_SCALES + tl.arange(0, PAGE)
+    scores = tl.zeros((q[0].shape[0], PAGE), tl.float32)
+    for g in tl.static_range(groups):
+        products = tl.dot(q[g], _levels(keys[g], KEYS, True, OPERAND), input_precision="ieee")
+        scores += products * scales_of(tl.load(key_scales + g * PAGE))[None, :]
+    weights, mixed, peak, total = _softened(scores, seen, mixed, peak, total, factor, cap, HAS_SOFTCAP)
+    sums = ()
+    for g in tl.static_range(groups):
+        scaled = weights * scales_of(tl.load(value_scales + g * PAGE))[None, :]
+        if seen is not None:  # a scale that is NaN concerns those alone who see its token
+            scaled = tl.where(seen, scaled, 0.0)
+        scaled = scaled.to(OPERAND)
+        levels = _levels(values[g], VALUES, False, OPERAND)
+        sums = _and(sums, tl.dot(scaled, levels, mixed[g], input_precision="ieee"))
+    return sums, peak, total
+
+
+@triton.jit
+def _store(
+    part, peaks, totals, task, r, kv_head, first, mixed, peak, total, H: tl.constexpr, KH: tl.constexpr, D: tl.constexpr
+):
+    """Where the rows go is computed again, and read again for that: the loops need every register."""
+    group: tl.constexpr = H // KH
+    row = (tl.load(task, volatile=True) + r // group) * H + kv_head * group + r % group
+    mask = r < tl.load(task + 1, volatile=True) * group
+    tl.store(peaks + first + row, peak, mask=mask)
+    tl.store(totals + first + row, total, mask=mask)
+    for i in tl.static_range(len(mixed)):
+        feature = i * GROUP + tl.arange(0, GROUP)[None, :]
+        at = part + first * D + row[:, None] * D + feature
+        tl.store(at, mixed[i], mask=mask[:, None] & (feature < D))
+
+
+@triton.jit(do_not_specialize=["layer", "window"])
+def _attend(
+    q, part, peaks, totals, positions, slots, own, own_stride, ancestors, tasks, pasts, tables,
+    layer, window, factor, cap, num_rows, table_stride,
+    H: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, DENSE: tl.constexpr,
+    KEY_SCALES: tl.constexpr, VALUE_CODES: tl.constexpr, VALUE_SCALES: tl.constexpr, CODED_HEAD: tl.constexpr,
+    OPERAND: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_R: tl.constexpr, SECTION: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    task, kv_head, section = tasks + tl.program_id(0) // BLOCKS * 4, tl.program_id(1), tl.program_id(2)
+    group: tl.constexpr = H // KH
+    is_coded: tl.constexpr = KEYS != "dense"
+    r = tl.program_id(0) % BLOCKS * BLOCK_R + tl.arange(0, BLOCK_R)
+    token, head = tl.load(task) + r // group, kv_head * group + r % group
+    mask = r < tl.load(task + 1) * group
+    position = tl.load(positions + token, mask=mask, other=-1)
+    mask = position >= 0
+    slot = tl.load(slots + token, mask=mask, other=-1)
+    last_slot = tl.max(slot)
+    lowest = tl.where(mask, tl.maximum(position - window + 1, 0), FAR)
+    own_page = last_slot // PAGE
+    begin = tl.maximum(section * SECTION, tl.min(lowest) // PAGE)
+    end = tl.minimum(section * SECTION + SECTION, own_page + 1)
+    if (last_slot < 0) | (begin >= end):
+        return
+    segment = tl.load(task + 2)
+    past = 0
+    if ancestors is not None:
+        past = tl.load(pasts + segment)
+        ancestors = tl.load(ancestors + token, mask=mask, other=0)
+    row = token * H + head
+    queries = _queries(q + row * D, mask, D, OPERAND)
+    peak, total = tl.full((BLOCK_R,), NOTHING, tl.float32), tl.zeros((BLOCK_R,), tl.float32)
+    mixed = ()
+    for _ in tl.static_range(len(queries)):
+        mixed = _and(mixed, tl.zeros((BLOCK_R, GROUP), tl.float32))
+    pages = tables + segment.to(tl.int64) * table_stride
+    if is_coded:
+        at = (layer.to(tl.int64) * KH + kv_head) * CODED_HEAD
+        for number in range(tl.maximum(begin, 1), tl.minimum(end, own_page)):
+            seen = None
+            if HAS_WINDOW or ancestors is not None:
+                seen = _seen(number, slot, lowest, past, ancestors, HAS_WINDOW)
+            mixed, peak, total = _coded_page(
+                page_at(tl.load(pages + number), at), seen,
+                queries, mixed, peak, total, factor, cap,
+                D, KEYS, VALUES, KEY_SCALES, VALUE_CODES, VALUE_SCALES, OPERAND, HAS_SOFTCAP,
+            )  # fmt: skip
+    # Of a coded format these are the last page and the first, in that order, where they are the program's.
+    dense_head: tl.constexpr = 2 * D * PAGE
+    dense_bytes: tl.constexpr = KH * dense_head * DENSE.primitive_bitwidth // 8
+    layer = layer.to(tl.int64)
+    own_address = tl.load(own + tl.load(task)) + layer * tl.load(own_stride + tl.load(task))
+    first_step, end_step = begin, end
+    if is_coded:
+        first_step = 1 - (end > own_page).to(tl.int32)
+        end_step = 1 + ((begin == 0) & (own_page > 0)).to(tl.int32)
+    for step in range(first_step, end_step):
+        number = step
+        if is_coded:
+            number = tl.where(step == 0, own_page, 0)
+        address = tl.load(pages + number, mask=number < own_page, other=0)
+        address = tl.where(number < own_page, address + layer * dense_bytes, own_address)
+        head_at = page_at(address, 0).to(tl.pointer_type(DENSE)) + kv_head * dense_head
+        mixed, peak, total = _dense_page(
+            head_at, last_slot + 1 - number * PAGE, _seen(number, slot, lowest, past, ancestors, HAS_WINDOW),
+            queries, mixed, peak, total, factor, cap, D, OPERAND, HAS_SOFTCAP,
+        )  # fmt: skip
+    _store(part, peaks, totals, task, r, kv_head, section.to(tl.int64) * num_rows * H, mixed, peak, total, H, KH, D)
+
+
+def attend(
+    q: Tensor,
+    out: Tensor,
+    tokens: TokenTables,
+    history: History,
+    parts: Parts,
+    dense: PageLayout,
+    coded: PageLayout | None,
+    layer: int,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    rows: int = DECODE_ROWS,
+) -> list[Launch]:
+    """q fp32 [M, H, D] from `rope_store` -> out fp32 [M, H * D].
+
+    Queries and weights are rounded to bf16 on a card, but for models in fp32: 4e-3 of the norm at most, 2e-3 as a rule,
+    which is what a model in bf16 rounds the result to.
+    parts: of one section, where a program has all pages of its task, or of as many as the longest segment has. rows:
+    see `block_rows`. Rows of no task, and padding, are left as they are. Else see `paged_attention`.
+    """
+    assert q.is_contiguous() and out.is_contiguous() and parts.mixed.shape[1:] == q.shape
+    pages = SECTION_PAGES if parts.sections > 1 else ALL_PAGES
+    reach = FAR.value if window is None else window
+    return [
+        _attend_launch(
+            q, tokens, history, parts, dense, coded, layer,
+            scale=scale, reach=reach, softcap=softcap, rows=rows, pages=pages,
+        ),
+        merge(parts, out, tokens, reach, section_tokens=pages * PAGE_TOKENS, is_turned=coded is not None),
+    ]  # fmt: skip
+
+
+def _attend_launch(
+    q: Tensor,
+    tokens: TokenTables,
+    history: History,
+    parts: Parts,
+    dense: PageLayout,
+    coded: PageLayout | None,
+    layer: int,
+    *,
+    scale: float,
+    reach: int,
+    softcap: float | None,
+    rows: int,
+    pages: int,
+) -> Launch:
+    M, H, _ = q.shape
+    block = _rows_at_once(rows, dense)
+    is_wide = is_interpreted() or dense.dtype is torch.float32  # the interpreter multiplies bf16 wrongly
+    absent = {} if history.ancestors is not None else {"ancestors": None}
+    return Launch(
+        kernel=_attend,
+        grid=(len(history.tasks) * (rows // block), dense.num_kv_heads, parts.sections),
+        arguments={
+            "q": q,
+            "part": parts.mixed,
+            "peaks": parts.peaks,
+            "totals": parts.totals,
+            "positions": tokens.positions,
+            "slots": tokens.slots,
+            "own": tokens.own,
+            "own_stride": tokens.own_stride,
+            **({} if history.ancestors is None else {"ancestors": history.ancestors}),
+            "tasks": history.tasks,
+            "pasts": history.pasts,
+            "tables": history.tables,
+            "layer": layer,
+            "window": reach,
+            # With a softcap exp2(2 log2(e) x) is what tanh(x) is made of.
+            "factor": scale * LOG2_E if softcap is None else 2 * scale * LOG2_E / softcap,
+            "cap": 0.0 if softcap is None else softcap * LOG2_E,
+            "num_rows": M,
+            "table_stride": history.tables.stride(0),
+        },
+        constants={
+            **absent,
+            "H": H,
+            **page_constants(dense, coded),
+            "OPERAND": tl.float32 if is_wide else tl.bfloat16,
+            "BLOCKS": rows // block,
+            "BLOCK_R": block,
+            "SECTION": pages,
+            "HAS_SOFTCAP": softcap is not None,
+            "HAS_WINDOW": reach != FAR.value,
+        },
+        # More rows need twice the warps for their sums; with a second page on its way they would spill.
+        num_warps=8 if block > 64 else 4,
+        num_stages=2 if block == DECODE_ROWS else 1,
+    )

@@ -1,0 +1,118 @@
+"""Every kernel as models launch it, on tensors of nobody: to be compiled for a card, here or elsewhere, ahead of use.
+
+A variant is what Triton compiles once: other sizes of matrices, and other numbers of tokens, are none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product as combinations
+
+import torch
+from torch import Tensor
+
+from localllm.kernels.gpu import activations, dequantize, embed, rope, sample
+from localllm.kernels.gpu.activations import Codes
+from localllm.kernels.gpu.attention import DECODE_ROWS, PREFILL_ROWS, History, attend
+from localllm.kernels.gpu.attention_merge import new_parts
+from localllm.kernels.gpu.gemv import INT8_GROUP, GpuMatrix
+from localllm.kernels.gpu.launch import Launch
+from localllm.kernels.gpu.product import Dispatch
+from localllm.kernels.gpu.rope import Rope, TokenTables
+from localllm.kernels.kv_page import Coding, PageLayout
+from localllm.kernels.tile16 import TILE
+
+_N, _K, _HIDDEN, _VOCAB = 4096, 4096, 4096, 32000
+_HOST = torch.device("cpu")
+FORMATS: tuple[tuple[Coding, Coding], ...] = (("dense", "dense"), ("int8", "int8"), ("int8", "int4"), ("int4", "int4"))
+GROUPS = (64, 32, 128)  # of INT4 weights; the first is what models are packed with
+
+
+def matrix(group: int | None) -> GpuMatrix:
+    """[_N, _K]: INT4 in groups, or INT8."""
+    tiles = _N // TILE
+    if group is None:
+        return GpuMatrix(_empty((tiles, _K // 4, TILE, 4), torch.int8), _empty((tiles, TILE)), None)
+    values = _empty((tiles, _K // group, TILE), torch.float16)
+    return GpuMatrix(_empty((tiles, _K // 8, TILE), torch.int32), values, values)
+
+
+def products(
+    group: int | None, rows: tuple[int, ...] = (1, 2, 4, 16, 32, 64), adding: tuple[bool, ...] = (False, True)
+) -> Iterator[Launch]:
+    """Of a matrix in such groups with so many rows: into new room, and added to what is there."""
+    weights, dispatch = matrix(group), Dispatch(multiprocessors=64)
+    for count, adds in combinations(rows, adding):
+        codes = Codes.empty(count, _K, weights.group, _HOST)
+        yield from dispatch.product(codes, weights, _empty((count, _N)), _N, None, adds=adds)
+
+
+def dequantized(group: int | None) -> Launch:
+    return dequantize.dequantize(matrix(group), _empty((_N, _K), torch.bfloat16), 0, _N // TILE, _N)
+
+
+def rows_between(group: int = INT8_GROUP, activation: str = "silu") -> Iterator[Launch]:
+    """What stands between the matrices of a model in such groups."""
+    x, weight = _empty((2, 2 * _HIDDEN)), _empty((_HIDDEN,))
+    codes, floats = Codes.empty(2, _HIDDEN, group, _HOST), _empty((2, _HIDDEN), torch.bfloat16)
+    yield activations.to_codes(x, codes, _HIDDEN)
+    yield activations.to_codes(x, codes, _HIDDEN, weight=weight, eps=1e-5)
+    yield activations.to_codes(x, codes, _HIDDEN, activation=activation)
+    yield activations.to_floats(x, floats, _HIDDEN)
+    yield activations.to_floats(x, floats, _HIDDEN, weight=weight, eps=1e-5)
+    yield activations.to_floats(x.bfloat16(), floats, _HIDDEN, activation=activation)
+
+
+def tokens() -> Iterator[Launch]:
+    """From token ids, and to them."""
+    ids, x = _empty((2,), torch.int64), _empty((2, _HIDDEN))
+    yield embed.embed(_empty((_VOCAB // TILE, _HIDDEN // 4, TILE, 4), torch.int8), _empty((_VOCAB,)), ids, x, 1.0)
+    room = sample.SampleRoom.empty(2, _VOCAB, _HOST)
+    yield from sample.sample(_empty((2, _VOCAB)), ids, _empty((2,)), _empty((2,)), ids, room)
+
+
+def attention(head_dim: int, keys: Coding, values: Coding, group: int = 4) -> Iterator[Launch]:
+    """Of a few rows and of many, `group` query heads a key head."""
+    KH, dtype = 8, torch.bfloat16
+    dense = PageLayout(KH, head_dim, "dense", "dense", dtype)
+    coded = None if keys == "dense" else PageLayout(KH, head_dim, keys, values, dtype)
+    whole, wide = (lambda *shape: _empty(shape, torch.int32)), (lambda *shape: _empty(shape, torch.int64))
+    for rows, sections in ((16, 8), (PREFILL_ROWS, 1)):
+        tables = TokenTables(whole(rows), whole(rows), wide(rows), wide(rows), wide(rows))
+        history = History(whole(rows, 4), whole(rows), wide(rows, 32))
+        q, out = _empty((rows, KH * group, head_dim)), _empty((rows, KH * group * head_dim))
+        qkv, frequencies = _empty((rows, KH * (group + 2), head_dim)), _empty((1, head_dim // 2))
+        qkv = qkv if sections > 1 else qkv.to(dtype)  # of many rows, as the library's product gives them
+        yield rope.rope_store(qkv, q, tables, Rope(frequencies), dense, coded, 3)
+        parts = new_parts(sections, rows, KH * group, head_dim, _HOST)
+        block = DECODE_ROWS if sections > 1 else PREFILL_ROWS
+        yield from attend(q, out, tables, history, parts, dense, coded, 3, scale=head_dim**-0.5, rows=block)
+
+
+def of_model(group: int | None, head_dim: int, keys: Coding, values: Coding) -> Iterator[Launch]:
+    """All that a model of one weight format and one format of keys and values launches."""
+    yield from products(group)
+    yield dequantized(group)
+    if group is not None:  # the head's
+        yield from products(None)
+    yield from rows_between(INT8_GROUP if group is None else group)
+    yield from tokens()
+    yield from attention(head_dim, keys, values)
+
+
+def launches() -> Iterator[Launch]:
+    """One of every kernel in every format."""
+    for group in (*GROUPS, None):
+        yield from products(group, (1, 4, 16, 64), adding=(True,))
+        yield dequantized(group)
+    for group in GROUPS:
+        yield from rows_between(group)
+    yield from rows_between(activation="gelu_tanh")
+    yield from tokens()
+    for keys, values in FORMATS:
+        yield from attention(128, keys, values)
+    yield from attention(64, "int8", "int8")
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype)

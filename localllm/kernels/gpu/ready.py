@@ -1,0 +1,119 @@
+"""Whether a GPU computes by our kernels: what they need of it, and a check of each against the reference, made once.
+
+The check is a process of its own, for a kernel that goes wrong takes the card's context with it; what it compiled is in
+Triton's cache then. What it found is kept for this card, driver, torch, Triton, and these very kernels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from localllm.config import user_directories
+
+LEAST_CAPABILITY = (8, 0)  # below, bf16 is emulated, and Triton has no tensor cores
+WRONG = "WRONG:"  # begins what the check says of a kernel
+_SECONDS = 300.0  # a hundred variants are compiled in 20 to 60
+
+
+@cache
+def why_not(device: torch.device) -> str:
+    """Why torch's operators have to do, "" where our kernels are right. Takes up to a minute once, then 2 ms."""
+    if reason := missing(device):
+        return reason
+    found = _kept(_key(device))
+    return check(device) if found is None else found
+
+
+def is_known(device: torch.device) -> bool:
+    """Whether `why_not` answers at once."""
+    return bool(missing(device)) or _kept(_key(device)) is not None
+
+
+def missing(device: torch.device) -> str:
+    """What the kernels need of a machine, and it lacks."""
+    if device.type != "cuda":
+        return "they are made for NVIDIA GPUs"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        least = ".".join(map(str, LEAST_CAPABILITY))
+        return f"this GPU is of compute capability {capability[0]}.{capability[1]}, they need {least}"
+    return "" if _triton() else "triton is not installed"
+
+
+def check(device: torch.device) -> str:
+    """What a fresh check says, "" where all is right; kept for later starts."""
+    found = _checked(device)
+    if not found or found.startswith(WRONG):  # what else went wrong may be another time's, or want of memory
+        _keep(_key(device), found)
+    return found
+
+
+def _checked(device: torch.device, seconds: float = _SECONDS) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "localllm.kernels.gpu.check", str(device)]
+    try:
+        child = subprocess.run(
+            command, env=environment, capture_output=True, text=True, errors="replace", timeout=seconds, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"their check gave no answer within {seconds:.0f} seconds"
+    if child.returncode == 0:
+        return ""
+    lines = [line.strip() for line in (child.stdout + child.stderr).splitlines() if line.strip()]
+    return lines[-1] if lines else f"their check ended with exit code {child.returncode}"
+
+
+def _triton() -> str:
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return ""
+
+
+def _key(device: torch.device) -> str:
+    properties = torch.cuda.get_device_properties(device)
+    driver = torch._C._cuda_getDriverVersion() if hasattr(torch._C, "_cuda_getDriverVersion") else 0
+    told = (properties.name, properties.major, properties.minor, driver, torch.__version__, _triton(), _source())
+    return hashlib.blake2b(repr(told).encode(), digest_size=16).hexdigest()
+
+
+@cache
+def _source() -> str:
+    """Of the kernels as they are on the disk."""
+    content = hashlib.blake2b(digest_size=16)
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        content.update(path.read_bytes())
+    return content.hexdigest()
+
+
+def _path() -> Path:
+    return user_directories().cache / "gpu_kernels.json"
+
+
+def _kept(key: str) -> str | None:
+    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+        found = json.loads(_path().read_text(encoding="utf-8"))[key]
+        return found if isinstance(found, str) else None
+    return None
+
+
+def _keep(key: str, found: str) -> None:
+    """A cache that cannot be written is done without."""
+    kept: dict[str, str] = {}
+    with suppress(OSError, ValueError, TypeError):
+        kept = dict(json.loads(_path().read_text(encoding="utf-8")))
+    whole = _path().with_suffix(f".{os.getpid()}")
+    with suppress(OSError):
+        _path().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        whole.write_text(json.dumps({**kept, key: found}, indent=1), encoding="utf-8")
+        whole.replace(_path())

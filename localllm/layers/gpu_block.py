@@ -1,0 +1,135 @@
+"""Attention and MLP blocks on a GPU by fused kernels: what `Block` computes by operators, with a residual in fp32.
+
+A matrix of few rows is multiplied with INT8 activations that the norm or the gate before it wrote; of many rows, and in
+other formats, by the library, with activations in the model's dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from localllm.kernels.gpu import activations, product
+from localllm.kernels.gpu.activations import Codes
+from localllm.kernels.gpu.attention import attend, block_rows
+from localllm.kernels.gpu.attention_merge import new_parts
+from localllm.kernels.gpu.gemv import GpuMatrix
+from localllm.kernels.gpu.rope import Rope, rope_store
+from localllm.layers.attention import Attention
+from localllm.layers.batch import Batch
+from localllm.layers.gpu_tables import FEW_ROWS, GpuTables
+from localllm.layers.linear import Linear
+from localllm.layers.mlp import MLP
+from localllm.layers.norm import RMSNorm
+from localllm.quant.int4 import Int4
+from localllm.quant.int8 import Int8
+
+
+@dataclass(frozen=True)
+class GpuForward:
+    """One forward as a block sees it. places: of each layer, its group and its number among those on the device."""
+
+    batch: Batch
+    tables: GpuTables
+    places: tuple[tuple[int, int], ...]
+    dtype: torch.dtype  # of activations for the library's products
+
+
+def packed(linear: Linear) -> GpuMatrix | None:
+    """The matrix as the kernels take it; None where its format is not theirs."""
+    tensors = linear.tensors
+    if isinstance(linear.format, Int4):
+        return GpuMatrix(tensors["qweight"], tensors["scale"], tensors["bias"])
+    if isinstance(linear.format, Int8):
+        return GpuMatrix(tensors["qweight"], tensors["scale"], None)
+    return None
+
+
+def multiply(
+    linear: Linear,
+    x: Tensor,
+    dtype: torch.dtype,
+    *,
+    norm: RMSNorm | None = None,
+    activation: str = "",
+    into: Tensor | None = None,
+) -> Tensor:
+    """x [M, K], through the norm, or x [M, 2 K], gated, times the matrix: [M, N], fp32 where it is packed and M small,
+    else `dtype`. into fp32 [M, N]: is added to, and returned."""
+    weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+    rows, features, matrix = len(x), linear.in_features, packed(linear)
+    if matrix is not None and rows <= product.MOST_ROWS:
+        codes = Codes.empty(rows, matrix.in_features, matrix.group, x.device)
+        activations.to_codes(x, codes, features, weight=weight, eps=eps, activation=activation).run()
+        y = torch.empty((rows, linear.out_features), device=x.device) if into is None else into
+        product.multiply(codes, matrix, y, linear.out_features, linear.bias, adds=into is not None)
+        return y
+    # The library sums in another order for other numbers of rows: with one number for all, a row's bits stay.
+    padded = max(rows, FEW_ROWS)
+    floats = (torch.zeros if padded > rows else torch.empty)((padded, features), dtype=dtype, device=x.device)
+    activations.to_floats(x, floats[:rows], features, weight=weight, eps=eps, activation=activation).run()
+    if matrix is None:
+        y = linear.format.linear(floats, linear.tensors, linear.out_features, linear.bias)[:rows]
+    else:
+        y = torch.empty((rows, linear.out_features), dtype=dtype, device=x.device)
+        product.multiply_dequantized(floats, matrix, y)
+        if linear.bias is not None:
+            y += linear.bias
+    return y if into is None else into.add_(y)
+
+
+def run_block(
+    body: Attention | MLP, norm_in: RMSNorm | None, norm_out: RMSNorm | None, x: Tensor, forward: GpuForward
+) -> None:
+    """x fp32 [M, hidden] += norm_out(body(norm_in(x)))."""
+    into = x if norm_out is None else None
+    if isinstance(body, MLP):
+        wide = multiply(body.gate_up_proj, x, forward.dtype, norm=norm_in)
+        y = multiply(body.down_proj, wide, forward.dtype, activation=body.activation_name, into=into)
+    else:
+        qkv = multiply(body.qkv_proj, x, forward.dtype, norm=norm_in)
+        y = multiply(body.o_proj, _mixed(body, qkv, forward), forward.dtype, into=into)
+    if norm_out is not None:
+        activations.to_floats(y, x, x.shape[1], weight=norm_out.weight, eps=norm_out.eps, adds=True).run()
+
+
+def _mixed(body: Attention, qkv: Tensor, forward: GpuForward) -> Tensor:
+    """qkv [M, (H + 2 KH) D] -> fp32 [M, H D]; keys and values go to their pages."""
+    shape, tables = body.shape, forward.tables
+    H, KH, D, M = shape.num_heads, shape.num_kv_heads, shape.head_dim, len(qkv)
+    group, row = forward.places[shape.layer]
+    tokens, history = tables.tokens[group], tables.histories[group]
+    if body.q_norm is not None and body.k_norm is not None and not shape.norm_each_head:
+        for norm, part in ((body.q_norm, qkv[:, : H * D]), (body.k_norm, qkv[:, H * D : (H + KH) * D])):
+            activations.to_floats(part, part, part.shape[1], weight=norm.weight, eps=norm.eps).run()
+    q_norm, k_norm = (body.q_norm, body.k_norm) if shape.norm_each_head else (None, None)
+    rotary = forward.batch.rotaries[shape.rotation]
+    rope = Rope(
+        tables.frequencies(shape.rotation, forward.batch),
+        rotary.scale,
+        q_norm=None if q_norm is None else q_norm.weight,
+        k_norm=None if k_norm is None else k_norm.weight,
+        eps=0.0 if q_norm is None else q_norm.eps,
+    )
+    q = torch.empty((M, H, D), device=qkv.device)
+    mixed = torch.empty((M, H * D), device=qkv.device)
+    rope_store(qkv.view(M, H + 2 * KH, D), q, tokens, rope, tables.dense, tables.coded, row).run()
+    launches = attend(
+        q,
+        mixed,
+        tokens,
+        history,
+        new_parts(tables.shape.sections, M, H, D, qkv.device),
+        tables.dense,
+        tables.coded,
+        row,
+        scale=shape.scale,
+        window=shape.window,
+        softcap=shape.softcap,
+        rows=block_rows(H // KH, is_prefill=M > FEW_ROWS),
+    )
+    for launch in launches:
+        launch.run()
+    return mixed

@@ -1,0 +1,174 @@
+"""What a GPU's kernels are told of a batch: token ids, positions, where pages are, which rows attend together.
+
+All of it is one run of bytes, written on the host and copied at once, at the same address in every forward of the same
+shape: so a graph of launches can be replayed over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy
+import torch
+from torch import Tensor
+
+from localllm.kernels.gpu.attention import SECTION_PAGES, History, block_rows, tasks_of
+from localllm.kernels.gpu.rope import TokenTables
+from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout
+from localllm.layers.batch import Batch, Draw, KVStore, Segment
+
+_ALIGN = 16
+_STAGES = 4  # of the host's memory: a forward's tables are written while the copies of two before may be on their way
+FEW_ROWS = 16  # up to so many, pages are shared out over programs; of more rows each task has all of its pages
+
+
+@dataclass(frozen=True)
+class TableShape:
+    """rows, of which the last ones may be nobody's; pages: of the longest sequence; groups: of layers; frequencies: for
+    each RoPE that depends on the length of a sequence, how many it has."""
+
+    rows: int
+    segments: int
+    tasks: int
+    pages: int
+    groups: int
+    frequencies: tuple[int, ...] = ()
+
+    @property
+    def sections(self) -> int:
+        return max(1, -(-self.pages // SECTION_PAGES)) if self.rows <= FEW_ROWS else 1
+
+    @property
+    def fields(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        by_group = (self.groups, self.rows)
+        fields: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            "token_ids": (torch.int64, (self.rows,)),
+            "keys": (torch.int64, (self.rows,)),
+            "own": (torch.int64, by_group),
+            "own_stride": (torch.int64, by_group),
+            "coded": (torch.int64, by_group),
+            "pages": (torch.int64, (self.groups, self.segments, self.pages)),
+            "positions": (torch.int32, (self.rows,)),
+            "tasks": (torch.int32, (self.tasks, 4)),
+            "pasts": (torch.int32, (self.segments,)),
+            "temperatures": (torch.float32, (self.rows,)),
+            "thresholds": (torch.float32, (self.rows,)),
+        }
+        ropes = {f"frequencies{i}": (torch.float32, (self.rows, n)) for i, n in enumerate(self.frequencies) if n}
+        return {**fields, **ropes}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(_padded(dtype, shape) for dtype, shape in self.fields.values())
+
+    def views(self, memory: Tensor) -> dict[str, Tensor]:
+        """memory uint8 [num_bytes]."""
+        views, begin = {}, 0
+        for name, (dtype, shape) in self.fields.items():
+            count = torch.Size(shape).numel()
+            views[name] = memory[begin : begin + count * dtype.itemsize].view(dtype).view(shape)
+            begin += _padded(dtype, shape)
+        return views
+
+
+def _padded(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    return -(-torch.Size(shape).numel() * dtype.itemsize // _ALIGN) * _ALIGN
+
+
+class GpuTables:
+    """The tables of forwards of one shape, for the layers on `device`."""
+
+    def __init__(self, shape: TableShape, device: torch.device, layouts: tuple[PageLayout, PageLayout | None]) -> None:
+        """layouts: of dense and of coded pages."""
+        self.shape, self.device = shape, device
+        self.dense, self.coded = layouts
+        memory = torch.zeros((_STAGES, shape.num_bytes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._stages = [(stage, {n: v.numpy() for n, v in shape.views(stage).items()}) for stage in memory]
+        self._used = 0
+        self._memory = torch.zeros(shape.num_bytes, dtype=torch.uint8, device=device)
+        self.views = shape.views(self._memory)
+
+    @cached_property
+    def tokens(self) -> tuple[TokenTables, ...]:
+        """Of each group of layers."""
+        v = self.views
+        return tuple(
+            TokenTables(v["positions"], v["positions"], v["own"][g], v["own_stride"][g], v["coded"][g])
+            for g in range(self.shape.groups)
+        )
+
+    @cached_property
+    def histories(self) -> tuple[History, ...]:
+        v = self.views
+        return tuple(History(v["tasks"], v["pasts"], v["pages"][g]) for g in range(self.shape.groups))
+
+    def frequencies(self, rotation: int, batch: Batch) -> Tensor:
+        """fp32 [1 or rows, rotary_dim / 2], on the device."""
+        if self.shape.frequencies and self.shape.frequencies[rotation]:
+            return self.views[f"frequencies{rotation}"]
+        return batch.rotaries[rotation].frequencies(batch.segments)
+
+    def fill(self, batch: Batch, groups: Sequence[int], task_tokens: int, draws: Sequence[Draw] = ()) -> None:
+        """groups: those that have layers on the device. task_tokens: the most of a task. draws: how a token is to be
+        drawn from each row's logits, if any is. A copy is begun; nothing is waited for."""
+        stage, words = self._stages[self._used % _STAGES]
+        self._used += 1
+        T = len(batch)
+        words["token_ids"][:T] = batch.token_ids.numpy()
+        words["token_ids"][T:] = 0
+        words["positions"][:T] = batch.positions.numpy()
+        words["positions"][T:] = -1
+        tasks = [
+            task
+            for index, segment in enumerate(batch.segments)
+            for task in tasks_of(index, segment.begin, segment.past, segment.end - segment.begin, task_tokens)
+        ]
+        words["tasks"][len(tasks) :] = 0
+        words["tasks"][: len(tasks)] = tasks
+        for index, segment in enumerate(batch.segments):
+            words["pasts"][index] = segment.past
+            for group in groups:
+                self._place(words, index, segment, group)
+        for index, draw in enumerate(draws):
+            words["keys"][index] = draw.key
+            words["temperatures"][index] = draw.temperature
+            words["thresholds"][index] = draw.threshold
+        for index, count in enumerate(self.shape.frequencies):
+            if count:
+                words[f"frequencies{index}"][:T] = batch.rotaries[index].frequencies(batch.segments).numpy()
+        self._memory.copy_(stage, non_blocking=True)
+
+    def _place(self, words: dict[str, numpy.ndarray], index: int, segment: Segment, group: int) -> None:
+        """Where a segment's pages of this group are."""
+        kv: KVStore = segment.kv
+        begin, end = segment.past, segment.past + segment.end - segment.begin
+        first, last = begin // PAGE_TOKENS, (end - 1) // PAGE_TOKENS
+        addresses = kv.addresses(group, self.device)[: last + 1].numpy()
+        words["pages"][group, index, : last + 1] = addresses
+        for number in range(first, last + 1):
+            stop = min(end, (number + 1) * PAGE_TOKENS)
+            rows = slice(segment.begin + max(begin, number * PAGE_TOKENS) - begin, segment.begin + stop - begin)
+            own, stride = kv.own_page(group, number, self.device)
+            words["own"][group, rows], words["own_stride"][group, rows] = own, stride
+            words["coded"][group, rows] = addresses[number] if self.coded is not None and number else 0
+
+
+def table_shape(batch: Batch, rows: int, pages: int, groups: int, task_tokens: int) -> TableShape:
+    """For this batch in so many rows, and for others whose sequences have at most so many pages. Of few rows, any that
+    has no more rows; of many, those that are cut alike."""
+    frequencies = tuple(
+        rotary.rotary_dim // 2 if rotary.depends_on_length else 0 for rotary in batch.rotaries
+    )  # fmt: skip
+    if rows <= FEW_ROWS:  # a task has a row at least
+        return TableShape(rows, rows, rows, pages, groups, frequencies)
+    tasks = sum(
+        len(list(tasks_of(0, 0, segment.past, segment.end - segment.begin, task_tokens))) for segment in batch.segments
+    )
+    return TableShape(rows, len(batch.segments), tasks, pages, groups, frequencies)
+
+
+def task_tokens(heads_per_key_head: int, rows: int) -> int:
+    """The most tokens of a task of attention, in a forward of so many rows."""
+    return max(1, block_rows(heads_per_key_head, is_prefill=rows > FEW_ROWS) // heads_per_key_head)

@@ -1,0 +1,359 @@
+"""A decoder on a GPU by fused kernels, its steps of a few tokens as graphs of launches that are replayed.
+
+Blocks that rest on the device run here; one that the host computes, or in a way that no kernel knows, runs as `Decoder`
+has it, between two graphs. A block that is streamed has a graph of its own: its place in the ring is always the same.
+A forward of many tokens launches the same kernels one by one. Every row of a short forward is computed alike, however
+many there are: batches and the verification of drafts give the bits of a single token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from localllm.kernels.gpu import product, sample
+from localllm.kernels.gpu.embed import embed
+from localllm.layers.attention import Attention
+from localllm.layers.batch import Batch, Draw, KVStore, moved
+from localllm.layers.gpu_block import GpuForward, multiply, packed, run_block
+from localllm.layers.gpu_tables import FEW_ROWS, GpuTables, TableShape, table_shape, task_tokens
+from localllm.layers.linear import Linear
+from localllm.layers.mlp import MLP
+from localllm.models.decoder import Block, Decoder
+from localllm.models.layout import EMBED, HEAD
+from localllm.quant.dense import Dense
+from localllm.quant.int8 import Int8
+
+_LEAST_PAGES = 4  # of the tables that a graph is made for; each next one has four times as many
+_COPIES = 4  # of drawn tokens on the host, as many as forwards can be on their way
+
+OnBlock = Callable[[Block, Tensor], None]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Tokens on their way to the host: `on_device` int64 [rows], until the next draw."""
+
+    on_device: Tensor
+    on_host: Tensor
+    arrived: Any  # an event; None where the device is the host
+
+    def tokens(self) -> list[int]:
+        """Waits for them. `sample.NOT_FINITE` where a row's logits are no numbers."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        found: list[int] = self.on_host.tolist()
+        return found
+
+
+class _Rows:
+    """What forwards of a few rows write: at the same addresses each time."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        device, vocab_size = decoder.device, decoder.head.out_features
+        self.x = torch.zeros((FEW_ROWS, decoder.config.hidden_size), device=device)
+        self.logits = torch.zeros((FEW_ROWS, vocab_size), device=device)
+        self.drawn = torch.zeros(FEW_ROWS, dtype=torch.int64, device=device)
+        self.sampling = sample.SampleRoom.empty(FEW_ROWS, vocab_size, device)
+
+
+class _Room:
+    """What forwards of one shape read and write."""
+
+    def __init__(self, rows: _Rows, tables: GpuTables) -> None:
+        count = tables.shape.rows
+        self.tables = tables
+        self.x, self.logits, self.drawn = rows.x[:count], rows.logits[:count], rows.drawn[:count]
+        self.sampling = rows.sampling
+        self.graphs: dict[tuple[int, bool], Any] = {}  # by the run, and whether tokens are drawn
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Stages that are computed one after the other with nothing between them: EMBED, blocks, HEAD, by their names.
+
+    is_ours: by our kernels, so that a graph can hold it. is_streamed: one block, which has to be brought first."""
+
+    stages: tuple[Block | str, ...]
+    is_ours: bool
+    is_streamed: bool
+
+
+class GpuStep:
+    """Logits as `Decoder.forward` has them. One forward at a time; the device is the decoder's."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder, self.device = decoder, decoder.device
+        self._rooms: dict[tuple[TableShape, object], _Room] = {}
+        self._on_host = torch.zeros(
+            (_COPIES, FEW_ROWS), dtype=torch.int64, pin_memory=self.device.type == "cuda"
+        )  # fmt: skip
+        self._num_draws = 0
+        self._joined_runs: tuple[_Run, ...] | None = None
+        self._pool: Any = None
+
+    @staticmethod
+    def supports(decoder: Decoder) -> bool:
+        """Whether any of it is for our kernels."""
+        return any(_is_ours(block, decoder.device) for block in decoder.blocks)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a forward needs nothing of the host, once it has begun, from the token to the token."""
+        return len(self._runs) == 1 and self._runs[0].is_ours and not self._runs[0].is_streamed
+
+    def logits(self, batches: Sequence[Batch], on_block: OnBlock | None = None) -> Tensor:
+        """fp32 [R, V]. batches: on the host."""
+        if not all(self.has_pages([segment.kv for segment in batch.segments]) for batch in batches):
+            return self.decoder.forward(batches, on_block)
+        if len(batches) == 1 and len(batches[0]) <= FEW_ROWS and on_block is None:
+            batch = batches[0]
+            return self._few(batch, ()).logits[batch.logit_rows.to(self.device)]
+        return self._many(batches, on_block)
+
+    def draw(self, batch: Batch, draws: Sequence[Draw], previous: Tensor | None = None) -> Drawn:
+        """A token behind each row of a batch of FEW_ROWS rows at most. previous int64 [>= rows], on the device: its
+        token ids, which the host need not know then."""
+        room, rows = self._few(batch, draws, previous), len(batch)
+        on_host = self._on_host[self._num_draws % _COPIES][:rows]
+        self._num_draws += 1
+        on_host.copy_(room.drawn[:rows], non_blocking=True)
+        arrived = None
+        if self.device.type == "cuda":
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record(torch.cuda.current_stream(self.device))
+        return Drawn(room.drawn, on_host, arrived)
+
+    def has_pages(self, kvs: Sequence[KVStore]) -> bool:
+        """Whether keys and values are where they are used: where a GPU has too little memory for them they are not."""
+        homes = kvs[0].homes  # as all have them
+        return all(homes[layer][0] == self.device for layer in self._layers)
+
+    # A few rows
+
+    def _few(self, batch: Batch, draws: Sequence[Draw], previous: Tensor | None = None) -> _Room:
+        rows = 1 << (len(batch) - 1).bit_length()
+        room = self._room(batch, rows, draws)
+        if previous is not None:
+            room.tables.views["token_ids"][: len(batch)].copy_(previous[: len(batch)], non_blocking=True)
+        forward = GpuForward(batch, room.tables, self._places(batch), self.decoder.dtype)
+        self.decoder.stream.begin()
+        for index, run in enumerate(self._runs):
+            if run.is_streamed:
+                with self.decoder.stream.held(_name(run.stages[0])):
+                    self._run(index, run, room, forward, bool(draws))
+            else:
+                self._run(index, run, room, forward, bool(draws))
+        return room
+
+    def _room(self, batch: Batch, rows: int, draws: Sequence[Draw]) -> _Room:
+        """With its tables filled."""
+        pages = _LEAST_PAGES
+        while pages < max(-(-(s.past + s.end - s.begin) // 64) for s in batch.segments):
+            pages *= 4
+        layouts = batch.segments[0].kv.layouts
+        tokens = task_tokens(self._group_heads, rows)
+        shape = table_shape(batch, rows, pages, 1 + max(group for group, _ in batch.segments[0].kv.places), tokens)
+        if (shape, layouts) not in self._rooms:
+            self._rooms[shape, layouts] = _Room(self._rows, GpuTables(shape, self.device, layouts))
+        room = self._rooms[shape, layouts]
+        room.tables.fill(batch, self._groups(batch), tokens, draws)
+        return room
+
+    def _run(self, index: int, run: _Run, room: _Room, forward: GpuForward, draws: bool) -> None:
+        graph = room.graphs.get((index, draws))
+        if graph is not None:
+            graph.replay()
+            return
+        self._launch(run, room, forward, draws)
+        if run.is_ours and self.device.type == "cuda" and self._is_capturable(run):
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            launch = partial(self._launch, run, room, forward, draws)
+            room.graphs[index, draws] = _captured(self.device, self._pool, launch)
+
+    def _launch(self, run: _Run, room: _Room, forward: GpuForward, draws: bool) -> None:
+        for stage in run.stages:
+            if isinstance(stage, Block):
+                if run.is_ours:
+                    _run_ours(stage, room.x, forward)
+                else:
+                    T = len(forward.batch)
+                    room.x[:T] = self._by_operators(stage, room.x[:T], forward.batch)
+            elif stage == EMBED:
+                self._embed(room.tables.views["token_ids"], forward.batch, room.x, is_ours=run.is_ours)
+            else:
+                room.logits.copy_(self._head(room.x))
+                if draws:
+                    views = room.tables.views
+                    for launch in sample.sample(
+                        room.logits,
+                        views["keys"],
+                        views["temperatures"],
+                        views["thresholds"],
+                        room.drawn,
+                        room.sampling,
+                    ):
+                        launch.run()
+
+    # Many rows
+
+    def _many(self, batches: Sequence[Batch], on_block: OnBlock | None) -> Tensor:
+        decoder = self.decoder
+        decoder.stream.begin()
+        forwards = [self._forward(batch) for batch in batches]
+        states = [torch.empty((len(b), decoder.config.hidden_size), device=self.device) for b in batches]
+        with decoder.stream.held(EMBED):
+            for forward, x in zip(forwards, states, strict=True):
+                self._embed(forward.tables.views["token_ids"], forward.batch, x, is_ours=self._embeds)
+        for block in decoder.blocks:
+            with decoder.stream.held(block.name):
+                for forward, x in zip(forwards, states, strict=True):
+                    if _is_ours(block, self.device):
+                        _run_ours(block, x, forward)
+                    else:
+                        x.copy_(self._by_operators(block, x, forward.batch))
+                    if on_block is not None:
+                        on_block(block, x)
+        wanted = torch.cat([x[moved(b.logit_rows, self.device)] for b, x in zip(batches, states, strict=True)])
+        with decoder.stream.held(HEAD):
+            return torch.cat([self._head(part) for part in torch.split(wanted, product.MOST_ROWS)])
+
+    def _forward(self, batch: Batch) -> GpuForward:
+        pages = max(-(-(s.past + s.end - s.begin) // 64) for s in batch.segments)
+        layouts, tokens = batch.segments[0].kv.layouts, task_tokens(self._group_heads, len(batch))
+        groups = 1 + max(group for group, _ in batch.segments[0].kv.places)
+        shape = table_shape(batch, len(batch), pages, groups, tokens)
+        tables = GpuTables(shape, self.device, layouts)
+        tables.fill(batch, self._groups(batch), tokens)
+        return GpuForward(batch, tables, self._places(batch), self.decoder.dtype)
+
+    # Stages
+
+    def _embed(self, token_ids: Tensor, batch: Batch, x: Tensor, *, is_ours: bool) -> None:
+        embedding = self.decoder.embed
+        if is_ours:
+            assert isinstance(embedding.matrix, Linear)
+            tensors = embedding.matrix.tensors
+            factor = float(torch.tensor(embedding.scale, dtype=embedding.dtype))
+            embed(tensors["qweight"], tensors["scale"], token_ids, x, factor).run()
+        else:
+            x[: len(batch)] = moved(self.decoder.embedded(batch), self.device)
+
+    def _head(self, x: Tensor) -> Tensor:
+        """x fp32 [R, hidden] -> fp32 [R, V]."""
+        decoder = self.decoder
+        if decoder.head.device != self.device:
+            return moved(decoder.logits(x.to(decoder.dtype)), self.device)
+        return decoder.capped(multiply(decoder.head, x, decoder.dtype, norm=decoder.final_norm).float())
+
+    def _by_operators(self, block: Block, x: Tensor, batch: Batch) -> Tensor:
+        y = block(moved(x.to(self.decoder.dtype), block.device), batch.on(block.device))
+        return moved(y, self.device).float()
+
+    # What there is
+
+    @cached_property
+    def _rows(self) -> _Rows:
+        return _Rows(self.decoder)
+
+    @cached_property
+    def _layers(self) -> tuple[int, ...]:
+        """Whose attention is ours."""
+        ours = (block.body for block in self.decoder.blocks if _is_ours(block, self.device))
+        return tuple(body.shape.layer for body in ours if isinstance(body, Attention))
+
+    @cached_property
+    def _group_heads(self) -> int:
+        return self.decoder.config.num_heads // self.decoder.config.num_kv_heads
+
+    def _groups(self, batch: Batch) -> list[int]:
+        """Groups of layers of which some are ours."""
+        places = batch.segments[0].kv.places
+        return sorted({places[layer][0] for layer in self._layers})
+
+    def _places(self, batch: Batch) -> tuple[tuple[int, int], ...]:
+        kv = batch.segments[0].kv
+        return tuple((group, row) for (group, _), (_, row) in zip(kv.places, kv.homes, strict=True))
+
+    @property
+    def _embeds(self) -> bool:
+        """Whether our kernel looks the embedding's rows up: on the device, or in pinned memory of the host."""
+        matrix = self.decoder.embed.matrix
+        if not isinstance(matrix, Linear) or not isinstance(matrix.format, Int8):
+            return False
+        is_near = matrix.device == self.device or all(tensor.is_pinned() for tensor in matrix.tensors.values())
+        return is_near and EMBED not in self.decoder.stream.names
+
+    @property
+    def _runs(self) -> tuple[_Run, ...]:
+        """Memory is pinned beside everything else: once the embedding is, the runs are others."""
+        if self._joined_runs is None or (not self._joined_runs[0].is_ours and self._embeds):
+            self._joined_runs = tuple(_joined(self._stages()))
+            for room in self._rooms.values():
+                room.graphs.clear()
+        return self._joined_runs
+
+    def _stages(self) -> Iterator[_Run]:
+        streamed = self.decoder.stream.names
+        yield _Run((EMBED,), self._embeds, EMBED in streamed)
+        for block in self.decoder.blocks:
+            yield _Run((block,), _is_ours(block, self.device), block.name in streamed)
+        yield _Run((HEAD,), self.decoder.head.device == self.device, HEAD in streamed)
+
+    def _is_capturable(self, run: _Run) -> bool:
+        """Whether what it launches depends on nothing that the host would have to see."""
+        linears = [linear for stage in run.stages for linear in self._linears(stage)]
+        return all(packed(linear) is not None or isinstance(linear.format, Dense) for linear in linears)
+
+    def _linears(self, stage: Block | str) -> tuple[Linear, ...]:
+        if isinstance(stage, Block):
+            return stage.body.linears
+        return (self.decoder.head,) if stage == HEAD else ()
+
+
+def _joined(runs: Iterator[_Run]) -> Iterator[_Run]:
+    """Neighbours that are ours, and all there, as one."""
+    last: _Run | None = None
+    for run in runs:
+        if last is not None and last.is_ours and run.is_ours and not last.is_streamed and not run.is_streamed:
+            last = _Run((*last.stages, *run.stages), True, False)
+            continue
+        if last is not None:
+            yield last
+        last = run
+    if last is not None:
+        yield last
+
+
+def _name(stage: Block | str) -> str:
+    return stage.name if isinstance(stage, Block) else stage
+
+
+def _is_ours(block: Block, device: torch.device) -> bool:
+    return block.device == device and isinstance(block.body, Attention | MLP)
+
+
+def _run_ours(block: Block, x: Tensor, forward: GpuForward) -> None:
+    assert isinstance(block.body, Attention | MLP)
+    run_block(block.body, block.norm_in, block.norm_out, x, forward)
+
+
+def _captured(device: torch.device, pool: Any, launch: Callable[[], None]) -> Any:
+    """A graph of what `launch` gives the device; nothing of it is computed. pool: of memory for what passes between the
+    launches, which all graphs share, as they never run side by side. Other threads may call the driver meanwhile."""
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool, capture_error_mode="thread_local")
+        try:
+            launch()
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    return graph

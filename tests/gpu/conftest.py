@@ -1,0 +1,20 @@
+"""Every kernel here runs in Triton's interpreter, on tensors of the host."""
+
+from pathlib import Path
+
+import numpy
+import pytest
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture
+def products_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of matrices in the interpreter: numpy's rows have other bits by where they stand, a card's have not."""
+    monkeypatch.setattr(numpy, "matmul", lambda a, b, dtype: numpy.stack([row @ b for row in a]).astype(dtype))
+
+
+@pytest.fixture(autouse=True)
+def packed_models_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is packed here is in no list of what other tests have installed."""
+    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "cache"))

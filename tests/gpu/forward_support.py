@@ -1,0 +1,183 @@
+"""A forward over real KV pages, as the GPU's kernels are told of it, and attention over those pages in fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from localllm.cache.kv_format import KVFormat
+from localllm.cache.paged_kv import KVPages, PagedKV
+from localllm.cache.pages import HOST
+from localllm.kernels import kv_page
+from localllm.kernels.gpu.attention import History, tasks_of
+from localllm.kernels.gpu.rope import TokenTables
+from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout
+from localllm.kernels.paged_attention import write
+
+LAYERS, LAYER = 2, 1
+NAN = float("nan")
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@dataclass
+class Forward:
+    """Segments of `counts` new tokens behind `pasts`: their pages, of which nothing else is written, and the tables.
+    padding: rows behind them that are nobody's."""
+
+    kv_format: KVFormat
+    KH: int
+    D: int
+    pasts: Sequence[int]
+    counts: Sequence[int]
+    window: int | None = None
+    dtype: torch.dtype = torch.float32
+    padding: int = 0
+    depths: Sequence[int] | None = None  # of the new tokens of each segment, in a draft tree
+
+    def __post_init__(self) -> None:
+        pages = KVPages(
+            self.kv_format,
+            windows=[self.window] * LAYERS,
+            devices=[HOST] * LAYERS,
+            num_kv_heads=self.KH,
+            head_dim=self.D,
+            dtype=self.dtype,
+        )
+        sizes = zip(self.pasts, self.counts, strict=True)
+        self.stores = [_filled(pages, past, count, seed) for seed, (past, count) in enumerate(sizes)]
+
+    @property
+    def layouts(self) -> tuple[PageLayout, PageLayout | None]:
+        return self.stores[0].layouts
+
+    @property
+    def rows(self) -> list[tuple[int, int]]:
+        """Segment and slot of each row."""
+        sizes = zip(self.pasts, self.counts, strict=True)
+        return [(i, slot) for i, (past, count) in enumerate(sizes) for slot in range(past, past + count)]
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.counts) + self.padding
+
+    def position(self, segment: int, slot: int) -> int:
+        past = self.pasts[segment]
+        return slot if self.depths is None else past + self.depths[slot - past]
+
+    def tokens(self) -> TokenTables:
+        """A padding row's addresses lead nowhere."""
+        own = [self.own_part(*row, 0).data_ptr() for row in self.rows]
+        strides = [self.own_part(*row, 1).data_ptr() - first for row, first in zip(self.rows, own, strict=True)]
+        is_coded = self.layouts[1] is not None
+        coded = [
+            self._address(i, slot // PAGE_TOKENS) if is_coded and slot >= PAGE_TOKENS else 0 for i, slot in self.rows
+        ]
+        no = [-1] * self.padding
+        return TokenTables(
+            positions=torch.tensor([self.position(*row) for row in self.rows] + no, dtype=torch.int32),
+            slots=torch.tensor([slot for _, slot in self.rows] + no, dtype=torch.int32),
+            own=torch.tensor(own + no),
+            own_stride=torch.tensor(strides + no),
+            coded=torch.tensor(coded + no),
+        )
+
+    def _address(self, segment: int, number: int) -> int:
+        """0 where a window has left the page."""
+        page = self.stores[segment].tables[0][number]
+        return 0 if page is None else page.layer(0).data_ptr()
+
+    def history(self, tokens: int, *, empty_tasks: int = 0, ancestors: Tensor | None = None) -> History:
+        """tokens: of a task at most."""
+        firsts = [sum(self.counts[:i]) for i in range(len(self.counts))]
+        sizes = enumerate(zip(firsts, self.pasts, self.counts, strict=True))
+        tasks = [task for i, (first, past, count) in sizes for task in tasks_of(i, first, past, count, tokens)]
+        tasks += [(0, 0, 0, 0)] * empty_tasks
+        tables = [
+            torch.tensor([self._address(i, number) for number in range(len(store.tables[0]))])
+            for i, store in enumerate(self.stores)
+        ]
+        return History(
+            tasks=torch.tensor(tasks, dtype=torch.int32),
+            pasts=torch.tensor(self.pasts, dtype=torch.int32),
+            tables=torch.nn.utils.rnn.pad_sequence(tables, batch_first=True).contiguous(),
+            ancestors=ancestors,
+        )
+
+    def own_part(self, segment: int, slot: int, layer: int = LAYER) -> Tensor:
+        """Of the page as the token there reads it: uint8 [layer_bytes]."""
+        return self.stores[segment]._own(0, slot // PAGE_TOKENS).layer(layer)
+
+    def table_page(self, segment: int, number: int) -> Tensor:
+        page = self.stores[segment].tables[0][number]
+        assert page is not None
+        return page.layer(LAYER)
+
+    def seen_by(self, segment: int, slot: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The slots that a query there may see, and their keys and values [KH, slots, D] as it reads them."""
+        dense, coded = self.layouts
+        number, position = slot // PAGE_TOKENS, self.position(segment, slot)
+        first = 0 if self.window is None else max(0, position - self.window + 1)
+        keys, values = [], []
+        for page in range(first // PAGE_TOKENS, number + 1):
+            is_coded = coded is not None and 0 < page < number
+            part = self.own_part(segment, slot) if page == number else self.table_page(segment, page)
+            k, v = kv_page.load(coded if is_coded and coded else dense, part.unsqueeze(0))
+            keys.append(k.double())
+            values.append(v.double())
+        begin = first // PAGE_TOKENS * PAGE_TOKENS
+        kept = slice(first - begin, slot + 1 - begin)
+        return torch.arange(first, slot + 1), torch.cat(keys, 1)[:, kept], torch.cat(values, 1)[:, kept]
+
+    def expected(
+        self, q: Tensor, *, scale: float, softcap: float | None = None, ancestors: Tensor | None = None
+    ) -> Tensor:
+        """q [M, H, D], turned as the pages are. Returns fp64 [M, H * D], zeros for padding."""
+        M, H, D = q.shape
+        mixed = torch.zeros(M, H, D, dtype=torch.float64)
+        for row, (segment, slot) in enumerate(self.rows):
+            slots, keys, values = self.seen_by(segment, slot)
+            if ancestors is not None:
+                new = slots - self.pasts[segment]
+                is_seen = (new < 0) | ((int(ancestors[row]) >> new.clamp(min=0)) & 1 != 0)
+                keys, values = keys[:, is_seen], values[:, is_seen]
+            grouped = q[row].double().view(self.KH, -1, D)
+            scores = grouped @ keys.mT * scale
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            mixed[row] = (scores.softmax(-1) @ values).view(H, D)
+        if self.layouts[1] is not None:
+            mixed = kv_page.rotated(mixed).double()
+        return mixed.view(M, H * D)
+
+
+def _filled(pages: KVPages, past: int, count: int, seed: int) -> PagedKV:
+    """A sequence of `past` tokens, of both layers, that has room for more; every other byte of its pages is 255."""
+    kv = pages.new(past + count)
+    layout = kv.layouts[0]
+    for pool in pages.groups[0].pools:
+        for page in pool.free:
+            for part in page.parts.values():
+                part.fill_(0xFF)
+    while kv.length < past:
+        chunk = min(100, past - kv.length)
+        kv.prepare(kv.length + chunk)
+        for layer in range(LAYERS):
+            k, v = random(2, chunk, layout.num_kv_heads, layout.head_dim, seed=1000 * seed + kv.length + layer)
+            write(kv.layer(layer, kv.length, chunk), kv.length, k, v)
+        kv.advance(chunk)
+    kv.prepare(past + count)
+    return kv
+
+
+def write_new(forward: Forward, k: Tensor, v: Tensor) -> None:
+    """k, v [M, KH, D] of the new tokens, by torch's operators: not turned yet."""
+    for segment, (past, count) in enumerate(zip(forward.pasts, forward.counts, strict=True)):
+        first = sum(forward.counts[:segment])
+        rows = slice(first, first + count)
+        write(forward.stores[segment].layer(LAYER, past, count), past, k[rows], v[rows])

@@ -1,0 +1,177 @@
+"""Paged attention on a GPU, in Triton's interpreter, beside fp64."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from localllm.cache.kv_format import KV_FORMATS
+from localllm.kernels import kv_page
+from localllm.kernels.gpu.attention import PREFILL_ROWS, SECTION_PAGES, attend, block_rows, tasks_of
+from localllm.kernels.gpu.attention_merge import new_parts
+from localllm.kernels.gpu.launch import run_all
+from localllm.kernels.kv_page import PAGE_TOKENS
+from tests.gpu.forward_support import LAYER, NAN, Forward, random, write_new
+
+EVERY_FORMAT = [pytest.param(kv_format, id=name) for name, kv_format in KV_FORMATS.items()]
+SECTION_TOKENS = SECTION_PAGES * PAGE_TOKENS
+# Of fp32 sums of some hundred products; on a card, where operands are bf16, see the docstring of `attend`.
+TOLERANCE = 2e-5
+
+
+def run(
+    forward: Forward,
+    q: Tensor,
+    *,
+    scale: float = 0.2,
+    softcap: float | None = None,
+    ancestors: Tensor | None = None,
+    sections: int | None = None,
+    rows: int | None = None,
+    empty_tasks: int = 0,
+) -> Tensor:
+    """sections: as many as the longest segment has, where it is not said. Returns [M, H * D]."""
+    M, H, D = q.shape
+    rows = rows or block_rows(H // forward.KH, is_prefill=False)
+    sections = sections or max(slot for _, slot in forward.rows) // SECTION_TOKENS + 1
+    parts = new_parts(sections, M, H, D)
+    for tensor in (parts.mixed, parts.peaks, parts.totals):
+        tensor.fill_(NAN)
+    out = torch.full((M, H * D), NAN)
+    history = forward.history(rows // (H // forward.KH), empty_tasks=empty_tasks, ancestors=ancestors)
+    launches = attend(
+        q, out, forward.tokens(), history, parts, *forward.layouts, LAYER,
+        scale=scale, window=forward.window, softcap=softcap, rows=rows,
+    )  # fmt: skip
+    run_all(launches)
+    return out
+
+
+def prepared(forward: Forward, H: int) -> Tensor:
+    """The new tokens are written. Returns queries [M, H, D]."""
+    M, D = forward.num_rows, forward.D
+    k, v = random(2, M, forward.KH, D, seed=7)
+    write_new(forward, k, v)
+    return random(M, H, D, seed=8)
+
+
+def check(forward: Forward, H: int, **options: object) -> None:
+    q = prepared(forward, H)
+    numbers = {name: options[name] for name in ("softcap", "ancestors") if name in options}
+    mixed = run(forward, q, **options)  # type: ignore[arg-type]
+    expected = forward.expected(q, scale=0.2, **numbers)  # type: ignore[arg-type]
+    real = len(forward.rows)
+    assert (mixed - expected)[:real].abs().max() < TOLERANCE
+    assert mixed[real:].isnan().all()  # of padding nothing is written
+
+
+@pytest.mark.parametrize("kv_format", EVERY_FORMAT)
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 300, 1 + SECTION_TOKENS])
+def test_a_token_attends_to_its_history(kv_format, length):
+    check(Forward(kv_format, KH=1, D=64, pasts=[length - 1], counts=[1]), H=4)
+
+
+@pytest.mark.parametrize("kv_format", EVERY_FORMAT)
+@pytest.mark.parametrize(("D", "G"), [(128, 1), (128, 7), (64, 7), (32, 20)])
+def test_heads_of_any_size_and_number_share_a_key_head(kv_format, D, G):
+    check(Forward(kv_format, KH=2, D=D, pasts=[290], counts=[1]), H=2 * G)
+
+
+@pytest.mark.parametrize("D", [80, 96])
+def test_heads_that_are_no_power_of_two_are_dense_or_masked(D):
+    kv_format = KV_FORMATS["bf16" if D == 80 else "int4"]
+    check(Forward(kv_format, KH=2, D=D, pasts=[270], counts=[4]), H=4)
+
+
+@pytest.mark.parametrize("kv_format", EVERY_FORMAT)
+def test_segments_of_any_length_straddle_pages_beside_padding(kv_format):
+    forward = Forward(kv_format, KH=1, D=64, pasts=[0, 60, 120, 255, 300], counts=[1, 16, 16, 4, 1], padding=3)
+    check(forward, H=4, empty_tasks=2)
+
+
+@pytest.mark.parametrize("kv_format", EVERY_FORMAT)
+def test_dense_pages_of_bf16_are_read_as_they_are(kv_format):
+    check(Forward(kv_format, KH=1, D=64, pasts=[130], counts=[4], dtype=torch.bfloat16), H=4)
+
+
+@pytest.mark.parametrize("kv_format", EVERY_FORMAT)
+@pytest.mark.parametrize("window", [1, 64, 100, 257])
+def test_a_window_hides_what_lies_before_it(kv_format, window):
+    check(Forward(kv_format, KH=1, D=32, pasts=[318, 20], counts=[4, 2], window=window), H=2)
+
+
+@pytest.mark.parametrize("kv_format", EVERY_FORMAT)
+def test_a_softcap_bounds_the_scores(kv_format):
+    check(Forward(kv_format, KH=1, D=64, pasts=[150], counts=[2]), H=4, softcap=1.5)
+
+
+@pytest.mark.parametrize("kv_format", EVERY_FORMAT)
+@pytest.mark.parametrize("past", [0, 58, 122, 260])
+@pytest.mark.parametrize("window", [None, 70])
+def test_a_token_of_a_draft_tree_sees_its_ancestors_alone(kv_format, past, window):
+    parents = [-1, 0, 0, 1, 2, 2, 4, 3]
+    depths = [0, 1, 1, 2, 2, 2, 3, 3]
+    masks: list[int] = []
+    for i, parent in enumerate(parents):
+        masks.append((masks[parent] if parent >= 0 else 0) | 1 << i)
+    forward = Forward(kv_format, KH=1, D=32, pasts=[past], counts=[8], window=window, depths=depths)
+    check(forward, H=2, ancestors=torch.tensor(masks, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("kv_format", EVERY_FORMAT)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["in small blocks", "at once"])
+def test_a_long_prompt_is_read_in_larger_tasks(kv_format, dtype):
+    forward = Forward(kv_format, KH=1, D=32, pasts=[0, 180], counts=[20, 30], dtype=dtype)
+    check(forward, H=5, rows=PREFILL_ROWS, sections=1)
+
+
+@pytest.mark.parametrize("kv_format", EVERY_FORMAT)
+def test_a_prompts_window_hides_what_lies_before_it(kv_format):
+    forward = Forward(kv_format, KH=1, D=32, pasts=[180], counts=[30], window=90, dtype=torch.bfloat16)
+    check(forward, H=2, rows=PREFILL_ROWS, sections=1)
+
+
+@pytest.mark.parametrize("kv_format", EVERY_FORMAT)
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.usefixtures("products_row_by_row")
+def test_a_row_has_the_same_bits_alone_and_among_others(kv_format, window):
+    many = Forward(kv_format, KH=1, D=64, pasts=[40, 270, 600], counts=[3, 9, 1], window=window)
+    q = prepared(many, H=4)
+    together = run(many, q, sections=4)
+    for row in (0, 2, 3, 7, 11, 12):
+        assert torch.equal(run(*alone(many, q, row), sections=3), together[row : row + 1])
+
+
+def alone(many: Forward, q: Tensor, row: int) -> tuple[Forward, Tensor]:
+    """The same forward with one of its rows, over the same pages."""
+    segment, slot = many.rows[row]
+    one = dataclasses.replace(many, pasts=[0], counts=[1], window=None)
+    one.pasts, one.window, one.stores = [slot], many.window, [many.stores[segment]]
+    return one, q[row : row + 1]
+
+
+@pytest.mark.parametrize("kv_format", EVERY_FORMAT)
+def test_one_section_gives_the_bits_of_many(kv_format):
+    forward = Forward(kv_format, KH=1, D=64, pasts=[190], counts=[3])
+    q = prepared(forward, H=4)
+    assert torch.equal(run(forward, q, sections=1), run(forward, q, sections=5))
+
+
+@pytest.mark.parametrize("part", [1, 3], ids=["key", "value"])
+@pytest.mark.parametrize("kv_format", EVERY_FORMAT[1:])
+def test_a_scale_that_is_not_finite_reaches_those_who_see_its_token(kv_format, part):
+    forward = Forward(kv_format, KH=1, D=64, pasts=[330], counts=[4], window=203)
+    q = prepared(forward, H=4)
+    _, coded = forward.layouts
+    scales = coded.parts(forward.table_page(0, 2))[part]
+    scales[0, 0, 130 - 2 * PAGE_TOKENS] = kv_page.NOT_FINITE  # seen from 330 to 332
+    mixed = run(forward, q)
+    assert mixed[:3].isnan().any(-1).all() and mixed[3:].isfinite().all()
+
+
+def test_tasks_stand_in_one_page_and_have_so_many_tokens_at_most():
+    assert list(tasks_of(2, 10, 60, 9, 4)) == [(10, 4, 2, 0), (14, 4, 2, 0), (18, 1, 2, 0)]
+    assert list(tasks_of(0, 0, 62, 4, 16)) == [(0, 2, 0, 0), (2, 2, 0, 0)]

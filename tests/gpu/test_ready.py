@@ -1,0 +1,133 @@
+"""Whether a card computes by our kernels: what is asked of it, what its check says, and what is kept of that."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from localllm.cli.checks_gpu import check_kernels
+from localllm.engine.loading import Watcher, note_kernels
+from localllm.kernels.gpu import check, ready
+
+CARD = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[SimpleNamespace]:
+    """capability: of a card that is not here; says: its check, each time that it runs."""
+    told = SimpleNamespace(capability=(8, 6), says="", asked=0)
+
+    def checked(_device: torch.device) -> str:
+        told.asked += 1
+        return str(told.says)
+
+    properties = SimpleNamespace(name="a card", major=8, minor=6)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: told.capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(ready, "_checked", checked)
+    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path))
+    ready.why_not.cache_clear()
+    yield told
+    ready.why_not.cache_clear()
+
+
+def anew() -> str:
+    """As another process would ask."""
+    ready.why_not.cache_clear()
+    return ready.why_not(CARD)
+
+
+def test_a_check_is_made_once(card: SimpleNamespace) -> None:
+    assert not ready.is_known(CARD)
+    assert anew() == "" and anew() == "" and card.asked == 1
+    assert ready.is_known(CARD)
+
+
+def test_a_wrong_kernel_is_remembered_and_a_want_of_memory_is_not(card: SimpleNamespace) -> None:
+    card.says = "torch.OutOfMemoryError: CUDA out of memory"
+    assert "out of memory" in anew() and "out of memory" in anew() and card.asked == 2
+    card.says = "WRONG: gemv of int8, error 1.0e+00, at most 2e-06"
+    assert anew().startswith("WRONG: gemv") and anew().startswith("WRONG: gemv") and card.asked == 3
+
+
+def test_other_kernels_are_checked_anew(card: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    anew()
+    monkeypatch.setattr(ready, "_source", lambda: "another")
+    assert anew() == "" and card.asked == 2
+
+
+@pytest.mark.parametrize("damaged", ["", "[]", "{", '{"x": 3}'])
+def test_a_damaged_file_is_as_none(card: SimpleNamespace, tmp_path: Path, damaged: str) -> None:
+    (tmp_path / "gpu_kernels.json").write_text(damaged, encoding="utf-8")
+    assert anew() == "" and anew() == "" and card.asked == 1
+    assert list(json.loads((tmp_path / "gpu_kernels.json").read_text(encoding="utf-8")).values())[-1] == ""
+
+
+def test_cards_that_are_too_old_and_machines_without_triton_are_told(
+    card: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card.capability = (7, 0)
+    assert "of compute capability 7.0, they need" in anew()
+    card.capability = (8, 6)
+    monkeypatch.setattr(ready, "_triton", lambda: "")
+    assert anew() == "triton is not installed" and card.asked == 0
+    assert "NVIDIA" in ready.missing(torch.device("cpu"))
+
+
+def test_one_line_says_that_operators_compute(card: SimpleNamespace) -> None:
+    said: list[str] = []
+    watcher = Watcher(measuring=lambda text: said.append(f"measuring: {text}"), noting=said.append)
+    note_kernels(CARD, watcher)
+    assert said == ["measuring: checking the kernels on this graphics card, once"]
+    note_kernels(CARD, watcher)
+    note_kernels(torch.device("cpu"), watcher)
+    assert len(said) == 1
+    card.capability = (6, 1)
+    ready.why_not.cache_clear()
+    note_kernels(CARD, watcher)
+    assert len(said) == 2 and said[1].startswith("torch's operators compute") and "6.1" in said[1]
+
+
+def test_the_doctor_checks_anew(card: SimpleNamespace) -> None:
+    assert check_kernels().status == check_kernels().status == "ok" and card.asked == 2
+    card.says = "WRONG: something"
+    assert check_kernels().status == "warn" and "WRONG: something" in check_kernels().detail
+    card.capability = (6, 1)
+    assert check_kernels().status == "ok" and "not used" in check_kernels().detail
+
+
+def test_every_kernel_is_right_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check itself, of sizes that the interpreter is done with soon; and it finds what is wrong."""
+    monkeypatch.setattr(check, "_N", 20)
+    monkeypatch.setattr(check, "_K", 600)
+    monkeypatch.setattr(check, "ROW_COUNTS", (1, 7))
+    monkeypatch.setattr(check, "HEAD_DIMS", (64,))
+    torch.manual_seed(0)
+    found = list(check.cases(torch.device("cpu")))
+    assert len(found) > 40 and [case.line() for case in found if not case.is_right] == []
+
+
+@pytest.mark.parametrize("broken", ["gemv", "rows", "drawn"])
+def test_the_check_finds_a_kernel_that_is_wrong(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "_N", 20)
+    monkeypatch.setattr(check, "_K", 600)
+    monkeypatch.setattr(check, "ROW_COUNTS", (1,))
+    cpu, nothing = torch.device("cpu"), SimpleNamespace(run=lambda: None)
+    some: Any
+    if broken == "gemv":
+        monkeypatch.setattr(check.gemv, "gemv", lambda *_: nothing)
+        some = check._products(cpu, 64)
+    elif broken == "rows":
+        monkeypatch.setattr(check.activations, "to_floats", lambda *_, **__: nothing)
+        some = check._between(cpu)
+    else:
+        monkeypatch.setattr(check.sample, "sample", lambda *_: [])
+        some = [check._drawn(cpu)]
+    assert any(not case.is_right for case in some)

@@ -1,0 +1,219 @@
+"""A whole decoder by the GPU's kernels, in Triton's interpreter, beside torch's operators on the same tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from localllm.engine.engine import Engine
+from localllm.engine.events import FinishedEvent, TokenEvent
+from localllm.engine.request import Request, SamplingParams
+from localllm.engine.runner import Chunk, ModelRunner
+from localllm.layers.batch import Batch, Draw
+from localllm.models.decoder import Decoder
+from localllm.models.gpu_step import Drawn, GpuStep
+from tests.checkpoints import FAMILIES, write_checkpoint
+
+EXACT = 2e-5  # of the norm, in fp32
+
+
+def ids(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def by_kernels(model: Decoder) -> ModelRunner:
+    runner = ModelRunner(model)
+    runner.cpu_step, runner.gpu_step = None, GpuStep(model)
+    return runner
+
+
+def by_operators(model: Decoder) -> ModelRunner:
+    runner = ModelRunner(model)
+    runner.cpu_step = None
+    return runner
+
+
+def logits(engine: Engine, runner: ModelRunner, token_ids: list[int], chunk_sizes: list[int]) -> Tensor:
+    """Of every token, fed in chunks."""
+    kv = engine.residency.new_kv(len(token_ids))
+    found = [runner.forward([Chunk(token_ids, kv, size)], all_logits=True) for size in chunk_sizes]
+    kv.close()
+    return torch.cat(found)
+
+
+def behind(engine: Engine, token_ids: list[int], past: int, chunk_sizes: list[int]) -> Tensor:
+    """By our kernels, of the tokens behind the first `past`, which operators read."""
+    kv = engine.residency.new_kv(len(token_ids))
+    by_operators(engine.model).forward([Chunk(token_ids, kv, past)])
+    runner = by_kernels(engine.model)
+    found = [runner.forward([Chunk(token_ids, kv, size)], all_logits=True) for size in chunk_sizes]
+    kv.close()
+    return torch.cat(found)
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    write_checkpoint(folder, "llama")
+    return folder
+
+
+@pytest.fixture
+def engine(llama: Path) -> Iterator[Engine]:
+    """In fp32, which computes by our kernels."""
+    loaded = Engine.load(llama, device="cpu", weights="fp32")
+    loaded.runner.gpu_step = GpuStep(loaded.model)
+    yield loaded
+    loaded.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_computed_as_operators_do(family: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, family)
+    engine = Engine.load(tmp_path, device="cpu", dtype="fp32")
+    token_ids = ids(24)
+    expected = logits(engine, by_operators(engine.model), token_ids, [24])
+    found = logits(engine, by_kernels(engine.model), token_ids, [17, 3, 4])
+    assert error(found, expected) < EXACT
+
+
+@pytest.mark.parametrize("weights", ["int4-g32", "int8"])
+@pytest.mark.parametrize("kv", ["int8", "int4"])
+def test_packed_weights_and_coded_pages_are_computed_as_the_cpu_does(weights: str, kv: str, tmp_path: Path) -> None:
+    """Behind a coded page. The CPU multiplies by the same INT8 activations; in fp32 nothing else differs."""
+    write_checkpoint(tmp_path, "qwen3")
+    engine = Engine.load(tmp_path, device="cpu", dtype="fp32", weights=weights, kv=kv)
+    token_ids = ids(136)
+    expected = logits(engine, by_operators(engine.model), token_ids, [126, 10])[126:]
+    assert error(behind(engine, token_ids, 126, [8, 1, 1]), expected) < 0.02  # a code falls on a step's other side
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int8"])
+def test_a_model_in_bf16_is_computed_as_operators_do(weights: str, llama: Path) -> None:
+    """Also a prompt whose matrices the library multiplies, in bf16. The interpreter rounds bf16 towards zero."""
+    engine = Engine.load(llama, device="cpu", dtype="bf16", weights=weights)
+    assert engine.model.dtype is torch.bfloat16
+    token_ids = ids(72)
+    expected = logits(engine, by_operators(engine.model), token_ids, [72])
+    assert error(logits(engine, by_kernels(engine.model), token_ids, [66, 5, 1]), expected) < 0.06
+
+
+@pytest.mark.usefixtures("products_row_by_row")
+def test_a_row_has_the_same_bits_alone_verified_with_others_and_in_a_batch(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "qwen3")
+    engine = Engine.load(tmp_path, device="cpu", dtype="fp32", weights="int4-g32", kv="int8")
+    token_ids = ids(134)
+    alone = behind(engine, token_ids, 126, [1] * 8)
+    assert torch.equal(behind(engine, token_ids, 126, [8]), alone)
+    assert torch.equal(behind(engine, token_ids, 126, [3, 5]), alone)
+    others = [engine.residency.new_kv(127) for _ in range(3)]
+    by_operators(engine.model).forward([Chunk(token_ids, kv, 126) for kv in others])
+    together = by_kernels(engine.model).forward([Chunk(token_ids, kv, 1) for kv in others])
+    assert torch.equal(together, alone[:1].expand(3, -1))
+
+
+def test_blocks_that_the_host_computes_stand_between_ours(engine: Engine) -> None:
+    """Of a device that is no device of ours, as a block on the host is to one on a card."""
+    token_ids = ids(30)
+    expected = logits(engine, by_operators(engine.model), token_ids, [30])
+
+    class Other(GpuStep):
+        def _stages(self):  # type: ignore[no-untyped-def]
+            for index, run in enumerate(super()._stages()):
+                yield replace(run, is_ours=run.is_ours and index not in (2, 3))
+
+    step = Other(engine.model)
+    runner = by_kernels(engine.model)
+    runner.gpu_step = step
+    assert [run.is_ours for run in step._runs] == [False, True, False, False, True]
+    assert not step.is_whole
+    assert error(logits(engine, runner, token_ids, [20, 4, 6]), expected) < EXACT
+
+
+def texts(engine: Engine, requests: list[SamplingParams], prompts: list[list[int]]) -> list[list[int]]:
+    answers: dict[int, list[int]] = {
+        engine.submit(Request(tuple(prompt), sampling)): [] for prompt, sampling in zip(prompts, requests, strict=True)
+    }
+    while engine.has_work:
+        for event in engine.step():
+            if isinstance(event, TokenEvent):
+                answers[event.request_id].append(event.token_id)
+            if isinstance(event, FinishedEvent):
+                assert event.finish_reason == "length", event.error
+    return list(answers.values())
+
+
+def sampling(temperature: float, max_tokens: int = 6, **rest: float) -> SamplingParams:
+    return SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=7, **rest)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wish", [sampling(0), sampling(0.9), sampling(1.5, min_p=0.05), sampling(0.9, top_k=5)])
+def test_an_engine_draws_the_tokens_that_the_host_would_draw(engine: Engine, llama: Path, wish: SamplingParams) -> None:
+    host = Engine.load(llama, device="cpu", weights="fp32")
+    assert texts(engine, [wish], [ids(20)]) == texts(host, [wish], [ids(20)])
+
+
+def test_requests_that_come_and_go_do_not_change_each_others_tokens(engine: Engine) -> None:
+    """Steps that were begun ahead are dropped where a prompt, or the end of another answer, comes between."""
+    wishes, prompts = [sampling(0.9, n) for n in (2, 6, 3)], [ids(n, seed=n) for n in (5, 25, 12)]
+    alone = [texts(engine, [wish], [prompt])[0] for wish, prompt in zip(wishes, prompts, strict=True)]
+    assert texts(engine, wishes, prompts) == alone
+
+
+def test_the_next_step_is_begun_before_its_token_is_known(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """INT8 weights, whose embedding our kernel looks up: the host need not see a token for the next one."""
+    engine = Engine.load(llama, device="cpu", dtype="fp32", weights="int8")
+    expected = texts(engine, [sampling(0.9, 6)], [ids(10)])
+    assert engine.runner.gpu_step is None
+    engine.runner.cpu_step, engine.runner.gpu_step = None, GpuStep(engine.model)
+    assert engine.runner.gpu_step.is_whole
+    begun, draw = [], GpuStep.draw
+
+    def counted(step: GpuStep, batch: Batch, draws: list[Draw], previous: Tensor | None = None) -> Drawn:
+        begun.append(previous is not None)
+        return draw(step, batch, draws, previous)
+
+    monkeypatch.setattr(GpuStep, "draw", counted)
+    assert texts(engine, [sampling(0.9, 6)], [ids(10)]) == expected
+    assert begun == [False, True, True, True, True]  # the first token is drawn from the prompt's logits
+
+
+def test_a_request_that_is_aborted_leaves_the_pages_as_they_must_be(engine: Engine) -> None:
+    request_id = engine.submit(Request(tuple(ids(10)), sampling(0, 50)))
+    for _ in range(4):
+        engine.step()
+    engine.abort(request_id)
+    while engine.has_work:
+        engine.step()
+    engine.residency.kv_pages.check_integrity()
+
+
+def test_logits_that_are_no_numbers_end_the_request_with_an_error(engine: Engine) -> None:
+    body = engine.model.blocks[3].body
+    next(iter(body.linears[0].tensors.values()))[0, 0] = torch.nan
+    request_id = engine.submit(Request(tuple(ids(10)), sampling(0, 5)))
+    finished = [event for event in engine.step() if isinstance(event, FinishedEvent)]
+    assert finished[0].request_id == request_id and "NaN" in str(finished[0].error)
+
+
+def test_a_kernel_that_fails_leaves_its_work_to_operators(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one line that says so; the text is the same."""
+    engine = Engine.load(llama, device="cpu", weights="fp32")
+    expected = texts(engine, [sampling(0.9)], [ids(20)])
+    for broken in ("localllm.layers.gpu_block.rope_store", "localllm.models.gpu_step.sample.sample"):
+        said: list[str] = []
+        engine.runner.gpu_step, engine.runner._note = GpuStep(engine.model), said.append
+        with monkeypatch.context() as patch:
+            patch.setattr(broken, lambda *_: (_ for _ in ()).throw(RuntimeError("out of resource: shared memory")))
+            assert texts(engine, [sampling(0.9)], [ids(20)]) == expected
+        assert len(said) == 1 and "RuntimeError: out of resource: shared memory" in said[0]
+        assert engine.runner.gpu_step is None

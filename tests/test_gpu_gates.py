@@ -1,0 +1,72 @@
+"""The kernels compile for cards that are not here, by both Tritons that users have; and the gate that says so works."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+
+pytest.importorskip("triton")
+CAPABILITIES = ("80", "86", "89", "90", "120")
+OLDER = Path(os.environ.get("LOCALLLM_OLDER_TRITON", REPOSITORY / ".venv" / "triton-3.6"))
+
+PLANTED = """
+import sys, torch, triton, triton.language as tl
+from localllm.kernels.gpu.launch import Launch
+from tools.check_kernels import faults
+
+@triton.jit
+def wrong(x, SIZE: tl.constexpr):
+    tl.store(x + tl.arange(0, SIZE), 0.0)
+
+@triton.jit
+def crowded(x, y, SIZE: tl.constexpr):
+    a, b = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
+    tile = tl.load(x + a * SIZE + b)
+    tl.store(y + a * SIZE + b, tl.dot(tile, tl.dot(tile, tile).to(tl.float16)))
+
+@triton.jit
+def _gemv(x, y, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE) * 3
+    tl.store(y + at, tl.load(x + at))
+
+x, y = torch.empty(1 << 18, dtype=torch.float16), torch.empty(1 << 18)
+for kernel, size in ((wrong, 3), (crowded, 128), (_gemv, 1024)):
+    arguments = {"x": x} if kernel is wrong else {"x": x, "y": y}
+    print("; ".join(faults(Launch(kernel, (1,), arguments, {"SIZE": size}), 89)) or "nothing found")
+"""
+
+
+def run(*command: str, triton: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    path = [str(REPOSITORY), *([str(triton)] if triton else [])]
+    environment["PYTHONPATH"] = os.pathsep.join(reversed(path))
+    return subprocess.run(
+        [sys.executable, *command], env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_every_kernel_compiles_without_spills_and_with_wide_loads(capability: str) -> None:
+    done = run("-m", "tools.check_kernels", capability)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(not OLDER.exists(), reason=f"{OLDER} is absent; `make {OLDER.relative_to(REPOSITORY)}` installs it")
+def test_the_oldest_triton_compiles_them_too() -> None:
+    done = run("-m", "tools.check_kernels", "89", "90", triton=OLDER)
+    assert done.returncode == 0 and "triton 3.6." in done.stdout, done.stdout + done.stderr
+
+
+def test_the_gate_names_what_was_planted(tmp_path: Path) -> None:
+    script = tmp_path / "planted.py"
+    script.write_text(PLANTED, encoding="utf-8")
+    wrong, crowded, narrow = run(str(script)).stdout.splitlines()
+    assert "power of 2" in wrong
+    assert "spills" in crowded or "wants" in crowded
+    assert "no load of 128 bits" in narrow
