@@ -42,12 +42,38 @@ def test_every_placement_writes_the_text_of_the_cpu_alone(result: dict[str, dict
 
 
 def test_every_row_has_its_figure_beside_what_it_is_measured_by(result: dict[str, list[dict[str, object]]]) -> None:
-    rows = [row for row in result["rows"] if row["part"] != "texts"]
+    rows = [row for row in result["rows"] if "MB" in str(row["part"])]
     by_format = {weights: [row["what"] for row in rows if weights in str(row["part"])] for weights in ("bf16", "int4")}
     assert len(by_format["bf16"]) == 4 and len(by_format["int4"]) == 3
     for row in rows:
         if "accelerate" not in str(row["what"]):  # which need not be installed
             assert row["figure"] and row["beside"] and row["ratio"], row
+
+
+@pytest.mark.parametrize(
+    ("part", "whats"),
+    [
+        ("kernels", ("gemv", "gemm", "dequantized", "attention", "an embedding", "drawn tokens", "norms and gates")),
+        ("products", ("beside the device copy", "torch's INT4 operator", "16 rows", "which kernel", "gemm of 16 x 64")),
+        (
+            "model",
+            ("first token", "behind 70", "one graph", "each layer", "reduce-overhead", "prefill", "beside bf16"),
+        ),
+        ("profile", ("a step behind 70", "gemm 64x64", "attend", "to_codes norm", "merge", "embed")),
+    ],
+)
+def test_every_part_of_our_kernels_has_its_rows(part: str, whats: tuple[str, ...], result: dict[str, Any]) -> None:
+    rows = [row for row in result["rows"] if row["part"] == part]
+    assert result[part]
+    for what in whats:
+        assert any(what in row["what"] for row in rows), what
+    for row in rows:
+        assert row["figure"] or "which kernel" in row["what"], row
+
+
+def test_every_kernel_is_right_and_graphs_change_no_token(result: dict[str, Any]) -> None:
+    judged = [row for row in result["rows"] if row["wanted"] in ("all right", "the same tokens")]
+    assert len(judged) == 10 and all(row["is_met"] for row in judged)
 
 
 def test_the_machine_is_measured_for_both_formats(result: dict[str, dict[str, Any]]) -> None:

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from localllm import Engine, EngineService, FinishedEvent, PrefillEvent, Request, SamplingParams, TokenEvent
-from localllm.engine import drawing
-from localllm.engine import loading
+from localllm.engine import drawing, loading
 from localllm.engine.events import Event
 from localllm.engine.runner import Chunk
 from localllm.engine.scheduler import Limits

@@ -11,7 +11,7 @@ import torch
 from localllm.cache.kv_format import choose_format, kv_bytes_per_sequence, kv_bytes_per_token
 from localllm.config import format_bytes
 from localllm.engine.memory import DEFAULT_CTX, HEADROOM, available_bytes
-from localllm.engine.runner import BATCH_ROWS
+from localllm.engine.runner import BATCH_ROWS, DEVICE_BATCH_ROWS
 from localllm.errors import UsageError
 from localllm.kernels.cpu_gemv import MAX_ROWS
 from localllm.kernels.cpu_linear import is_available
@@ -68,6 +68,7 @@ def model_shape(
     layouts = kv_format.layouts(config.num_kv_heads, config.head_dim, dtype)
     row_kv_bytes = layouts[0].layer_bytes // PAGE_TOKENS  # a chunk's pages are dense while one layer reads them
     is_native = device.type == "cpu" and supports_shape(config, recipe, dtype)
+    most_rows = DEVICE_BATCH_ROWS if device.type == "cuda" else BATCH_ROWS
     return ModelShape(
         name=name,
         weights=recipe.name,
@@ -83,7 +84,7 @@ def model_shape(
         state_bytes=config.hidden_size * (4 if is_native else dtype.itemsize),
         logits_bytes=config.vocab_size * 4,
         # The operators' sums change with the number of rows: another one is taken only where this one does not fit.
-        batch_rows=tuple(dict.fromkeys(max(BATCH_ROWS >> halvings, MAX_ROWS) for halvings in range(7))),
+        batch_rows=tuple(dict.fromkeys(max(most_rows >> halvings, MAX_ROWS) for halvings in range(9))),
         is_tied=config.tie_word_embeddings,
         can_split=can_be_split(config, recipe),
         packing=packing,

@@ -14,7 +14,8 @@ from localllm.offload.plan import Plan
 
 @dataclass(frozen=True)
 class Limits:
-    chunk_tokens: int = 512  # of a prompt, a step: it must not keep the running answers waiting
+    # Of a prompt, a step: it must not keep the running answers waiting. A plan has as many as are computed at once.
+    chunk_tokens: int = 512
     max_sequences: int = 8  # as many rows as the CPU kernel computes without changing a bit of any
     kv_tokens: int = 1 << 62  # of all running sequences together: what was found to fit at load
     sequence_tokens: int = 0  # that each takes of them beside its own: dense pages, and the rest of the last one
@@ -29,7 +30,8 @@ class Limits:
         limits = replace(self, kv_tokens=plan.most_kv_tokens + plan.sequences * each, sequence_tokens=each)
         if plan.ring_bytes:
             return replace(limits, chunk_tokens=plan.pass_tokens, shares_steps=True)
-        return replace(limits, chunk_tokens=min(limits.chunk_tokens, plan.batch_rows))
+        asked = limits.chunk_tokens != Limits.chunk_tokens
+        return replace(limits, chunk_tokens=min(limits.chunk_tokens, plan.batch_rows) if asked else plan.batch_rows)
 
 
 class Scheduler:
