@@ -1,13 +1,18 @@
-"""What offloading does on a machine with one NVIDIA GPU, under caps of its memory: within 8 minutes, nothing fetched.
+"""What one NVIDIA GPU does by our kernels, and under caps of its memory by offloading: in 8 minutes, nothing fetched.
 
-    python -m benchmarks.gpu [--out DIR] [--seconds 450] [--caps 8 12 24]
+    python -m benchmarks.gpu [--out DIR] [--seconds 450] [--parts kernels products ...] [--caps 8 12 24]
     python -m benchmarks.gpu --device cpu --small
 
-For each cap a model of 1.5 times its size, of random weights and made in memory, in bf16 and in INT4: blocks copied in
-every step beside the plain pinned copy, the plan beside copying alone and the CPU alone and beside accelerate, the peak
-of the card's memory beside the cap and the ledger, predictions beside what was measured. The sides are processes that
-take turns. What fails, or has no time left, is told in one line, and the rest goes on. With --device cpu a CPU stands
-in for the card: its figures mean nothing. Results go to benchmarks/results/gpu.json, or to gpu.json in another folder.
+kernels: each beside its reference. products: the matrices of four models beside a copy of their bytes, torch's INT4
+operator and bf16. model: llama-3.1-8b in INT4, all on the card, beside a plain loop in torch. profile: a step of it,
+kernel by kernel. texts: whether every placement of blocks writes the same. caps: for each a model of 1.5 times its
+size, of random weights and made in memory, in bf16 and in INT4: blocks copied in every step beside the plain pinned
+copy, the plan beside copying alone and the CPU alone and beside accelerate, the peak of the card's memory beside the
+cap and the ledger, predictions beside what was measured.
+
+The sides are processes that take turns. What fails, or has no time left, is told in one line, and the rest goes on.
+With --device cpu a CPU stands in for the card: its figures mean nothing. Results go to benchmarks/results/gpu.json, or
+to gpu.json in another folder.
 """
 
 from __future__ import annotations
@@ -19,12 +24,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks import gpu_products_rows
 from benchmarks.gpu_caps import Cap, Parts, measured_rows
+from benchmarks.gpu_model_rows import ModelTurns, kernel_rows, profile_rows
 from benchmarks.gpu_rows import Row, machine_lines, table, text_rows
 from benchmarks.measure import RESULTS, machine, save
 from benchmarks.peers_protocol import Worker
@@ -34,7 +41,11 @@ FORMATS = {"bf16": "llama-3.1-8b", "int4-g64": "llama-3.3-70b"}  # whose layers 
 SHARE_OF_CAP = 1.5
 _SMALL_CAP_BYTES = 40 * 10**6
 _TEXT_TOKENS = {False: (48, 200), True: (12, 32)}  # of each placement, and of the one that is written twice
-_MACHINE, _TEXTS, _CAP, _CAP_GB = 4.0, 2.0, 2.0, 1 / 12  # shares of the time; the last for each GB of a cap
+# Of the time; those of a cap, and of each GB of it.
+_SHARES = {"machine": 4.0, "kernels": 4.0, "products": 5.0, "model": 8.0, "profile": 2.5, "texts": 1.0}
+_CAP, _CAP_GB = 1.5, 1 / 16
+PARTS = (*_SHARES, "caps")
+_PROFILED = {False: (512, "int8"), True: (70, "int8")}  # depth, keys and values
 
 
 @dataclass
@@ -46,6 +57,7 @@ class Report:
     machine: dict[str, Any] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     caps: list[dict[str, Any]] = field(default_factory=list)
+    found: dict[str, dict[str, Any]] = field(default_factory=dict)  # by the part, what our kernels do
     rows: list[Row] = field(default_factory=list)
 
     def add(self, rows: Sequence[Row]) -> None:
@@ -53,7 +65,7 @@ class Report:
         self.rows += rows
         for row in rows:
             print(row.line(), file=sys.stderr, flush=True)
-        content = {"machine": self.machine, "texts": self.texts, "caps": self.caps}
+        content = {"machine": self.machine, "texts": self.texts, "caps": self.caps, **self.found}
         save("gpu", {"device": self.device, **content, "rows": [asdict(row) for row in self.rows]}, self.folder)
 
 
@@ -71,9 +83,10 @@ class Budget:
 
 
 @contextlib.contextmanager
-def processes(seconds: float, *modules: str) -> Iterator[list[Worker]]:
-    """Sides that are ended when the time is over, whatever they do then."""
-    workers = [Worker([sys.executable, "-m", module]) for module in modules]
+def processes(seconds: float, *modules: str, interprets: bool = False) -> Iterator[list[Worker]]:
+    """Sides that are ended when the time is over, whatever they do then. interprets: kernels, on the host."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"} if interprets else None
+    workers = [Worker([sys.executable, "-m", module], environment) for module in modules]
 
     def end() -> None:
         for worker in workers:
@@ -107,6 +120,34 @@ def measure_machine(report: Report, seconds: float) -> None:
     print("\n".join(machine_lines(report.machine)), flush=True)
 
 
+def check_kernels(report: Report, seconds: float) -> None:
+    with processes(seconds + 5, "benchmarks.gpu_kernels", interprets=report.device == "cpu") as (worker,):
+        report.found["kernels"] = worker.call("check", device=report.device, seconds=seconds)
+    report.add(kernel_rows(report.found["kernels"]))
+
+
+def measure_products(report: Report, seconds: float, rounds: int) -> None:
+    found = report.found["products"] = {}
+    with processes(seconds, "benchmarks.gpu_products", interprets=report.device == "cpu") as (worker,):
+        gpu_products_rows.measure(worker, report.device, seconds, rounds, found, report.add)
+
+
+def measure_model(report: Report, seconds: float, rounds: int) -> None:
+    found, until = report.found.setdefault("model", {}), time.monotonic() + seconds
+    sides = ("benchmarks.gpu_decode", "benchmarks.gpu_torch_loop")
+    with processes(seconds + 5, *sides, interprets=report.device == "cpu") as (ours, theirs):
+        ModelTurns(ours, theirs, report.device, until, rounds, found, report.add).measure()
+
+
+def profile_step(report: Report, seconds: float, rounds: int) -> None:
+    is_small = report.device == "cpu"
+    depth, kv = _PROFILED[is_small]
+    with processes(seconds, "benchmarks.gpu_profile", interprets=is_small) as (worker,):
+        options = {"depth": depth, "kv": kv, "rounds": rounds, "small": is_small}
+        report.found["profile"] = worker.call("step", device=report.device, **options)
+    report.add(profile_rows(report.found["profile"]))
+
+
 def compare_texts(report: Report, seconds: float, is_small: bool) -> None:
     tokens, many_tokens = _TEXT_TOKENS[is_small]
     with processes(seconds, "benchmarks.gpu_texts") as (worker,):
@@ -123,15 +164,26 @@ def measure_cap(report: Report, cap: Cap, seconds: float, rounds: int) -> None:
     report.add(measured_rows(cap, found))
 
 
-def run(arguments: argparse.Namespace, report: Report) -> None:
-    measured = caps(arguments)
-    parts: list[tuple[str, float, Any]] = [
-        ("machine", _MACHINE, lambda seconds: measure_machine(report, seconds)),
-        ("texts", _TEXTS, lambda seconds: compare_texts(report, seconds, arguments.small)),
-    ]
-    for cap in measured:
+def chosen_parts(arguments: argparse.Namespace, report: Report) -> list[tuple[str, float, Callable[[float], None]]]:
+    """Their names, shares of the time, and what they do with the seconds that they get."""
+    rounds = arguments.rounds
+    measures: dict[str, Callable[[float], None]] = {
+        "machine": lambda seconds: measure_machine(report, seconds),
+        "kernels": lambda seconds: check_kernels(report, seconds),
+        "products": lambda seconds: measure_products(report, seconds, rounds),
+        "model": lambda seconds: measure_model(report, seconds, rounds),
+        "profile": lambda seconds: profile_step(report, seconds, rounds),
+        "texts": lambda seconds: compare_texts(report, seconds, arguments.small),
+    }
+    parts = [(name, _SHARES[name], measure) for name, measure in measures.items() if name in arguments.parts]
+    for cap in caps(arguments) if "caps" in arguments.parts else []:
         share = _CAP + _CAP_GB * cap.num_bytes / GB
-        parts.append((cap.name, share, lambda seconds, cap=cap: measure_cap(report, cap, seconds, arguments.rounds)))
+        parts.append((cap.name, share, lambda seconds, cap=cap: measure_cap(report, cap, seconds, rounds)))  # type: ignore[misc]
+    return parts
+
+
+def run(arguments: argparse.Namespace, report: Report) -> None:
+    parts = chosen_parts(arguments, report)
     budget = Budget(arguments.seconds, [share for _, share, _ in parts])
     for name, share, part in parts:
         started, seconds = time.monotonic(), budget.part(share)
@@ -149,6 +201,7 @@ def main() -> None:
     parser.add_argument(
         "--caps", type=float, nargs="+", default=[8, 12, 24], help="GB (1e9 bytes) of the card's memory"
     )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=" ".join(PARTS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=450, help="in all: 30 less than it may take")
     parser.add_argument("--out", type=Path, default=RESULTS, help="the folder of gpu.json")

@@ -39,6 +39,17 @@ _SMALL = {
     "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
 }  # fmt: skip
 
+MODEL = "llama-3.1-8b"  # that is measured with all of it on the card
+_TINY = {  # instead of it, for a stand-in that interprets kernels
+    **_SMALL, "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+}  # fmt: skip
+
+
+def model_config(*, small: bool) -> dict[str, Any]:
+    """config.json of the model that is all on the card."""
+    return dict(_TINY) if small else dict(shipped_shapes()[MODEL])
+
 
 def sized(shape: str, weights: str, num_bytes: int) -> dict[str, Any]:
     """config.json of a model with this shape's layers, as many of them as come closest to so many bytes."""

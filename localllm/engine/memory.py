@@ -58,7 +58,12 @@ _HOST_SIGNS = (
     "could not create a primitive",
     "could not execute a primitive",
 )
-_DEVICE_SIGNS = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED")
+_DEVICE_SIGNS = (
+    "CUDA error: out of memory",
+    "Triton Error [CUDA]: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED",
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -16,7 +16,7 @@ from localllm.engine.memory import is_out_of_memory
 from localllm.engine.sampler import PlainDraw
 from localllm.errors import FETCH_ANEW, LocalLLMError, NonFiniteError
 from localllm.kernels.cpu_gemv import MAX_ROWS
-from localllm.kernels.gpu.ready import why_not
+from localllm.kernels.gpu.ready import give_up, why_not
 from localllm.kernels.spare import require_spare_memory
 from localllm.layers.batch import Batch, Segment
 from localllm.models.cpu_step import CpuStep
@@ -221,8 +221,8 @@ class ModelRunner:
         for kv in kvs:
             kv.advance(1)
         if goes_on and self.gpu_step.is_whole:
-            # Where that finds no memory, the next call says so.
-            with suppress(MemoryError, RuntimeError):
+            # Whatever ends that, the next call meets it in its turn: this one's tokens are on their way.
+            with suppress(Exception):
                 self._ahead = Ahead.begun(self.gpu_step, self.model.rotaries, kvs, draws, ahead.drawn)
         tokens = ahead.drawn.tokens()
         if self._ahead is not None:
@@ -235,8 +235,12 @@ class ModelRunner:
         if is_out_of_memory(error) or isinstance(error, LocalLLMError | StepCancelledError):
             raise error
         self.gpu_step = self._gpu_many = self._ahead = None
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)  # raises where the card's context is gone: nothing computes then
         said = str(error).strip().splitlines() or [""]
-        self._note(operators_compute(f"{type(error).__name__}: {said[-1]}"))
+        reason = f"{type(error).__name__}: {said[-1]}"
+        give_up(self.model.device, reason)
+        self._note(operators_compute(reason))
 
     @torch.inference_mode()
     def locate_non_finite(self, chunk: Chunk) -> NonFiniteError:

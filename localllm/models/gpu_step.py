@@ -9,6 +9,7 @@ many there are: batches and the verification of drafts give the bits of a single
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -96,6 +97,7 @@ class GpuStep:
         self._num_draws = 0
         self._joined_runs: tuple[_Run, ...] | None = None
         self._pool: Any = None
+        self._capturing: Any = None  # a stream
 
     @staticmethod
     def supports(decoder: Decoder) -> bool:
@@ -171,10 +173,31 @@ class GpuStep:
             graph.replay()
             return
         self._launch(run, room, forward, draws)
-        if run.is_ours and self.device.type == "cuda" and self._is_capturable(run):
-            self._pool = self._pool or torch.cuda.graph_pool_handle()
-            launch = partial(self._launch, run, room, forward, draws)
-            room.graphs[index, draws] = _captured(self.device, self._pool, launch)
+        is_new = (index, draws) not in room.graphs
+        if is_new and run.is_ours and self.device.type == "cuda" and self._is_capturable(run):
+            room.graphs[index, draws] = None  # where there is no memory for one, as it is computed already
+            with suppress(torch.OutOfMemoryError):
+                room.graphs[index, draws] = self._captured(partial(self._launch, run, room, forward, draws))
+
+    def _captured(self, launch: Callable[[], None]) -> Any:
+        """A graph of what `launch` gives the device; nothing of it is computed. What passes between the launches is in
+        memory that all graphs share, as they never run side by side. Other threads may call the driver meanwhile."""
+        if self._capturing is None:  # one for all: cuBLAS keeps a workspace for each stream
+            self._capturing = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        graph, stream = torch.cuda.CUDAGraph(), self._capturing
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                launch()
+            except BaseException:
+                with suppress(RuntimeError):  # of a capture that is void: the cause is what is to be told
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        return graph
 
     def _launch(self, run: _Run, room: _Room, forward: GpuForward, draws: bool) -> None:
         for stage in run.stages:
@@ -296,6 +319,7 @@ class GpuStep:
             self._joined_runs = tuple(_joined(self._stages()))
             for room in self._rooms.values():
                 room.graphs.clear()
+            self._pool = None  # torch ends a pool with the last graph of it
         return self._joined_runs
 
     def _stages(self) -> Iterator[_Run]:
@@ -341,19 +365,3 @@ def _is_ours(block: Block, device: torch.device) -> bool:
 def _run_ours(block: Block, x: Tensor, forward: GpuForward) -> None:
     assert isinstance(block.body, Attention | MLP)
     run_block(block.body, block.norm_in, block.norm_out, x, forward)
-
-
-def _captured(device: torch.device, pool: Any, launch: Callable[[], None]) -> Any:
-    """A graph of what `launch` gives the device; nothing of it is computed. pool: of memory for what passes between the
-    launches, which all graphs share, as they never run side by side. Other threads may call the driver meanwhile."""
-    graph = torch.cuda.CUDAGraph()
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        graph.capture_begin(pool, capture_error_mode="thread_local")
-        try:
-            launch()
-        finally:
-            graph.capture_end()
-    torch.cuda.current_stream(device).wait_stream(stream)
-    return graph

@@ -34,6 +34,7 @@ _RAM_STEP = 64 * _MIB
 _ALLOCATOR_BYTES = 2 * _MIB  # to which torch's allocator rounds a large run up
 _KV_SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)  # of the layers whose keys and values are on the device
 _LEAST_SPLIT = 0.1  # of a block: less of it on the device does not pay for handing over
+_FEWER_ROWS = 512  # at once, where the most are too many for a small card
 _ROWS_WORTH = 0.95  # fewer tokens at once are taken only where decoding gets so much faster
 
 Head = Literal["resident", "computed"]
@@ -135,10 +136,12 @@ class DeviceSearch:
 
     def _amounts(self, kv_tokens: int) -> list[tuple[int, int]]:
         """How many tokens are computed at once, and how many pass while blocks are copied once: the best first."""
-        most, *_, least = rows = self.shape.batch_rows
-        middling = rows[len(rows) // 2]
+        *_, least = rows = self.shape.batch_rows
+        tried = dict.fromkeys(
+            min(count, rows[0], max(kv_tokens, least)) for count in (rows[0], _FEWER_ROWS, rows[len(rows) // 2])
+        )
         passing = min(PASS_TOKENS, kv_tokens)
-        return [(most, max(most, passing)), (middling, max(middling, passing)), (least, least)]
+        return [*((count, max(count, passing)) for count in tried if count > least), (least, least)]
 
     def least_vram_bytes(self) -> int:
         """With which a model runs of which the device keeps nothing, or nothing but the keys and values."""

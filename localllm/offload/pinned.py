@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_PORTABLE = 1  # cudaHostRegisterPortable: for whatever context
+_PORTABLE, _MAPPED = 1, 2  # cudaHostRegister...: for whatever context, and for kernels that read it themselves
 
 
 class Pinning:
@@ -48,7 +48,7 @@ class Pinning:
 
     def _register(self, address: int, num_bytes: int) -> bool:
         with torch.cuda.device(self._device):  # a thread begins on the first card, and would make a context there
-            return int(_driver().cudaHostRegister(address, num_bytes, _PORTABLE)) == 0
+            return int(_driver().cudaHostRegister(address, num_bytes, _PORTABLE | _MAPPED)) == 0
 
     def _let_go(self, address: int, registered: Future[bool]) -> None:
         """What was not begun yet is not waited for."""

@@ -262,7 +262,7 @@ def _store(
         tl.store(at, mixed[i], mask=mask[:, None] & (feature < D))
 
 
-@triton.jit(do_not_specialize=["layer", "window"])
+@triton.jit(do_not_specialize=["layer", "window", "num_rows", "table_stride"])
 def _attend(
     q, part, peaks, totals, positions, slots, own, own_stride, ancestors, tasks, pasts, tables,
     layer, window, factor, cap, num_rows, table_stride,

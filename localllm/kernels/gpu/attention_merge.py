@@ -36,7 +36,7 @@ def new_parts(sections: int, rows: int, heads: int, head_dim: int, device: torch
     return Parts(torch.empty(sections, rows, heads, head_dim, device=device), stats[0], stats[1])
 
 
-@triton.jit(do_not_specialize=["window"])
+@triton.jit(do_not_specialize=["window", "num_rows"])
 def _merge(
     part, peaks, totals, out, positions, slots, window, num_rows,
     H: tl.constexpr, D: tl.constexpr, GROUPS: tl.constexpr, SECTION_TOKENS: tl.constexpr, BLOCK_S: tl.constexpr,

@@ -258,7 +258,9 @@ class _Pages:
 
 def main() -> None:
     torch.manual_seed(0)
-    found = list(cases(torch.device(sys.argv[1] if len(sys.argv) > 1 else "cuda")))
+    device = torch.device(sys.argv[1] if len(sys.argv) > 1 else "cuda:0")
+    torch.cuda.set_device(device)  # Triton launches on the current one
+    found = list(cases(device))
     wrong = [case for case in found if not case.is_right]
     for case in [case for case in found if case.is_right] + wrong:
         print(case.line())  # noqa: T201

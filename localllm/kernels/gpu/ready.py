@@ -22,16 +22,23 @@ from localllm.config import user_directories
 
 LEAST_CAPABILITY = (8, 0)  # below, bf16 is emulated, and Triton has no tensor cores
 WRONG = "WRONG:"  # begins what the check says of a kernel
+_failures: dict[str, str] = {}  # by the device: a kernel that failed once takes its memory's content with it
 _SECONDS = 300.0  # a hundred variants are compiled in 20 to 60
 
 
 @cache
 def why_not(device: torch.device) -> str:
     """Why torch's operators have to do, "" where our kernels are right. Takes up to a minute once, then 2 ms."""
-    if reason := missing(device):
+    if reason := missing(device) or _failures.get(str(device), ""):
         return reason
     found = _kept(_key(device))
     return check(device) if found is None else found
+
+
+def give_up(device: torch.device, reason: str) -> None:
+    """They failed here: torch's operators compute in this process from now on, also for a model that is placed anew."""
+    _failures[str(device)] = reason
+    why_not.cache_clear()
 
 
 def is_known(device: torch.device) -> bool:

@@ -133,7 +133,7 @@ def _store_coded(x, codes, scales, slot, mask, CODING: tl.constexpr, FEATURE: tl
         tl.store(at, packed.to(tl.uint8), mask=mask & (lane < HALF_GROUP))
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["layer", "qkv_stride", "inv_freq_stride"])
 def _rope_store(
     qkv, q, positions, slots, own, own_stride, coded, inv_freq, q_norm, k_norm, eps, rotary_scale, layer,
     qkv_stride, inv_freq_stride,

@@ -70,7 +70,7 @@ def _block_winners(
     temperature = tl.load(temperatures + row)
     values = tl.load(logits + row * stride + token, mask=token < vocab_size, other=float("-inf"))
     if temperature > 0:
-        scores = (values - peak) / temperature
+        scores = tl.div_rn(values - peak, temperature + tl.zeros_like(values))
         noisy = scores.to(tl.float64) + _gumbel(tl.load(keys + row), token)
         noisy = tl.where(scores < tl.load(thresholds + row), float("-inf"), noisy)
     else:
