@@ -120,7 +120,7 @@ def check_pinned(trial: LinkTrial, limit_bytes: int | None = None, root: Path = 
 
 
 def check_kernels() -> Finding:
-    """Whether every kernel computes on the card what torch does; what is compiled for that is compiled for good."""
+    """Whether every kernel computes on the card what torch does."""
     import torch
 
     from localllm.kernels.gpu import ready

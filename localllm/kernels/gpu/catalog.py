@@ -89,17 +89,6 @@ def attention(head_dim: int, keys: Coding, values: Coding, group: int = 4) -> It
         yield from attend(q, out, tables, history, parts, dense, coded, 3, scale=head_dim**-0.5, rows=block)
 
 
-def of_model(group: int | None, head_dim: int, keys: Coding, values: Coding) -> Iterator[Launch]:
-    """All that a model of one weight format and one format of keys and values launches."""
-    yield from products(group)
-    yield dequantized(group)
-    if group is not None:  # the head's
-        yield from products(None)
-    yield from rows_between(INT8_GROUP if group is None else group)
-    yield from tokens()
-    yield from attention(head_dim, keys, values)
-
-
 def launches() -> Iterator[Launch]:
     """One of every kernel in every format."""
     for group in (*GROUPS, None):

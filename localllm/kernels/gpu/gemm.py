@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from localllm.kernels.gpu.activations import Codes
-from localllm.kernels.gpu.gemv import GpuMatrix
+from localllm.kernels.gpu.gemv import GpuMatrix, finished
 from localllm.kernels.gpu.launch import Launch, is_interpreted
 from localllm.kernels.tile16 import TILE
 
@@ -97,7 +97,8 @@ def _gemm(
     if IS_PART:
         tl.store(into + part.to(tl.int64) * part_stride, out, mask=is_out)
     else:
-        out = _finished(out, scale, linear_bias, into, n[:, None], is_out, BITS, HAS_BIAS, ADDS)
+        at, is_own = n[:, None], (n < out_features)[:, None]
+        out = finished(out, scale + at, linear_bias + at, into, is_own, is_out, BITS, HAS_BIAS, ADDS)
         tl.store(into, out.to(y.dtype.element_ty), mask=is_out)
 
 
@@ -116,18 +117,6 @@ def _waiting_with(waiting, total, index, DEPTH: tl.constexpr):
 
 
 @triton.jit
-def _finished(out, scale, linear_bias, into, n, is_out, BITS: tl.constexpr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr):
-    """The sum over all slices, with what comes after it."""
-    if BITS == 8:
-        out = out * tl.load(scale + n + tl.zeros_like(is_out).to(tl.int32), mask=is_out, other=0)
-    if HAS_BIAS:
-        out = out + tl.load(linear_bias + n + tl.zeros_like(is_out).to(tl.int32), mask=is_out, other=0)
-    if ADDS:
-        out = out + tl.load(into, mask=is_out, other=0).to(tl.float32)
-    return out
-
-
-@triton.jit
 def _parts_added(
     partial, scale, linear_bias, y, out_features, y_stride, row_stride, part_stride,
     PARTS: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -143,7 +132,7 @@ def _parts_added(
         for p in tl.static_range(PARTS >> (level + 1)):
             parts = parts[:p] + (parts[2 * p] + parts[2 * p + 1],) + parts[p + 1 :]
     into = y + row * y_stride + n
-    out = _finished(parts[0], scale, linear_bias, into, n, is_out, BITS, HAS_BIAS, ADDS)
+    out = finished(parts[0], scale + n, linear_bias + n, into, is_out, is_out, BITS, HAS_BIAS, ADDS)
     tl.store(into, out.to(y.dtype.element_ty), mask=is_out)
 
 

@@ -69,14 +69,8 @@ class GpuMatrix:
 def _dot4(w, x, acc, IS_SIGNED: tl.constexpr, ASM: tl.constexpr):
     """acc + the dot product of 4 bytes of w, signed or not, and 4 signed bytes of x, in each element."""
     if ASM:
-        if IS_SIGNED:
-            acc = tl.inline_asm_elementwise(
-                "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [w, x, acc], dtype=tl.int32, is_pure=True, pack=1
-            )
-        else:
-            acc = tl.inline_asm_elementwise(
-                "dp4a.u32.s32 $0, $1, $2, $3;", "=r,r,r,r", [w, x, acc], dtype=tl.int32, is_pure=True, pack=1
-            )
+        dp4a: tl.constexpr = "dp4a.s32.s32 $0, $1, $2, $3;" if IS_SIGNED else "dp4a.u32.s32 $0, $1, $2, $3;"
+        acc = tl.inline_asm_elementwise(dp4a, "=r,r,r,r", [w, x, acc], dtype=tl.int32, is_pure=True, pack=1)
     else:
         for b in tl.static_range(4):
             byte = (w << (24 - 8 * b)) >> 24
@@ -94,6 +88,24 @@ def _added_up(slices, SLICES: tl.constexpr, DEPTH: tl.constexpr):
         even, odd = tl.split(tl.permute(pairs, (0, 2, 1)))
         slices = even + odd
     return tl.reshape(slices, (16,))
+
+
+@triton.jit
+def finished(
+    out, scale, linear_bias, into, is_n, is_out, BITS: tl.constexpr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr
+):
+    """The sums over all columns, with what comes after them. scale, linear_bias: pointers to those of each row of W."""
+    base = tl.zeros(out.shape, tl.float32)
+    if HAS_BIAS:
+        base += tl.load(linear_bias, mask=is_n, other=0).to(tl.float32)
+    if BITS == 8:
+        own = tl.load(scale, mask=is_n, other=0)
+        out = tl.fma(out, tl.broadcast_to(own, out.shape), base)
+    else:
+        out = out + base
+    if ADDS:
+        out = out + tl.load(into, mask=is_out, other=0).to(tl.float32)
+    return out
 
 
 @triton.jit(do_not_specialize=["rows", "groups", "out_features"])
@@ -142,15 +154,10 @@ def _gemv(
             totals = totals[:r] + (total,) + totals[r + 1 :]
     n = tile * 16 + lanes
     for r in tl.static_range(ROWS):
-        out = _added_up(totals[r], SLICES, DEPTH)
         is_out = (n < out_features) & (first + r < rows)
-        if BITS == 8:
-            out = out * tl.load(scale + n)
-        if HAS_BIAS:
-            out = out + tl.load(linear_bias + n, mask=is_out, other=0)
         into = y + (first + r).to(tl.int64) * y_stride + n
-        if ADDS:
-            out = out + tl.load(into, mask=is_out, other=0).to(tl.float32)
+        out = _added_up(totals[r], SLICES, DEPTH)
+        out = finished(out, scale + n, linear_bias + n, into, n < out_features, is_out, BITS, HAS_BIAS, ADDS)
         tl.store(into, out.to(y.dtype.element_ty), mask=is_out)
 
 

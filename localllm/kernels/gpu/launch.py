@@ -50,7 +50,6 @@ class Compiled:
     shared_bytes: int
     wide_loads: int
     mma: int
-    ptx: str
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,6 @@ class Launch:
                 re.findall(r"ld\.global[^;]*\.v4\.b32|ld\.global[^;]*\.v2\.b64|cp\.async\S* [^;]*, 0x10", ptx)
             ),
             mma=len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async)", ptx)),
-            ptx=ptx,
         )
 
     def _constexprs(self) -> dict[str, Any]:

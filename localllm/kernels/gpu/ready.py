@@ -1,7 +1,7 @@
 """Whether a GPU computes by our kernels: what they need of it, and a check of each against the reference, made once.
 
-The check is a process of its own, for a kernel that goes wrong takes the card's context with it; what it compiled is in
-Triton's cache then. What it found is kept for this card, driver, torch, Triton, and these very kernels.
+The check is a process of its own, for a kernel that goes wrong takes the card's context with it. What it found is kept for
+this card, driver, torch, Triton, and these very kernels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from localllm.config import user_directories
 
 LEAST_CAPABILITY = (8, 0)  # below, bf16 is emulated, and Triton has no tensor cores
 WRONG = "WRONG:"  # begins what the check says of a kernel
-_failures: dict[str, str] = {}  # by the device: a kernel that failed once takes its memory's content with it
+# By the device: what failed in this process is not tried again in it. Products ask here too, without a model at hand.
+_failures: dict[str, str] = {}
 _SECONDS = 300.0  # a hundred variants are compiled in 20 to 60
 
 
