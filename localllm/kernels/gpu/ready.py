@@ -1,7 +1,7 @@
 """Whether a GPU computes by our kernels: what they need of it, and a check of each against the reference, made once.
 
-The check is a process of its own, for a kernel that goes wrong takes the card's context with it. What it found is kept for
-this card, driver, torch, Triton, and these very kernels.
+The check is a process of its own, for a kernel that goes wrong takes the card's context with it. What it found is kept
+for this card, driver, torch, Triton, and these very kernels.
 """
 
 from __future__ import annotations
