@@ -29,6 +29,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks import gpu_products_rows
 from benchmarks.gpu_caps import Cap, Parts, measured_rows
 from benchmarks.gpu_model_rows import ModelTurns, kernel_rows, profile_rows
@@ -208,6 +210,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.device == "cpu" and not arguments.small:
         parser.error("a CPU stands in for a card only with --small")
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no GPU here that torch can use; a CPU stands in for it with --device cpu --small")
     with tempfile.TemporaryDirectory() as home:
         os.environ |= {"TMPDIR": home, "LOCALLLM_HOME": home, "LOCALLLM_CACHE": str(Path(home) / "cache")}
         report = Report(arguments.out, arguments.device, {"system": machine()})

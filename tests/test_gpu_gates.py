@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.conftest import REPOSITORY
 
@@ -70,3 +71,23 @@ def test_the_gate_names_what_was_planted(tmp_path: Path) -> None:
     assert "power of 2" in wrong
     assert "spills" in crowded or "wants" in crowded
     assert "no load of 128 bits" in narrow
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["85"], "invalid choice: 85"), ([], "are required"), (["interpreted", "89"], "unset TRITON_INTERPRET")],
+)
+def test_what_the_gate_cannot_do_is_refused_by_name(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [sys.executable, "-m", "tools.check_kernels", *[each for each in arguments if each != "interpreted"]]
+    monkeypatch.setenv("TRITON_INTERPRET", "1" if "interpreted" in arguments else "0")
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and said in done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("module", ["tools.tune_kernels", "localllm.kernels.gpu.check", "benchmarks.gpu"])
+def test_what_needs_a_gpu_says_so_in_one_line(module: str) -> None:
+    done = run("-m", module)
+    assert done.returncode and "Traceback" not in done.stderr and "there is no GPU here" in done.stderr

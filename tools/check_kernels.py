@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from localllm.kernels.gpu import catalog
-from localllm.kernels.gpu.launch import Launch
+from localllm.kernels.gpu.launch import SHARED_BYTES, Launch, is_interpreted
 
 # These read what a token costs: weights, and the pages of keys and values.
 READERS = frozenset({"_gemv", "_gemm", "_attend", "_dequantize"})
@@ -59,9 +59,11 @@ def all_faults(launches: Iterable[Launch], capabilities: Iterable[int], threads:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("capabilities", type=int, nargs="+", help="as 86 for sm_86")
+    parser.add_argument("capabilities", type=int, nargs="+", choices=SHARED_BYTES, help="as 86 for sm_86")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
+    if is_interpreted():
+        parser.error("what is interpreted is not compiled: unset TRITON_INTERPRET")
     launches = list({_variant(each): each for each in catalog.launches()}.values())
     found = all_faults(launches, arguments.capabilities, arguments.threads)
     print("\n".join(found))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -107,6 +108,8 @@ def _faster(device: torch.device, trials: list[Trial], dispatch: Dispatch) -> It
 
 
 def main() -> None:
+    if not torch.cuda.is_available():
+        sys.exit("there is no GPU here that torch can use: nothing to tune for")
     device = torch.device("cuda", torch.cuda.current_device())
     card = torch.cuda.get_device_properties(device)
     entry = tuned(device)

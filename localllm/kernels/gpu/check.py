@@ -257,6 +257,8 @@ class _Pages:
 
 
 def main() -> None:
+    if not torch.cuda.is_available():
+        sys.exit("there is no GPU here that torch can use")
     torch.manual_seed(0)
     device = torch.device(sys.argv[1] if len(sys.argv) > 1 else "cuda:0")
     torch.cuda.set_device(device)  # Triton launches on the current one
