@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import triton
-from torch import Tensor
 
 from localllm.kernels.gpu import catalog
 from localllm.kernels.gpu.launch import SHARED_BYTES, Launch, is_interpreted
@@ -40,12 +39,6 @@ def _reads_wide(launch: Launch) -> bool:
     return launch.name in READERS and launch.constants.get("ROWS", 0) <= _WIDE_ROWS
 
 
-def _variant(launch: Launch) -> str:
-    """What Triton compiles once."""
-    types = [value.dtype for value in launch.arguments.values() if isinstance(value, Tensor)]
-    return repr((launch.name, launch.constants, types, launch.num_warps))
-
-
 def _shown(launch: Launch) -> str:
     return ", ".join(f"{name}={value}" for name, value in launch.constants.items() if name.isupper())
 
@@ -64,7 +57,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if is_interpreted():
         parser.error("what is interpreted is not compiled: unset TRITON_INTERPRET")
-    launches = list({_variant(each): each for each in catalog.launches()}.values())
+    launches = list({each.variant: each for each in catalog.launches()}.values())
     found = all_faults(launches, arguments.capabilities, arguments.threads)
     print("\n".join(found))
     count = len(launches) * len(arguments.capabilities)

@@ -28,7 +28,7 @@ from localllm.engine.growth import Needed, cannot_grow, grow
 from localllm.engine.kv_probe import LAST, KVProbe, Switch, load_as_found
 from localllm.engine.kv_reuse import IN_POOLS, UNKNOWN_SOURCE, Computed, KVReuse
 from localllm.engine.kv_supply import KVSupply
-from localllm.engine.loading import Loading, Replan, Watcher, note_kernels
+from localllm.engine.loading import Loading, Replan, Watcher, has_card, note_kernels
 from localllm.engine.memory import (
     DTYPES,
     choose_device,
@@ -74,7 +74,6 @@ class Engine:
         ctx: int,
         kv: str = "auto",
         limits: Limits | None = None,
-        load_s: float = 0.0,
         plan: Plan | None = None,
         placed: PlacedModel | None = None,
         replan: Replan | None = None,
@@ -94,7 +93,7 @@ class Engine:
         self.tokenizer = tokenizer
         self._template = template
         self.ctx = ctx
-        self.load_s = load_s
+        self.load_s = 0.0
         self.plan = plan
         self.flags_for = flags_for
         self._held = held or ExitStack()
@@ -170,14 +169,13 @@ class Engine:
         computed = Computed(source_id(files), chosen.name, files.name)
         loading = Loading(files, chosen, of, on, kv, ctx, ram, vram, job, watcher or Watcher())
         loaded, kv, kv_probe = load_as_found(loading, config, computed, probes_kv=probes_kv)
-        return cls(
+        engine = cls(
             loaded.decoder,
             tokenizer,
             ChatTemplate.load_or_why_not(files.directory, tokenizer),
             ctx=loaded.ctx,
             kv=kv,
             limits=limits,
-            load_s=time.perf_counter() - started,
             plan=loaded.plan,
             placed=loaded.placed,
             replan=loaded.replan,
@@ -188,6 +186,11 @@ class Engine:
             kv_probe=kv_probe,
             note=(watcher or Watcher()).noting,
         )
+        if has_card(on):
+            (watcher or Watcher()).measuring("preparing the kernels for this model")
+        engine.runner.warm_up(engine.residency.new_kv)
+        engine.load_s = time.perf_counter() - started
+        return engine
 
     def close(self) -> None:
         """Ends what reads blocks from the disk, and keeps how well the plan came true. The engine is not used after."""

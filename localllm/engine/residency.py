@@ -97,6 +97,7 @@ class Residency:
         pages = self.new_pages(kv_format)
         self.kv_pages.release()
         self.kv_pages, self.plan = pages, None
+        self.runner.warm_up(self.new_kv)
 
     def move(self, blocks: Sequence[Placed]) -> None:
         """Let the blocks rest elsewhere from the next step on, and keys and values with them.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -103,6 +103,23 @@ class ModelRunner:
         self._gpu_many = self.gpu_step if self.many is model else _gpu_step(self.many) if fuses else None
         self._ahead: Ahead | None = None
         self._note = note
+
+    @torch.inference_mode()
+    def warm_up(self, new_kv: Callable[[int], PagedKV]) -> None:
+        """Has all compiled, and brought to a GPU, that forwards will launch: the first ones would wait for it.
+        new_kv: a sequence with room for so many tokens."""
+        step = self._gpu_many or self.gpu_step  # `many` has on the device whatever `model` has there
+        if step is None:
+            return
+        from localllm.models.gpu_warm import TOKENS, warm_up
+
+        try:
+            with closing(new_kv(TOKENS)) as kv:
+                kv.prepare(TOKENS)
+                warm_up(step.decoder, kv)
+        except Exception as error:
+            if not is_out_of_memory(error):  # a prompt for which there is too little makes do with less
+                self._give_up_kernels(error)
 
     def shrink(self, batch_rows: int) -> None:
         """Compute fewer tokens at once from now on, in less memory."""

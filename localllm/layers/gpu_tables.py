@@ -42,14 +42,14 @@ class TableShape:
 
     @property
     def fields(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        by_group = (self.groups, self.rows)
+        by_group = (self.groups, _even(self.rows))
         fields: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
             "token_ids": (torch.int64, (self.rows,)),
             "keys": (torch.int64, (self.rows,)),
             "own": (torch.int64, by_group),
             "own_stride": (torch.int64, by_group),
             "coded": (torch.int64, by_group),
-            "pages": (torch.int64, (self.groups, self.segments, self.pages)),
+            "pages": (torch.int64, (self.groups, self.segments, _even(self.pages))),
             "positions": (torch.int32, (self.rows,)),
             "tasks": (torch.int32, (self.tasks, 4)),
             "pasts": (torch.int32, (self.segments,)),
@@ -71,6 +71,11 @@ class TableShape:
             views[name] = memory[begin : begin + count * dtype.itemsize].view(dtype).view(shape)
             begin += _padded(dtype, shape)
         return views
+
+
+def _even(count: int) -> int:
+    """Of words of 8 bytes: each group's begin at a multiple of 16, as Triton would compile other variants otherwise."""
+    return count + count % 2
 
 
 def _padded(dtype: torch.dtype, shape: Sequence[int]) -> int:

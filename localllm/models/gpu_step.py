@@ -88,8 +88,10 @@ class _Run:
 class GpuStep:
     """Logits as `Decoder.forward` has them. One forward at a time; the device is the decoder's."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, *, captures: bool = True) -> None:
+        """captures: graphs of what is launched, to replay them."""
         self.decoder, self.device = decoder, decoder.device
+        self._captures = captures and self.device.type == "cuda"
         self._rooms: dict[tuple[TableShape, object], _Room] = {}
         self._on_host = torch.zeros(
             (_COPIES, FEW_ROWS), dtype=torch.int64, pin_memory=self.device.type == "cuda"
@@ -102,7 +104,7 @@ class GpuStep:
     @staticmethod
     def supports(decoder: Decoder) -> bool:
         """Whether any of it is for our kernels."""
-        return any(_is_ours(block, decoder.device) for block in decoder.blocks)
+        return any(is_ours(block, decoder.device) for block in decoder.blocks)
 
     @property
     def is_whole(self) -> bool:
@@ -111,9 +113,8 @@ class GpuStep:
 
     def logits(self, batches: Sequence[Batch], on_block: OnBlock | None = None) -> Tensor:
         """fp32 [R, V]. batches: on the host."""
-        if not all(self.has_pages([segment.kv for segment in batch.segments]) for batch in batches):
-            return self.decoder.forward(batches, on_block)
-        if len(batches) == 1 and len(batches[0]) <= FEW_ROWS and on_block is None:
+        is_few = len(batches) == 1 and len(batches[0]) <= FEW_ROWS and on_block is None
+        if is_few and self.has_pages([segment.kv for segment in batches[0].segments]):
             batch = batches[0]
             return self._few(batch, ()).logits[batch.logit_rows.to(self.device)]
         return self._many(batches, on_block)
@@ -174,7 +175,7 @@ class GpuStep:
             return
         self._launch(run, room, forward, draws)
         is_new = (index, draws) not in room.graphs
-        if is_new and run.is_ours and self.device.type == "cuda" and self._is_capturable(run):
+        if is_new and run.is_ours and self._captures and self._is_capturable(run):
             room.graphs[index, draws] = None  # where there is no memory for one, as it is computed already
             with suppress(torch.OutOfMemoryError):
                 room.graphs[index, draws] = self._captured(partial(self._launch, run, room, forward, draws))
@@ -236,7 +237,7 @@ class GpuStep:
         for block in decoder.blocks:
             with decoder.stream.held(block.name):
                 for forward, x in zip(forwards, states, strict=True):
-                    if _is_ours(block, self.device):
+                    if is_ours(block, self.device, forward.batch.segments[0].kv):
                         _run_ours(block, x, forward)
                     else:
                         x.copy_(self._by_operators(block, x, forward.batch))
@@ -287,7 +288,7 @@ class GpuStep:
     @cached_property
     def _layers(self) -> tuple[int, ...]:
         """Whose attention is ours."""
-        ours = (block.body for block in self.decoder.blocks if _is_ours(block, self.device))
+        ours = (block.body for block in self.decoder.blocks if is_ours(block, self.device))
         return tuple(body.shape.layer for body in ours if isinstance(body, Attention))
 
     @cached_property
@@ -295,9 +296,9 @@ class GpuStep:
         return self.decoder.config.num_heads // self.decoder.config.num_kv_heads
 
     def _groups(self, batch: Batch) -> list[int]:
-        """Groups of layers of which some are ours."""
-        places = batch.segments[0].kv.places
-        return sorted({places[layer][0] for layer in self._layers})
+        """Groups of layers of which we compute some."""
+        kv = batch.segments[0].kv
+        return sorted({kv.places[layer][0] for layer in self._layers if kv.homes[layer][0] == self.device})
 
     def _places(self, batch: Batch) -> tuple[tuple[int, int], ...]:
         kv = batch.segments[0].kv
@@ -326,7 +327,7 @@ class GpuStep:
         streamed = self.decoder.stream.names
         yield _Run((EMBED,), self._embeds, EMBED in streamed)
         for block in self.decoder.blocks:
-            yield _Run((block,), _is_ours(block, self.device), block.name in streamed)
+            yield _Run((block,), is_ours(block, self.device), block.name in streamed)
         yield _Run((HEAD,), self.decoder.head.device == self.device, HEAD in streamed)
 
     def _is_capturable(self, run: _Run) -> bool:
@@ -358,8 +359,11 @@ def _name(stage: Block | str) -> str:
     return stage.name if isinstance(stage, Block) else stage
 
 
-def _is_ours(block: Block, device: torch.device) -> bool:
-    return block.device == device and isinstance(block.body, Attention | MLP)
+def is_ours(block: Block, device: torch.device, kv: KVStore | None = None) -> bool:
+    """Whether our kernels know it, and it is computed where they are. kv: where its pages must be, too."""
+    if block.device != device or not isinstance(block.body, Attention | MLP):
+        return False
+    return kv is None or not isinstance(block.body, Attention) or kv.homes[block.body.shape.layer][0] == device
 
 
 def _run_ours(block: Block, x: Tensor, forward: GpuForward) -> None:

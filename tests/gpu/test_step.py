@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from localllm.cache.paged_kv import PagedKV
 from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent, TokenEvent
 from localllm.engine.request import Request, SamplingParams
 from localllm.engine.runner import Chunk, ModelRunner
+from localllm.layers import gpu_block
+from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch, Draw
 from localllm.models.decoder import Decoder
 from localllm.models.gpu_step import Drawn, GpuStep
@@ -137,6 +141,30 @@ def test_blocks_that_the_host_computes_stand_between_ours(engine: Engine) -> Non
     assert [run.is_ours for run in step._runs] == [False, True, False, False, True]
     assert not step.is_whole
     assert error(logits(engine, runner, token_ids, [20, 4, 6]), expected) < EXACT
+
+
+def test_attention_whose_pages_are_elsewhere_is_left_to_operators(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a forward of a prompt, as where the host computes some layers' steps; the other layers are ours."""
+    token_ids, homes = ids(24), PagedKV.homes
+    expected = logits(engine, by_operators(engine.model), token_ids, [24])
+    ours: list[int] = []
+
+    def elsewhere(kv: PagedKV) -> list[tuple[torch.device, int]]:
+        there = list(homes.__get__(kv))
+        return [there[0], (torch.device("meta"), there[1][1]), *there[2:]]
+
+    def counted(body: Attention, *rest: Any) -> Tensor:
+        ours.append(body.shape.layer)
+        return mixed(body, *rest)
+
+    mixed = gpu_block._mixed
+    monkeypatch.setattr(PagedKV, "homes", property(elsewhere))
+    monkeypatch.setattr(gpu_block, "_mixed", counted)
+    assert error(logits(engine, by_kernels(engine.model), token_ids, [20, 4]), expected) < EXACT
+    layers = [layer for layer in range(engine.model.config.num_layers) if layer != 1]
+    assert ours == layers * 2
 
 
 def texts(engine: Engine, requests: list[SamplingParams], prompts: list[list[int]]) -> list[list[int]]:

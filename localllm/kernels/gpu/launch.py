@@ -67,6 +67,12 @@ class Launch:
     def name(self) -> str:
         return str(self.kernel.fn.__name__)
 
+    @property
+    def variant(self) -> str:
+        """What Triton compiles once for all launches that have it in common."""
+        types = {name: (self._type(name), self._is_aligned(name)) for name in self.kernel.arg_names}
+        return repr((self.name, types, self._constexprs(), self.num_warps, self.num_stages))
+
     def run(self) -> None:
         call = self.kernel[self.grid]
         if not is_interpreted():
@@ -111,6 +117,8 @@ class Launch:
 
     @property
     def _unspecialized(self) -> frozenset[str]:
+        if is_interpreted():
+            return frozenset(self.kernel.kwargs["do_not_specialize"] or ())
         return frozenset(parameter.name for parameter in self.kernel.params if parameter.do_not_specialize)
 
     def _type(self, name: str) -> str:

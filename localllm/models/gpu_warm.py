@@ -1,0 +1,63 @@
+"""A GPU's kernels compiled, and brought to the card, before the first prompt asks for them.
+
+What Triton compiles is made for a model's shapes, so no check of the machine does it. Triton keeps it on the disk: the
+first load of a model takes half a minute, later ones a moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import replace
+
+import torch
+
+from localllm.kernels.gpu import product
+from localllm.layers.attention import Attention
+from localllm.layers.batch import Batch, Draw, KVStore, Segment
+from localllm.layers.gpu_tables import FEW_ROWS
+from localllm.layers.mlp import MLP
+from localllm.models.decoder import ALL_RESIDENT, Block, Decoder
+from localllm.models.gpu_step import GpuStep, is_ours
+
+_ROWS = tuple(1 << i for i in range(FEW_ROWS.bit_length()))  # of forwards that draw
+_MANY_ROWS = (product.MOST_ROWS // 2, product.MOST_ROWS, product.MOST_ROWS + 1)
+_FAR = 256  # tokens, behind which attention is shared out over programs
+TOKENS = _FAR + _MANY_ROWS[-1]  # of the sequence that it is done with
+
+
+@torch.inference_mode()
+def warm_up(decoder: Decoder, kv: KVStore) -> None:
+    """Launch whatever forwards of this decoder will launch, each variant once: every kind of block, in every number of
+    rows that is computed in its own way. kv: nobody's, with room for TOKENS; what is in it is overwritten. What comes
+    from anywhere else than the device's memory is not waited for: nobody reads the results.
+
+    Raises what a kernel raises that this card does not take, and what an allocation raises.
+    """
+    kinds = {_kind(block): block for block in decoder.blocks if is_ours(block, decoder.device, kv)}
+    step = GpuStep(replace(decoder, blocks=tuple(kinds.values()), stream=ALL_RESIDENT), captures=False)
+    for past, rows in (*((0, rows) for rows in _ROWS), (_FAR, 1)):
+        step.draw(_batch(decoder, kv, past, rows), [Draw(1, 1.0, 0.0)] * rows).tokens()
+    for rows in _MANY_ROWS:
+        step.logits([_batch(decoder, kv, _FAR, rows)])
+
+
+def _batch(decoder: Decoder, kv: KVStore, past: int, rows: int) -> Batch:
+    return Batch(
+        token_ids=torch.zeros(rows, dtype=torch.int64),
+        positions=torch.arange(past, past + rows),
+        segments=(Segment(0, rows, kv, past, past + rows),),
+        logit_rows=torch.tensor([rows - 1]),
+        rotaries=decoder.rotaries,
+    )
+
+
+def _kind(block: Block) -> Hashable:
+    """What is computed by the same variants of kernels has it in common."""
+    body, norms = block.body, (block.norm_in is None, block.norm_out is None)
+    linears = [(linear.in_features, linear.out_features, linear.format, linear.bias is None) for linear in body.linears]
+    if isinstance(body, Attention):
+        own: Hashable = (replace(body.shape, layer=0), body.q_norm is None)
+    else:
+        assert isinstance(body, MLP)
+        own = body.activation_name
+    return (own, norms, tuple(linears))

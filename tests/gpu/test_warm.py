@@ -1,0 +1,74 @@
+"""Whether the first prompts find compiled whatever they launch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from localllm.engine.engine import Engine
+from localllm.engine.runner import Chunk, ModelRunner
+from localllm.engine.sampler import PlainDraw
+from localllm.kernels.gpu import product
+from localllm.kernels.gpu.launch import Launch
+from localllm.kernels.gpu.product import Dispatch
+from localllm.models.gpu_step import GpuStep
+from tests.checkpoints import write_checkpoint
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The variants of kernels that are launched; nothing is computed."""
+    variants: set[str] = set()
+    monkeypatch.setattr(Launch, "run", lambda launch: variants.add(launch.variant))
+    monkeypatch.setattr(product, "dispatch_for", lambda _device: Dispatch(multiprocessors=64))
+    return variants
+
+
+@pytest.mark.parametrize("kv", ["int8", "bf16"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2-layer-types", "gemma3-scaled-and-capped", "phi3-longrope"])
+def test_prompts_and_steps_launch_nothing_that_is_new(family: str, kv: str, tmp_path: Path, launched: set[str]) -> None:
+    """Windows, of several groups of layers, RoPE by the length of a sequence; dense weights, and INT4."""
+    write_checkpoint(tmp_path, family)
+    weights = "int4-g32" if kv == "int8" else "bf16"
+    engine = Engine.load(tmp_path, device="cpu", dtype="bf16", weights=weights, kv=kv)
+    runner = ModelRunner(engine.model)
+    runner.cpu_step, runner.gpu_step = None, GpuStep(engine.model)
+    runner._gpu_many = runner.gpu_step
+    runner.warm_up(engine.residency.new_kv)
+    warm = set(launched)
+    assert len(warm) > 20 if kv == "int8" else len(warm) > 10
+    launched.clear()
+    draw = PlainDraw(1, 0.9, 0.0)
+    for prompt in (1, 2, 5, 16, 17, 33, 64, 65, 130, 300):
+        token_ids = [1] * (prompt + 1)
+        kvs = [engine.residency.new_kv(prompt + 1) for _ in range(4)]
+        for cache in kvs:
+            runner.forward([Chunk(token_ids, cache, prompt)])
+        for some in (kvs[:1], kvs[1:]):
+            runner.draw([Chunk(token_ids, cache, 1) for cache in some], [draw] * len(some), goes_on=False)
+        for cache in kvs:
+            cache.close()
+    assert len(launched) > 10 and launched - warm == set()
+    engine.close()
+
+
+def test_a_load_that_finds_no_memory_to_prepare_in_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that meets a kernel that fails has operators compute, and says so."""
+    write_checkpoint(tmp_path, "llama")
+    engine = Engine.load(tmp_path, device="cpu", weights="fp32")
+    for error, is_given_up in ((torch.OutOfMemoryError("no memory"), False), (RuntimeError("no such kernel"), True)):
+        said: list[str] = []
+        runner = ModelRunner(engine.model, note=said.append)
+        runner.gpu_step = GpuStep(engine.model)
+
+        def fails(_launch: Launch, error: Exception = error) -> None:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Launch, "run", fails)
+            runner.warm_up(engine.residency.new_kv)
+        assert (runner.gpu_step is None) == is_given_up and len(said) == is_given_up
+    engine.residency.kv_pages.check_integrity()
+    engine.close()
