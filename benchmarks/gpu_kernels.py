@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
-from itertools import islice
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 from benchmarks.peers_protocol import serve
 from localllm.engine.memory import choose_device
-from localllm.kernels.gpu import catalog, check
+from localllm.kernels.gpu import check
 from localllm.kernels.gpu.check import Case
 
 _FAMILIES = ("gemv", "gemm", "dequantized", "attention", "an embedding", "drawn tokens")
 _OTHERS = "norms and gates"
-_products = check._products
-# For a stand-in, in whose interpreter all of it takes minutes.
-_FEW = {"_N": 16, "_K": 250, "_HEADS": 2, "_KV_HEADS": 1, "_products": lambda *of: islice(_products(*of), 12)}
 
 
 class Kernels:
@@ -28,18 +22,15 @@ class Kernels:
         not all of them were tried."""
         torch.manual_seed(time.time_ns() % (1 << 31))
         until, found, ended = time.monotonic() + seconds, list[Case](), ""
-        with ExitStack() as patched:
-            if device == "cpu":
-                patched.enter_context(patch.dict(vars(check), _FEW))
-                patched.enter_context(patch.multiple(catalog, GROUPS=(64,), FORMATS=(("int8", "int4"),)))
-            try:
-                for case in check.cases(choose_device(device)):
-                    found.append(case)
-                    if time.monotonic() > until:
-                        ended = f"{seconds:.0f} s were over"
-                        break
-            except Exception as error:
-                ended = f"{type(error).__name__}: {error}".splitlines()[0]
+        sizes = check.SMALL if device == "cpu" else check.Sizes()
+        try:
+            for case in check.cases(choose_device(device), sizes):
+                found.append(case)
+                if time.monotonic() > until:
+                    ended = f"{seconds:.0f} s were over"
+                    break
+        except Exception as error:
+            ended = f"{type(error).__name__}: {error}".splitlines()[0]
         last = f"{ended} (behind {found[-1].name if found else 'none'})" if ended else ""
         families = {family: [case for case in found if _family(case) == family] for family in (*_FAMILIES, _OTHERS)}
         return {"ended": last, "families": {family: _told(some) for family, some in families.items() if some}}

@@ -123,6 +123,7 @@ def _sides(
     for rows in few:
         sides[f"gemv {rows}"] = partial(_gemvs, ours, codes.first(rows), y[:rows], N)
         sides[f"gemm {rows}"] = partial(_gemms, ours, N, rows, dispatch.shape(matrix, rows))
+        sides[f"gemm16 {rows}"] = partial(_gemms, ours, N, rows, dispatch.shape(matrix, rows), 16)
     for rows in many:
         sides[f"library {rows}"] = partial(
             _each, product.multiply_dequantized, [(floats[:rows], one, rounded[:rows]) for one in ours]
@@ -138,8 +139,8 @@ def _sides(
     return sides
 
 
-def _codes(x: Tensor, matrix: GpuMatrix) -> Codes:
-    codes = Codes.empty(len(x), matrix.in_features, matrix.group, x.device)
+def _codes(x: Tensor, matrix: GpuMatrix, bits: int = 8) -> Codes:
+    codes = Codes.empty(len(x), matrix.in_features, matrix.group, x.device, bits)
     to_codes(x, codes, x.shape[1]).run()
     return codes
 
@@ -157,11 +158,11 @@ def _gemvs(copies: Sequence[GpuMatrix], codes: Codes, y: Tensor, N: int) -> Work
     return [gemv.gemv(codes, one, y, N).run for one in copies]
 
 
-def _gemms(copies: Sequence[GpuMatrix], N: int, rows: int, shape: Shape) -> Work:
+def _gemms(copies: Sequence[GpuMatrix], N: int, rows: int, shape: Shape, bits: int = 8) -> Work:
     """Codes of their own: what a shape takes hangs on how many parts there are, not on them."""
     matrix, device = copies[0], copies[0].qweight.device
     codes, y = (
-        _codes(torch.randn((rows, matrix.in_features), device=device), matrix),
+        _codes(torch.randn((rows, matrix.in_features), device=device), matrix, bits),
         torch.empty((rows, N), device=device),
     )
     partial_sums = torch.empty((shape.parts, rows, N), device=device) if shape.parts > 1 else None

@@ -96,6 +96,12 @@ def rows_of(model: str, found: Mapping[str, Found]) -> list[Row]:
         ),
         _widened(f"{model}, {_WIDE} rows, us a layer, beside one", layer, is_wanted),
         *(
+            _against(
+                f"{model}, {count} rows, us a layer, of 16-bit activations", layer, f"gemm16 {count}", own, None, False
+            )
+            for count, own in ((1, "gemv 1"), (_WIDE, f"gemm {_WIDE}"))
+        ),
+        *(
             _against(f"{model}, {count} rows, us a layer, of bf16", layer, f"bf16 {count}", side, None, False)
             for count, side in ((1, "gemv 1"), (128, "library 128"), (512, "library 512"))
             if _has(layer, side)

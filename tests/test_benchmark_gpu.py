@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,26 +23,45 @@ from localllm.quant.recipe import RECIPES
 MISSING = ("platformdirs", "textual", "httpx2", "bitsandbytes")  # what a machine with a GPU may lack
 
 
-@pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+@pytest.fixture
+def result(tmp_path: Path) -> dict[str, Any]:
     """Of a run in which those packages cannot be imported, in no process."""
-    site, out = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("out")
+    site, out = tmp_path / "site", tmp_path / "out"
+    site.mkdir()
     lacks = f"import sys\nsys.modules.update(dict.fromkeys({MISSING!r}))\n"
     (site / "sitecustomize.py").write_text(lacks, encoding="utf-8")
     command = ["-m", "benchmarks.gpu", "--device", "cpu", "--small", "--rounds", "1", "--out", str(out)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LOCALLLM")}
     environment |= {"PYTHONPATH": f"{site}:{REPOSITORY}", "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, *command], env=environment, cwd=REPOSITORY, check=True, timeout=300)
-    found: dict[str, object] = json.loads((out / "gpu.json").read_text(encoding="utf-8"))
+    found: dict[str, Any] = json.loads((out / "gpu.json").read_text(encoding="utf-8"))
     return found
 
 
-def test_every_placement_writes_the_text_of_the_cpu_alone(result: dict[str, dict[str, str]]) -> None:
+PARTS = {
+    "kernels": ("gemv", "gemm", "dequantized", "attention", "an embedding", "drawn tokens", "norms and gates"),
+    "products": ("beside the device copy", "torch's INT4 operator", "16 rows", "which kernel", "gemm of 16 x 64"),
+    "model": ("first token", "behind 70", "one graph", "each layer", "reduce-overhead", "prefill", "beside bf16"),
+    "profile": ("a step behind 70", "gemm 64x64", "attend", "to_codes norm", "merge", "embed"),
+}
+
+
+def test_every_part_has_its_rows_and_all_is_right(result: dict[str, Any]) -> None:
+    """One run, of a minute, is looked at by all of these."""
+    _every_placement_writes_the_text_of_the_cpu_alone(result)
+    _every_row_has_its_figure_beside_what_it_is_measured_by(result)
+    for part, whats in PARTS.items():
+        _the_part_has_its_rows(part, whats, result)
+    _every_kernel_is_right_and_graphs_change_no_token(result)
+    _the_machine_is_measured_for_both_formats(result)
+
+
+def _every_placement_writes_the_text_of_the_cpu_alone(result: dict[str, Any]) -> None:
     assert set(result["texts"].values()) == {"ok"}
     assert {"resident", "streamed", "computed", "split", "disk", "disk-computed", "mixed"} < set(result["texts"])
 
 
-def test_every_row_has_its_figure_beside_what_it_is_measured_by(result: dict[str, list[dict[str, object]]]) -> None:
+def _every_row_has_its_figure_beside_what_it_is_measured_by(result: dict[str, Any]) -> None:
     rows = [row for row in result["rows"] if "MB" in str(row["part"])]
     by_format = {weights: [row["what"] for row in rows if weights in str(row["part"])] for weights in ("bf16", "int4")}
     assert len(by_format["bf16"]) == 4 and len(by_format["int4"]) == 3
@@ -50,19 +70,7 @@ def test_every_row_has_its_figure_beside_what_it_is_measured_by(result: dict[str
             assert row["figure"] and row["beside"] and row["ratio"], row
 
 
-@pytest.mark.parametrize(
-    ("part", "whats"),
-    [
-        ("kernels", ("gemv", "gemm", "dequantized", "attention", "an embedding", "drawn tokens", "norms and gates")),
-        ("products", ("beside the device copy", "torch's INT4 operator", "16 rows", "which kernel", "gemm of 16 x 64")),
-        (
-            "model",
-            ("first token", "behind 70", "one graph", "each layer", "reduce-overhead", "prefill", "beside bf16"),
-        ),
-        ("profile", ("a step behind 70", "gemm 64x64", "attend", "to_codes norm", "merge", "embed")),
-    ],
-)
-def test_every_part_of_our_kernels_has_its_rows(part: str, whats: tuple[str, ...], result: dict[str, Any]) -> None:
+def _the_part_has_its_rows(part: str, whats: tuple[str, ...], result: dict[str, Any]) -> None:
     rows = [row for row in result["rows"] if row["part"] == part]
     assert result[part]
     for what in whats:
@@ -71,12 +79,12 @@ def test_every_part_of_our_kernels_has_its_rows(part: str, whats: tuple[str, ...
         assert row["figure"] or "which kernel" in row["what"], row
 
 
-def test_every_kernel_is_right_and_graphs_change_no_token(result: dict[str, Any]) -> None:
+def _every_kernel_is_right_and_graphs_change_no_token(result: dict[str, Any]) -> None:
     judged = [row for row in result["rows"] if row["wanted"] in ("all right", "the same tokens")]
     assert len(judged) == 10 and all(row["is_met"] for row in judged)
 
 
-def test_the_machine_is_measured_for_both_formats(result: dict[str, dict[str, Any]]) -> None:
+def _the_machine_is_measured_for_both_formats(result: dict[str, Any]) -> None:
     profile = result["machine"]["profile"]
     assert set(profile["formats"]) == set(profile["device"]["formats"]) == {"bf16", "int4-g64"}
 

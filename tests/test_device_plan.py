@@ -17,7 +17,7 @@ from localllm.models.families import parse_config
 from localllm.models.shapes import shipped_shapes
 from localllm.offload.corrections import Corrections, Term
 from localllm.offload.device_costs import CardRates, DeviceCosts, Work
-from localllm.offload.device_search import CardMemory, DeviceSearch
+from localllm.offload.device_search import CardMemory, DeviceSearch, _Amount
 from localllm.offload.plan import GIB, JobShape, Memory, ModelShape, Packing, Plan, Rates, cap
 from localllm.offload.ring import ring_bytes
 from localllm.quant.recipe import RECIPES
@@ -40,6 +40,26 @@ SHAPES["wide attention"] = replace(
     blocks=tuple(replace(block, num_bytes=_MISTRAL[(index + 1) % 2].num_bytes) for index, block in enumerate(_MISTRAL)),
 )
 SHAPES["one layer"] = replace(SHAPES["mistral-7b"], blocks=_MISTRAL[:2])
+
+
+def test_what_attention_leaves_for_its_last_step_is_in_the_ledger() -> None:
+    """Of a card's step, by the length of the context and the number of rows; as the step makes room for it."""
+    pytest.importorskip("triton")
+    from localllm.kernels.gpu.attention_merge import new_parts
+    from localllm.layers.gpu_tables import TableShape, table_pages
+
+    config = parse_config(shipped_shapes()["llama-3.1-8b"], "it")
+    shape = model_shape(config, RECIPES["int4-g64"], torch.bfloat16, "it", torch.device("cuda"))
+    for ctx, sequences in ((200, 1), (257, 2), (8192, 8), (100_000, 1)):
+        with_them, without = (
+            replace(search("llama-3.1-8b", 70.0, ctx=ctx), shape=one)._vram_owners(
+                _Amount(ctx, sequences, ctx * sequences, 512, 512, config.num_layers)
+            )["activations"]
+            for one in (shape, replace(shape, section_bytes=0))
+        )
+        tables = TableShape(sequences, sequences, sequences, table_pages(ctx), 1)
+        parts = new_parts(tables.sections, sequences, config.num_heads, config.head_dim)
+        assert with_them - without == sum(part.nbytes for part in (parts.mixed, parts.peaks, parts.totals))
 
 
 def search(

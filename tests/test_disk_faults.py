@@ -126,7 +126,7 @@ def test_a_disk_that_vanishes_ends_the_answer_with_its_file_and_the_engine_goes_
 def test_a_disk_that_gives_nothing_any_more_ends_the_answer_and_a_slow_one_does_not(
     kind: str, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_stream, "STALLED_S", 2.0)  # a busy disk may pause for half a second
+    monkeypatch.setattr(disk_stream, "STALLED_S", 3.0)  # a busy disk may pause for two seconds
     with streaming(kind, directory) as engine:
         expected = tokens(engine)
         disk = Disk(monkeypatch)

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.engine.request import SamplingParams
-from localllm.engine.sampler import gumbel_noise, penalised, repetitions, sample, truncated
+from localllm.engine.sampler import penalised, repetitions, sample, truncated
 from localllm.errors import UsageError
+from localllm.kernels.noise import gumbel_noise, noise_key
 
 NOTHING = float("-inf")
 
@@ -55,20 +56,20 @@ def test_draws_follow_the_softmax() -> None:
 
 
 def test_noise_is_standard_gumbel() -> None:
-    noise = gumbel_noise(3, 17, torch.arange(200_000))
+    noise = gumbel_noise(noise_key(3, 17), torch.arange(200_000))
     assert noise.isfinite().all()
     assert noise.mean().item() == pytest.approx(0.5772, abs=0.01)
     assert noise.var().item() == pytest.approx(math.pi**2 / 6, rel=0.02)
 
 
 def test_noise_of_a_token_does_not_depend_on_which_others_are_candidates() -> None:
-    everything = gumbel_noise(5, 9, torch.arange(100))
-    assert torch.equal(gumbel_noise(5, 9, torch.tensor([3, 50, 99])), everything[[3, 50, 99]])
+    everything = gumbel_noise(noise_key(5, 9), torch.arange(100))
+    assert torch.equal(gumbel_noise(noise_key(5, 9), torch.tensor([3, 50, 99])), everything[[3, 50, 99]])
 
 
 def test_noise_of_neighbouring_positions_and_seeds_is_uncorrelated() -> None:
     ids = torch.arange(50_000)
-    rows = torch.stack([gumbel_noise(s, p, ids) for s, p in ((1, 1), (1, 2), (2, 1), (2, 2))])
+    rows = torch.stack([gumbel_noise(noise_key(s, p), ids) for s, p in ((1, 1), (1, 2), (2, 1), (2, 2))])
     off_diagonal = torch.corrcoef(rows) - torch.eye(4, dtype=torch.float64)
     assert off_diagonal.abs().max() < 0.03
 

@@ -54,10 +54,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("capabilities", type=int, nargs="+", choices=SHARED_BYTES, help="as 86 for sm_86")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--brief", action="store_true", help="each kernel in as few formats as have all of its ways")
     arguments = parser.parse_args()
     if is_interpreted():
         parser.error("what is interpreted is not compiled: unset TRITON_INTERPRET")
-    launches = list({each.variant: each for each in catalog.launches()}.values())
+    launches = list({each.variant: each for each in catalog.launches(is_brief=arguments.brief)}.values())
     found = all_faults(launches, arguments.capabilities, arguments.threads)
     print("\n".join(found))
     count = len(launches) * len(arguments.capabilities)

@@ -32,15 +32,17 @@ GROUP = 64
 _COPIED_BYTES = 256 << 20
 _ROUNDS = 5
 _ROWS = (2, 4, 8, 16)
+_ALLOWED_16 = 1.02
 _PROGRAMS, _STAGES = (1, 2, 4), (2, 3, 4, 6)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A matrix in so many copies, and 16 rows in codes."""
+    """A matrix in so many copies, and 16 rows: in codes, and in 16 bits."""
 
     copies: list[GpuMatrix]
     codes: Codes
+    wide: Codes
     y: Tensor
 
     @classmethod
@@ -48,22 +50,24 @@ class Trial:
         copies = [_matrix(N, K, device) for _ in range(max(2, _COPIED_BYTES // (N * K // 2)))]
         codes = Codes.empty(16, K, GROUP, device)
         codes.q.random_(-127, 128)
+        assert codes.scale is not None
         codes.scale.uniform_()
         codes.bias.uniform_()
-        return cls(copies, codes, torch.empty((16, N), device=device))
+        wide = Codes.empty(16, K, GROUP, device, 16)
+        wide.q.normal_()
+        wide.bias.normal_()
+        return cls(copies, codes, wide, torch.empty((16, N), device=device))
 
     def by_gemv(self, rows: int) -> Callable[[], None]:
         launches = [gemv.gemv(self.codes.first(rows), m, self.y[:rows], self.y.shape[1]) for m in self.copies]
         return partial(run_all, launches)
 
-    def by_gemm(self, rows: int, dispatch: Dispatch) -> Callable[[], None]:
-        N = self.y.shape[1]
+    def by_gemm(self, rows: int, dispatch: Dispatch, bits: int = 8) -> Callable[[], None]:
+        x, N = (self.codes if bits == 8 else self.wide).first(rows), self.y.shape[1]
         shape = dispatch.shape(self.copies[0], rows)
         room = torch.empty((shape.parts, rows, N), device=self.y.device)
         launches = [
-            launch
-            for m in self.copies
-            for launch in gemm.gemm(self.codes.first(rows), m, self.y[:rows], N, shape=shape, partial=room)
+            launch for m in self.copies for launch in gemm.gemm(x, m, self.y[:rows], N, shape=shape, partial=room)
         ]
         return partial(run_all, launches)
 
@@ -87,7 +91,10 @@ def seconds(device: torch.device, sides: dict[object, Callable[[], None]]) -> di
 def tuned(device: torch.device) -> dict[str, object]:
     card = torch.cuda.get_device_properties(device)
     trials = [Trial.of(N, K, device) for N, K in MATRICES]
-    cuts = [Dispatch(card.multi_processor_count, 0, *cut) for cut in combinations(_PROGRAMS, _STAGES)]
+    cuts = [
+        Dispatch(card.multi_processor_count, gemv_rows=0, programs=programs, stages=stages)
+        for programs, stages in combinations(_PROGRAMS, _STAGES)
+    ]
     totals = dict.fromkeys(cuts, 0.0)
     for trial in trials:
         found = seconds(device, {cut: trial.by_gemm(16, cut) for cut in cuts})
@@ -95,7 +102,23 @@ def tuned(device: torch.device) -> dict[str, object]:
     best = min(cuts, key=lambda cut: totals[cut])
     most = max((rows for rows, is_gemv in _faster(device, trials, best) if is_gemv), default=1)
     best = replace(best, gemv_rows=most)
-    return {"gemv_rows": most, "programs": best.programs, "stages": best.stages, "is_measured": True}
+    bits = 16 if _is_16_as_fast(device, trials, best) else 8
+    return {
+        "activation_bits": bits, "gemv_rows": most, "programs": best.programs, "stages": best.stages,
+        "is_measured": True,
+    }  # fmt: skip
+
+
+def _is_16_as_fast(device: torch.device, trials: list[Trial], dispatch: Dispatch) -> bool:
+    """For one row and for 16, over all matrices: activations in 16 bits lose nothing, and may cost so little."""
+    as_fast = True
+    for rows in (1, 16):
+        own = Trial.by_gemv if rows <= dispatch.gemv_rows else partial(Trial.by_gemm, dispatch=dispatch)
+        found = [seconds(device, {8: own(t, rows), 16: t.by_gemm(rows, dispatch, 16)}) for t in trials]
+        times = {bits: sum(each[bits] for each in found) for bits in (8, 16)}
+        print(f"{rows} rows: activations in 8 bits {1e6 * times[8]:.0f} us, in 16 bits {1e6 * times[16]:.0f} us")
+        as_fast &= times[16] <= _ALLOWED_16 * times[8]
+    return as_fast
 
 
 def _faster(device: torch.device, trials: list[Trial], dispatch: Dispatch) -> Iterator[tuple[int, bool]]:

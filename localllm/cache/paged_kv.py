@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from localllm.cache.kv_format import DENSE_PAGES, KVFormat
-from localllm.cache.pages import HOST, Page, PagePool, pages_of
-from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout, window_groups
+from localllm.cache.pages import HOST, Page, PagePool
+from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout, pages_of, window_groups
 from localllm.kernels.paged_attention import LayerPages
 
 # Tokens of a forward that a window's pages are reserved for; a longer one lets the pools grow meanwhile.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout
+from localllm.kernels.kv_page import PageLayout
 from localllm.offload.disk_read import PAGE_BYTES
 from localllm.offload.host_buffer import HUGE_PAGE_BYTES, host_buffer
 
@@ -216,8 +216,3 @@ def _new_slab(count: int, num_bytes: int, device: torch.device) -> Tensor:
         -(-count * padded // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES if count * padded >= HUGE_PAGE_BYTES else count * padded
     )
     return host_buffer(room)[: count * padded].view(count, padded)
-
-
-def pages_of(num_tokens: int) -> int:
-    """That so many tokens need."""
-    return -(-num_tokens // PAGE_TOKENS)

@@ -88,6 +88,7 @@ def model_shape(
         is_tied=config.tie_word_embeddings,
         can_split=can_be_split(config, recipe),
         packing=packing,
+        section_bytes=4 * config.num_heads * (config.head_dim + 2) if device.type == "cuda" else 0,
     )
 
 

@@ -1,8 +1,7 @@
 """From logits to a token: penalties, truncations, and a draw whose noise depends on (seed, position, token) alone.
 
-The draw is Gumbel-max: argmax(logits + noise) is a sample of softmax(logits). The noise comes from a counter-based
-hash, not from a stream of random numbers, so the same seed gives the same text whatever the batch, the chunking or the
-device, and a draft that guesses ahead can share it.
+The draw is Gumbel-max: argmax(logits + noise) is a sample of softmax(logits). The same seed gives the same text
+whatever the batch, the chunking or the device, and a draft that guesses ahead can share its noise.
 """
 
 from __future__ import annotations
@@ -17,33 +16,10 @@ from torch import Tensor
 
 from localllm.engine.events import TokenLogprob
 from localllm.engine.request import SamplingParams
+from localllm.kernels.noise import gumbel_noise, noise_key
 from localllm.layers.batch import Draw
 
-_MASK64 = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment and multipliers
-_MIX1, _MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 NUCLEUS_CANDIDATES = 1024  # a full sort of a 150k vocabulary costs 10 ms, its best 1024 cost 1
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >= 1 << 63 else value
-
-
-def _splitmix(value: int) -> int:
-    value = (value + _GOLDEN) & _MASK64
-    value = ((value ^ (value >> 30)) * _MIX1) & _MASK64
-    value = ((value ^ (value >> 27)) * _MIX2) & _MASK64
-    return value ^ (value >> 31)
-
-
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift of int64, which torch shifts arithmetically."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def noise_key(seed: int, position: int) -> int:
-    """Of 64 bits, signed: with which the noise of every token at a position begins."""
-    return _signed(_splitmix(_splitmix(seed & _MASK64) ^ (position & _MASK64)))
 
 
 @dataclass(frozen=True)
@@ -71,16 +47,6 @@ class PlainDraw:
         return Draw(noise_key(self.seed, position), self.temperature, threshold)
 
 
-def gumbel_noise(seed: int, position: int, token_ids: Tensor) -> Tensor:
-    """Standard Gumbel noise, fp64, one value for each of token_ids (int64, any shape): splitmix64 over the counters."""
-    x = token_ids * _signed(_GOLDEN) + noise_key(seed, position)
-    x = (x ^ _shift_right(x, 30)) * _signed(_MIX1)
-    x = (x ^ _shift_right(x, 27)) * _signed(_MIX2)
-    x = x ^ _shift_right(x, 31)
-    uniform = (_shift_right(x, 11).double() + 0.5) * 2.0**-53
-    return -torch.log(-torch.log(uniform))
-
-
 def sample(
     logits: Tensor,
     params: SamplingParams,
@@ -100,7 +66,7 @@ def sample(
     # Measured from the best, so that a temperature near zero makes the others -inf and never the best one +inf.
     scores = truncated((logits - logits.max()) / params.temperature, params)
     candidates = scores.isfinite().nonzero().squeeze(1)
-    noisy = scores[candidates].double() + gumbel_noise(seed, len(token_ids), candidates)
+    noisy = scores[candidates].double() + gumbel_noise(noise_key(seed, len(token_ids)), candidates)
     return int(candidates[noisy.argmax()])
 
 

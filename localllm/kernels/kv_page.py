@@ -88,6 +88,11 @@ class PageLayout:
         return codes.view({"dense": self.dtype, "int8": torch.int8, "int4": torch.uint8}[coding])
 
 
+def pages_of(num_tokens: int) -> int:
+    """That so many tokens need."""
+    return -(-num_tokens // PAGE_TOKENS)
+
+
 def _shaped(x: Tensor, rows: int, columns: int) -> Tensor:
     """The last dimension as two."""
     return x.view(*x.shape[:-1], rows, columns)

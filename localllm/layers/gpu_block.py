@@ -1,7 +1,7 @@
 """Attention and MLP blocks on a GPU by fused kernels: what `Block` computes by operators, with a residual in fp32.
 
-A matrix of few rows is multiplied with INT8 activations that the norm or the gate before it wrote; of many rows, and in
-other formats, by the library, with activations in the model's dtype.
+A matrix of few rows is multiplied with activations in INT8, or in bf16, that the norm or the gate before it wrote; of
+many rows, and in other formats, by the library, with activations in the model's dtype.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.gpu import activations, product
-from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention import attend, block_rows
 from localllm.kernels.gpu.attention_merge import new_parts
 from localllm.kernels.gpu.gemv import GpuMatrix
@@ -61,7 +60,7 @@ def multiply(
     weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
     rows, features, matrix = len(x), linear.in_features, packed(linear)
     if matrix is not None and rows <= product.MOST_ROWS:
-        codes = Codes.empty(rows, matrix.in_features, matrix.group, x.device)
+        codes = product.new_codes(rows, matrix)
         activations.to_codes(x, codes, features, weight=weight, eps=eps, activation=activation).run()
         y = torch.empty((rows, linear.out_features), device=x.device) if into is None else into
         product.multiply(codes, matrix, y, linear.out_features, linear.bias, adds=into is not None)

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from localllm.kernels.gpu.attention import SECTION_PAGES, History, block_rows, tasks_of
 from localllm.kernels.gpu.rope import TokenTables
-from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout
+from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout, pages_of
 from localllm.layers.batch import Batch, Draw, KVStore, Segment
 
 _ALIGN = 16
 _STAGES = 4  # of the host's memory: a forward's tables are written while the copies of two before may be on their way
+_LEAST_PAGES, _MORE_PAGES = 4, 4
 FEW_ROWS = 16  # up to so many, pages are shared out over programs; of more rows each task has all of its pages
 
 
@@ -172,6 +173,14 @@ def table_shape(batch: Batch, rows: int, pages: int, groups: int, task_tokens: i
         len(list(tasks_of(0, 0, segment.past, segment.end - segment.begin, task_tokens))) for segment in batch.segments
     )
     return TableShape(rows, len(batch.segments), tasks, pages, groups, frequencies)
+
+
+def table_pages(num_tokens: int) -> int:
+    """Of tables for a sequence of so many tokens and for ones that are longer: a graph is made for each such number."""
+    pages = _LEAST_PAGES
+    while pages < pages_of(num_tokens):
+        pages *= _MORE_PAGES
+    return pages
 
 
 def task_tokens(heads_per_key_head: int, rows: int) -> int:

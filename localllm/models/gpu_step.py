@@ -8,8 +8,9 @@ many there are: batches and the verification of drafts give the bits of a single
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -19,10 +20,11 @@ from torch import Tensor
 
 from localllm.kernels.gpu import product, sample
 from localllm.kernels.gpu.embed import embed
+from localllm.kernels.kv_page import pages_of
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch, Draw, KVStore, moved
 from localllm.layers.gpu_block import GpuForward, multiply, packed, run_block
-from localllm.layers.gpu_tables import FEW_ROWS, GpuTables, TableShape, table_shape, task_tokens
+from localllm.layers.gpu_tables import FEW_ROWS, GpuTables, TableShape, table_pages, table_shape, task_tokens
 from localllm.layers.linear import Linear
 from localllm.layers.mlp import MLP
 from localllm.models.decoder import Block, Decoder
@@ -30,7 +32,6 @@ from localllm.models.layout import EMBED, HEAD
 from localllm.quant.dense import Dense
 from localllm.quant.int8 import Int8
 
-_LEAST_PAGES = 4  # of the tables that a graph is made for; each next one has four times as many
 _COPIES = 4  # of drawn tokens on the host, as many as forwards can be on their way
 
 OnBlock = Callable[[Block, Tensor], None]
@@ -156,9 +157,7 @@ class GpuStep:
 
     def _room(self, batch: Batch, rows: int, draws: Sequence[Draw]) -> _Room:
         """With its tables filled."""
-        pages = _LEAST_PAGES
-        while pages < max(-(-(s.past + s.end - s.begin) // 64) for s in batch.segments):
-            pages *= 4
+        pages = table_pages(max(s.past + s.end - s.begin for s in batch.segments))
         layouts = batch.segments[0].kv.layouts
         tokens = task_tokens(self._group_heads, rows)
         shape = table_shape(batch, rows, pages, 1 + max(group for group, _ in batch.segments[0].kv.places), tokens)
@@ -188,7 +187,7 @@ class GpuStep:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph, stream = torch.cuda.CUDAGraph(), self._capturing
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), _nothing_collected():
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
                 launch()
@@ -248,7 +247,7 @@ class GpuStep:
             return torch.cat([self._head(part) for part in torch.split(wanted, product.MOST_ROWS)])
 
     def _forward(self, batch: Batch) -> GpuForward:
-        pages = max(-(-(s.past + s.end - s.begin) // 64) for s in batch.segments)
+        pages = pages_of(max(s.past + s.end - s.begin for s in batch.segments))
         layouts, tokens = batch.segments[0].kv.layouts, task_tokens(self._group_heads, len(batch))
         groups = 1 + max(group for group, _ in batch.segments[0].kv.places)
         shape = table_shape(batch, len(batch), pages, groups, tokens)
@@ -339,6 +338,18 @@ class GpuStep:
         if isinstance(stage, Block):
             return stage.body.linears
         return (self.decoder.head,) if stage == HEAD else ()
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """What is freed during a capture may call the driver for what a capture does not allow."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _joined(runs: Iterator[_Run]) -> Iterator[_Run]:

@@ -13,7 +13,7 @@ from localllm.offload.costs import ATTENTION_SHARE, RUN_S, STEP_S
 from localllm.offload.plan import NEVER, ModelShape, Rates
 
 OPERATORS = 24  # of a block: that the device is given one after the other
-KERNELS = 5  # of a block, in a graph
+KERNELS = 5.5  # of a block, in a graph: seven of attention, four of an MLP
 _MOST_ROWS = 4096
 _Phase = Literal["step", "prompt"]
 
@@ -32,7 +32,7 @@ class CardRates:
     link_gbs: float
     launch_s: float
     hop_s: float
-    launches: int = OPERATORS
+    launches: float = OPERATORS
     is_fused: bool = False
 
 

@@ -35,6 +35,8 @@ _ALLOCATOR_BYTES = 2 * _MIB  # to which torch's allocator rounds a large run up
 _KV_SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)  # of the layers whose keys and values are on the device
 _LEAST_SPLIT = 0.1  # of a block: less of it on the device does not pay for handing over
 _FEWER_ROWS = 512  # at once, where the most are too many for a small card
+_STEP_ROWS = 16  # of a step, the most that are computed at once
+_SECTION_TOKENS = 256  # of the pages of one sequence
 _ROWS_WORTH = 0.95  # fewer tokens at once are taken only where decoding gets so much faster
 
 Head = Literal["resident", "computed"]
@@ -354,11 +356,12 @@ class DeviceSearch:
     def _vram_owners(self, amount: _Amount) -> dict[str, int]:
         shape = self.shape
         logits = max(LOGIT_ROWS, 2 * amount.sequences) * shape.logits_bytes
+        attention = _sections(amount.ctx) * min(_STEP_ROWS, amount.sequences) * shape.section_bytes
         kv = shape.kv_bytes(amount.kv_tokens, amount.sequences) * amount.kv_layers // self._num_layers
         return {
             "context": self.card.context_bytes,
             "kv": kv,
-            "activations": amount.rows * shape.row_bytes + amount.pass_tokens * shape.state_bytes,
+            "activations": amount.rows * shape.row_bytes + amount.pass_tokens * shape.state_bytes + attention,
             "logits": logits,
             "workspace": self.card.workspace_bytes,
         }
@@ -419,6 +422,14 @@ class DeviceSearch:
         ram["weights"] = sum(in_ram) + sum(block.num_bytes - block.device_bytes for block in split)
         ram["staging"] = ring_bytes(from_disk)
         return vram, ram, {"weights": sum(from_disk)}
+
+
+def _sections(ctx: int) -> int:
+    """Of pages, over which a GPU's attention is shared out: room is made for 1, 4, 16, 64, ... of 256 tokens."""
+    sections = 1
+    while sections * _SECTION_TOKENS < ctx:
+        sections *= 4
+    return sections
 
 
 def _placed(block: BlockShape, kind: Kind, split_bytes: int = 0) -> Placed:

@@ -59,6 +59,7 @@ class ModelShape:
     is_tied: bool = False  # the embedding is the head's matrix
     can_split: bool = False  # an MLP block, between a device and the host
     packing: Packing | None = None
+    section_bytes: int = 0  # of one row, what each program of a GPU's attention leaves that has a section of the pages
 
     def kv_bytes(self, num_tokens: int, sequences: int = 1) -> int:
         return num_tokens * self.kv_bytes_per_token + sequences * self.kv_bytes_per_sequence

@@ -37,13 +37,14 @@ class Matrix:
     def expected(self, x: Tensor) -> Tensor:
         """Of the codes that the kernel made: fp64."""
         codes = self.codes(x)
+        assert codes.scale is not None
         grouped = codes.q.view(len(x), -1, codes.group)
         if isinstance(self.form, Int8):
             return reference.int8_product(grouped, codes.scale, **self.tensors, out_features=self.N)
         return reference.int4_product(grouped, codes.scale, **self.tensors, out_features=self.N)
 
-    def codes(self, x: Tensor) -> Codes:
-        codes = Codes.empty(len(x), self.packed.in_features, self.packed.group, x.device)
+    def codes(self, x: Tensor, bits: int = 8) -> Codes:
+        codes = Codes.empty(len(x), self.packed.in_features, self.packed.group, x.device, bits)
         to_codes(x, codes, self.K).run()
         return codes
 
@@ -82,8 +83,7 @@ def test_dot_products_of_bytes_are_the_reference_for_any_shape(
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize("shape", [Shape(64, 1), Shape(32, 4)])
-@pytest.mark.parametrize(("rows", "N", "K"), [(5, 70, 520), (17, 20, 1100)])
+@pytest.mark.parametrize(("shape", "rows", "N", "K"), [(Shape(64, 1), 5, 70, 300), (Shape(32, 4), 17, 20, 1100)])
 def test_tensor_cores_give_the_same_bits(weights: str, shape: Shape, rows: int, N: int, K: int) -> None:
     matrix, x = Matrix(N, K, weights), torch.randn(rows, K)
     found = matrix.by_gemm(x, shape)
@@ -93,10 +93,35 @@ def test_tensor_cores_give_the_same_bits(weights: str, shape: Shape, rows: int, 
 
 @pytest.mark.parametrize("weights", ["int4-g64", "int8"])
 def test_a_row_has_the_same_bits_whatever_rows_are_beside_it(weights: str) -> None:
-    matrix, x = Matrix(48, 1000, weights), torch.randn(7, 1000)
-    alone = torch.cat([matrix.by_gemv(x[i : i + 1]) for i in range(7)])
+    matrix, x = Matrix(32, 600, weights), torch.randn(6, 600)
+    alone = torch.cat([matrix.by_gemv(x[i : i + 1]) for i in range(6)])
     assert torch.equal(matrix.by_gemv(x), alone)
     assert torch.equal(matrix.by_gemm(x, Shape(64, 2)), alone)
+
+
+@pytest.mark.usefixtures("products_row_by_row")
+@pytest.mark.parametrize("weights", ["int4-g32", "int4-g64", "int8"])
+def test_activations_in_16_bits_lose_nothing(weights: str) -> None:
+    """Of what they had in bf16; and up to 16 rows have the bits that each has alone."""
+    matrix, x = Matrix(40, 500, weights), torch.randn(9, 500).bfloat16()
+    expected = x.double() @ matrix.form.dequantize(matrix.tensors, 40, 500).double().T
+    found = {}
+    for rows in (9, 1):
+        y = torch.full((9, 40), torch.nan)
+        for first in range(0, 9, rows):
+            codes = matrix.codes(x[first : first + rows].float(), 16)
+            run_all(Dispatch(64).product(codes, matrix.packed, y[first : first + rows], 40, None, adds=False))
+        assert error(y, expected) < TOLERANCE
+        found[rows] = y
+    assert torch.equal(found[1], found[9])
+
+
+def test_what_is_no_number_stays_so_in_16_bits() -> None:
+    matrix, x = Matrix(20, 300, "int4-g64"), torch.randn(3, 300)
+    x[1, 77], x[2, 299] = torch.nan, torch.inf
+    y = torch.full((3, 20), torch.nan)
+    run_all(Dispatch(64).product(matrix.codes(x, 16), matrix.packed, y, 20, None, adds=False))
+    assert y[0].isfinite().all() and not y[1:].isfinite().any()
 
 
 @pytest.mark.parametrize("weights", ["int4-g64", "int8"])
@@ -139,6 +164,7 @@ def test_many_rows_are_multiplied_slab_by_slab(monkeypatch: pytest.MonkeyPatch) 
 def test_tables_of_cards_hold_what_a_dispatch_has() -> None:
     for table in _tables().values():
         dispatch = Dispatch(64, **table)
+        assert dispatch.activation_bits in (8, 16)
         assert 1 <= dispatch.gemv_rows <= 64 and dispatch.programs >= 1 and dispatch.stages >= 1
     assert {"sm_80", "sm_86", "sm_89", "sm_90", "sm_120"} <= set(_tables())
 
@@ -152,12 +178,18 @@ def test_a_card_is_tuned_by_what_was_faster(monkeypatch: pytest.MonkeyPatch) -> 
     def played(_device: torch.device, sides: dict[object, object]) -> dict[object, float]:
         if set(sides) == {0, 1}:
             return {0: next(gemv_seconds), 1: 1.0}
+        if set(sides) == {8, 16}:
+            return {8: 1.0, 16: next(wide_seconds)}
         return {cut: cut.programs + abs(cut.stages - 3) for cut in sides}  # type: ignore[attr-defined]
 
-    gemv_seconds = iter((0.5, 0.9, 1.1, 2.0))
     monkeypatch.setattr(tune_kernels, "seconds", played)
-    found = tune_kernels.tuned(torch.device("cpu"))
-    assert found == {"gemv_rows": 4, "programs": 1, "stages": 3, "is_measured": True}
+    for played_wide, bits in (((1.01, 0.9), 16), ((0.9, 1.1), 8)):
+        wide_seconds = iter(played_wide)
+        gemv_seconds = iter((0.5, 0.9, 1.1, 2.0))
+        found = tune_kernels.tuned(torch.device("cpu"))
+        assert found == {
+            "activation_bits": bits, "gemv_rows": 4, "programs": 1, "stages": 3, "is_measured": True
+        }  # fmt: skip
 
 
 def test_the_oracles_agree_with_their_layouts() -> None:

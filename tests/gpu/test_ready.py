@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,6 +59,17 @@ def test_a_wrong_kernel_is_remembered_and_a_want_of_memory_is_not(card: SimpleNa
     assert anew().startswith("WRONG: gemv") and anew().startswith("WRONG: gemv") and card.asked == 3
 
 
+def test_a_check_that_does_not_end_is_tried_again_an_hour_later(
+    card: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each try may take five minutes."""
+    card.says = "their check gave no answer within 300 seconds"
+    assert anew() == anew() == card.says and card.asked == 1
+    card.says, now = "", time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 3700)
+    assert anew() == "" and anew() == "" and card.asked == 2
+
+
 def test_other_kernels_are_checked_anew(card: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     anew()
     monkeypatch.setattr(ready, "_source", lambda: "another")
@@ -67,7 +80,8 @@ def test_other_kernels_are_checked_anew(card: SimpleNamespace, monkeypatch: pyte
 def test_a_damaged_file_is_as_none(card: SimpleNamespace, tmp_path: Path, damaged: str) -> None:
     (tmp_path / "gpu_kernels.json").write_text(damaged, encoding="utf-8")
     assert anew() == "" and anew() == "" and card.asked == 1
-    assert list(json.loads((tmp_path / "gpu_kernels.json").read_text(encoding="utf-8")).values())[-1] == ""
+    kept = list(json.loads((tmp_path / "gpu_kernels.json").read_text(encoding="utf-8")).values())
+    assert kept[-1]["found"] == ""
 
 
 def test_cards_that_are_too_old_and_machines_without_triton_are_told(
@@ -78,6 +92,12 @@ def test_cards_that_are_too_old_and_machines_without_triton_are_told(
     card.capability = (8, 6)
     monkeypatch.setattr(ready, "_triton", lambda: "")
     assert anew() == "triton is not installed" and card.asked == 0
+    monkeypatch.setattr(ready, "_triton", lambda: "3.6.0")
+    monkeypatch.setattr(ready.sysconfig, "get_paths", lambda: {"include": "nowhere"})
+    assert "python3-dev" in anew() and card.asked == 0
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "")
+    assert anew() == "triton finds no C compiler: install gcc" and card.asked == 0
     assert "NVIDIA" in ready.missing(torch.device("cpu"))
 
 
@@ -103,30 +123,31 @@ def test_the_doctor_checks_anew(card: SimpleNamespace) -> None:
     assert check_kernels().status == "ok" and "not used" in check_kernels().detail
 
 
-def test_every_kernel_is_right_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check itself, of sizes that the interpreter is done with soon; and it finds what is wrong."""
-    monkeypatch.setattr(check, "_N", 20)
-    monkeypatch.setattr(check, "_K", 600)
-    monkeypatch.setattr(check, "ROW_COUNTS", (1, 7))
-    monkeypatch.setattr(check, "HEAD_DIMS", (64,))
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        check.SMALL,
+        pytest.param(replace(check.SMALL, attention=check.ATTENTION, groups=(32, 64, 128)), marks=pytest.mark.slow),
+    ],
+    ids=["one", "all"],
+)
+def test_every_kernel_is_right_in_the_interpreter(sizes: check.Sizes) -> None:
+    """The check itself; and it finds what is wrong."""
     torch.manual_seed(0)
-    found = list(check.cases(torch.device("cpu")))
+    found = list(check.cases(torch.device("cpu"), sizes))
     assert len(found) > 40 and [case.line() for case in found if not case.is_right] == []
 
 
 @pytest.mark.parametrize("broken", ["gemv", "rows", "drawn"])
 def test_the_check_finds_a_kernel_that_is_wrong(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "_N", 20)
-    monkeypatch.setattr(check, "_K", 600)
-    monkeypatch.setattr(check, "ROW_COUNTS", (1,))
     cpu, nothing = torch.device("cpu"), SimpleNamespace(run=lambda: None)
     some: Any
     if broken == "gemv":
         monkeypatch.setattr(check.gemv, "gemv", lambda *_: nothing)
-        some = check._products(cpu, 64)
+        some = check._products(cpu, 64, check.SMALL)
     elif broken == "rows":
         monkeypatch.setattr(check.activations, "to_floats", lambda *_, **__: nothing)
-        some = check._between(cpu)
+        some = check._between(cpu, check.SMALL)
     else:
         monkeypatch.setattr(check.sample, "sample", lambda *_: [])
         some = [check._drawn(cpu)]

@@ -80,28 +80,36 @@ def engine(llama: Path) -> Iterator[Engine]:
     loaded.close()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# Others differ from these in what comes before the kernels: the frequencies of RoPE, or which layers have windows.
+OF_THEIR_OWN = {
+    "llama", "llama-biases-tied", "llama-mha-wide-heads", "qwen3", "qwen2-layer-types", "phi3-partial-rotary",
+    "phi3-longrope", "gemma3-scaled-and-capped", "olmo2", "llama-one-kv-head-odd-sizes",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "family", [name if name in OF_THEIR_OWN else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
 def test_every_family_is_computed_as_operators_do(family: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, family)
     engine = Engine.load(tmp_path, device="cpu", dtype="fp32")
-    token_ids = ids(24)
-    expected = logits(engine, by_operators(engine.model), token_ids, [24])
-    found = logits(engine, by_kernels(engine.model), token_ids, [17, 3, 4])
+    token_ids = ids(22)
+    expected = logits(engine, by_operators(engine.model), token_ids, [22])
+    found = logits(engine, by_kernels(engine.model), token_ids, [17, 1, 4])
     assert error(found, expected) < EXACT
 
 
-@pytest.mark.parametrize("weights", ["int4-g32", "int8"])
-@pytest.mark.parametrize("kv", ["int8", "int4"])
+@pytest.mark.parametrize(("weights", "kv"), [("int4-g32", "int4"), ("int8", "int8")])
 def test_packed_weights_and_coded_pages_are_computed_as_the_cpu_does(weights: str, kv: str, tmp_path: Path) -> None:
     """Behind a coded page. The CPU multiplies by the same INT8 activations; in fp32 nothing else differs."""
     write_checkpoint(tmp_path, "qwen3")
     engine = Engine.load(tmp_path, device="cpu", dtype="fp32", weights=weights, kv=kv)
-    token_ids = ids(136)
-    expected = logits(engine, by_operators(engine.model), token_ids, [126, 10])[126:]
-    assert error(behind(engine, token_ids, 126, [8, 1, 1]), expected) < 0.02  # a code falls on a step's other side
+    token_ids = ids(131)
+    expected = logits(engine, by_operators(engine.model), token_ids, [126, 5])[126:]
+    assert error(behind(engine, token_ids, 126, [4, 1]), expected) < 0.02  # a code falls on a step's other side
 
 
-@pytest.mark.parametrize("weights", ["bf16", "int8"])
+@pytest.mark.parametrize("weights", [pytest.param("bf16", marks=pytest.mark.slow), "int8"])
 def test_a_model_in_bf16_is_computed_as_operators_do(weights: str, llama: Path) -> None:
     """Also a prompt whose matrices the library multiplies, in bf16. The interpreter rounds bf16 towards zero."""
     engine = Engine.load(llama, device="cpu", dtype="bf16", weights=weights)
@@ -115,10 +123,10 @@ def test_a_model_in_bf16_is_computed_as_operators_do(weights: str, llama: Path) 
 def test_a_row_has_the_same_bits_alone_verified_with_others_and_in_a_batch(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "qwen3")
     engine = Engine.load(tmp_path, device="cpu", dtype="fp32", weights="int4-g32", kv="int8")
-    token_ids = ids(134)
-    alone = behind(engine, token_ids, 126, [1] * 8)
-    assert torch.equal(behind(engine, token_ids, 126, [8]), alone)
-    assert torch.equal(behind(engine, token_ids, 126, [3, 5]), alone)
+    token_ids = ids(131)
+    alone = behind(engine, token_ids, 126, [1] * 5)
+    assert torch.equal(behind(engine, token_ids, 126, [5]), alone)
+    assert torch.equal(behind(engine, token_ids, 126, [3, 2]), alone)
     others = [engine.residency.new_kv(127) for _ in range(3)]
     by_operators(engine.model).forward([Chunk(token_ids, kv, 126) for kv in others])
     together = by_kernels(engine.model).forward([Chunk(token_ids, kv, 1) for kv in others])
@@ -180,19 +188,19 @@ def texts(engine: Engine, requests: list[SamplingParams], prompts: list[list[int
     return list(answers.values())
 
 
-def sampling(temperature: float, max_tokens: int = 6, **rest: float) -> SamplingParams:
+def sampling(temperature: float, max_tokens: int = 5, **rest: float) -> SamplingParams:
     return SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=7, **rest)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("wish", [sampling(0), sampling(0.9), sampling(1.5, min_p=0.05), sampling(0.9, top_k=5)])
 def test_an_engine_draws_the_tokens_that_the_host_would_draw(engine: Engine, llama: Path, wish: SamplingParams) -> None:
     host = Engine.load(llama, device="cpu", weights="fp32")
-    assert texts(engine, [wish], [ids(20)]) == texts(host, [wish], [ids(20)])
+    assert texts(engine, [wish], [ids(5)]) == texts(host, [wish], [ids(5)])
 
 
 def test_requests_that_come_and_go_do_not_change_each_others_tokens(engine: Engine) -> None:
     """Steps that were begun ahead are dropped where a prompt, or the end of another answer, comes between."""
-    wishes, prompts = [sampling(0.9, n) for n in (2, 6, 3)], [ids(n, seed=n) for n in (5, 25, 12)]
+    wishes, prompts = [sampling(0.9, n) for n in (2, 5, 3)], [ids(n, seed=n) for n in (3, 17, 6)]
     alone = [texts(engine, [wish], [prompt])[0] for wish, prompt in zip(wishes, prompts, strict=True)]
     assert texts(engine, wishes, prompts) == alone
 

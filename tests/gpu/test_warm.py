@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 
+from localllm.cache.kv_format import KV_FORMATS, KVFormat
+from localllm.cache.paged_kv import PagedKV
 from localllm.engine.engine import Engine
 from localllm.engine.runner import Chunk, ModelRunner
 from localllm.engine.sampler import PlainDraw
@@ -51,6 +55,23 @@ def test_prompts_and_steps_launch_nothing_that_is_new(family: str, kv: str, tmp_
         for cache in kvs:
             cache.close()
     assert len(launched) > 10 and launched - warm == set()
+    engine.close()
+
+
+def test_a_load_prepares_the_kernels_and_so_does_another_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path, "qwen3")
+    prepared: list[KVFormat] = []
+
+    def warm_up(_runner: ModelRunner, new_kv: Callable[[int], PagedKV]) -> None:
+        with closing(new_kv(100)) as kv:
+            prepared.append(kv.pages.format)
+
+    monkeypatch.setattr(ModelRunner, "warm_up", warm_up)
+    engine = Engine.load(tmp_path, device="cpu", dtype="bf16", kv="bf16")
+    engine.residency.use_format(KV_FORMATS["int8"])
+    assert [kv_format.name for kv_format in prepared] == ["bf16", "int8"]
     engine.close()
 
 

@@ -1,7 +1,8 @@
 """What a matrix is multiplied with, made in one launch of what came before: a norm, a gate, or nothing.
 
 Into INT8 codes for the packed formats, as `reference.int8_activations` has them: symmetric, one scale for a row and a
-group of columns. A NaN or an infinity makes its group's scale a NaN: nothing hides it. Or into floats, for the others.
+group of columns. A NaN or an infinity makes its group's scale a NaN: nothing hides it. Or into bf16 for those, with the
+sum of each group. Or into floats, for the other formats.
 """
 
 from __future__ import annotations
@@ -21,29 +22,33 @@ _COLUMNS_A_WARP = 1024  # of a row that is normalised: 32 values a thread
 
 @dataclass(frozen=True)
 class Codes:
-    """q int8 [M, K]; scale and bias fp32 [M, K / G]: x = scale * q, and bias = scale * the sum of q, by which a
-    weight's own bias is multiplied."""
+    """q int8 or bf16 [M, K]; scale and bias fp32 [M, K / G]: x = scale * q, and bias = scale * the sum of q, by which a
+    weight's own bias is multiplied. bf16 has no scale."""
 
     q: Tensor
-    scale: Tensor
+    scale: Tensor | None
     bias: Tensor
 
     @property
     def group(self) -> int:
-        return self.q.shape[1] // self.scale.shape[1]
+        return self.q.shape[1] // self.bias.shape[1]
+
+    @property
+    def bits(self) -> int:
+        return 8 * self.q.itemsize
 
     @classmethod
-    def empty(cls, rows: int, columns: int, group: int, device: torch.device) -> Codes:
-        """columns: a multiple of the group."""
-        groups = columns // group
+    def empty(cls, rows: int, columns: int, group: int, device: torch.device, bits: int = 8) -> Codes:
+        """columns: a multiple of the group. bits: 8 or 16."""
+        groups, dtype = columns // group, torch.int8 if bits == 8 else torch.bfloat16
         return cls(
-            torch.empty((rows, columns), dtype=torch.int8, device=device),
-            torch.empty((rows, groups), device=device),
+            torch.empty((rows, columns), dtype=dtype, device=device),
+            torch.empty((rows, groups), device=device) if bits == 8 else None,
             torch.empty((rows, groups), device=device),
         )
 
     def first(self, rows: int) -> Codes:
-        return Codes(self.q[:rows], self.scale[:rows], self.bias[:rows])
+        return Codes(self.q[:rows], None if self.scale is None else self.scale[:rows], self.bias[:rows])
 
 
 @triton.jit
@@ -83,18 +88,24 @@ def _to_codes(
     columns = first + tl.arange(0, BLOCK)
     values = _prepared(x, weight, x_stride, features, columns, row, eps, KIND, ACTIVATION)
     values = tl.reshape(values, (BLOCK // GROUP, GROUP))
-    peak = tl.max(tl.abs(values), axis=1)
-    inverse = tl.where(peak < 1e-30, 0.0, 127 / tl.maximum(peak, 1e-30))
-    # Adding 1.5 * 2^23 rounds to whole numbers, to the even one of two as near.
-    codes = values * inverse[:, None] + 12582912.0 - 12582912.0
-    not_a_number = tl.sum(values * 0.0, axis=1)  # 0 unless one of them is not finite; a maximum would not tell
-    scale = tl.where(peak < 1e-30, 0.0, peak * (1.0 / 127)) + not_a_number
     groups = first // GROUP + tl.arange(0, BLOCK // GROUP)
     at = row * (padded // GROUP) + groups
     is_group = groups < padded // GROUP
-    tl.store(x_scale + at, scale, mask=is_group)
-    tl.store(x_bias + at, scale * tl.sum(codes, axis=1), mask=is_group)
-    tl.store(q + row * padded + columns, tl.reshape(codes, (BLOCK,)).to(tl.int8), mask=columns < padded)
+    if x_scale is None:
+        codes = values.to(q.dtype.element_ty)
+        bias = tl.sum(codes.to(tl.float32), axis=1)
+    else:
+        peak = tl.max(tl.abs(values), axis=1)
+        inverse = tl.where(peak < 1e-30, 0.0, 127 / tl.maximum(peak, 1e-30))
+        # Adding 1.5 * 2^23 rounds to whole numbers, to the even one of two as near.
+        codes = values * inverse[:, None] + 12582912.0 - 12582912.0
+        not_a_number = tl.sum(values * 0.0, axis=1)  # 0 unless one of them is not finite; a maximum would not tell
+        scale = tl.where(peak < 1e-30, 0.0, peak * (1.0 / 127)) + not_a_number
+        tl.store(x_scale + at, scale, mask=is_group)
+        bias = scale * tl.sum(codes, axis=1)
+        codes = codes.to(tl.int8)
+    tl.store(x_bias + at, bias, mask=is_group)
+    tl.store(q + row * padded + columns, tl.reshape(codes, (BLOCK,)), mask=columns < padded)
 
 
 @triton.jit
@@ -130,8 +141,8 @@ def to_codes(
         _to_codes,
         (len(x), triton.cdiv(padded, block)),
         {
-            "x": x, "weight": x if weight is None else weight, "q": codes.q, "x_scale": codes.scale,
-            "x_bias": codes.bias, "x_stride": x.stride(0), "features": features, "padded": padded, "eps": float(eps),
+            "x": x, "weight": weight, "q": codes.q, "x_scale": codes.scale, "x_bias": codes.bias,
+            "x_stride": x.stride(0), "features": features, "padded": padded, "eps": float(eps),
         },
         {"BLOCK": block, "GROUP": codes.group, "KIND": kind, "ACTIVATION": activation},
         num_warps=_num_warps(block),
@@ -155,7 +166,7 @@ def to_floats(
         _to_floats,
         (len(x), triton.cdiv(features, block)),
         {
-            "x": x, "weight": x if weight is None else weight, "y": y, "x_stride": x.stride(0),
+            "x": x, "weight": weight, "y": y, "x_stride": x.stride(0),
             "y_stride": y.stride(0), "features": features, "eps": float(eps),
         },
         {"BLOCK": block, "KIND": kind, "ACTIVATION": activation, "ADDS": adds},

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from localllm.kernels.gpu.attention_merge import NOTHING, Parts, merge
 from localllm.kernels.gpu.launch import Launch, is_interpreted
+from localllm.kernels.gpu.levels import nibble, signed_byte
 from localllm.kernels.gpu.rope import (
     GROUP,
     HALF_GROUP,
@@ -143,31 +144,13 @@ def _code_tiles(codes, GROUPS: tl.constexpr, CODING: tl.constexpr, ARE_KEYS: tl.
 def _levels(codes, CODING: tl.constexpr, ARE_KEYS: tl.constexpr, OPERAND: tl.constexpr):
     """The integers, or halves, that the bytes of a group stand for: of keys [32, 64], of values [64, 32]."""
     if CODING == "int8":
-        both = tl.join(_int8(codes, OPERAND), _int8(codes >> 8, OPERAND))
+        both = tl.join(signed_byte(codes, OPERAND), signed_byte(codes >> 8, OPERAND))
     else:
         codes = codes.to(tl.int16)
-        both = tl.join(_int4(codes & 15, OPERAND), _int4(codes >> 4, OPERAND))
+        both = tl.join(nibble(codes & 15, INT4_ZERO, OPERAND), nibble(codes >> 4, INT4_ZERO, OPERAND))
         both = tl.permute(both, (2, 0, 1) if ARE_KEYS else (0, 2, 1))
     shape: tl.constexpr = (GROUP, PAGE) if ARE_KEYS else (PAGE, GROUP)
     return tl.reshape(both, shape)
-
-
-@triton.jit
-def _int8(bits, OPERAND: tl.constexpr):
-    """The integers in the lower bytes: 128 and the last seven bits, less 128, or 256 where the sign is set."""
-    return _from_128(bits & 0x7F, OPERAND) - _from_128(bits & 0x80, OPERAND)
-
-
-@triton.jit
-def _int4(bits, OPERAND: tl.constexpr):
-    return _from_128(bits, OPERAND) - tl.full((1, 1), 128 + INT4_ZERO, OPERAND)
-
-
-@triton.jit
-def _from_128(bits, OPERAND: tl.constexpr):
-    """128 + the last seven bits, or 256 for the eighth, as the bits of bf16: cards convert integers far more slowly.
-    The interpreter cannot subtract what has been cast so, unless it is widened."""
-    return (bits | 0x4300).to(tl.bfloat16, bitcast=True).to(OPERAND)
 
 
 @triton.jit
@@ -358,35 +341,9 @@ def attend(
     assert q.is_contiguous() and out.is_contiguous() and parts.mixed.shape[1:] == q.shape
     pages = SECTION_PAGES if parts.sections > 1 else ALL_PAGES
     reach = FAR.value if window is None else window
-    return [
-        _attend_launch(
-            q, tokens, history, parts, dense, coded, layer,
-            scale=scale, reach=reach, softcap=softcap, rows=rows, pages=pages,
-        ),
-        merge(parts, out, tokens, reach, section_tokens=pages * PAGE_TOKENS, is_turned=coded is not None),
-    ]  # fmt: skip
-
-
-def _attend_launch(
-    q: Tensor,
-    tokens: TokenTables,
-    history: History,
-    parts: Parts,
-    dense: PageLayout,
-    coded: PageLayout | None,
-    layer: int,
-    *,
-    scale: float,
-    reach: int,
-    softcap: float | None,
-    rows: int,
-    pages: int,
-) -> Launch:
-    M, H, _ = q.shape
-    block = _rows_at_once(rows, dense)
+    (M, H, _), block = q.shape, _rows_at_once(rows, dense)
     is_wide = is_interpreted() or dense.dtype is torch.float32  # the interpreter multiplies bf16 wrongly
-    absent = {} if history.ancestors is not None else {"ancestors": None}
-    return Launch(
+    attending = Launch(
         kernel=_attend,
         grid=(len(history.tasks) * (rows // block), dense.num_kv_heads, parts.sections),
         arguments={
@@ -398,7 +355,7 @@ def _attend_launch(
             "slots": tokens.slots,
             "own": tokens.own,
             "own_stride": tokens.own_stride,
-            **({} if history.ancestors is None else {"ancestors": history.ancestors}),
+            "ancestors": history.ancestors,
             "tasks": history.tasks,
             "pasts": history.pasts,
             "tables": history.tables,
@@ -411,7 +368,6 @@ def _attend_launch(
             "table_stride": history.tables.stride(0),
         },
         constants={
-            **absent,
             "H": H,
             **page_constants(dense, coded),
             "OPERAND": tl.float32 if is_wide else tl.bfloat16,
@@ -421,7 +377,9 @@ def _attend_launch(
             "HAS_SOFTCAP": softcap is not None,
             "HAS_WINDOW": reach != FAR.value,
         },
-        # More rows need twice the warps for their sums; with a second page on its way they would spill.
-        num_warps=8 if block > 64 else 4,
-        num_stages=2 if block == DECODE_ROWS else 1,
+        # Many sums need twice the warps; with a second page on its way many rows, or features, would spill.
+        num_warps=8 if block * max(128, dense.head_dim) > 8192 else 4,
+        num_stages=2 if block == DECODE_ROWS and dense.head_dim <= 128 else 1,
     )
+    turned = coded is not None
+    return [attending, merge(parts, out, tokens, reach, section_tokens=pages * PAGE_TOKENS, is_turned=turned)]

@@ -14,7 +14,7 @@ from localllm.kernels.gpu.launch import Launch
 from localllm.kernels.gpu.rope import GROUP, TokenTables, hadamard
 
 NOTHING = tl.constexpr(-1e30)  # a maximum over no key: finite, so that differences of it are
-_BLOCK_SECTIONS = 16  # on their way at once
+_BLOCK_SECTIONS = 32  # on their way at once: of 8k tokens
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from localllm.kernels.tile16 import TILE
 _N, _K, _HIDDEN, _VOCAB = 4096, 4096, 4096, 32000
 _HOST = torch.device("cpu")
 FORMATS: tuple[tuple[Coding, Coding], ...] = (("dense", "dense"), ("int8", "int8"), ("int8", "int4"), ("int4", "int4"))
+BRIEF_FORMATS = (FORMATS[0], FORMATS[2])
 GROUPS = (64, 32, 128)  # of INT4 weights; the first is what models are packed with
 
 
@@ -42,8 +43,8 @@ def products(
 ) -> Iterator[Launch]:
     """Of a matrix in such groups with so many rows: into new room, and added to what is there."""
     weights, dispatch = matrix(group), Dispatch(multiprocessors=64)
-    for count, adds in combinations(rows, adding):
-        codes = Codes.empty(count, _K, weights.group, _HOST)
+    for count, adds, bits in combinations(rows, adding, (8, 16)):
+        codes = Codes.empty(count, _K, weights.group, _HOST, bits)
         yield from dispatch.product(codes, weights, _empty((count, _N)), _N, None, adds=adds)
 
 
@@ -54,10 +55,11 @@ def dequantized(group: int | None) -> Launch:
 def rows_between(group: int = INT8_GROUP, activation: str = "silu") -> Iterator[Launch]:
     """What stands between the matrices of a model in such groups."""
     x, weight = _empty((2, 2 * _HIDDEN)), _empty((_HIDDEN,))
-    codes, floats = Codes.empty(2, _HIDDEN, group, _HOST), _empty((2, _HIDDEN), torch.bfloat16)
-    yield activations.to_codes(x, codes, _HIDDEN)
-    yield activations.to_codes(x, codes, _HIDDEN, weight=weight, eps=1e-5)
-    yield activations.to_codes(x, codes, _HIDDEN, activation=activation)
+    floats = _empty((2, _HIDDEN), torch.bfloat16)
+    for codes in (Codes.empty(2, _HIDDEN, group, _HOST, bits) for bits in (8, 16)):
+        yield activations.to_codes(x, codes, _HIDDEN)
+        yield activations.to_codes(x, codes, _HIDDEN, weight=weight, eps=1e-5)
+        yield activations.to_codes(x, codes, _HIDDEN, activation=activation)
     yield activations.to_floats(x, floats, _HIDDEN)
     yield activations.to_floats(x, floats, _HIDDEN, weight=weight, eps=1e-5)
     yield activations.to_floats(x.bfloat16(), floats, _HIDDEN, activation=activation)
@@ -89,18 +91,19 @@ def attention(head_dim: int, keys: Coding, values: Coding, group: int = 4) -> It
         yield from attend(q, out, tables, history, parts, dense, coded, 3, scale=head_dim**-0.5, rows=block)
 
 
-def launches() -> Iterator[Launch]:
-    """One of every kernel in every format."""
-    for group in (*GROUPS, None):
+def launches(*, is_brief: bool = False) -> Iterator[Launch]:
+    """One of every kernel in every format; briefly, in as few as have all of its ways."""
+    for group in (GROUPS[0], None) if is_brief else (*GROUPS, None):
         yield from products(group, (1, 4, 16, 64), adding=(True,))
         yield dequantized(group)
-    for group in GROUPS:
+    for group in GROUPS[:1] if is_brief else GROUPS:
         yield from rows_between(group)
     yield from rows_between(activation="gelu_tanh")
     yield from tokens()
-    for keys, values in FORMATS:
+    for keys, values in BRIEF_FORMATS if is_brief else FORMATS:
         yield from attention(128, keys, values)
-    yield from attention(64, "int8", "int8")
+    if not is_brief:
+        yield from attention(64, "int8", "int8")
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from localllm.kernels import int8, paged_attention, reference, tile16
 from localllm.kernels.gpu import activations, catalog, dequantize, embed, gemm, gemv, sample
 from localllm.kernels.gpu.activations import Codes
-from localllm.kernels.gpu.attention import DECODE_ROWS, PREFILL_ROWS, SECTION_PAGES, History, attend, tasks_of
+from localllm.kernels.gpu.attention import SECTION_PAGES, History, attend, block_rows, tasks_of
 from localllm.kernels.gpu.attention_merge import new_parts
 from localllm.kernels.gpu.gemm import Shape
 from localllm.kernels.gpu.gemv import GpuMatrix
@@ -24,13 +25,57 @@ from localllm.kernels.gpu.product import Dispatch
 from localllm.kernels.gpu.ready import WRONG
 from localllm.kernels.gpu.rope import Rope, TokenTables, rope_store
 from localllm.kernels.kv_page import PAGE_TOKENS, Coding, PageLayout
+from localllm.kernels.noise import gumbel_noise, noise_key
 from localllm.kernels.paged_attention import LayerPages
 
 EXACT = 2e-6  # of the norm: sums of whole numbers, and what fp32 loses of some hundred terms
 ROUNDED = 5e-3  # where bf16 is multiplied
-_N, _K = 200, 2100
-ROW_COUNTS, HEAD_DIMS = (1, 2, 4, 7, 16, 33, 64), (64, 128)
-_HEADS, _KV_HEADS, _LAYER = 8, 2, 1
+SUMMED = 2e-5  # tensor cores do not round the sums of floats, they cut them
+FEW_ROWS = 16  # which have the same bits in 16-bit activations, too
+_LAYER = 1
+
+
+@dataclass(frozen=True)
+class Heads:
+    """A way of attention that models have. keys, values: how their pages are coded."""
+
+    keys: Coding
+    values: Coding
+    head_dim: int = 128
+    heads: int = 8
+    kv_heads: int = 2
+    window: int | None = None
+    softcap: float | None = None
+
+    def __str__(self) -> str:
+        differs = [f"{f.name} {v}" for f in fields(self)[3:] if (v := getattr(self, f.name)) != f.default]
+        return ", ".join([f"{self.keys}/{self.values} pages, heads of {self.head_dim}", *differs])
+
+
+ATTENTION = (
+    *(Heads(keys, values, head_dim) for head_dim in (64, 128) for keys, values in catalog.FORMATS),
+    Heads("int8", "int8", heads=3, kv_heads=3),
+    Heads("int8", "int4", window=300),
+    Heads("dense", "dense", window=300, softcap=5.0),
+    Heads("int4", "int4", 256, 4, 1, softcap=5.0),
+    Heads("int8", "int8", 96, 12, 2),
+    Heads("dense", "dense", 80, 6, 2),
+)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is tried: a matrix [N, K] in groups of each length, or in INT8 (None), times so many rows."""
+
+    N: int = 200
+    K: int = 2100
+    row_counts: tuple[int, ...] = (1, 2, 4, 7, 16, 33, 64)
+    groups: tuple[int | None, ...] = (*catalog.GROUPS, None)
+    attention: tuple[Heads, ...] = ATTENTION
+
+
+# For the interpreter, where all of it takes minutes.
+SMALL = Sizes(20, 600, (1, 7), (64, None), (Heads("int8", "int4", 64, 4, 2),))
 
 
 class Case(NamedTuple):
@@ -49,16 +94,15 @@ class Case(NamedTuple):
         return f"{state} {self.name}, error {self.error:.1e}, at most {self.tolerance:.0e}"
 
 
-def cases(device: torch.device) -> Iterator[Case]:
-    for group in (*catalog.GROUPS, None):
-        yield from _products(device, group)
-        yield _dequantized(device, group)
-    yield from _between(device)
-    yield _embedded(device)
+def cases(device: torch.device, sizes: Sizes = Sizes()) -> Iterator[Case]:
+    for group in sizes.groups:
+        yield from _products(device, group, sizes)
+        yield _dequantized(device, group, sizes)
+    yield from _between(device, sizes)
+    yield _embedded(device, sizes)
     yield _drawn(device)
-    for head_dim in HEAD_DIMS:
-        for keys, values in catalog.FORMATS:
-            yield from _attention(device, head_dim, keys, values)
+    for heads in sizes.attention:
+        yield from _attention(device, heads)
 
 
 def _error(found: Tensor, right: Tensor) -> float:
@@ -70,65 +114,101 @@ def _poisoned(*shape: int, device: torch.device, dtype: torch.dtype = torch.floa
     return torch.full(shape, torch.nan, dtype=dtype, device=device)
 
 
-def _matrix(device: torch.device, group: int | None) -> GpuMatrix:
-    tiles = -(-_N // tile16.TILE)
+def _matrix(device: torch.device, group: int | None, sizes: Sizes) -> GpuMatrix:
+    tiles = -(-sizes.N // tile16.TILE)
     if group is None:
-        codes = torch.randint(-127, 128, (tiles * tile16.TILE, -(-_K // 64) * 64), dtype=torch.int8)
+        codes = torch.randint(-127, 128, (tiles * tile16.TILE, -(-sizes.K // 64) * 64), dtype=torch.int8)
         return GpuMatrix(int8.pack(codes).to(device), torch.rand((tiles, tile16.TILE), device=device) / 127, None)
-    groups = -(-_K // group)
+    groups = -(-sizes.K // group)
     qweight = tile16.pack(torch.randint(0, 16, (tiles * tile16.TILE, groups * group), dtype=torch.uint8))
     scale = torch.rand((tiles, groups, tile16.TILE)).half()
     return GpuMatrix(qweight.to(device), scale.to(device), (-7.5 * scale).half().to(device))
 
 
-def _expected(x: Codes, matrix: GpuMatrix) -> Tensor:
+def _expected(x: Codes, matrix: GpuMatrix, out_features: int) -> Tensor:
+    assert x.scale is not None
     grouped, x_scale = x.q.cpu().view(len(x.q), -1, x.group), x.scale.cpu()
     tensors = [None if part is None else part.cpu() for part in (matrix.qweight, matrix.scale, matrix.bias)]
     qweight, scale, bias = tensors
     assert qweight is not None and scale is not None
     if bias is None:
-        return reference.int8_product(grouped, x_scale, qweight, scale, _N)
-    return reference.int4_product(grouped, x_scale, qweight, scale, bias, _N)
+        return reference.int8_product(grouped, x_scale, qweight, scale, out_features)
+    return reference.int4_product(grouped, x_scale, qweight, scale, bias, out_features)
 
 
-def _products(device: torch.device, group: int | None) -> Iterator[Case]:
+def _products(device: torch.device, group: int | None, sizes: Sizes) -> Iterator[Case]:
     """Both kernels; each of few rows must have the bits that it has alone."""
-    matrix, x = _matrix(device, group), torch.randn((64, _K), device=device)
+    matrix, x = _matrix(device, group, sizes), torch.randn((64, sizes.K), device=device)
     codes = Codes.empty(64, matrix.in_features, matrix.group, device)
-    activations.to_codes(x, codes, _K).run()
-    right = _expected(codes, matrix)
-    alone = _poisoned(1, _N, device=device)
-    gemv.gemv(codes.first(1), matrix, alone, _N).run()
+    activations.to_codes(x, codes, sizes.K).run()
+    right = _expected(codes, matrix, sizes.N)
+    alone = _poisoned(1, sizes.N, device=device)
+    gemv.gemv(codes.first(1), matrix, alone, sizes.N).run()
     named = "int8" if group is None else f"int4-g{group}"
-    for rows in ROW_COUNTS:
-        found = {"gemv": _poisoned(rows, _N, device=device)}
-        gemv.gemv(codes.first(rows), matrix, found["gemv"], _N).run()
+    for rows in sizes.row_counts:
+        found = {"gemv": _poisoned(rows, sizes.N, device=device)}
+        gemv.gemv(codes.first(rows), matrix, found["gemv"], sizes.N).run()
         for parts in (1, 4):
             shape = Dispatch(1).shape(matrix, rows)
-            y, partial = _poisoned(rows, _N, device=device), _poisoned(parts, rows, _N, device=device)
+            y, partial = _poisoned(rows, sizes.N, device=device), _poisoned(parts, rows, sizes.N, device=device)
             shaped = Shape(shape.weight_rows, parts, shape.num_warps, shape.num_stages)
-            run_all(gemm.gemm(codes.first(rows), matrix, y, _N, shape=shaped, partial=partial))
+            run_all(gemm.gemm(codes.first(rows), matrix, y, sizes.N, shape=shaped, partial=partial))
             found[f"gemm in {parts}"] = y
         for kernel, y in found.items():
             yield Case(f"{kernel} of {named}, {rows} rows", _error(y, right[:rows]), EXACT)
             differ = float((y[:1] != alone).sum())
             yield Case(f"{kernel} of {named}, {rows} rows: bits of the first", differ, 0)
+    yield from _added(matrix, codes, right, named, sizes)
+    yield from _in_16_bits(matrix, x, named, sizes)
 
 
-def _dequantized(device: torch.device, group: int | None) -> Case:
-    matrix, out = _matrix(device, group), _poisoned(_N, _K, device=device)
-    dequantize.dequantize(matrix, out, 0, matrix.tiles, _N).run()
+def _added(matrix: GpuMatrix, codes: Codes, right: Tensor, named: str, sizes: Sizes) -> Iterator[Case]:
+    """With a bias, to what is there, of every kernel."""
+    bias = torch.randn(sizes.N, device=codes.q.device)
+    for rows, gemv_rows in ((3, 4), (7, 0), (64, 0)):
+        there = torch.randn((rows, sizes.N), device=codes.q.device)
+        expected, y = right[:rows] + bias.double().cpu() + there.double().cpu(), there.clone()
+        dispatch = Dispatch(multiprocessors=rows, gemv_rows=gemv_rows)
+        run_all(dispatch.product(codes.first(rows), matrix, y, sizes.N, bias, adds=True))
+        kernel = "gemv" if gemv_rows else "gemm"
+        yield Case(f"{kernel} of {named} added to {rows} rows", _error(y, expected), EXACT)
+
+
+def _in_16_bits(matrix: GpuMatrix, x: Tensor, named: str, sizes: Sizes) -> Iterator[Case]:
+    """Beside the rounded activations times the weights, in fp64."""
+    codes = Codes.empty(64, matrix.in_features, matrix.group, x.device, 16)
+    activations.to_codes(x, codes, sizes.K).run()
+    weights = _weights(matrix, matrix.tiles * tile16.TILE, matrix.in_features)[: sizes.N]
+    right = codes.q.double().cpu() @ weights.double().cpu().T
+    alone = _poisoned(1, sizes.N, device=x.device)
+    for rows in sizes.row_counts:
+        y, dispatch = _poisoned(rows, sizes.N, device=x.device), Dispatch(1)
+        run_all(dispatch.product(codes.first(rows), matrix, y, sizes.N, None, adds=False))
+        yield Case(f"gemm of {named} and 16 bits, {rows} rows", _error(y, right[:rows]), SUMMED)
+        if rows == 1:
+            alone = y
+        if rows <= FEW_ROWS:
+            differ = float((y[:1] != alone).sum())
+            yield Case(f"gemm of {named} and 16 bits, {rows} rows: bits of the first", differ, 0)
+
+
+def _weights(matrix: GpuMatrix, rows: int, columns: int) -> Tensor:
     if matrix.bias is None:
-        right = int8.dequantize(matrix.qweight, matrix.scale, _N, _K, torch.float32)
-    else:
-        right = tile16.dequantize(matrix.qweight, matrix.scale, matrix.bias, _N, _K, torch.float32)
+        return int8.dequantize(matrix.qweight, matrix.scale, rows, columns, torch.float32)
+    return tile16.dequantize(matrix.qweight, matrix.scale, matrix.bias, rows, columns, torch.float32)
+
+
+def _dequantized(device: torch.device, group: int | None, sizes: Sizes) -> Case:
+    matrix, out = _matrix(device, group, sizes), _poisoned(sizes.N, sizes.K, device=device)
+    dequantize.dequantize(matrix, out, 0, matrix.tiles, sizes.N).run()
+    right = _weights(matrix, sizes.N, sizes.K)
     return Case(f"dequantized {'int8' if group is None else f'int4-g{group}'}", _error(out, right), EXACT)
 
 
-def _between(device: torch.device) -> Iterator[Case]:
-    x, weight = torch.randn((3, 2 * _K), device=device), torch.rand(_K, device=device)
+def _between(device: torch.device, sizes: Sizes) -> Iterator[Case]:
+    x, weight = torch.randn((3, 2 * sizes.K), device=device), torch.rand(sizes.K, device=device)
     wide = x.double()
-    first, second = wide[:, :_K], wide[:, _K:]
+    first, second = wide[:, : sizes.K], wide[:, sizes.K :]
     normed = first * torch.rsqrt(first.square().mean(-1, keepdim=True) + 1e-5) * weight.double()
     tanh = torch.nn.functional.gelu(first, approximate="tanh")
     right = {
@@ -139,46 +219,58 @@ def _between(device: torch.device) -> Iterator[Case]:
         "rows": (first, {}),
     }
     for name, (expected, options) in right.items():
-        y, codes = _poisoned(3, _K, device=device), Codes.empty(3, -(-_K // 64) * 64, 64, device)
-        activations.to_floats(x, y, _K, **options).run()  # type: ignore[arg-type]
+        y, codes = _poisoned(3, sizes.K, device=device), Codes.empty(3, -(-sizes.K // 64) * 64, 64, device)
+        activations.to_floats(x, y, sizes.K, **options).run()  # type: ignore[arg-type]
         yield Case(f"{name} as floats", _error(y, expected), EXACT * 10)
-        activations.to_codes(x, codes, _K, **options).run()  # type: ignore[arg-type]
+        activations.to_codes(x, codes, sizes.K, **options).run()  # type: ignore[arg-type]
+        assert codes.scale is not None
         values = codes.q.view(3, -1, 64).double() * codes.scale.double().unsqueeze(-1)
-        half_steps = (values.flatten(1)[:, :_K] - expected).abs() / codes.scale.repeat_interleave(64, 1)[:, :_K]
+        steps = codes.scale.repeat_interleave(64, 1)
+        half_steps = ((values.flatten(1)[:, : sizes.K] - expected) / steps[:, : sizes.K]).abs()
         yield Case(f"{name} as codes, in steps", float(half_steps.max()), 0.51)
         yield Case(f"{name}: sums of codes", _error(codes.bias, values.sum(-1)), EXACT * 10)
+        halves = Codes.empty(3, -(-sizes.K // 64) * 64, 64, device, 16)
+        activations.to_codes(x, halves, sizes.K, **options).run()  # type: ignore[arg-type]
+        yield Case(f"{name} in 16 bits", _error(halves.q[:, : sizes.K], expected), ROUNDED)
+        sums = halves.q.double().view(3, -1, 64).sum(-1)
+        yield Case(f"{name} in 16 bits: sums", _error(halves.bias, sums), EXACT * 10)
 
 
-def _embedded(device: torch.device) -> Case:
-    matrix, ids = _matrix(device, None), torch.tensor([3, 0, _N - 1], device=device)
-    x = _poisoned(3, _K, device=device)
+def _embedded(device: torch.device, sizes: Sizes) -> Case:
+    matrix, ids = _matrix(device, None, sizes), torch.tensor([3, 0, sizes.N - 1], device=device)
+    x = _poisoned(3, sizes.K, device=device)
     embed.embed(matrix.qweight, matrix.scale, ids, x, 2.0).run()
-    return Case("an embedding", _error(x, 2 * int8.rows(matrix.qweight, matrix.scale, ids, _K)), EXACT)
+    return Case("an embedding", _error(x, 2 * int8.rows(matrix.qweight, matrix.scale, ids, sizes.K)), EXACT)
 
 
 def _drawn(device: torch.device) -> Case:
-    """Noise aside, which `sampler` is the reference of: a greedy row, one at a temperature near zero, one of NaN."""
-    logits = torch.randn((3, 5000), device=device)
-    logits[2, 4000] = torch.nan
-    tokens, room = torch.full((3,), -7, device=device), sample.SampleRoom.empty(3, 5000, device)
-    keys = torch.tensor([1, 2, 3], device=device)
-    temperatures, thresholds = torch.tensor([0.0, 1e-6, 1.0], device=device), torch.full((3,), -1.0, device=device)
-    run_all(sample.sample(logits, keys, temperatures, thresholds, tokens, room))
-    right = [int(logits[0].argmax()), int(logits[1].argmax()), sample.NOT_FINITE]
+    """A greedy row, one of NaN, one with noise, and one of noise among the likeliest."""
+    logits, ids = torch.randn((4, 5000), device=device), torch.arange(5000)
+    logits[1, 4000] = torch.nan
+    tokens, room = torch.full((4,), -7, device=device), sample.SampleRoom.empty(4, 5000, device)
+    keys = [noise_key(seed, 17) for seed in range(4)]
+    temperatures = torch.tensor([0.0, 1.0, 0.9, 2.0], device=device)
+    thresholds = torch.tensor([-torch.inf, -torch.inf, -torch.inf, -0.5], device=device)
+    run_all(sample.sample(logits, torch.tensor(keys, device=device), temperatures, thresholds, tokens, room))
+    scores = (logits - logits.amax(1, keepdim=True)).cpu() / temperatures.cpu().unsqueeze(1)
+    noisy = [scores[row].double() + gumbel_noise(keys[row], ids) for row in (2, 3)]
+    likely = noisy[1].masked_fill(scores[3] < -0.5, -torch.inf)
+    right = [int(logits[0].argmax()), sample.NOT_FINITE, int(noisy[0].argmax()), int(likely.argmax())]
     return Case("drawn tokens", float(tokens.tolist() != right), 0)
 
 
-def _attention(device: torch.device, head_dim: int, keys: Coding, values: Coding) -> Iterator[Case]:
+def _attention(device: torch.device, heads: Heads) -> Iterator[Case]:
     """New tokens behind 700, over the border of a page, beside torch's operators over a copy of the pages."""
-    for count, rows in ((5, DECODE_ROWS), (70, PREFILL_ROWS)):
-        pages = _Pages(device, head_dim, keys, values, past=702, count=count)
-        qkv = torch.randn((count, _HEADS + 2 * _KV_HEADS, head_dim), device=device)
-        inv_freq = torch.rand((1, head_dim // 2), device=device) * 0.1
-        q, k, v = torch.split(qkv, [_HEADS, _KV_HEADS, _KV_HEADS], dim=1)
+    H, KH, D = heads.heads, heads.kv_heads, heads.head_dim
+    for count, is_prefill in ((5, False), (70, True)):
+        pages = _Pages(device, heads, past=702, count=count)
+        qkv = torch.randn((count, H + 2 * KH, D), device=device)
+        inv_freq = torch.rand((1, D // 2), device=device) * 0.1
+        q, k, v = torch.split(qkv, [H, KH, KH], dim=1)
         angles = torch.arange(702, 702 + count, device=device)[:, None, None].float() * inv_freq
         right = pages.copied().attended(_turned(q, angles), _turned(k, angles), v)
-        found = pages.by_kernels(qkv, inv_freq, rows)
-        yield Case(f"attention of {keys}/{values}, heads of {head_dim}, {count} rows", _error(found, right), ROUNDED)
+        found = pages.by_kernels(qkv, inv_freq, block_rows(H // KH, is_prefill=is_prefill), is_prefill=is_prefill)
+        yield Case(f"attention of {heads}, {count} rows", _error(found, right), ROUNDED)
 
 
 def _turned(x: Tensor, angles: Tensor) -> Tensor:
@@ -191,19 +283,17 @@ def _turned(x: Tensor, angles: Tensor) -> Tensor:
 class _Pages:
     """One sequence's pages of two layers, with random tokens in them and room for `count` more."""
 
-    def __init__(
-        self, device: torch.device, head_dim: int, keys: Coding, values: Coding, *, past: int, count: int
-    ) -> None:
-        self.device, self.past, self.count = device, past, count
-        self.dense = PageLayout(_KV_HEADS, head_dim, "dense", "dense", torch.bfloat16)
-        is_dense = keys == "dense"
-        self.coded = None if is_dense else PageLayout(_KV_HEADS, head_dim, keys, values, torch.bfloat16)
+    def __init__(self, device: torch.device, heads: Heads, *, past: int, count: int) -> None:
+        self.device, self.heads, self.past, self.count = device, heads, past, count
+        is_dense, of = heads.keys == "dense", (heads.kv_heads, heads.head_dim)
+        self.dense = PageLayout(*of, "dense", "dense", torch.bfloat16)
+        self.coded = None if is_dense else PageLayout(*of, heads.keys, heads.values, torch.bfloat16)
         total = -(-(past + count) // PAGE_TOKENS)
         layouts = [self.dense] + [self.coded or self.dense] * (total - 1)
         self.pages = [self._page(layout) for layout in layouts]
         first = past // PAGE_TOKENS
         self.own = self.pages[first:] if is_dense else [self._page(self.dense) for _ in range(total - first)]
-        written = torch.randn((2, past, _KV_HEADS, head_dim), device=device)
+        written = torch.randn((2, past, *of), device=device)
         for begin in range(0, past, PAGE_TOKENS):
             number, part = begin // PAGE_TOKENS, written[:, begin : begin + PAGE_TOKENS]
             own = self.own[0] if number == first else self._page(self.dense) if number else self.pages[0]
@@ -228,10 +318,12 @@ class _Pages:
         pages, own = ([page[_LAYER] for page in some] for some in (self.pages, self.own))
         layer = LayerPages(self.dense, self.coded, 0, pages, own)
         paged_attention.write(layer, self.past, k, v)
-        return paged_attention.paged_attention(q, layer, self.past, scale=q.shape[-1] ** -0.5).flatten(1)
+        options = {"window": self.heads.window, "softcap": self.heads.softcap}
+        scale = q.shape[-1] ** -0.5
+        return paged_attention.paged_attention(q, layer, self.past, scale=scale, **options).flatten(1)  # type: ignore[arg-type]
 
-    def by_kernels(self, qkv: Tensor, inv_freq: Tensor, rows: int) -> Tensor:
-        T, D = self.count, qkv.shape[-1]
+    def by_kernels(self, qkv: Tensor, inv_freq: Tensor, rows: int, *, is_prefill: bool) -> Tensor:
+        T, H, D = self.count, self.heads.heads, qkv.shape[-1]
         slots = torch.arange(self.past, self.past + T)
         numbers = slots // PAGE_TOKENS
         first = self.past // PAGE_TOKENS
@@ -241,18 +333,18 @@ class _Pages:
         strides = torch.full((T,), self.dense.layer_bytes)
         position = slots.int().to(self.device)
         tables = TokenTables(position, position, *(x.to(self.device) for x in (own, strides, coded)))
-        tasks = list(tasks_of(0, 0, self.past, T, rows // (_HEADS // _KV_HEADS)))
+        tasks = list(tasks_of(0, 0, self.past, T, rows // (H // self.heads.kv_heads)))
         history = History(
             torch.tensor(tasks, dtype=torch.int32, device=self.device),
             torch.tensor([self.past], dtype=torch.int32, device=self.device),
             addresses.unsqueeze(0).to(self.device),
         )
-        q, out = (_poisoned(T, *shape, device=self.device) for shape in ((_HEADS, D), (_HEADS * D,)))
+        q, out = (_poisoned(T, *shape, device=self.device) for shape in ((H, D), (H * D,)))
         rope_store(qkv, q, tables, Rope(inv_freq), self.dense, self.coded, _LAYER).run()
-        sections = -(-len(self.pages) // SECTION_PAGES) if rows == DECODE_ROWS else 1
-        parts = new_parts(sections, T, _HEADS, D, self.device)
-        scale = D**-0.5
-        run_all(attend(q, out, tables, history, parts, self.dense, self.coded, _LAYER, scale=scale, rows=rows))
+        sections = 1 if is_prefill else -(-len(self.pages) // SECTION_PAGES)
+        parts = new_parts(sections, T, H, D, self.device)
+        options = {"window": self.heads.window, "softcap": self.heads.softcap, "rows": rows, "scale": D**-0.5}
+        run_all(attend(q, out, tables, history, parts, self.dense, self.coded, _LAYER, **options))
         return out
 
 

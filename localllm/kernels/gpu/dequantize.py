@@ -53,7 +53,7 @@ def dequantize(matrix: GpuMatrix, out: Tensor, first_tile: int, tiles: int, out_
         (tiles, triton.cdiv(matrix.groups, groups)),
         {
             "qweight": matrix.qweight.view(torch.uint8 if matrix.bits == 4 else torch.int8), "scale": matrix.scale,
-            "bias": matrix.scale if matrix.bias is None else matrix.bias, "out": out, "first_tile": first_tile,
+            "bias": matrix.bias, "out": out, "first_tile": first_tile,
             "groups": matrix.groups, "out_features": out_features, "in_features": out.shape[1],
         },
         {"GROUPS": groups, "WORDS": matrix.words, "GROUP": matrix.group, "BITS": matrix.bits},

@@ -1,8 +1,11 @@
-"""y = x @ W.T on a GPU for 5 to 64 rows: packed weights times INT8 activations on the tensor cores.
+"""y = x @ W.T on a GPU for 1 to 64 rows: packed weights times activations in INT8 or bf16 on the tensor cores.
 
 The weights are the left operand, 16 rows of W being what a tile of theirs and a tensor core both have; a group's codes
 are multiplied as they are, exactly, and what comes of it is scaled and added in `gemv`'s order, slice by slice. The
 columns may be shared out over programs, each with a run of slices; a second launch adds their sums up in that order.
+
+INT8 activations give `gemv`'s bits. Those in bf16, which that does not know, lose nothing by it that they had; a
+group's sum is then of floats, in the order of the tensor cores: the same for any row of up to 16, which is one program.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from torch import Tensor
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.gemv import GpuMatrix, finished
 from localllm.kernels.gpu.launch import Launch, is_interpreted
+from localllm.kernels.gpu.levels import nibble, signed_byte
 from localllm.kernels.tile16 import TILE
 
 MOST_ROWS = 64
@@ -37,7 +41,7 @@ class Shape:
 def _weight_codes(
     qweight, first_tile, group, tiles, groups, TILES: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr
 ):
-    """int8 [TILES * 16, columns of the group]. qweight: as bytes."""
+    """int8 [TILES * 16, columns of the group]. qweight: as bytes, of no sign where BITS are 4."""
     tile, byte = first_tile + tl.arange(0, TILES), tl.arange(0, WORDS * 64)
     at = (tile[:, None].to(tl.int64) * groups + group) * (WORDS * 64) + byte[None, :]
     codes = tl.load(qweight + at, mask=(tile < tiles)[:, None] & (group < groups), other=0)
@@ -50,14 +54,20 @@ def _weight_codes(
     return codes.to(tl.int8)
 
 
+@triton.jit
+def _floats(codes, BITS: tl.constexpr, OPERAND: tl.constexpr):
+    codes = codes.to(tl.int16)
+    return nibble(codes, 0, OPERAND) if BITS == 4 else signed_byte(codes, OPERAND)
+
+
 @triton.jit(do_not_specialize=["rows", "groups", "tiles", "out_features"])
 def _gemm(
     qweight, scale, bias, linear_bias, q, x_scale, x_bias, y, rows, groups, tiles, out_features, y_stride, part_stride,
     TILES: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    SLICES: tl.constexpr, OWN_DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, IS_PART: tl.constexpr,
-    OPERAND: tl.constexpr,
+    SLICES: tl.constexpr, OWN_DEPTH: tl.constexpr, ADDS: tl.constexpr, IS_PART: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """A part has 2^OWN_DEPTH slices. IS_PART: y is fp32 [parts, rows, ...], of sums that are not yet finished."""
+    """OPERAND: int8 where the activations are; else they have no scale. A part has 2^OWN_DEPTH slices. IS_PART: y is
+    fp32 [parts, rows, ...], of sums that are not yet finished."""
     first_tile, part = tl.program_id(0) * TILES, tl.program_id(1)
     n = first_tile * 16 + tl.arange(0, TILES * 16)
     m = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
@@ -77,13 +87,16 @@ def _gemm(
         if OPERAND == tl.int8:
             part_sum = tl.dot(codes, x, out_dtype=tl.int32).to(tl.float32)
         else:
-            part_sum = tl.dot(codes.to(OPERAND), x.to(OPERAND), out_dtype=tl.float32)
+            part_sum = tl.dot(_floats(codes, BITS, OPERAND), x.to(OPERAND), out_dtype=tl.float32)
         total = tl.where(step == 0, 0.0, total)
         if BITS == 4:
             own = tl.load(scale + in_tile + group * 16, mask=is_n & is_there, other=0).to(tl.float32)
             part_sum = part_sum * own[:, None]
-        by = tl.load(x_scale + m * groups + group, mask=is_m & is_there, other=0)[None, :]
-        total = tl.fma(tl.broadcast_to(by, (TILES * 16, ROWS)), part_sum, total)
+        if x_scale is None:
+            total = total + part_sum
+        else:
+            by = tl.load(x_scale + m * groups + group, mask=is_m & is_there, other=0)[None, :]
+            total = tl.fma(tl.broadcast_to(by, (TILES * 16, ROWS)), part_sum, total)
         if BITS == 4:
             own = tl.load(bias + in_tile + group * 16, mask=is_n & is_there, other=0).to(tl.float32)[:, None]
             offset = tl.load(x_bias + m * groups + group, mask=is_m & is_there, other=0)[None, :]
@@ -98,7 +111,7 @@ def _gemm(
         tl.store(into + part.to(tl.int64) * part_stride, out, mask=is_out)
     else:
         at, is_own = n[:, None], (n < out_features)[:, None]
-        out = finished(out, scale + at, linear_bias + at, into, is_own, is_out, BITS, HAS_BIAS, ADDS)
+        out = finished(out, scale, linear_bias, at, into, is_own, is_out, BITS, ADDS)
         tl.store(into, out.to(y.dtype.element_ty), mask=is_out)
 
 
@@ -119,8 +132,7 @@ def _waiting_with(waiting, total, index, DEPTH: tl.constexpr):
 @triton.jit
 def _parts_added(
     partial, scale, linear_bias, y, out_features, y_stride, row_stride, part_stride,
-    PARTS: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ADDS: tl.constexpr,
+    PARTS: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_out = n < out_features
@@ -132,7 +144,7 @@ def _parts_added(
         for p in tl.static_range(PARTS >> (level + 1)):
             parts = parts[:p] + (parts[2 * p] + parts[2 * p + 1],) + parts[p + 1 :]
     into = y + row * y_stride + n
-    out = finished(parts[0], scale + n, linear_bias + n, into, is_out, is_out, BITS, HAS_BIAS, ADDS)
+    out = finished(parts[0], scale, linear_bias, n, into, is_out, is_out, BITS, ADDS)
     tl.store(into, out.to(y.dtype.element_ty), mask=is_out)
 
 
@@ -154,23 +166,23 @@ def gemm(
     into = partial if is_part else y
     assert into is not None, "parts need room for their sums"
     assert parts <= matrix.slices, "a part has a slice at least"
-    finishing: dict[str, Tensor | int | float] = {
-        "scale": matrix.scale, "linear_bias": matrix.scale if bias is None else bias, "out_features": out_features,
+    finishing: dict[str, Tensor | int | None] = {
+        "scale": matrix.scale, "linear_bias": bias, "out_features": out_features,
     }  # fmt: skip
-    constants = {"BITS": matrix.bits, "HAS_BIAS": bias is not None, "ADDS": adds}
+    constants = {"BITS": matrix.bits, "ADDS": adds}
     product = Launch(
         _gemm,
         (triton.cdiv(matrix.tiles * TILE, shape.weight_rows), parts, triton.cdiv(rows, each)),
         {
             **finishing, "qweight": matrix.qweight.view(torch.uint8 if matrix.bits == 4 else torch.int8),
-            "bias": matrix.scale if matrix.bias is None else matrix.bias, "q": x.q, "x_scale": x.scale,
-            "x_bias": x.bias, "y": into, "rows": rows, "groups": matrix.groups, "tiles": matrix.tiles,
-            "y_stride": into.stride(-2), "part_stride": into.stride(0),
+            "bias": matrix.bias, "q": x.q, "x_scale": x.scale, "x_bias": x.bias, "y": into, "rows": rows,
+            "groups": matrix.groups, "tiles": matrix.tiles, "y_stride": into.stride(-2), "part_stride": into.stride(0),
         },
         {
             **constants, "TILES": shape.weight_rows // TILE, "ROWS": each, "WORDS": matrix.words,
             "GROUP": matrix.group, "SLICES": matrix.slices, "OWN_DEPTH": (matrix.slices // parts).bit_length() - 1,
-            "IS_PART": is_part, "OPERAND": tl.float32 if is_interpreted() else tl.int8,
+            "IS_PART": is_part,
+            "OPERAND": tl.float32 if is_interpreted() else tl.int8 if x.bits == 8 else tl.bfloat16,
         },
         shape.num_warps,
         shape.num_stages,

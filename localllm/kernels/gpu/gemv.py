@@ -91,15 +91,13 @@ def _added_up(slices, SLICES: tl.constexpr, DEPTH: tl.constexpr):
 
 
 @triton.jit
-def finished(
-    out, scale, linear_bias, into, is_n, is_out, BITS: tl.constexpr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr
-):
-    """The sums over all columns, with what comes after them. scale, linear_bias: pointers to those of each row of W."""
+def finished(out, scale, linear_bias, n, into, is_n, is_out, BITS: tl.constexpr, ADDS: tl.constexpr):
+    """The sums over all columns, with what comes after them. n: the rows of W."""
     base = tl.zeros(out.shape, tl.float32)
-    if HAS_BIAS:
-        base += tl.load(linear_bias, mask=is_n, other=0).to(tl.float32)
+    if linear_bias is not None:
+        base += tl.load(linear_bias + n, mask=is_n, other=0).to(tl.float32)
     if BITS == 8:
-        own = tl.load(scale, mask=is_n, other=0)
+        own = tl.load(scale + n, mask=is_n, other=0)
         out = tl.fma(out, tl.broadcast_to(own, out.shape), base)
     else:
         out = out + base
@@ -112,7 +110,7 @@ def finished(
 def _gemv(
     qweight, scale, bias, linear_bias, q, x_scale, x_bias, y, rows, groups, out_features, y_stride,
     ROWS: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, SLICES: tl.constexpr, DEPTH: tl.constexpr,
-    HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, ASM: tl.constexpr,
+    ADDS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """q: the codes as words of four, [rows, groups * 64 / 4]. ROWS: from program_id(0) * ROWS on."""
     first, tile = tl.program_id(0) * ROWS, tl.program_id(1).to(tl.int64)
@@ -157,31 +155,30 @@ def _gemv(
         is_out = (n < out_features) & (first + r < rows)
         into = y + (first + r).to(tl.int64) * y_stride + n
         out = _added_up(totals[r], SLICES, DEPTH)
-        out = finished(out, scale + n, linear_bias + n, into, n < out_features, is_out, BITS, HAS_BIAS, ADDS)
+        out = finished(out, scale, linear_bias, n, into, n < out_features, is_out, BITS, ADDS)
         tl.store(into, out.to(y.dtype.element_ty), mask=is_out)
 
 
 def gemv(
     x: Codes, matrix: GpuMatrix, y: Tensor, out_features: int, bias: Tensor | None = None, *, adds: bool = False
 ) -> Launch:
-    """x: of M rows, in the matrix's groups. y [M, >= out_features] of any float type, in rows of any stride; bias fp32
-    [out_features]; adds: to what is in y."""
+    """x: of M rows, in INT8 codes in the matrix's groups. y [M, >= out_features] of any float type, in rows of any
+    stride; bias fp32 [out_features]; adds: to what is in y."""
     rows = len(x.q)
+    assert x.scale is not None
     each = min(MOST_ROWS, triton.next_power_of_2(rows))
     return Launch(
         _gemv,
         (triton.cdiv(rows, each), matrix.tiles),
         {
             "qweight": matrix.qweight if matrix.bits == 4 else matrix.qweight.view(torch.int32).squeeze(-1),
-            "scale": matrix.scale, "bias": matrix.scale if matrix.bias is None else matrix.bias,
-            "linear_bias": matrix.scale if bias is None else bias, "q": x.q.view(torch.int32), "x_scale": x.scale,
-            "x_bias": x.bias, "y": y, "rows": rows, "groups": matrix.groups, "out_features": out_features,
-            "y_stride": y.stride(0),
+            "scale": matrix.scale, "bias": matrix.bias, "linear_bias": bias, "q": x.q.view(torch.int32),
+            "x_scale": x.scale, "x_bias": x.bias, "y": y, "rows": rows, "groups": matrix.groups,
+            "out_features": out_features, "y_stride": y.stride(0),
         },
         {
             "ROWS": each, "WORDS": matrix.words, "BITS": matrix.bits, "SLICES": matrix.slices,
-            "DEPTH": matrix.slices.bit_length() - 1, "HAS_BIAS": bias is not None, "ADDS": adds,
-            "ASM": not is_interpreted(),
+            "DEPTH": matrix.slices.bit_length() - 1, "ADDS": adds, "ASM": not is_interpreted(),
         },
         num_warps=max(1, matrix.slices // 8),
     )  # fmt: skip

@@ -54,11 +54,12 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Launch:
-    """kernel: a `triton.jit` function; arguments: its tensors and numbers, by name; constants: its constexprs."""
+    """kernel: a `triton.jit` function; arguments: its tensors and numbers, by name, None for what there is none of;
+    constants: its constexprs."""
 
     kernel: Any
     grid: tuple[int, ...]
-    arguments: Mapping[str, Tensor | int | float]
+    arguments: Mapping[str, Tensor | int | float | None]
     constants: Mapping[str, Any] = field(default_factory=dict)
     num_warps: int = 4
     num_stages: int = 2
@@ -113,7 +114,8 @@ class Launch:
     def _constexprs(self) -> dict[str, Any]:
         """Triton makes a constant of every number that is one, and variants for multiples of 16, unless told not to."""
         ones = {name: 1 for name, value in self.arguments.items() if isinstance(value, int) and value == 1}
-        return {**{name: 1 for name in ones if name not in self._unspecialized}, **self.constants}
+        absent = {name: None for name, value in self.arguments.items() if value is None}
+        return {**{name: 1 for name in ones if name not in self._unspecialized}, **absent, **self.constants}
 
     @property
     def _unspecialized(self) -> frozenset[str]:

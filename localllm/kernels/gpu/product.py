@@ -28,13 +28,15 @@ _MOST_PARTS = 8
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Which kernel takes how many rows on a kind of card, and how its work is cut: no bit of a result depends on it.
+    """Which kernel takes how many rows on a kind of card, and how its work is cut: no bit of a result depends on that.
 
-    gemv_rows: up to so many rows are multiplied by dot products of bytes, more on the tensor cores; there, columns are
-    shared out until there are `programs` of them for each multiprocessor, each with loads `stages` ahead.
+    activation_bits: 8, or 16 where it costs the card nothing that they lose nothing. gemv_rows: up to so many rows of 8
+    bits are multiplied by dot products of bytes, all else on the tensor cores; there, columns are shared out until
+    there are `programs` of them for each multiprocessor, each with loads `stages` ahead.
     """
 
     multiprocessors: int
+    activation_bits: int = 8
     gemv_rows: int = 4
     programs: int = 2
     stages: int = 4
@@ -55,11 +57,17 @@ class Dispatch:
     ) -> list[Launch]:
         """x of 1 to MOST_ROWS rows; see `gemv`."""
         rows = len(x.q)
-        if rows <= self.gemv_rows:
+        if rows <= self.gemv_rows and x.bits == 8:
             return [gemv.gemv(x, matrix, y, out_features, bias, adds=adds)]
         shape = self.shape(matrix, rows)
         partial = torch.empty((shape.parts, rows, out_features), device=y.device) if shape.parts > 1 else None
         return gemm.gemm(x, matrix, y, out_features, bias, adds=adds, shape=shape, partial=partial)
+
+
+def new_codes(rows: int, matrix: GpuMatrix) -> Codes:
+    """What rows are to be written into that this matrix is multiplied with."""
+    device = matrix.qweight.device
+    return Codes.empty(rows, matrix.in_features, matrix.group, device, dispatch_for(device).activation_bits)
 
 
 @cache
@@ -100,7 +108,7 @@ def packed_linear(x: Tensor, matrix: GpuMatrix, out_features: int) -> Tensor:
     if len(x) > MOST_ROWS:
         multiply_dequantized(x, matrix, y)
     elif len(x):
-        codes = Codes.empty(len(x), matrix.in_features, matrix.group, x.device)
+        codes = new_codes(len(x), matrix)
         to_codes(x, codes, x.shape[1]).run()
         multiply(codes, matrix, y, out_features, None, adds=False)
     return y

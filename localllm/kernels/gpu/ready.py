@@ -9,8 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
+import time
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -24,6 +27,8 @@ LEAST_CAPABILITY = (8, 0)  # below, bf16 is emulated, and Triton has no tensor c
 WRONG = "WRONG:"  # begins what the check says of a kernel
 # By the device: what failed in this process is not tried again in it. Products ask here too, without a model at hand.
 _failures: dict[str, str] = {}
+_RETRY_S = 3600.0  # a check that did not get to its end is not repeated at every start
+_FOR_EVER = 1e18  # forgotten
 _SECONDS = 300.0  # a hundred variants are compiled in 20 to 60
 
 
@@ -55,14 +60,21 @@ def missing(device: torch.device) -> str:
     if capability < LEAST_CAPABILITY:
         least = ".".join(map(str, LEAST_CAPABILITY))
         return f"this GPU is of compute capability {capability[0]}.{capability[1]}, they need {least}"
-    return "" if _triton() else "triton is not installed"
+    if not _triton():
+        return "triton is not installed"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "triton finds no C compiler: install gcc"
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
+        return "triton finds no Python.h: install Python's headers, python3-dev or python3-devel"
+    return ""
 
 
 def check(device: torch.device) -> str:
     """What a fresh check says, "" where all is right; kept for later starts."""
     found = _checked(device)
-    if not found or found.startswith(WRONG):  # what else went wrong may be another time's, or want of memory
-        _keep(_key(device), found)
+    is_final = not found or found.startswith(WRONG)
+    if is_final or "out of memory" not in found:  # what else went wrong may be another time's
+        _keep(_key(device), found, _FOR_EVER if is_final else time.time() + _RETRY_S)
     return found
 
 
@@ -110,18 +122,19 @@ def _path() -> Path:
 
 def _kept(key: str) -> str | None:
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-        found = json.loads(_path().read_text(encoding="utf-8"))[key]
-        return found if isinstance(found, str) else None
+        kept = json.loads(_path().read_text(encoding="utf-8"))[key]
+        found, until = str(kept["found"]), float(kept["until"])
+        return found if time.time() < until else None
     return None
 
 
-def _keep(key: str, found: str) -> None:
-    """A cache that cannot be written is done without."""
-    kept: dict[str, str] = {}
+def _keep(key: str, found: str, until: float) -> None:
+    """until: seconds since the epoch. A cache that cannot be written is done without."""
+    kept: dict[str, object] = {}
     with suppress(OSError, ValueError, TypeError):
         kept = dict(json.loads(_path().read_text(encoding="utf-8")))
     whole = _path().with_suffix(f".{os.getpid()}")
     with suppress(OSError):
         _path().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        whole.write_text(json.dumps({**kept, key: found}, indent=1), encoding="utf-8")
+        whole.write_text(json.dumps({**kept, key: {"found": found, "until": until}}, indent=1), encoding="utf-8")
         whole.replace(_path())

@@ -206,7 +206,6 @@ def rope_store(
     assert q.dtype is torch.float32 and q.is_contiguous()
     assert qkv.shape == (M, H + 2 * dense.num_kv_heads, D) and qkv.stride()[1:] == (D, 1)
     assert (rope.q_norm is None) == (rope.k_norm is None)
-    norms = {"q_norm": rope.q_norm, "k_norm": rope.k_norm}
     return Launch(
         kernel=_rope_store,
         grid=(M, H + 2 * dense.num_kv_heads),
@@ -219,7 +218,8 @@ def rope_store(
             "own_stride": tokens.own_stride,
             "coded": tokens.coded,
             "inv_freq": rope.inv_freq,
-            **{name: norm for name, norm in norms.items() if norm is not None},
+            "q_norm": rope.q_norm,
+            "k_norm": rope.k_norm,
             "eps": rope.eps,
             "rotary_scale": rope.scale,
             "layer": layer,
@@ -227,7 +227,6 @@ def rope_store(
             "inv_freq_stride": rope.inv_freq.stride(0) if len(rope.inv_freq) > 1 else 0,
         },
         constants={
-            **{name: None for name, norm in norms.items() if norm is None},
             "H": H,
             "GROUPS": triton.next_power_of_2(triton.cdiv(D, kv_page.GROUP)),
             "ROTARY": 2 * rope.inv_freq.shape[1],

@@ -95,7 +95,7 @@ def _winner(peaks, best, winners, tokens, blocks, BLOCKS: tl.constexpr):
 def sample(
     logits: Tensor, keys: Tensor, temperatures: Tensor, thresholds: Tensor, tokens: Tensor, room: SampleRoom
 ) -> list[Launch]:
-    """logits fp32 [R, V] in rows of any stride. keys int64 [R]: `sampler.noise_key` of seed and position. temperatures
+    """logits fp32 [R, V] in rows of any stride. keys int64 [R]: `noise_key` of seed and position. temperatures
     fp32 [R]: 0 is greedy. thresholds fp32 [R]: log(min_p), -inf for none. tokens int64 [R]: what was drawn, the lowest
     of equals, or NOT_FINITE."""
     rows, vocab_size = logits.shape

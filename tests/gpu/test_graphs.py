@@ -1,0 +1,75 @@
+"""Replayed steps, without a card: what a graph would keep is kept, and launched again for others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from localllm.engine.engine import Engine
+from localllm.engine.runner import Chunk
+from localllm.models.decoder import Decoder
+from localllm.models.gpu_step import GpuStep
+from tests.checkpoints import write_checkpoint
+from tests.gpu.test_step import by_operators, ids, sampling, texts
+
+
+class Replaying(GpuStep):
+    """Takes for a graph the forward that it would be captured in: of that one are the batch, the sequences and their
+    pages which a replay has on the host. All else must come from the tables, as on a card."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__(decoder)
+        self._captures, self.replays = True, 0
+
+    def _captured(self, launch: Callable[[], None]) -> SimpleNamespace:
+        def replay() -> None:
+            self.replays += 1
+            launch()
+
+        return SimpleNamespace(replay=replay)
+
+
+def loaded(folder: Path, family: str, kv: str) -> Engine:
+    write_checkpoint(folder, family)
+    engine = Engine.load(folder, device="cpu", weights="fp32", kv=kv)
+    engine.runner.cpu_step = None
+    return engine
+
+
+def test_replayed_steps_draw_the_same_tokens(tmp_path: Path) -> None:
+    """In a batch that requests leave; with windows, so that groups of layers have pages of their own."""
+    engine = loaded(tmp_path, "qwen2-layer-types", "bf16")
+    wishes = [sampling(0.9, 4), sampling(0, 2), sampling(1.5, 3, min_p=0.05)]
+    prompts = [ids(length, seed=length) for length in (1, 3, 2)]
+    found = []
+    for step in (GpuStep(engine.model), Replaying(engine.model)):
+        engine.runner.gpu_step = step
+        found.append(texts(engine, wishes, prompts))
+    assert found[0] == found[1]
+    assert step.replays > 0  # type: ignore[attr-defined]
+
+
+def test_a_replay_reads_the_pages_that_the_tables_name(tmp_path: Path) -> None:
+    """Two chats of other lengths in turn, behind coded pages: the second's steps are replays of the first's, whose
+    pages are another's by then."""
+    engine = loaded(tmp_path, "qwen3", "int8")
+    chats = [ids(132, seed=1), ids(140, seed=2), ids(68, seed=3)]
+
+    def found(step: GpuStep) -> list[Tensor]:
+        logits = []
+        for token_ids in chats:
+            kv = engine.residency.new_kv(len(token_ids))
+            engine.runner.gpu_step = None
+            by_operators(engine.model).forward([Chunk(token_ids, kv, len(token_ids) - 2)])
+            engine.runner.gpu_step = step
+            logits += [engine.runner.forward([Chunk(token_ids, kv, 1)]) for _ in range(2)]
+            kv.close()
+        return logits
+
+    expected, step = found(GpuStep(engine.model)), Replaying(engine.model)
+    assert all(map(torch.equal, found(step), expected))
+    assert step.replays == 5
