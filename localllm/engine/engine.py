@@ -28,7 +28,7 @@ from localllm.engine.growth import Needed, cannot_grow, grow
 from localllm.engine.kv_probe import LAST, KVProbe, Switch, load_as_found
 from localllm.engine.kv_reuse import IN_POOLS, UNKNOWN_SOURCE, Computed, KVReuse
 from localllm.engine.kv_supply import KVSupply
-from localllm.engine.loading import Loading, Replan, Watcher, has_card, note_kernels
+from localllm.engine.loading import Loading, Replan, Watcher, has_card, note_device
 from localllm.engine.memory import (
     DTYPES,
     choose_device,
@@ -163,7 +163,7 @@ class Engine:
         config = load_config(files.directory)
         tokenizer = Tokenizer.load(files.directory)
         on, of = choose_device(device), choose_dtype(weights if dtype == "auto" and weights in DTYPES else dtype)
-        note_kernels(on, watcher or Watcher())
+        note_device(on, watcher or Watcher(), is_chosen=device == "auto")
         chosen = RECIPES[choose_recipe(weights, config, packed_recipes(files), of)]
         limits = limits or (Limits() if job is None else Limits(max_sequences=job.sequences))
         computed = Computed(source_id(files), chosen.name, files.name)

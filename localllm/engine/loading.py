@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ import torch
 
 from localllm.engine.advice import flags_for_context
 from localllm.engine.card import CardPlanning, cap_allocator
-from localllm.engine.memory import is_out_of_memory, out_of_memory, require_context
+from localllm.engine.memory import is_out_of_memory, no_cuda, out_of_memory, require_context
 from localllm.engine.placement import find_search, model_shape, process_memory, smaller_kv
 from localllm.engine.runner import operators_compute, unheard
 from localllm.engine.weights import as_stored, compact_form, is_unpacked, open_checkpoint, open_packed
@@ -27,6 +28,7 @@ from localllm.models.load import DecoderParts, Progress, load_decoder
 from localllm.models.packed import PackedModel
 from localllm.models.placed import PlacedModel
 from localllm.offload.device_search import AnySearch
+from localllm.offload.nvml import gpus
 from localllm.offload.plan import JobShape, Plan, with_kept_pages
 from localllm.offload.refusal import idle_vram
 from localllm.offload.search import Search, fits_whole, is_better
@@ -211,9 +213,14 @@ def require_card(device: torch.device, vram: int | None) -> None:
         raise idle_vram()
 
 
-def note_kernels(device: torch.device, watcher: Watcher) -> None:
-    """Has our kernels checked where a GPU is new to them, and says where they cannot be used."""
+def note_device(device: torch.device, watcher: Watcher, *, is_chosen: bool) -> None:
+    """Has our kernels checked where a GPU is new to them, and says where they, or the GPU, cannot be used. is_chosen:
+    nobody asked for this device."""
     if not has_card(device):
+        hidden = "CUDA_VISIBLE_DEVICES" in os.environ  # by someone who knows
+        if is_chosen and not hidden and (cards := gpus()):
+            name = cards[0].name or "an NVIDIA GPU"
+            watcher.noting(f"the CPU computes, though {name} is here: {no_cuda()}; see localllm doctor")
         return
     if not is_known(device):
         watcher.measuring("checking the kernels on this graphics card, once")

@@ -24,9 +24,14 @@ def choose_device(name: str) -> torch.device:
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        built = "is a CPU build" if torch.version.cuda is None else "sees no GPU that its driver can use"
-        raise UsageError("CUDA is not available", why=f"torch {torch.__version__} {built}", fix="--device cpu")
+        raise UsageError("CUDA is not available", why=no_cuda(), fix="--device cpu")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def no_cuda() -> str:
+    """Why torch computes on no GPU here."""
+    built = "is a CPU build" if torch.version.cuda is None else "sees no GPU that its driver can use"
+    return f"torch {torch.__version__} {built}"
 
 
 def choose_dtype(name: str) -> torch.dtype:

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from localllm.cli.checks_gpu import check_kernels
-from localllm.engine.loading import Watcher, note_kernels
+from localllm.engine import loading
+from localllm.engine.loading import Watcher, note_device
 from localllm.kernels.gpu import check, ready
 
 CARD = torch.device("cuda", 0)
@@ -104,15 +105,32 @@ def test_cards_that_are_too_old_and_machines_without_triton_are_told(
 def test_one_line_says_that_operators_compute(card: SimpleNamespace) -> None:
     said: list[str] = []
     watcher = Watcher(measuring=lambda text: said.append(f"measuring: {text}"), noting=said.append)
-    note_kernels(CARD, watcher)
+    note_device(CARD, watcher, is_chosen=True)
     assert said == ["measuring: checking the kernels on this graphics card, once"]
-    note_kernels(CARD, watcher)
-    note_kernels(torch.device("cpu"), watcher)
+    note_device(CARD, watcher, is_chosen=True)
+    note_device(torch.device("cpu"), watcher, is_chosen=True)
     assert len(said) == 1
     card.capability = (6, 1)
     ready.why_not.cache_clear()
-    note_kernels(CARD, watcher)
+    note_device(CARD, watcher, is_chosen=True)
     assert len(said) == 2 and said[1].startswith("torch's operators compute") and "6.1" in said[1]
+
+
+def test_a_card_that_torch_cannot_use_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not to who asks for the CPU, or hides the card."""
+    said: list[str] = []
+    watcher, cpu = Watcher(noting=said.append), torch.device("cpu")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(loading, "gpus", lambda: ())
+    note_device(cpu, watcher, is_chosen=True)
+    monkeypatch.setattr(loading, "gpus", lambda: (SimpleNamespace(name="an old card"),))
+    note_device(cpu, watcher, is_chosen=False)
+    assert said == []
+    note_device(cpu, watcher, is_chosen=True)
+    assert len(said) == 1 and "the CPU computes, though an old card is here: torch" in said[0]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    note_device(cpu, watcher, is_chosen=True)
+    assert len(said) == 1
 
 
 def test_the_doctor_checks_anew(card: SimpleNamespace) -> None:
