@@ -44,7 +44,7 @@ def _told(cases: list[Case]) -> dict[str, Any]:
     closest = max(cases, key=_nearness)
     return {
         "cases": len(cases),
-        "wrong": [case.line() for case in cases if not case.is_right],
+        "wrong": [case.line() for case in cases if not case.is_right or case.error is None],
         "closest": closest.name,
         "error": closest.error if closest.error == closest.error else None,  # JSON has no NaN
         "tolerance": closest.tolerance,
@@ -53,7 +53,7 @@ def _told(cases: list[Case]) -> dict[str, Any]:
 
 def _nearness(case: Case) -> float:
     """The error by its tolerance: above 1 where it is wrong, and of those the NaN first."""
-    if not case.tolerance:
+    if case.error is None or not case.tolerance:
         return 0.0 if case.is_right else float("inf")
     return case.error / case.tolerance if case.error == case.error else float("inf")
 

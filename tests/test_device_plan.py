@@ -43,10 +43,10 @@ SHAPES["one layer"] = replace(SHAPES["mistral-7b"], blocks=_MISTRAL[:2])
 
 
 def test_what_attention_leaves_for_its_last_step_is_in_the_ledger() -> None:
-    """Of a card's step, by the length of the context and the number of rows; as the step makes room for it."""
+    """Of a card's step of the most rows, by the length of the context; as the step makes room for it."""
     pytest.importorskip("triton")
     from localllm.kernels.gpu.attention_merge import new_parts
-    from localllm.layers.gpu_tables import TableShape, table_pages
+    from localllm.layers.gpu_tables import FEW_ROWS, TableShape, table_pages
 
     config = parse_config(shipped_shapes()["llama-3.1-8b"], "it")
     shape = model_shape(config, RECIPES["int4-g64"], torch.bfloat16, "it", torch.device("cuda"))
@@ -57,8 +57,8 @@ def test_what_attention_leaves_for_its_last_step_is_in_the_ledger() -> None:
             )["activations"]
             for one in (shape, replace(shape, section_bytes=0))
         )
-        tables = TableShape(sequences, sequences, sequences, table_pages(ctx), 1)
-        parts = new_parts(tables.sections, sequences, config.num_heads, config.head_dim)
+        tables = TableShape(FEW_ROWS, FEW_ROWS, FEW_ROWS, table_pages(ctx), 1)
+        parts = new_parts(tables.sections, FEW_ROWS, config.num_heads, config.head_dim)
         assert with_them - without == sum(part.nbytes for part in (parts.mixed, parts.peaks, parts.totals))
 
 

@@ -28,7 +28,7 @@ from localllm.engine.growth import Needed, cannot_grow, grow
 from localllm.engine.kv_probe import LAST, KVProbe, Switch, load_as_found
 from localllm.engine.kv_reuse import IN_POOLS, UNKNOWN_SOURCE, Computed, KVReuse
 from localllm.engine.kv_supply import KVSupply
-from localllm.engine.loading import Loading, Replan, Watcher, has_card, note_device
+from localllm.engine.loading import Loading, Replan, Watcher, note_device
 from localllm.engine.memory import (
     DTYPES,
     choose_device,
@@ -186,11 +186,21 @@ class Engine:
             kv_probe=kv_probe,
             note=(watcher or Watcher()).noting,
         )
-        if has_card(on):
-            (watcher or Watcher()).measuring("preparing the kernels for this model")
-        engine.runner.warm_up(engine.residency.new_kv)
+        engine._warm_up(watcher or Watcher())
         engine.load_s = time.perf_counter() - started
         return engine
+
+    def _warm_up(self, watcher: Watcher) -> None:
+        """Has compiled what a GPU launches, so that no prompt waits for it."""
+        if self.runner.is_fused:
+            watcher.measuring("preparing the kernels for this model")
+        try:
+            self.runner.warm_up(self.residency.new_kv)
+            if self._kv_probe is not None and self.runner.is_fused:
+                self._kv_probe.warm_up(self.residency)
+        except BaseException:  # nobody has the engine yet who would close it
+            self.close()
+            raise
 
     def close(self) -> None:
         """Ends what reads blocks from the disk, and keeps how well the plan came true. The engine is not used after."""

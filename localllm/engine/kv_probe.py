@@ -83,6 +83,15 @@ class KVProbe:
         self.note(f"{found}; they are kept in {shown}")
         return Switch(kv_format, wider)
 
+    def warm_up(self, residency: Residency) -> None:
+        """Has compiled what a GPU launches over pages in the formats that are tried."""
+        for kv in formats_from(self.asked.kv)[1:]:
+            pages = residency.new_pages(KV_FORMATS[kv])
+            try:
+                residency.runner.warm_up(pages.new)
+            finally:
+                pages.release()
+
 
 def with_kv(plan: Plan, residency: Residency, kv_format: KVFormat) -> Plan:
     """The plan with keys and values in another format; it may be more than its limits."""

@@ -108,18 +108,24 @@ class ModelRunner:
     def warm_up(self, new_kv: Callable[[int], PagedKV]) -> None:
         """Has all compiled, and brought to a GPU, that forwards will launch: the first ones would wait for it.
         new_kv: a sequence with room for so many tokens."""
-        step = self._gpu_many or self.gpu_step  # `many` has on the device whatever `model` has there
-        if step is None:
+        steps = [step for step in dict.fromkeys((self.gpu_step, self._gpu_many)) if step is not None]
+        if not steps:
             return
         from localllm.models.gpu_warm import TOKENS, warm_up
 
         try:
             with closing(new_kv(TOKENS)) as kv:
                 kv.prepare(TOKENS)
-                warm_up(step.decoder, kv)
+                for step in steps:
+                    warm_up(step.decoder, kv)
         except Exception as error:
             if not is_out_of_memory(error):  # a prompt for which there is too little makes do with less
                 self._give_up_kernels(error)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether a GPU computes some of it by our kernels."""
+        return self.gpu_step is not None or self._gpu_many is not None
 
     def shrink(self, batch_rows: int) -> None:
         """Compute fewer tokens at once from now on, in less memory."""

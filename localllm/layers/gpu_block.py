@@ -6,7 +6,7 @@ many rows, and in other formats, by the library, with activations in the model's
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from localllm.kernels.gpu.gemv import GpuMatrix
 from localllm.kernels.gpu.rope import Rope, rope_store
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch
-from localllm.layers.gpu_tables import FEW_ROWS, GpuTables
+from localllm.layers.gpu_tables import GpuTables
 from localllm.layers.linear import Linear
 from localllm.layers.mlp import MLP
 from localllm.layers.norm import RMSNorm
@@ -34,6 +34,13 @@ class GpuForward:
     tables: GpuTables
     places: tuple[tuple[int, int], ...]
     dtype: torch.dtype  # of activations for the library's products
+    _elsewhere: dict[torch.device, Batch] = field(default_factory=dict)
+
+    def on(self, device: torch.device) -> Batch:
+        """The batch for operators there: moved once, with what layers share in it."""
+        if device not in self._elsewhere:
+            self._elsewhere[device] = self.batch.on(device)
+        return self._elsewhere[device]
 
 
 def packed(linear: Linear) -> GpuMatrix | None:
@@ -66,7 +73,7 @@ def multiply(
         product.multiply(codes, matrix, y, linear.out_features, linear.bias, adds=into is not None)
         return y
     # The library sums in another order for other numbers of rows: with one number for all, a row's bits stay.
-    padded = max(rows, FEW_ROWS)
+    padded = max(rows, product.FEW_ROWS)
     floats = (torch.zeros if padded > rows else torch.empty)((padded, features), dtype=dtype, device=x.device)
     activations.to_floats(x, floats[:rows], features, weight=weight, eps=eps, activation=activation).run()
     if matrix is None:
@@ -127,7 +134,7 @@ def _mixed(body: Attention, qkv: Tensor, forward: GpuForward) -> Tensor:
         scale=shape.scale,
         window=shape.window,
         softcap=shape.softcap,
-        rows=block_rows(H // KH, is_prefill=M > FEW_ROWS),
+        rows=block_rows(H // KH, is_prefill=M > product.FEW_ROWS),
     )
     for launch in launches:
         launch.run()

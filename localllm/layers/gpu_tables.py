@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.gpu.attention import SECTION_PAGES, History, block_rows, tasks_of
+from localllm.kernels.gpu.product import FEW_ROWS
 from localllm.kernels.gpu.rope import TokenTables
 from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout, pages_of
 from localllm.layers.batch import Batch, Draw, KVStore, Segment
@@ -22,7 +23,7 @@ from localllm.layers.batch import Batch, Draw, KVStore, Segment
 _ALIGN = 16
 _STAGES = 4  # of the host's memory: a forward's tables are written while the copies of two before may be on their way
 _LEAST_PAGES, _MORE_PAGES = 4, 4
-FEW_ROWS = 16  # up to so many, pages are shared out over programs; of more rows each task has all of its pages
+# Up to FEW_ROWS, pages are shared out over programs; of more rows each task has all of its pages.
 
 
 @dataclass(frozen=True)

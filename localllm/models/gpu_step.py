@@ -24,7 +24,7 @@ from localllm.kernels.kv_page import pages_of
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch, Draw, KVStore, moved
 from localllm.layers.gpu_block import GpuForward, multiply, packed, run_block
-from localllm.layers.gpu_tables import FEW_ROWS, GpuTables, TableShape, table_pages, table_shape, task_tokens
+from localllm.layers.gpu_tables import GpuTables, TableShape, table_pages, table_shape, task_tokens
 from localllm.layers.linear import Linear
 from localllm.layers.mlp import MLP
 from localllm.models.decoder import Block, Decoder
@@ -58,10 +58,10 @@ class _Rows:
 
     def __init__(self, decoder: Decoder) -> None:
         device, vocab_size = decoder.device, decoder.head.out_features
-        self.x = torch.zeros((FEW_ROWS, decoder.config.hidden_size), device=device)
-        self.logits = torch.zeros((FEW_ROWS, vocab_size), device=device)
-        self.drawn = torch.zeros(FEW_ROWS, dtype=torch.int64, device=device)
-        self.sampling = sample.SampleRoom.empty(FEW_ROWS, vocab_size, device)
+        self.x = torch.zeros((product.FEW_ROWS, decoder.config.hidden_size), device=device)
+        self.logits = torch.zeros((product.FEW_ROWS, vocab_size), device=device)
+        self.drawn = torch.zeros(product.FEW_ROWS, dtype=torch.int64, device=device)
+        self.sampling = sample.SampleRoom.empty(product.FEW_ROWS, vocab_size, device)
 
 
 class _Room:
@@ -95,7 +95,7 @@ class GpuStep:
         self._captures = captures and self.device.type == "cuda"
         self._rooms: dict[tuple[TableShape, object], _Room] = {}
         self._on_host = torch.zeros(
-            (_COPIES, FEW_ROWS), dtype=torch.int64, pin_memory=self.device.type == "cuda"
+            (_COPIES, product.FEW_ROWS), dtype=torch.int64, pin_memory=self.device.type == "cuda"
         )  # fmt: skip
         self._num_draws = 0
         self._joined_runs: tuple[_Run, ...] | None = None
@@ -114,7 +114,7 @@ class GpuStep:
 
     def logits(self, batches: Sequence[Batch], on_block: OnBlock | None = None) -> Tensor:
         """fp32 [R, V]. batches: on the host."""
-        is_few = len(batches) == 1 and len(batches[0]) <= FEW_ROWS and on_block is None
+        is_few = len(batches) == 1 and len(batches[0]) <= product.FEW_ROWS and on_block is None
         if is_few and self.has_pages([segment.kv for segment in batches[0].segments]):
             batch = batches[0]
             return self._few(batch, ()).logits[batch.logit_rows.to(self.device)]
@@ -176,14 +176,20 @@ class GpuStep:
         is_new = (index, draws) not in room.graphs
         if is_new and run.is_ours and self._captures and self._is_capturable(run):
             room.graphs[index, draws] = None  # where there is no memory for one, as it is computed already
-            with suppress(torch.OutOfMemoryError):
+            try:
                 room.graphs[index, draws] = self._captured(partial(self._launch, run, room, forward, draws))
+            except RuntimeError as error:  # torch's own for its allocator, a plain one for the driver's
+                if "out of memory" not in str(error):
+                    raise
 
     def _captured(self, launch: Callable[[], None]) -> Any:
         """A graph of what `launch` gives the device; nothing of it is computed. What passes between the launches is in
         memory that all graphs share, as they never run side by side. Other threads may call the driver meanwhile."""
         if self._capturing is None:  # one for all: cuBLAS keeps a workspace for each stream
             self._capturing = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        # Meanwhile torch gives back nothing that it keeps for later, also where a cap leaves the graph no other memory.
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph, stream = torch.cuda.CUDAGraph(), self._capturing
         stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -193,11 +199,20 @@ class GpuStep:
                 launch()
             except BaseException:
                 with suppress(RuntimeError):  # of a capture that is void: the cause is what is to be told
-                    graph.capture_end()
+                    self._end_capture(graph)
                 raise
-            graph.capture_end()
+            self._end_capture(graph)
         torch.cuda.current_stream(self.device).wait_stream(stream)
         return graph
+
+    def _end_capture(self, graph: Any) -> None:
+        try:
+            graph.capture_end()
+        except BaseException:
+            # torch ends its allocator's part behind what has failed: without it, it would never free memory again.
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
+            raise
 
     def _launch(self, run: _Run, room: _Room, forward: GpuForward, draws: bool) -> None:
         for stage in run.stages:
@@ -206,7 +221,7 @@ class GpuStep:
                     _run_ours(stage, room.x, forward)
                 else:
                     T = len(forward.batch)
-                    room.x[:T] = self._by_operators(stage, room.x[:T], forward.batch)
+                    room.x[:T] = self._by_operators(stage, room.x[:T], forward)
             elif stage == EMBED:
                 self._embed(room.tables.views["token_ids"], forward.batch, room.x, is_ours=run.is_ours)
             else:
@@ -239,7 +254,7 @@ class GpuStep:
                     if is_ours(block, self.device, forward.batch.segments[0].kv):
                         _run_ours(block, x, forward)
                     else:
-                        x.copy_(self._by_operators(block, x, forward.batch))
+                        x.copy_(self._by_operators(block, x, forward))
                     if on_block is not None:
                         on_block(block, x)
         wanted = torch.cat([x[moved(b.logit_rows, self.device)] for b, x in zip(batches, states, strict=True)])
@@ -274,8 +289,8 @@ class GpuStep:
             return moved(decoder.logits(x.to(decoder.dtype)), self.device)
         return decoder.capped(multiply(decoder.head, x, decoder.dtype, norm=decoder.final_norm).float())
 
-    def _by_operators(self, block: Block, x: Tensor, batch: Batch) -> Tensor:
-        y = block(moved(x.to(self.decoder.dtype), block.device), batch.on(block.device))
+    def _by_operators(self, block: Block, x: Tensor, forward: GpuForward) -> Tensor:
+        y = block(moved(x.to(self.decoder.dtype), block.device), forward.on(block.device))
         return moved(y, self.device).float()
 
     # What there is

@@ -1,7 +1,7 @@
 """A GPU's kernels compiled, and brought to the card, before the first prompt asks for them.
 
 What Triton compiles is made for a model's shapes, so no check of the machine does it. Triton keeps it on the disk: the
-first load of a model takes half a minute, later ones a moment.
+first load of a model takes up to a minute, later ones a moment.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ import torch
 from localllm.kernels.gpu import product
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch, Draw, KVStore, Segment
-from localllm.layers.gpu_tables import FEW_ROWS
-from localllm.layers.mlp import MLP
+from localllm.layers.mlp import MLP, SplitMLP
 from localllm.models.decoder import ALL_RESIDENT, Block, Decoder
 from localllm.models.gpu_step import GpuStep, is_ours
 
-_ROWS = tuple(1 << i for i in range(FEW_ROWS.bit_length()))  # of forwards that draw
+_ROWS = tuple(1 << i for i in range(product.FEW_ROWS.bit_length()))  # of forwards that draw
 _MANY_ROWS = (product.MOST_ROWS // 2, product.MOST_ROWS, product.MOST_ROWS + 1)
 _FAR = 256  # tokens, behind which attention is shared out over programs
 TOKENS = _FAR + _MANY_ROWS[-1]  # of the sequence that it is done with
@@ -33,12 +32,17 @@ def warm_up(decoder: Decoder, kv: KVStore) -> None:
 
     Raises what a kernel raises that this card does not take, and what an allocation raises.
     """
-    kinds = {_kind(block): block for block in decoder.blocks if is_ours(block, decoder.device, kv)}
+    kinds = {_kind(block): block for block in decoder.blocks if _is_launched(block, decoder.device, kv)}
     step = GpuStep(replace(decoder, blocks=tuple(kinds.values()), stream=ALL_RESIDENT), captures=False)
     for past, rows in (*((0, rows) for rows in _ROWS), (_FAR, 1)):
         step.draw(_batch(decoder, kv, past, rows), [Draw(1, 1.0, 0.0)] * rows).tokens()
     for rows in _MANY_ROWS:
         step.logits([_batch(decoder, kv, _FAR, rows)])
+
+
+def _is_launched(block: Block, device: torch.device, kv: KVStore) -> bool:
+    """Whether it launches kernels of ours: by itself, or within what operators compute of a block in two parts."""
+    return is_ours(block, device, kv) or (block.device == device and isinstance(block.body, SplitMLP))
 
 
 def _batch(decoder: Decoder, kv: KVStore, past: int, rows: int) -> Batch:
@@ -55,9 +59,9 @@ def _kind(block: Block) -> Hashable:
     """What is computed by the same variants of kernels has it in common."""
     body, norms = block.body, (block.norm_in is None, block.norm_out is None)
     linears = [(linear.in_features, linear.out_features, linear.format, linear.bias is None) for linear in body.linears]
+    own: object = type(body)
     if isinstance(body, Attention):
-        own: Hashable = (replace(body.shape, layer=0), body.q_norm is None)
-    else:
-        assert isinstance(body, MLP)
+        own = (replace(body.shape, layer=0), body.q_norm is None)
+    elif isinstance(body, MLP):
         own = body.activation_name
     return (own, norms, tuple(linears))

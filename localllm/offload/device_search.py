@@ -35,7 +35,7 @@ _ALLOCATOR_BYTES = 2 * _MIB  # to which torch's allocator rounds a large run up
 _KV_SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)  # of the layers whose keys and values are on the device
 _LEAST_SPLIT = 0.1  # of a block: less of it on the device does not pay for handing over
 _FEWER_ROWS = 512  # at once, where the most are too many for a small card
-_STEP_ROWS = 16  # of a step, the most that are computed at once
+_STEP_ROWS = 16  # of a step at most: of many sequences, or of the last tokens of one prompt
 _SECTION_TOKENS = 256  # of the pages of one sequence
 _ROWS_WORTH = 0.95  # fewer tokens at once are taken only where decoding gets so much faster
 
@@ -356,7 +356,7 @@ class DeviceSearch:
     def _vram_owners(self, amount: _Amount) -> dict[str, int]:
         shape = self.shape
         logits = max(LOGIT_ROWS, 2 * amount.sequences) * shape.logits_bytes
-        attention = _sections(amount.ctx) * min(_STEP_ROWS, amount.sequences) * shape.section_bytes
+        attention = _sections(amount.ctx) * _STEP_ROWS * shape.section_bytes
         kv = shape.kv_bytes(amount.kv_tokens, amount.sequences) * amount.kv_layers // self._num_layers
         return {
             "context": self.card.context_bytes,

@@ -12,13 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from localllm.cli.checks_gpu import check_kernels
 from localllm.engine import loading
 from localllm.engine.loading import Watcher, note_device
-from localllm.kernels.gpu import check, ready
+from localllm.kernels.gpu import check, gemm, ready
+from localllm.kernels.gpu.activations import Codes
+from localllm.kernels.gpu.gemv import GpuMatrix
 
-CARD = torch.device("cuda", 0)
+CARD, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 
 @pytest.fixture
@@ -94,7 +98,7 @@ def test_cards_that_are_too_old_and_machines_without_triton_are_told(
     monkeypatch.setattr(ready, "_triton", lambda: "")
     assert anew() == "triton is not installed" and card.asked == 0
     monkeypatch.setattr(ready, "_triton", lambda: "3.6.0")
-    monkeypatch.setattr(ready.sysconfig, "get_paths", lambda: {"include": "nowhere"})
+    monkeypatch.setattr(ready.sysconfig, "get_paths", lambda _scheme: {"include": "nowhere"})
     assert "python3-dev" in anew() and card.asked == 0
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "")
@@ -157,16 +161,59 @@ def test_every_kernel_is_right_in_the_interpreter(sizes: check.Sizes) -> None:
 
 
 @pytest.mark.parametrize("broken", ["gemv", "rows", "drawn"])
-def test_the_check_finds_a_kernel_that_is_wrong(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu, nothing = torch.device("cpu"), SimpleNamespace(run=lambda: None)
+def test_the_check_finds_a_kernel_that_does_nothing(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = SimpleNamespace(run=lambda: None)
     some: Any
     if broken == "gemv":
-        monkeypatch.setattr(check.gemv, "gemv", lambda *_: nothing)
-        some = check._products(cpu, 64, check.SMALL)
+        monkeypatch.setattr(check.gemv, "gemv", lambda *_, **__: nothing)
+        some = check._products(CPU, 64, check.SMALL)
     elif broken == "rows":
         monkeypatch.setattr(check.activations, "to_floats", lambda *_, **__: nothing)
-        some = check._between(cpu, check.SMALL)
+        some = check._between(CPU, check.SMALL)
     else:
         monkeypatch.setattr(check.sample, "sample", lambda *_: [])
-        some = [check._drawn(cpu)]
+        some = check._drawn(CPU)
     assert any(not case.is_right for case in some)
+
+
+TINY = replace(check.SMALL, row_counts=(1,), attention=())
+
+
+def test_the_check_finds_products_that_are_a_little_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a hundredth of a percent, of codes and in 16 bits."""
+    right = gemm.gemm
+
+    def wrong(x: Codes, matrix: GpuMatrix, y: Tensor, *rest: Any, **options: Any) -> list[Any]:
+        return [*right(x, matrix, y, *rest, **options), SimpleNamespace(run=lambda: y.mul_(1.0001))]
+
+    monkeypatch.setattr(gemm, "gemm", wrong)
+    cases = list(check._products(CPU, 64, TINY))
+    assert {case.name for case in cases if not case.is_right} >= {
+        "gemm in 1 of int4-g64, 1 rows", "gemm in 4 of int4-g64, 1 rows", "gemm of int4-g64 and 16 bits, 1 rows"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", [{"scale": 0.13}, {"window": 10}])
+def test_the_check_finds_attention_that_is_a_little_wrong(
+    wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scale of 0.13 instead of 0.125, and a window where there is none."""
+    attend = check.attend
+    monkeypatch.setattr(check, "attend", lambda *rest, **options: attend(*rest, **{**options, **wrong}))
+    case = next(check._attention(CPU, check.Heads("int8", "int4", 64, 2, 1)))
+    assert not case.is_right
+
+
+def test_a_kernel_that_a_card_does_not_take_is_left_and_the_others_are_checked(
+    card: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its models find that out when they are loaded."""
+
+    def refuses(*_: Any, **__: Any) -> None:
+        raise OutOfResources(200_000, 101_376, "shared memory")
+
+    monkeypatch.setattr(check, "attend", refuses)
+    found = list(check.cases(CPU, replace(check.SMALL, groups=())))
+    left = [case for case in found if case.error is None]
+    assert len(left) == 1 and all(case.is_right for case in found) and len(found) > 10
+    assert left[0].line().startswith("left: attention of int8/int4 pages") and "shared memory" in left[0].line()

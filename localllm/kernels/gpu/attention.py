@@ -378,7 +378,7 @@ def attend(
             "HAS_WINDOW": reach != FAR.value,
         },
         # Many sums need twice the warps; with a second page on its way many rows, or features, would spill.
-        num_warps=8 if block * max(128, dense.head_dim) > 8192 else 4,
+        num_warps=8 if block * max(128, dense.head_dim) >= 8192 else 4,
         num_stages=2 if block == DECODE_ROWS and dense.head_dim <= 128 else 1,
     )
     turned = coded is not None

@@ -6,6 +6,7 @@ A variant is what Triton compiles once: other sizes of matrices, and other numbe
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import product as combinations
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from localllm.kernels.gpu import activations, dequantize, embed, rope, sample
 from localllm.kernels.gpu.activations import Codes
-from localllm.kernels.gpu.attention import DECODE_ROWS, PREFILL_ROWS, History, attend
+from localllm.kernels.gpu.attention import PREFILL_ROWS, History, attend, block_rows
 from localllm.kernels.gpu.attention_merge import new_parts
 from localllm.kernels.gpu.gemv import INT8_GROUP, GpuMatrix
 from localllm.kernels.gpu.launch import Launch
@@ -73,37 +74,70 @@ def tokens() -> Iterator[Launch]:
     yield from sample.sample(_empty((2, _VOCAB)), ids, _empty((2,)), _empty((2,)), ids, room)
 
 
-def attention(head_dim: int, keys: Coding, values: Coding, group: int = 4) -> Iterator[Launch]:
-    """Of a few rows and of many, `group` query heads a key head."""
-    KH, dtype = 8, torch.bfloat16
-    dense = PageLayout(KH, head_dim, "dense", "dense", dtype)
-    coded = None if keys == "dense" else PageLayout(KH, head_dim, keys, values, dtype)
+@dataclass(frozen=True)
+class Heads:
+    """A way of attention that models have: how their pages are coded, and of what the heads are."""
+
+    keys: Coding = "int8"
+    values: Coding = "int8"
+    head_dim: int = 128
+    group: int = 4  # query heads a key head
+    window: int | None = None
+    softcap: float | None = None
+    has_norms: bool = False
+    dtype: torch.dtype = torch.bfloat16
+
+
+def attention(heads: Heads, *, is_step: bool = False) -> Iterator[Launch]:
+    """Of a few rows and of many; is_step: of a few."""
+    KH, D, dtype = 8, heads.head_dim, heads.dtype
+    dense = PageLayout(KH, D, "dense", "dense", dtype)
+    coded = None if heads.keys == "dense" else PageLayout(KH, D, heads.keys, heads.values, dtype)
+    norms = (_empty((D,)), _empty((D,))) if heads.has_norms else (None, None)
     whole, wide = (lambda *shape: _empty(shape, torch.int32)), (lambda *shape: _empty(shape, torch.int64))
-    for rows, sections in ((16, 8), (PREFILL_ROWS, 1)):
+    for rows, sections in ((16, 8),) if is_step else ((16, 8), (PREFILL_ROWS, 1)):
         tables = TokenTables(whole(rows), whole(rows), wide(rows), wide(rows), wide(rows))
         history = History(whole(rows, 4), whole(rows), wide(rows, 32))
-        q, out = _empty((rows, KH * group, head_dim)), _empty((rows, KH * group * head_dim))
-        qkv, frequencies = _empty((rows, KH * (group + 2), head_dim)), _empty((1, head_dim // 2))
+        H = KH * heads.group
+        q, out = _empty((rows, H, D)), _empty((rows, H * D))
+        qkv = _empty((rows, H + 2 * KH, D))
         qkv = qkv if sections > 1 else qkv.to(dtype)  # of many rows, as the library's product gives them
-        yield rope.rope_store(qkv, q, tables, Rope(frequencies), dense, coded, 3)
-        parts = new_parts(sections, rows, KH * group, head_dim, _HOST)
-        block = DECODE_ROWS if sections > 1 else PREFILL_ROWS
-        yield from attend(q, out, tables, history, parts, dense, coded, 3, scale=head_dim**-0.5, rows=block)
+        yield rope.rope_store(qkv, q, tables, Rope(_empty((1, D // 2)), 1.0, *norms), dense, coded, 3)
+        parts, block = new_parts(sections, rows, H, D, _HOST), block_rows(heads.group, is_prefill=sections == 1)
+        options = {"scale": D**-0.5, "window": heads.window, "softcap": heads.softcap}
+        yield from attend(q, out, tables, history, parts, dense, coded, 3, **options, rows=block)
+
+
+OTHER_HEADS = (
+    Heads(head_dim=64),
+    Heads(head_dim=96),
+    Heads("dense", "dense", head_dim=80),
+    Heads("dense", "dense", 64, dtype=torch.float32),
+)
+# Of many rows these store 4 to 64 bytes a thread beside the registers on some cards, and of 256 features up to 516; in
+# programs of 16 rows they would not, and read each page eight times as often.
+STEP_HEADS = (
+    Heads("int8", "int4", group=1),
+    Heads(window=300, softcap=50.0, has_norms=True),
+    Heads(head_dim=256),
+)
 
 
 def launches(*, is_brief: bool = False) -> Iterator[Launch]:
     """One of every kernel in every format; briefly, in as few as have all of its ways."""
     for group in (GROUPS[0], None) if is_brief else (*GROUPS, None):
-        yield from products(group, (1, 4, 16, 64), adding=(True,))
+        yield from products(group, (1, 4, 16, 32, 64), adding=(True,))
         yield dequantized(group)
     for group in GROUPS[:1] if is_brief else GROUPS:
         yield from rows_between(group)
     yield from rows_between(activation="gelu_tanh")
     yield from tokens()
     for keys, values in BRIEF_FORMATS if is_brief else FORMATS:
-        yield from attention(128, keys, values)
-    if not is_brief:
-        yield from attention(64, "int8", "int8")
+        yield from attention(Heads(keys, values))
+    for heads in () if is_brief else OTHER_HEADS:
+        yield from attention(heads)
+    for heads in () if is_brief else STEP_HEADS:
+        yield from attention(heads, is_step=True)
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:

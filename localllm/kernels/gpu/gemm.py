@@ -4,8 +4,8 @@ The weights are the left operand, 16 rows of W being what a tile of theirs and a
 are multiplied as they are, exactly, and what comes of it is scaled and added in `gemv`'s order, slice by slice. The
 columns may be shared out over programs, each with a run of slices; a second launch adds their sums up in that order.
 
-INT8 activations give `gemv`'s bits. Those in bf16, which that does not know, lose nothing by it that they had; a
-group's sum is then of floats, in the order of the tensor cores: the same for any row of up to 16, which is one program.
+INT8 activations give `gemv`'s bits. Those in bf16, which that does not know, are multiplied exactly; a group's sum is
+then of floats, in the order of the tensor cores: the same for any row of up to 16, which is one program.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from localllm.kernels.gpu.gemv import GpuMatrix
 from localllm.kernels.gpu.launch import Launch
 from localllm.kernels.tile16 import TILE
 
+FEW_ROWS = 16  # of a step: each has the same bits whatever the others are, in any kernel
 MOST_ROWS = gemm.MOST_ROWS  # above, the library's product of dequantized weights is faster
 SLAB_WEIGHTS = 1 << 24  # 32 MiB of bf16: what stays in a large card's second cache until it is multiplied
 _THREAD_BYTES, _WARP = 16, 32
@@ -30,9 +31,9 @@ _MOST_PARTS = 8
 class Dispatch:
     """Which kernel takes how many rows on a kind of card, and how its work is cut: no bit of a result depends on that.
 
-    activation_bits: 8, or 16 where it costs the card nothing that they lose nothing. gemv_rows: up to so many rows of 8
-    bits are multiplied by dot products of bytes, all else on the tensor cores; there, columns are shared out until
-    there are `programs` of them for each multiprocessor, each with loads `stages` ahead.
+    activation_bits: 8, or 16 (bf16) where that is as fast. gemv_rows: up to so many rows of 8 bits are multiplied by
+    dot products of bytes, all else on the tensor cores; there, columns are shared out until there are `programs` of
+    them for each multiprocessor, each with loads `stages` ahead.
     """
 
     multiprocessors: int

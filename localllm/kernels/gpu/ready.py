@@ -29,7 +29,7 @@ WRONG = "WRONG:"  # begins what the check says of a kernel
 _failures: dict[str, str] = {}
 _RETRY_S = 3600.0  # a check that did not get to its end is not repeated at every start
 _FOR_EVER = 1e18  # forgotten
-_SECONDS = 300.0  # a hundred variants are compiled in 20 to 60
+_SECONDS = 300.0  # two hundred variants take a tenth of a second to half a second each
 
 
 @cache
@@ -64,7 +64,8 @@ def missing(device: torch.device) -> str:
         return "triton is not installed"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "triton finds no C compiler: install gcc"
-    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # Debian's; as triton has it
+    if not (Path(sysconfig.get_paths(scheme)["include"]) / "Python.h").exists():
         return "triton finds no Python.h: install Python's headers, python3-dev or python3-devel"
     return ""
 
@@ -90,6 +91,7 @@ def _checked(device: torch.device, seconds: float = _SECONDS) -> str:
     if child.returncode == 0:
         return ""
     lines = [line.strip() for line in (child.stdout + child.stderr).splitlines() if line.strip()]
+    lines += [line for line in lines if line.startswith(WRONG)][-1:]
     return lines[-1] if lines else f"their check ended with exit code {child.returncode}"
 
 
@@ -109,9 +111,9 @@ def _key(device: torch.device) -> str:
 
 @cache
 def _source() -> str:
-    """Of the kernels as they are on the disk."""
-    content = hashlib.blake2b(digest_size=16)
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    """Of the kernels as they are on the disk, with the layouts and the tables that they are made by."""
+    content, folder = hashlib.blake2b(digest_size=16), Path(__file__).parent
+    for path in sorted((*folder.parent.glob("*.py"), *folder.glob("*.py"), *folder.glob("*.json"))):
         content.update(path.read_bytes())
     return content.hexdigest()
 
