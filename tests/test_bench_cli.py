@@ -423,8 +423,15 @@ def test_what_a_killed_bench_left_behind_is_no_model_of_the_user(home: Path, sha
     assert not list((home / "cache").rglob("*.safetensors"))
 
 
-@pytest.mark.parametrize("moment", ["*.safetensors", "**/index.json"])
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("moment", "number", "code"),
+    [
+        ("*.safetensors", signal.SIGINT, 130),
+        ("**/index.json", signal.SIGTERM, 143),
+        pytest.param("*.safetensors", signal.SIGTERM, 143, marks=pytest.mark.slow),
+        pytest.param("**/index.json", signal.SIGINT, 130, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_takes_the_random_model_away(
     tmp_path: Path, shape_folder: Path, moment: str, number: signal.Signals, code: int
 ) -> None:

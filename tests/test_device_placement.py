@@ -209,17 +209,23 @@ FAMILIES = ["llama", "qwen2", "gemma2", "olmo2", "tiny"]
 PROMPT = tuple(range(3, 45))
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if request.param == "tiny":
-        return locate("tiny").directory
-    return small_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
+OFTEN = {("llama", "fp32"), ("gemma2", "int8"), ("tiny", "int4-g32"), ("qwen2", "int4-g32"), ("olmo2", "int4-g32")}
+MODELS = [
+    pytest.param(
+        (family, weights), marks=[pytest.mark.slow] * ((family, weights) not in OFTEN), id=f"{family}-{weights}"
+    )
+    for family in FAMILIES
+    for weights in ("fp32", "int4-g32", "int8")
+]
 
 
-@pytest.fixture(scope="module", params=["fp32", "int4-g32", "int8"])
-def packed(request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Packed:
-    folder = pack(checkpoint, tmp_path_factory.mktemp("packed") / "model", request.param)
-    return Packed(checkpoint, folder, request.param)
+@pytest.fixture(scope="module", params=MODELS)
+def packed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Packed:
+    family, weights = request.param
+    is_there = family == "tiny"
+    checkpoint = locate("tiny").directory if is_there else small_checkpoint(tmp_path_factory.mktemp(family), family)
+    folder = pack(checkpoint, tmp_path_factory.mktemp("packed") / "model", weights)
+    return Packed(checkpoint, folder, weights)
 
 
 @dataclass(frozen=True)

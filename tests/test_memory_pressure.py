@@ -111,9 +111,10 @@ def placed_engine(kind: str, directory: Path, folder: Path) -> Iterator[Engine]:
 
 
 PLACED = ["bf16", "int4", "streamed", "device"]
+OFTEN = [pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("bf16", "device"))) for kind in PLACED]
 
 
-@pytest.mark.parametrize("kind", PLACED)
+@pytest.mark.parametrize("kind", OFTEN)
 def test_whichever_allocation_fails_an_answer_comes_or_one_error_and_the_next_is_right(
     kind: str, directory: Path, tmp_path: Path
 ) -> None:
@@ -188,7 +189,7 @@ def live_on(kind: str, folder: Path) -> None:
     assert pressed > 0
 
 
-@pytest.mark.parametrize("kind", PLACED)
+@pytest.mark.parametrize("kind", OFTEN)
 def test_where_the_address_space_ends_under_a_running_engine_the_process_lives_on(kind: str, tmp_path: Path) -> None:
     """In a process of its own, whose heap has nothing to give yet."""
     script = f"import pathlib; from tests.test_memory_pressure import live_on; live_on({kind!r}, pathlib.Path.cwd())"

@@ -46,7 +46,11 @@ REQUESTS = [
 ]
 
 
-@pytest.mark.parametrize(("request_text", "named"), REQUESTS, ids=[text for text, _ in REQUESTS])
+@pytest.mark.parametrize(
+    ("request_text", "named"),
+    [*REQUESTS[:2], *(pytest.param(*request, marks=pytest.mark.slow) for request in REQUESTS[2:])],
+    ids=[text for text, _ in REQUESTS],
+)
 def test_it_tells_a_whole_tale_about_what_was_named(tiny: Engine, request_text: str, named: tuple[str, ...]) -> None:
     answers = [tale(tiny, request_text, seed) for seed in range(5)]
     whole = [text for text, finished in answers if finished.finish_reason == "stop" and 40 <= len(text.split()) <= 400]

@@ -52,8 +52,16 @@ def test_every_line_is_an_object_with_the_keys_of_the_contract(model: Path, file
 @pytest.mark.skipif(
     not (TINY_DIRECTORY / "model.safetensors").exists(), reason="the built-in model is not in this tree"
 )
-@pytest.mark.parametrize("weights", [["--dtype", "fp32"], ["--weights", "int4"]], ids=["fp32", "int4"])
-@pytest.mark.parametrize("draw", [["--temperature", "0"], ["--temperature", "1"]], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("weights", "draw"),
+    [
+        (["--dtype", "fp32"], ["--temperature", "1"]),
+        (["--weights", "int4"], ["--temperature", "0"]),
+        pytest.param(["--dtype", "fp32"], ["--temperature", "0"], marks=pytest.mark.slow),
+        pytest.param(["--weights", "int4"], ["--temperature", "1"], marks=pytest.mark.slow),
+    ],
+    ids=["fp32-sampled", "int4-greedy", "fp32-greedy", "int4-sampled"],
+)
 def test_a_line_is_answered_as_run_answers_its_prompt_alone(
     weights: list[str], draw: list[str], file: Callable[..., Path]
 ) -> None:

@@ -165,7 +165,13 @@ def test_fresh_computes_all_of_it(model: Path, unfinished: Path) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [["--temperature", "0.5"], ["--dtype", "fp32"], ["--ctx", "100"], ["-s", "be brief"], ["--raw"]],
+    [
+        ["--temperature", "0.5"],
+        ["--dtype", "fp32"],
+        ["-s", "be brief"],
+        pytest.param(["--ctx", "100"], marks=pytest.mark.slow),
+        pytest.param(["--raw"], marks=pytest.mark.slow),
+    ],
     ids=" ".join,
 )
 def test_what_changes_the_texts_makes_another_job(change: list[str], model: Path, unfinished: Path) -> None:

@@ -124,7 +124,7 @@ def test_a_token_of_a_draft_tree_sees_its_ancestors_alone(kv_format, past, windo
 @pytest.mark.parametrize("kv_format", EVERY_FORMAT)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["in small blocks", "at once"])
 def test_a_long_prompt_is_read_in_larger_tasks(kv_format, dtype):
-    forward = Forward(kv_format, KH=1, D=32, pasts=[0, 180], counts=[20, 30], dtype=dtype)
+    forward = Forward(kv_format, KH=1, D=32, pasts=[0, 180], counts=[3, 30], dtype=dtype)
     check(forward, H=5, rows=PREFILL_ROWS, sections=1)
 
 
@@ -141,7 +141,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(kv_format, window):
     many = Forward(kv_format, KH=1, D=64, pasts=[40, 270, 600], counts=[3, 9, 1], window=window)
     q = prepared(many, H=4)
     together = run(many, q, sections=4)
-    for row in (0, 2, 3, 7, 11, 12):
+    for row in (0, 3, 11, 12):
         assert torch.equal(run(*alone(many, q, row), sections=3), together[row : row + 1])
 
 

@@ -6,15 +6,20 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import Tensor
 
 from localllm.engine.engine import Engine
-from localllm.engine.runner import Chunk
+from localllm.engine.runner import Chunk, ModelRunner
+from localllm.engine.tokenizer import Tokenizer
+from localllm.models import gpu_warm
 from localllm.models.decoder import Decoder
 from localllm.models.gpu_step import GpuStep
 from tests.checkpoints import write_checkpoint
 from tests.gpu.test_step import by_operators, ids, sampling, texts
+from tests.packed_support import pack
+from tests.test_device_placement import Packed
 
 
 class Replaying(GpuStep):
@@ -73,3 +78,41 @@ def test_a_replay_reads_the_pages_that_the_tables_name(tmp_path: Path) -> None:
     expected, step = found(GpuStep(engine.model)), Replaying(engine.model)
     assert all(map(torch.equal, found(step), expected))
     assert step.replays == 5
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Packed:
+    folder = tmp_path_factory.mktemp("packed")
+    write_checkpoint(folder / "it", "llama")
+    return Packed(folder / "it", pack(folder / "it", folder / "model", "fp32"), "fp32")
+
+
+def logits(runner: ModelRunner, engine: Engine) -> list[Tensor]:
+    """Of a prompt and of three steps behind it."""
+    token_ids, kv = ids(20), engine.residency.new_kv(20)
+    found = [runner.forward([Chunk(token_ids, kv, count)]) for count in (17, 1, 1, 1)]
+    kv.close()
+    return found
+
+
+@pytest.mark.parametrize("kinds", [("streamed",), ("split", "disk", "resident", "streamed")])
+def test_blocks_that_are_brought_are_computed_in_graphs_of_their_own(
+    kinds: tuple[str, ...], packed: Packed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step after step over the same places of the ring, in which another block is each time; and prepared there."""
+    monkeypatch.setattr(gpu_warm, "_ROWS", (1,))
+    monkeypatch.setattr(gpu_warm, "_MANY_ROWS", (17,))
+    with packed.opened() as placed:
+        placed.place(packed.blocks(lambda _index: "resident"), 8)
+        engine = Engine(placed.few, Tokenizer.load(packed.checkpoint), ctx=64, placed=placed)
+        expected = logits(by_operators(placed.few), engine)
+        placed.place(packed.blocks(lambda index: kinds[index % len(kinds)]), 8)
+        engine = Engine(placed.few, Tokenizer.load(packed.checkpoint), ctx=400, placed=placed)
+        runner, step = ModelRunner(placed.few, many=placed.many, many_rows=8), Replaying(placed.few)
+        runner.cpu_step, runner.gpu_step = None, step
+        runner._gpu_many = step if placed.many is placed.few else GpuStep(placed.many)
+        runner.warm_up(engine.residency.new_kv)
+        for found, right in zip(logits(runner, engine), expected, strict=True):
+            assert float((found - right).norm() / right.norm()) < 2e-5
+        assert runner.gpu_step is step, "nothing was given up"
+        assert step.replays >= 2 * len(placed.few.stream.names) > 0
