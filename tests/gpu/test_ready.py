@@ -75,6 +75,18 @@ def test_a_check_that_does_not_end_is_tried_again_an_hour_later(
     assert anew() == "" and anew() == "" and card.asked == 2
 
 
+def test_what_failed_in_a_process_is_not_tried_again_in_it(
+    card: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor kept for others: it may have been of this one."""
+    monkeypatch.setattr(ready, "_failures", {})
+    assert anew() == ""
+    ready.give_up(CARD, "RuntimeError: out of resource")
+    assert ready.why_not(CARD) == "RuntimeError: out of resource"
+    monkeypatch.setattr(ready, "_failures", {})
+    assert anew() == "" and card.asked == 1
+
+
 def test_other_kernels_are_checked_anew(card: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     anew()
     monkeypatch.setattr(ready, "_source", lambda: "another")

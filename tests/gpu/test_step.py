@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from localllm.cache.paged_kv import PagedKV
+from localllm.engine.ahead import Ahead
 from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent, TokenEvent
 from localllm.engine.request import Request, SamplingParams
 from localllm.engine.runner import Chunk, ModelRunner
+from localllm.engine.sampler import PlainDraw
 from localllm.layers import gpu_block
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch, Draw
@@ -199,7 +201,7 @@ def test_an_engine_draws_the_tokens_that_the_host_would_draw(engine: Engine, lla
 
 def test_requests_that_come_and_go_do_not_change_each_others_tokens(engine: Engine) -> None:
     """Steps that were begun ahead are dropped where a prompt, or the end of another answer, comes between."""
-    wishes, prompts = [sampling(0.9, n) for n in (2, 5, 3)], [ids(n, seed=n) for n in (3, 17, 6)]
+    wishes, prompts = [sampling(0, 2), sampling(0, 5), sampling(0.9, 3)], [ids(n, seed=n) for n in (3, 17, 6)]
     alone = [texts(engine, [wish], [prompt])[0] for wish, prompt in zip(wishes, prompts, strict=True)]
     assert texts(engine, wishes, prompts) == alone
 
@@ -207,7 +209,7 @@ def test_requests_that_come_and_go_do_not_change_each_others_tokens(engine: Engi
 def test_the_next_step_is_begun_before_its_token_is_known(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """INT8 weights, whose embedding our kernel looks up: the host need not see a token for the next one."""
     engine = Engine.load(llama, device="cpu", dtype="fp32", weights="int8")
-    expected = texts(engine, [sampling(0.9, 6)], [ids(10)])
+    expected = texts(engine, [sampling(0, 6)], [ids(10)])
     assert engine.runner.gpu_step is None
     engine.runner.cpu_step, engine.runner.gpu_step = None, GpuStep(engine.model)
     assert engine.runner.gpu_step.is_whole
@@ -218,8 +220,22 @@ def test_the_next_step_is_begun_before_its_token_is_known(llama: Path, monkeypat
         return draw(step, batch, draws, previous)
 
     monkeypatch.setattr(GpuStep, "draw", counted)
-    assert texts(engine, [sampling(0.9, 6)], [ids(10)]) == expected
+    assert texts(engine, [sampling(0, 6)], [ids(10)]) == expected
     assert begun == [False, True, True, True, True]  # the first token is drawn from the prompt's logits
+
+
+def test_a_step_that_was_begun_ahead_serves_no_other(engine: Engine) -> None:
+    kvs, draws = [engine.residency.new_kv(20) for _ in range(2)], [PlainDraw(1, 0.9, 0.0), PlainDraw(2, 0.9, 0.0)]
+    for kv in kvs:
+        kv.prepare(5)
+        kv.advance(5)
+    ahead = Ahead(kvs, [5, 5], draws, drawn=None, last_ids=[7, 8])  # type: ignore[arg-type]
+    assert ahead.is_of(kvs, [7, 8], draws)
+    assert not ahead.is_of(kvs[::-1], [7, 8], draws) and not ahead.is_of(kvs[:1], [7], draws[:1])
+    assert not ahead.is_of(kvs, [7, 9], draws) and not ahead.is_of(kvs, [7, 8], draws[::-1])
+    kvs[1].prepare(6)
+    kvs[1].advance(1)
+    assert not ahead.is_of(kvs, [7, 8], draws)
 
 
 def test_a_request_that_is_aborted_leaves_the_pages_as_they_must_be(engine: Engine) -> None:
