@@ -12,14 +12,16 @@ cap and the ledger, predictions beside what was measured.
 
 The sides are processes that take turns. What fails, or has no time left, is told in one line, and the rest goes on.
 With --device cpu a CPU stands in for the card: its figures mean nothing. Results go to benchmarks/results/gpu.json, or
-to gpu.json in another folder.
+to gpu.json in another folder; those of a CPU only where a folder is named.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -54,7 +56,7 @@ _PROFILED = {False: (512, "int8"), True: (70, "int8")}  # depth, keys and values
 class Report:
     """What was found so far."""
 
-    folder: Path
+    folder: Path | None  # None: nothing is kept
     device: str
     machine: dict[str, Any] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
@@ -68,7 +70,8 @@ class Report:
         for row in rows:
             print(row.line(), file=sys.stderr, flush=True)
         content = {"machine": self.machine, "texts": self.texts, "caps": self.caps, **self.found}
-        save("gpu", {"device": self.device, **content, "rows": [asdict(row) for row in self.rows]}, self.folder)
+        if self.folder is not None:
+            save("gpu", {"device": self.device, **content, "rows": [asdict(row) for row in self.rows]}, self.folder)
 
 
 class Budget:
@@ -196,27 +199,74 @@ def run(arguments: argparse.Namespace, report: Report) -> None:
         print(f"{name}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
 
 
+def folder_of_results(name: str) -> Path:
+    """That it can be written is found out before anything is measured."""
+    folder = Path(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"nothing can be written to {name!r}: {error.strerror}") from None
+    return folder
+
+
+def number(least: float, kind: type[int] | type[float] = float) -> Callable[[str], float]:
+    def parsed(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text!r} is no number from {least:g} on")
+        return value
+
+    return parsed
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="one cap of a few megabytes: whether it all works")
     parser.add_argument(
-        "--caps", type=float, nargs="+", default=[8, 12, 24], help="GB (1e9 bytes) of the card's memory"
+        "--caps",
+        type=number(0.1),
+        nargs="+",
+        default=[8, 12, 24],
+        help="GB (1e9 bytes) of the card's memory; --small has one of its own",
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=" ".join(PARTS))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=450, help="in all: 30 less than it may take")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="the folder of gpu.json")
+    parser.add_argument("--rounds", type=number(1, int), default=5)
+    parser.add_argument(
+        "--seconds", type=number(10), default=450, help="of measuring; beginning and ending take half a minute more"
+    )
+    parser.add_argument(
+        "--out",
+        type=folder_of_results,
+        help=f"the folder of gpu.json, which is written anew; {RESULTS.name} of a card, none of a CPU",
+    )
     arguments = parser.parse_args()
     if arguments.device == "cpu" and not arguments.small:
         parser.error("a CPU stands in for a card only with --small")
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.error("there is no GPU here that torch can use; a CPU stands in for it with --device cpu --small")
+        parser.error(
+            "there is no GPU here that torch can use; localllm doctor says why, "
+            "and a CPU stands in for it with --device cpu --small"
+        )
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    folder = arguments.out or (RESULTS if arguments.device == "cuda" else None)
+    report = Report(folder, arguments.device, {"system": machine()})
     with tempfile.TemporaryDirectory() as home:
         os.environ |= {"TMPDIR": home, "LOCALLLM_HOME": home, "LOCALLLM_CACHE": str(Path(home) / "cache")}
-        report = Report(arguments.out, arguments.device, {"system": machine()})
-        run(arguments, report)
-    print("\n".join(table(report.rows)))
+        try:
+            run(arguments, report)
+        except KeyboardInterrupt:
+            print("interrupted; what was measured so far:", file=sys.stderr)
+            sys.exit(130)
+        finally:
+            if report.rows:
+                print("\n".join(table(report.rows)))
+                print(f"in {folder}/gpu.json" if folder else "not kept: --out names a folder", file=sys.stderr)
 
 
 if __name__ == "__main__":

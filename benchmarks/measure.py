@@ -16,7 +16,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def save(name: str, result: dict[str, object], directory: Path = RESULTS) -> Path:
-    directory.mkdir(exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{name}.json"
     path.write_text(json.dumps(result, indent=2, default=_plain) + "\n", encoding="utf-8")
     return path

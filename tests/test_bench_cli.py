@@ -86,7 +86,7 @@ def test_json_is_one_object_with_these_keys_first(shape_folder: Path) -> None:
     ]  # fmt: skip
     for rate in ("prefill_tok_s", "decode_tok_s", "ttft_s"):
         assert 0 < first[rate]["min"] <= first[rate]["median"] <= first[rate]["max"]
-    assert (first["weights"], first["kv"], first["peak_vram_bytes"]) == ("int4-g64", "bf16", None)
+    assert (first["weights"], first["kv"], first["peak_vram_bytes"]) == ("int4-g64", "int8", None)
     assert (first["context"], second["context"]) == (3, 20)
     assert first["bytes_per_token"] < second["bytes_per_token"]
     assert outcome.json["schema_version"] == 1

@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks import gpu
 from benchmarks.gpu import Budget
 from benchmarks.gpu_caps import Cap, Parts, measured_rows
 from benchmarks.gpu_model import SMALL, sized
+from benchmarks.gpu_rows import Row
 from benchmarks.peers_protocol import REPOSITORY, UnavailableError
 from localllm.models.families import parse_config
 from localllm.models.layout import model_bytes
@@ -152,3 +154,44 @@ def test_time_that_a_part_does_not_take_is_shared_by_those_behind_it() -> None:
     budget = Budget(100, [1, 2, 2])
     assert budget.part(1) == pytest.approx(20, abs=1)
     assert budget.part(2) == pytest.approx(50, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--out", "/proc/nope"], "nothing can be written to '/proc/nope'"),
+        (["--rounds", "0"], "'0' is no number from 1 on"),
+        (["--seconds", "nan"], "'nan' is no number from 10 on"),
+        (["--seconds", "-5"], "'-5' is no number"),
+        (["--caps", "0"], "'0' is no number from 0.1 on"),
+        (["--parts", "nonsense"], "nonsense"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_measured(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu", "--device", "cpu", "--small", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        gpu.main()
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_an_interrupted_run_tells_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(report: gpu.Report, _seconds: float) -> None:
+        report.add([Row("kernels", "the first figure", note="so far")])
+        raise KeyboardInterrupt
+
+    for name in ("TMPDIR", "LOCALLLM_HOME", "LOCALLLM_CACHE"):  # which it sets, for its workers
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setattr(gpu.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(gpu, "check_kernels", interrupted)
+    command = ["gpu", "--device", "cpu", "--small", "--parts", "kernels", "--out", str(tmp_path / "a" / "b")]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit) as ended:
+        gpu.main()
+    told = capsys.readouterr()
+    assert ended.value.code == 130 and "the first figure" in told.out
+    assert "interrupted" in told.err and str(tmp_path / "a" / "b" / "gpu.json") in told.err
+    assert "the first figure" in (tmp_path / "a" / "b" / "gpu.json").read_text(encoding="utf-8")

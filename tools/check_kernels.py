@@ -47,13 +47,17 @@ def all_faults(launches: Iterable[Launch], capabilities: Iterable[int], threads:
     """In the order of the launches. Half of a compilation is an assembler, which is a process of its own."""
     work = [(launch, capability) for launch in launches for capability in capabilities]
     with ThreadPoolExecutor(threads) as pool:
-        return [fault for some in pool.map(lambda each: list(faults(*each)), work) for fault in some]
+        try:
+            return [fault for some in pool.map(lambda each: list(faults(*each)), work) for fault in some]
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            sys.exit(130)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("capabilities", type=int, nargs="+", choices=SHARED_BYTES, help="as 86 for sm_86")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1, choices=range(1, 65), metavar="N", help="at once, 1 to 64")
     parser.add_argument("--brief", action="store_true", help="each kernel in as few formats as have all of its ways")
     arguments = parser.parse_args()
     if is_interpreted():

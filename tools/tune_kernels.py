@@ -6,6 +6,7 @@ copies than the second cache keeps; graphs of launches, replayed in turns, media
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import sys
@@ -131,8 +132,9 @@ def _faster(device: torch.device, trials: list[Trial], dispatch: Dispatch) -> It
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     if not torch.cuda.is_available():
-        sys.exit("there is no GPU here that torch can use: nothing to tune for")
+        sys.exit("there is no GPU here that torch can use, and nothing to tune for: localllm doctor says why")
     device = torch.device("cuda", torch.cuda.current_device())
     card = torch.cuda.get_device_properties(device)
     entry = tuned(device)

@@ -15,9 +15,11 @@ from localllm.bench.measure import paired, spread
 from localllm.bench.report import Floors, Report, Run
 from localllm.bench.subject import Subject
 from localllm.bench.workload import Workload
+from localllm.engine.engine import Engine
 from localllm.engine.events import Timings
 from localllm.offload.disk_speed import disk_file
 from localllm.offload.floors import DeviceFloors, MatmulFloor, MemoryFloor
+from localllm.quant.dense import Dense
 
 DISK_BYTES = 1 << 30  # beyond what a disk keeps in its own memory
 _MOST_DISK_READS = 5  # a second each, and nothing that comes later stands beside them
@@ -150,7 +152,7 @@ def summary(
     return Run(
         model=subject.name,
         weights=subject.weights,
-        kv={torch.bfloat16: "bf16", torch.float32: "fp32"}[subject.engine.model.dtype],
+        kv=_kv_name(subject.engine),
         prompt_tokens=workload.prompt_tokens,
         gen_tokens=workload.gen_tokens,
         context=context,
@@ -195,3 +197,9 @@ def _floors(rounds: list[Round], disk_rates: list[float], disk_method: str | Non
 def _known(value: float | None) -> float:
     assert value is not None, "a prompt that was read to its end has been timed"
     return value
+
+
+def _kv_name(engine: Engine) -> str:
+    """In what keys and values are kept; dense ones are in the model's dtype."""
+    name = engine.kv_format.name
+    return Dense(engine.model.dtype).name if name == "bf16" else name

@@ -5,6 +5,7 @@ A program of its own, see `ready`. Exit code 0 says that all are right; its last
 
 from __future__ import annotations
 
+import argparse
 import copy
 import sys
 from collections.abc import Iterator
@@ -373,10 +374,12 @@ class _Pages:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("device", nargs="?", type=torch.device, default="cuda:0", help="cuda:0, as torch names it")
+    device = parser.parse_args().device
     if not torch.cuda.is_available():
-        sys.exit("there is no GPU here that torch can use")
+        sys.exit("there is no GPU here that torch can use: localllm doctor says why")
     torch.manual_seed(0)
-    device = torch.device(sys.argv[1] if len(sys.argv) > 1 else "cuda:0")
     torch.cuda.set_device(device)  # Triton launches on the current one
     found = list(cases(device))
     wrong = [case for case in found if not case.is_right]

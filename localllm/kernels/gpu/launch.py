@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 
 # Of one block, in bytes: what a kernel may ask for beyond the 48 KiB that every card has (CUDA's programming guide,
 # "technical specifications per compute capability"). Triton does not look at it before it launches.
-SHARED_BYTES = {75: 65536, 80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+SHARED_BYTES = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 _ALIGN = 16  # bytes of an address, or a number's factor, of which Triton compiles a variant of its own
 _TYPES = {
     torch.float64: "*fp64",
