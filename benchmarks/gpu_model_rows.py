@@ -203,7 +203,7 @@ def _first(facts: Mapping[str, Any]) -> Row:
     if not facts["is_whole"]:
         note += "; a step needs the host: not all of the model is on the card"
     wanted, is_met = f"<= {_WANTED_FIRST_S:g}", facts["first_s"] <= _WANTED_FIRST_S
-    what = "first token after load, s, beside the second prompt's"
+    what = "first token after load, s (which is what is wanted), beside the second prompt's"
     first, second = one(facts["first_s"]), one(facts["second_s"])
     return Row(PART, what, first, second, one(first.median / second.median), wanted, is_met, note)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 
 import pytest
@@ -103,7 +104,11 @@ def test_a_cap_on_the_gpu_that_was_typed_is_refused_where_there_is_none(
     monkeypatch.setenv("LOCALLLM_RAM", "8GiB")
     result = ask(model, "--vram", "2GiB")
     assert "LOCALLLM_RAM" not in result.err
-    assert (result.code, result.error_lines[2]) == (2, "fix:   leave --vram out")
+    assert result.code == 2
+    fix = result.error_lines[2].removeprefix("fix:   localllm ")
+    assert "--vram" not in fix and run_cli(*shlex.split(fix)).code == 0
+    device = ask(model, "--vram", "2GiB", "--device", "cuda").error_lines[2]
+    assert "--vram" not in device and device.endswith("--device cpu")
 
 
 @pytest.mark.parametrize(("setting", "amount"), [("ctx", "8k"), ("threads", "0"), ("temperature", "hot")])

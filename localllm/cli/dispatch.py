@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 import traceback
@@ -120,7 +121,7 @@ def _with_command(error: LocalLLMError, arguments: Sequence[str]) -> LocalLLMErr
         error.fix = error.fix.replace(f"localllm run {error.nearest}", _line(kept, error.nearest))
     elif error.code == "template" and kept[:1] == ["run"] and not any(word.startswith(_WITH_TEMPLATE) for word in kept):
         error.fix = _with_flags(kept, _RAW)
-    elif any(fix.startswith("--") for fix in error.fix.split(", or ")):
+    elif any(fix.startswith(("--", "leave --")) for fix in error.fix.split(", or ")):
         error.fix = ", or ".join(_with_flags(kept, fix) for fix in error.fix.split(", or "))
     elif error.what.startswith("no such option: ") and (other := _other_name(kept)) is not None:
         error.fix = shlex.join(["localllm", *other])
@@ -149,10 +150,15 @@ def _without_flag(arguments: list[str], flag: str) -> list[str]:
 
 
 def _with_flags(arguments: Sequence[str], fix: str) -> str:
-    """The line with these flags in place of those that it has; what is a command of its own stays."""
+    """The line with these flags in place of those that it has, or without one that is to be left out; what is a command
+    of its own stays."""
+    kept = list(arguments)
+    if (left := re.fullmatch(r"leave (--\S+) out", fix)) is not None:
+        return _line(_without_flag(kept, left[1]), "without it")
     if not fix.startswith("--"):
         return fix
-    kept = list(arguments)
+    if fix == "--device cpu":  # where a limit of a GPU's memory is refused
+        kept = _without_flag(kept, "--vram")
     for flag in (word for word in fix.split() if word.startswith("--")):
         kept = _without_flag(kept, flag)
     return f"{_line(kept, 'with')} {fix}"
