@@ -86,7 +86,7 @@ def test_json_is_one_object_with_these_keys_first(shape_folder: Path) -> None:
     ]  # fmt: skip
     for rate in ("prefill_tok_s", "decode_tok_s", "ttft_s"):
         assert 0 < first[rate]["min"] <= first[rate]["median"] <= first[rate]["max"]
-    assert (first["weights"], first["kv"], first["peak_vram_bytes"]) == ("int4-g64", "int8", None)
+    assert (first["weights"], first["kv"], first["peak_vram_bytes"]) == ("int4-g64", "bf16", None)
     assert (first["context"], second["context"]) == (3, 20)
     assert first["bytes_per_token"] < second["bytes_per_token"]
     assert outcome.json["schema_version"] == 1
@@ -475,3 +475,9 @@ def test_under_a_cap_that_is_too_small_the_error_names_the_model(home: Path, sha
     assert outcome.code == 4
     assert outcome.error_lines[0].startswith(f"error: {shape_folder} cannot be packed in 16.0 MiB")
     assert "cache/random-" not in outcome.err
+
+
+@pytest.mark.parametrize("kv", ["int4", "bf16"])
+def test_the_format_of_keys_and_values_is_the_one_that_was_measured(kv: str) -> None:
+    (run,) = bench("tiny", "--kv", kv, *QUICK, "--json").json["runs"]
+    assert run["kv"] == kv
