@@ -43,6 +43,7 @@ from benchmarks.peers_protocol import Worker
 GB = 10**9
 FORMATS = {"bf16": "llama-3.1-8b", "int4-g64": "llama-3.3-70b"}  # whose layers the model has
 SHARE_OF_CAP = 1.5
+_CAPS_GB = (8, 12, 24)
 _SMALL_CAP_BYTES = 40 * 10**6
 _TEXT_TOKENS = {False: (48, 200), True: (12, 32)}  # of each placement, and of the one that is written twice
 # Of the time; those of a cap, and of each GB of it.
@@ -112,7 +113,7 @@ def caps(arguments: argparse.Namespace) -> list[Cap]:
     """bf16 first: there what the link gives does not hang on a kernel."""
     if arguments.small:
         return [Cap(_SMALL_CAP_BYTES, weights, "small", SHARE_OF_CAP, stretch_s=0.1) for weights in FORMATS]
-    sizes = [int(cap * GB) for cap in arguments.caps]
+    sizes = [int(cap * GB) for cap in arguments.caps or _CAPS_GB]
     return [
         Cap(size, weights, shape, SHARE_OF_CAP, stretch_s=1.0) for weights, shape in FORMATS.items() for size in sizes
     ]
@@ -232,8 +233,7 @@ def main() -> None:
         "--caps",
         type=number(0.1),
         nargs="+",
-        default=[8, 12, 24],
-        help="GB (1e9 bytes) of the card's memory; --small has one of its own",
+        help="GB (1e9 bytes) of the card's memory, 8 12 24 where none is named; --small has one of its own",
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=" ".join(PARTS))
     parser.add_argument("--rounds", type=number(1, int), default=5)
@@ -248,6 +248,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.device == "cpu" and not arguments.small:
         parser.error("a CPU stands in for a card only with --small")
+    if arguments.small and arguments.caps:
+        parser.error("argument --caps: --small has a cap of its own")
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error(
             "there is no GPU here that torch can use; localllm doctor says why, "
@@ -261,7 +263,7 @@ def main() -> None:
         try:
             run(arguments, report)
         except KeyboardInterrupt:
-            print("interrupted; what was measured so far:", file=sys.stderr)
+            print("interrupted" + ("; what was measured so far:" if report.rows else ""), file=sys.stderr)
             sys.exit(130)
         finally:
             if report.rows:

@@ -164,6 +164,7 @@ def test_time_that_a_part_does_not_take_is_shared_by_those_behind_it() -> None:
         (["--seconds", "nan"], "'nan' is no number from 10 on"),
         (["--seconds", "-5"], "'-5' is no number"),
         (["--caps", "0"], "'0' is no number from 0.1 on"),
+        (["--caps", "8"], "--small has a cap of its own"),
         (["--parts", "nonsense"], "nonsense"),
     ],
 )

@@ -81,7 +81,17 @@ def test_the_gate_names_what_was_planted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(["85"], "invalid choice: 85"), ([], "are required"), (["interpreted", "89"], "unset TRITON_INTERPRET")],
+    [
+        (["85"], "invalid choice: 85"),
+        ([], "are required"),
+        (["interpreted", "89"], "unset TRITON_INTERPRET"),
+        [
+            (["85"], "invalid choice: 85"),
+            ([], "are required"),
+            (["interpreted", "89"], "unset TRITON_INTERPRET"),
+            (["89", "--threads", "0"], "0 is no number"),
+        ],
+    ],
 )
 def test_what_the_gate_cannot_do_is_refused_by_name(
     arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch
@@ -90,6 +100,13 @@ def test_what_the_gate_cannot_do_is_refused_by_name(
     monkeypatch.setenv("TRITON_INTERPRET", "1" if "interpreted" in arguments else "0")
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and said in done.stderr
+
+
+@pytest.mark.parametrize("name", ["nonsense", "cpu", "cuda:99"])
+def test_a_check_of_what_is_no_gpu_is_refused(name: str) -> None:
+    done = run("-m", "localllm.kernels.gpu.check", name)
+    assert done.returncode and "Traceback" not in done.stderr
+    assert name == "cuda:99" or f"{name!r} is no GPU here" in done.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

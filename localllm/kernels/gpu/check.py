@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -373,9 +374,16 @@ class _Pages:
         return out
 
 
+def _device(name: str) -> torch.device:
+    found = re.fullmatch(r"cuda:(\d+)", name)
+    if found is None or (torch.cuda.is_available() and int(found[1]) >= torch.cuda.device_count()):
+        raise argparse.ArgumentTypeError(f"{name!r} is no GPU here, as cuda:0 is the first one")
+    return torch.device(name)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("device", nargs="?", type=torch.device, default="cuda:0", help="cuda:0, as torch names it")
+    parser.add_argument("device", nargs="?", type=_device, default="cuda:0", help="cuda:0, as torch names it")
     device = parser.parse_args().device
     if not torch.cuda.is_available():
         sys.exit("there is no GPU here that torch can use: localllm doctor says why")
