@@ -6,7 +6,7 @@ A variant is what Triton compiles once: other sizes of matrices, and other numbe
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import product as combinations
 
 import torch
@@ -76,21 +76,27 @@ def tokens() -> Iterator[Launch]:
 
 @dataclass(frozen=True)
 class Heads:
-    """A way of attention that models have: how their pages are coded, and of what the heads are."""
+    """A way of attention that models have. keys, values: how their pages are coded."""
 
     keys: Coding = "int8"
     values: Coding = "int8"
     head_dim: int = 128
-    group: int = 4  # query heads a key head
+    heads: int = 32
+    kv_heads: int = 8
     window: int | None = None
     softcap: float | None = None
     has_norms: bool = False
+    rotary: float = 1.0  # of a head's features, the share that RoPE turns
     dtype: torch.dtype = torch.bfloat16
+
+    def __str__(self) -> str:
+        differs = [f"{f.name} {v}" for f in fields(self)[3:] if (v := getattr(self, f.name)) != f.default]
+        return ", ".join([f"{self.keys}/{self.values} pages, heads of {self.head_dim}", *differs])
 
 
 def attention(heads: Heads, *, is_step: bool = False) -> Iterator[Launch]:
     """Of a few rows and of many; is_step: of a few."""
-    KH, D, dtype = 8, heads.head_dim, heads.dtype
+    H, KH, D, dtype = heads.heads, heads.kv_heads, heads.head_dim, heads.dtype
     dense = PageLayout(KH, D, "dense", "dense", dtype)
     coded = None if heads.keys == "dense" else PageLayout(KH, D, heads.keys, heads.values, dtype)
     norms = (_empty((D,)), _empty((D,))) if heads.has_norms else (None, None)
@@ -98,12 +104,13 @@ def attention(heads: Heads, *, is_step: bool = False) -> Iterator[Launch]:
     for rows, sections in ((16, 8),) if is_step else ((16, 8), (PREFILL_ROWS, 1)):
         tables = TokenTables(whole(rows), whole(rows), wide(rows), wide(rows), wide(rows))
         history = History(whole(rows, 4), whole(rows), wide(rows, 32))
-        H = KH * heads.group
         q, out = _empty((rows, H, D)), _empty((rows, H * D))
         qkv = _empty((rows, H + 2 * KH, D))
         qkv = qkv if sections > 1 else qkv.to(dtype)  # of many rows, as the library's product gives them
-        yield rope.rope_store(qkv, q, tables, Rope(_empty((1, D // 2)), 1.0, *norms), dense, coded, 3)
-        parts, block = new_parts(sections, rows, H, D, _HOST), block_rows(heads.group, is_prefill=sections == 1)
+        yield rope.rope_store(
+            qkv, q, tables, Rope(_empty((1, int(D * heads.rotary) // 2)), 1.0, *norms), dense, coded, 3
+        )
+        parts, block = new_parts(sections, rows, H, D, _HOST), block_rows(H // KH, is_prefill=sections == 1)
         options = {"scale": D**-0.5, "window": heads.window, "softcap": heads.softcap}
         yield from attend(q, out, tables, history, parts, dense, coded, 3, **options, rows=block)
 
@@ -117,7 +124,7 @@ OTHER_HEADS = (
 # Of many rows these store 4 to 64 bytes a thread beside the registers on some cards, and of 256 features up to 516; in
 # programs of 16 rows they would not, and read each page eight times as often.
 STEP_HEADS = (
-    Heads("int8", "int4", group=1),
+    Heads("int8", "int4", heads=8),
     Heads(window=300, softcap=50.0, has_norms=True),
     Heads(head_dim=256),
 )

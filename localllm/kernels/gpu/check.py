@@ -10,7 +10,7 @@ import copy
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -22,13 +22,14 @@ from localllm.kernels.gpu import activations, catalog, dequantize, embed, gemm, 
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention import SECTION_PAGES, History, attend, block_rows, tasks_of
 from localllm.kernels.gpu.attention_merge import new_parts
+from localllm.kernels.gpu.catalog import Heads
 from localllm.kernels.gpu.gemm import Shape
 from localllm.kernels.gpu.gemv import GpuMatrix
 from localllm.kernels.gpu.launch import run_all
 from localllm.kernels.gpu.product import FEW_ROWS, dispatch_for
 from localllm.kernels.gpu.ready import WRONG
 from localllm.kernels.gpu.rope import Rope, TokenTables, rope_store
-from localllm.kernels.kv_page import PAGE_TOKENS, Coding, PageLayout
+from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout
 from localllm.kernels.noise import gumbel_noise, noise_key
 from localllm.kernels.paged_attention import LayerPages
 
@@ -37,26 +38,6 @@ ROUNDED = 5e-3  # where bf16 is multiplied
 SUMMED = 2e-5  # tensor cores do not round the sums of floats, they cut them
 _LAYER = 1
 _EPS = 1e-5
-
-
-@dataclass(frozen=True)
-class Heads:
-    """A way of attention that models have. keys, values: how their pages are coded."""
-
-    keys: Coding
-    values: Coding
-    head_dim: int = 128
-    heads: int = 8
-    kv_heads: int = 2
-    window: int | None = None
-    softcap: float | None = None
-    has_norms: bool = False
-    rotary: float = 1.0  # of a head's features, the share that RoPE turns
-    dtype: torch.dtype = torch.bfloat16
-
-    def __str__(self) -> str:
-        differs = [f"{f.name} {v}" for f in fields(self)[3:] if (v := getattr(self, f.name)) != f.default]
-        return ", ".join([f"{self.keys}/{self.values} pages, heads of {self.head_dim}", *differs])
 
 
 ATTENTION = (
