@@ -1,4 +1,4 @@
-"""A whole model by our kernels: decode, prefill, the first token, the card's memory: `python -m benchmarks.gpu_decode`.
+"""A whole model by our kernels: decode, prefill, first tokens, the card's memory: `python -m benchmarks.gpu_decode`.
 
 Decoding by the engine, as a user has it, and by its steps alone, each begun before the last one's token is known. A
 sequence is as deep as it shall be without its prompt having been computed.
@@ -9,23 +9,28 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from benchmarks.gpu_model import MODEL
 from benchmarks.gpu_resident import WithoutGraphs, behind, decoded, resident, sequence
+from benchmarks.gpu_timing import copying
 from benchmarks.offload_worker import Answer, answer, ids
 from benchmarks.peers_protocol import UnavailableError, serve
 from localllm.cache.kv_format import KV_FORMATS
 from localllm.cache.paged_kv import PagedKV
+from localllm.engine.kv_reuse import IN_POOLS, UNKNOWN_SOURCE
+from localllm.engine.kv_supply import KVSupply
 from localllm.engine.memory import choose_device
 from localllm.engine.request import SamplingParams
+from localllm.kernels.kv_page import PAGE_TOKENS
 from localllm.offload.device_rates import gpu
 
 _KV = "int8"  # the engine's, which is the default
 _ROOM = 256  # tokens behind the deepest sequence
 _KV_BYTES = {"bf16": 131072, "int8": 70000, "int4": 40000}  # of a token of llama-3.1-8b, and a little more
-_WEIGHT_BYTES = 8 * 10**9  # of that model in INT4, with what its steps take
+_WEIGHT_BYTES = 9 * 10**9  # of that model in INT4, with what its steps take and a copy beside them
 _SMALL_PROMPT = 20  # of a stand-in
 
 
@@ -41,19 +46,25 @@ class Decoding:
         self.notes = list[str]()
         self.engine = resident(self.device, max(self.depths) + _ROOM, _KV, self.notes.append, small=small)
         loaded = time.perf_counter()
-        ttft = [self._answer(min(512, self.most_tokens), 2).ttft_s for _ in range(2)]
+        ttft = [self._answer(self._prompt(min(512, self.most_tokens)), 2).ttft_s for _ in range(2)]
         assert self.engine.plan is not None and self.engine.runner.gpu_step is not None
+        self.shape = self.engine.plan.shape
+        # What is known of earlier prompts, for those that may use it.
+        self.known = KVSupply(self.engine.residency, IN_POOLS, UNKNOWN_SOURCE, self.engine.plan)
+        self._num_prompts = 0
         self.steps = {True: self.engine.runner.gpu_step, False: WithoutGraphs(self.engine.model)}
         self.pages = {name: self.engine.residency.new_pages(KV_FORMATS[name]) for name in _KV_BYTES}
         self.sequences: dict[tuple[str, int], PagedKV] = {}
-        facts = {
+        facts: dict[str, Any] = {
             "load_s": loaded - started,
             "is_whole": self.steps[True].is_whole,
             "depths": self.depths,
             "first_s": ttft[0],
             "second_s": ttft[1],
         }
-        return {**facts, "peak": self._peak()}
+        facts["peak"] = self._peak()
+        self.copy_gbs = copying(self.device)
+        return facts
 
     @torch.inference_mode()
     def decode(self, *, kv: str, depth: int, tokens: int, graphs: bool) -> dict[str, Any]:
@@ -67,15 +78,38 @@ class Decoding:
     def engine_decode(self, *, depth: int, tokens: int) -> float:
         """Tokens a second by the engine, greedy."""
         with behind(self.engine, depth):
-            return self._answer(depth + 1, tokens).decode_tok_s
+            return self._answer(self._prompt(depth + 1), tokens).decode_tok_s
+
+    def copied(self, *, depth: int) -> float:
+        """Tokens a second, if a step of the engine took as long as a copy on the device takes for as many bytes."""
+        shape = self.shape
+        num_bytes = shape.block_bytes + shape.lm_head.num_bytes + depth * shape.kv_bytes_per_token
+        return self.copy_gbs() * 1e9 / num_bytes
 
     def prefill(self, *, tokens: int) -> float:
         """Tokens a second of a prompt, to its first token, in such chunks as the engine takes."""
-        return tokens / self._answer(tokens, 1).ttft_s
+        return tokens / self._answer(self._prompt(tokens), 1).ttft_s
 
-    def _answer(self, prompt: int, tokens: int) -> Answer:
+    def first_token(self, *, shared: int, own: int, is_known: bool) -> float:
+        """Seconds, of a prompt of so many tokens that all have in common and so many that no other has. is_known: the
+        former were computed before."""
+        self._num_prompts += 1
+        prompt = self._prompt(shared) + ids(own, self.engine.config.vocab_size, self._num_prompts)
+        if not is_known:
+            return self._answer(prompt, 1).ttft_s
+        prefix = self.known.prefix
+        assert prefix is not None
+        with patch.object(self.engine, "kv_supply", self.known):
+            self._answer(prompt[:shared], 1)  # whose pages others may have taken since
+            before = prefix.counts.pool
+            told = self._answer(prompt, 1)
+        if prefix.counts.pool - before < shared // PAGE_TOKENS:
+            raise UnavailableError(f"of {shared} tokens, {prefix.counts.pool - before} pages were found again")
+        return told.ttft_s
+
+    def _answer(self, prompt: tuple[int, ...], tokens: int) -> Answer:
         """Raises UnavailableError where operators have computed it."""
-        told = answer(self.engine, [self._prompt(prompt)], tokens)
+        told = answer(self.engine, [prompt], tokens)
         if self.engine.runner.gpu_step is None:
             raise UnavailableError(f"our kernels gave up: {'; '.join(self.notes)}")
         return told

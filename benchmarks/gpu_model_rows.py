@@ -19,14 +19,9 @@ DEPTHS, KV = (512, 8192, 32768), ("bf16", "int8", "int4")
 _SMALL_DEPTHS = (70,)  # beyond one page
 _TOKENS = {False: 64, True: 4}
 _PROMPT = {False: 2048, True: 20}
-_WANTED_LOOP, _WANTED_TOK_S, _WANTED_PREFILL, _WANTED_KV, _WANTED_LEDGER, _WANTED_FIRST_S = (
-    1.5,
-    400,
-    0.85,
-    1.15,
-    0.03,
-    1.0,
-)
+_TURN = {False: (4096, 48), True: (64, 6)}  # tokens of a chat so far, and of its next message
+_WANTED_LOOP, _WANTED_TOK_S, _WANTED_PREFILL, _WANTED_KV = 1.5, 400, 0.85, 1.15
+_WANTED_LEDGER, _WANTED_FIRST_S, _WANTED_TURN = 0.03, 1.0, 0.05
 
 Found = dict[str, Any]
 Add = Callable[[list[Row]], None]
@@ -52,6 +47,7 @@ class ModelTurns:
         variants = self._load_loop(first)
         self._beside(first, variants)
         self._at_depth(first)
+        self._next_turn(facts["depths"][-1])
         for depth in deeper:
             self._at_depth(depth)
         if variants and time.monotonic() < self._until:
@@ -78,6 +74,7 @@ class ModelTurns:
     def _beside(self, depth: int, variants: Sequence[str]) -> None:
         sides: dict[str, Callable[[], float]] = {
             "engine": lambda: self._ours.call("engine_decode", depth=depth, tokens=self._tokens),
+            "copied": lambda: self._ours.call("copied", depth=depth),
             "prefill": lambda: self._ours.call("prefill", tokens=self._prompt),
         }
         if variants:
@@ -88,12 +85,24 @@ class ModelTurns:
         self._add([*self._decoded(depth, found, variants), _prefilled(self._prompt, found)])
 
     def _decoded(self, depth: int, found: Mapping[str, list[float]], variants: Sequence[str]) -> list[Row]:
-        if not found.get("engine"):
+        if not found.get("engine") or not found.get("copied"):
             return [Row(PART, "decode, tok/s", note="not measured")]
-        ours = spread(found["engine"])
-        wanted, is_met = f">= {_WANTED_TOK_S}", ours.median >= _WANTED_TOK_S
-        rows = [Row(PART, f"decode by the engine behind {depth} tokens, tok/s", ours, wanted=wanted, is_met=is_met)]
+        ours, ratio = spread(found["engine"]), paired(found["engine"], found["copied"])
+        wanted, is_met = f">= {_WANTED_TOK_S} tok/s", ours.median >= _WANTED_TOK_S
+        what = f"decode by the engine behind {depth} tokens, tok/s, beside a device copy of its bytes"
+        rows = [Row(PART, what, ours, spread(found["copied"]), ratio, wanted, is_met)]
         return rows + [_loop(found["engine"], found[variant], variant) for variant in variants if found.get(variant)]
+
+    def _next_turn(self, deepest: int) -> None:
+        """A message behind a chat whose keys and values are known, or not. deepest: tokens that there is room for."""
+        shared, own = _TURN[self._is_small]
+        options = {"shared": min(shared, deepest), "own": own}
+        sides = {
+            name: lambda is_known=is_known: self._ours.call("first_token", is_known=is_known, **options)
+            for name, is_known in (("first token, all anew", False), ("first token, known", True))
+        }
+        found = self._found["next_turn"] = self._turns(sides)
+        self._add([_turn(options["shared"], own, found)])
 
     def _beside_compiled(self, depth: int) -> None:
         """At last, as its compiling may take all of the time and is ended with it."""
@@ -206,6 +215,16 @@ def _first(facts: Mapping[str, Any]) -> Row:
     what = "first token after load, s (which is what is wanted), beside the second prompt's"
     first, second = one(facts["first_s"]), one(facts["second_s"])
     return Row(PART, what, first, second, one(first.median / second.median), wanted, is_met, note)
+
+
+def _turn(shared: int, own: int, found: Mapping[str, list[float]]) -> Row:
+    what = f"first token of {own} tokens behind {shared} known ones, s, beside all of them anew"
+    known, anew = found.get("first token, known"), found.get("first token, all anew")
+    if not known or not anew:
+        return Row(PART, what, note="not measured")
+    ratio = paired(known, anew)
+    wanted, is_met = f"<= {_WANTED_TURN}", ratio.median <= _WANTED_TURN
+    return Row(PART, what, spread(known), spread(anew), ratio, wanted, is_met)
 
 
 def _peak(peak: Mapping[str, float]) -> Row:

@@ -43,7 +43,17 @@ def result(tmp_path: Path) -> dict[str, Any]:
 PARTS = {
     "kernels": ("gemv", "gemm", "dequantized", "attention", "an embedding", "drawn tokens", "norms and gates"),
     "products": ("beside the device copy", "torch's INT4 operator", "16 rows", "which kernel", "gemm of 16 x 64"),
-    "model": ("first token", "behind 70", "one graph", "each layer", "reduce-overhead", "prefill", "beside bf16"),
+    "model": (
+        "first token after load",
+        "behind 70",
+        "beside a device copy",
+        "behind 64 known ones",
+        "one graph",
+        "each layer",
+        "reduce-overhead",
+        "prefill",
+        "beside bf16",
+    ),
     "profile": ("a step behind 70", "gemm 64x64", "attend", "to_codes norm", "merge", "embed"),
 }
 

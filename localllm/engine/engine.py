@@ -156,18 +156,18 @@ class Engine:
         Raises ModelNotFoundError, CheckpointError, UnsupportedModelError, DoesNotFitError, UsageError; LocalLLMError
         where a packed model cannot be written.
         """
-        started = time.perf_counter()
+        started, watcher = time.perf_counter(), watcher or Watcher()
         if threads is not None:
             use_threads(threads)
         files = model if isinstance(model, hub.ModelFiles) else hub.locate(str(model))
         config = load_config(files.directory)
         tokenizer = Tokenizer.load(files.directory)
         on, of = choose_device(device), choose_dtype(weights if dtype == "auto" and weights in DTYPES else dtype)
-        note_device(on, watcher or Watcher(), is_chosen=device == "auto")
+        note_device(on, watcher, is_chosen=device == "auto")
         chosen = RECIPES[choose_recipe(weights, config, packed_recipes(files), of)]
         limits = limits or (Limits() if job is None else Limits(max_sequences=job.sequences))
         computed = Computed(source_id(files), chosen.name, files.name)
-        loading = Loading(files, chosen, of, on, kv, ctx, ram, vram, job, watcher or Watcher())
+        loading = Loading(files, chosen, of, on, kv, ctx, ram, vram, job, watcher)
         loaded, kv, kv_probe = load_as_found(loading, config, computed, probes_kv=probes_kv)
         engine = cls(
             loaded.decoder,
@@ -184,23 +184,15 @@ class Engine:
             reuse=reuse,
             computed=computed,
             kv_probe=kv_probe,
-            note=(watcher or Watcher()).noting,
+            note=watcher.noting,
         )
-        engine._warm_up(watcher or Watcher())
+        try:
+            engine.residency.warm_up(() if kv_probe is None else kv_probe.formats, watcher.measuring)
+        except BaseException:  # nobody has the engine yet who would close it
+            engine.close()
+            raise
         engine.load_s = time.perf_counter() - started
         return engine
-
-    def _warm_up(self, watcher: Watcher) -> None:
-        """Has compiled what a GPU launches, so that no prompt waits for it."""
-        if self.runner.is_fused:
-            watcher.measuring("preparing the kernels for this model")
-        try:
-            self.runner.warm_up(self.residency.new_kv)
-            if self._kv_probe is not None and self.runner.is_fused:
-                self._kv_probe.warm_up(self.residency)
-        except BaseException:  # nobody has the engine yet who would close it
-            self.close()
-            raise
 
     def close(self) -> None:
         """Ends what reads blocks from the disk, and keeps how well the plan came true. The engine is not used after."""

@@ -83,14 +83,10 @@ class KVProbe:
         self.note(f"{found}; they are kept in {shown}")
         return Switch(kv_format, wider)
 
-    def warm_up(self, residency: Residency) -> None:
-        """Has compiled what a GPU launches over pages in the formats that are tried."""
-        for kv in formats_from(self.asked.kv)[1:]:
-            pages = residency.new_pages(KV_FORMATS[kv])
-            try:
-                residency.runner.warm_up(pages.new)
-            finally:
-                pages.release()
+    @property
+    def formats(self) -> list[KVFormat]:
+        """Those that may be tried."""
+        return [KV_FORMATS[kv] for kv in formats_from(self.asked.kv)[1:]]
 
 
 def with_kv(plan: Plan, residency: Residency, kv_format: KVFormat) -> Plan:

@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -211,7 +211,7 @@ def _between(device: torch.device, sizes: Sizes) -> Iterator[Case]:
     first, second = wide[:, : sizes.K], wide[:, sizes.K :]
     normed = first * torch.rsqrt(first.square().mean(-1, keepdim=True) + 1e-5) * weight.double()
     tanh = torch.nn.functional.gelu(first, approximate="tanh")
-    right = {
+    right: dict[str, tuple[Tensor, dict[str, Any]]] = {
         "a norm": (normed, {"weight": weight, "eps": 1e-5}),
         "silu": (torch.nn.functional.silu(first) * second, {"activation": "silu"}),
         "gelu": (torch.nn.functional.gelu(first) * second, {"activation": "gelu"}),
@@ -220,9 +220,9 @@ def _between(device: torch.device, sizes: Sizes) -> Iterator[Case]:
     }
     for name, (expected, options) in right.items():
         y, codes = _poisoned(3, sizes.K, device=device), Codes.empty(3, -(-sizes.K // 64) * 64, 64, device)
-        activations.to_floats(x, y, sizes.K, **options).run()  # type: ignore[arg-type]
+        activations.to_floats(x, y, sizes.K, **options).run()
         yield Case(f"{name} as floats", _error(y, expected), EXACT * 10)
-        activations.to_codes(x, codes, sizes.K, **options).run()  # type: ignore[arg-type]
+        activations.to_codes(x, codes, sizes.K, **options).run()
         assert codes.scale is not None
         values = codes.q.view(3, -1, 64).double() * codes.scale.double().unsqueeze(-1)
         steps = codes.scale.repeat_interleave(64, 1)
@@ -230,7 +230,7 @@ def _between(device: torch.device, sizes: Sizes) -> Iterator[Case]:
         yield Case(f"{name} as codes, in steps", float(half_steps.max()), 0.51)
         yield Case(f"{name}: sums of codes", _error(codes.bias, values.sum(-1)), EXACT * 10)
         halves = Codes.empty(3, -(-sizes.K // 64) * 64, 64, device, 16)
-        activations.to_codes(x, halves, sizes.K, **options).run()  # type: ignore[arg-type]
+        activations.to_codes(x, halves, sizes.K, **options).run()
         yield Case(f"{name} in 16 bits", _error(halves.q[:, : sizes.K], expected), ROUNDED)
         sums = halves.q.double().view(3, -1, 64).sum(-1)
         yield Case(f"{name} in 16 bits: sums", _error(halves.bias, sums), EXACT * 10)
@@ -325,9 +325,9 @@ class _Pages:
         pages, own = ([page[_LAYER] for page in some] for some in (self.pages, self.own))
         layer = LayerPages(self.dense, self.coded, 0, pages, own)
         paged_attention.write(layer, self.past, k, v)
-        options = {"window": self.heads.window, "softcap": self.heads.softcap}
-        scale = q.shape[-1] ** -0.5
-        return paged_attention.paged_attention(q, layer, self.past, scale=scale, **options).flatten(1)  # type: ignore[arg-type]
+        scale, window, softcap = q.shape[-1] ** -0.5, self.heads.window, self.heads.softcap
+        mixed = paged_attention.paged_attention(q, layer, self.past, scale=scale, window=window, softcap=softcap)
+        return mixed.flatten(1)
 
     def by_kernels(self, qkv: Tensor, rope: Rope, rows: int, *, is_prefill: bool) -> Tensor:
         T, H, D = self.count, self.heads.heads, qkv.shape[-1]
