@@ -23,6 +23,7 @@ from localllm.engine.loading import Watcher
 from localllm.engine.memory import HEADROOM, available_bytes
 from localllm.engine.planning import Wishes, plan_model
 from localllm.engine.scheduler import Limits
+from localllm.engine.speculative.choice import OFF
 from localllm.engine.tokenizer import Tokenizer
 from localllm.engine.weights import is_unpacked, open_packed
 from localllm.errors import DoesNotFitError
@@ -116,6 +117,7 @@ def installed_subject(
         job=JobShape(1, caps.kv_tokens, ctx),
         watcher=Watcher(progress),
         reuse=NO_REUSE,
+        speculate=OFF,
     )
     return Subject(name, recipe.name, engine, has_random_weights=is_random)
 

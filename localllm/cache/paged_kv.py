@@ -144,7 +144,8 @@ class PagedKV:
     """One sequence's pages. It holds `length` tokens; a forward writes behind them, and `advance` makes those part of
     the sequence once every layer has written, so that one that fails or is cancelled leaves it as it was."""
 
-    def __init__(self, pages: KVPages, capacity: int) -> None:
+    def __init__(self, pages: KVPages, capacity: int, borrowed: Sequence[Sequence[Page | None]] = ()) -> None:
+        """borrowed: the first pages, in each group, of a sequence that outlives this one: its full ones."""
         self.pages = pages
         self.capacity = capacity
         self.length = 0
@@ -157,8 +158,24 @@ class PagedKV:
             {device: torch.zeros(pages_of(capacity), dtype=torch.int64) for device in group.sealed.devices}
             for group in pages.groups
         ]
-        self._reserve()
+        self._reserve(len(borrowed[0]) if borrowed else 0)
+        self._borrowed = {page for table in borrowed for page in table if page is not None}
+        for index, table in enumerate(borrowed):
+            for number, page in enumerate(table):
+                if page is not None:
+                    page.owners += 1
+                    self._set(index, number, page)
+        self.num_sealed = len(borrowed[0]) if borrowed else 0
+        self.length = self.num_sealed * PAGE_TOKENS
         pages.sequences.add(self)
+
+    def fork(self, length: int, capacity: int) -> PagedKV:
+        """Another sequence that begins with the full pages of this one's first `length` tokens, and ends before this
+        does. Raises what torch does where there is no memory."""
+        full = length // PAGE_TOKENS
+        firsts = [group.first_seen(full * PAGE_TOKENS) for group in self.pages.groups]
+        pairs = zip(self.tables, firsts, strict=True)
+        return PagedKV(self.pages, capacity, [[*([None] * first), *table[first:full]][:full] for table, first in pairs])
 
     @property
     def places(self) -> Sequence[tuple[int, int]]:
@@ -179,11 +196,12 @@ class PagedKV:
 
     # What is reserved and given back
 
-    def _reserve(self) -> None:
+    def _reserve(self, num_borrowed: int) -> None:
         reserved: list[tuple[PagePool, int]] = []
         try:
             for group in self.pages.groups:
-                for pool, count in ((group.sealed, group.num_pages(self.capacity)), (group.dense, group.num_dense)):
+                num_own = min(group.num_pages(self.capacity), pages_of(self.capacity) - num_borrowed)
+                for pool, count in ((group.sealed, num_own), (group.dense, group.num_dense)):
                     pool.reserve(count)
                     reserved.append((pool, count))
         except BaseException:
@@ -206,7 +224,10 @@ class PagedKV:
             self._open[index].clear()
             for number in reversed(range(len(self.tables[index]))):
                 if (held := self.tables[index][number]) is not None:
-                    held.pool.drop(held)
+                    if held in self._borrowed:
+                        held.owners -= 1
+                    else:
+                        held.pool.drop(held)
                     self.tables[index][number] = None
         self._lent.clear()
         for pool, count in self._promised.items():

@@ -1,67 +1,114 @@
-"""From a forward to the next token of each sequence: drawn by a GPU's kernel where that knows how, else by the host."""
+"""From a forward to the next tokens of each sequence: drawn by a GPU's kernel where that knows how, else by the host.
+
+Of a sequence whose chunk ends in guessed tokens there is one draw more than guesses: behind the token before each, and
+behind the last. Each is drawn as it would be had the tokens before it been computed one by one.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
+import torch
 from torch import Tensor
 
 from localllm.engine.events import StepSplit, TokenLogprob
 from localllm.engine.runner import Chunk, ModelRunner
-from localllm.engine.sampler import PlainDraw, sample, token_logprob
+from localllm.engine.sampler import PlainDraw, sample, sample_with_margin, token_logprob
 from localllm.engine.sequence import Sequence as Running
+from localllm.errors import LocalLLMError
 
 Scheduled = Sequence[tuple[Running, Chunk]]
 
 
+class _Drawing(TypedDict):
+    num_prompt_tokens: int
+    seed: int
+    breaker_ids: frozenset[int]
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """Of one chunk: fp32 logits [V] behind it, or the token that was drawn from them."""
+    """Of one chunk: fp32 logits [1 + guesses, V], or the tokens that were drawn from them. are_finite: of each row."""
 
     logits: Tensor | None
-    token_id: int | None
-    is_finite: bool
+    token_ids: Sequence[int]
+    are_finite: Sequence[bool]
 
-    def token(self, sequence: Running, text_of: Callable[[int], str]) -> tuple[int, TokenLogprob | None]:
-        """The next token of a sequence, with its logprob where that is asked for."""
-        if self.token_id is not None:
-            return self.token_id, None
-        assert self.logits is not None
+    def token(self, row: int, sequence: Running, text_of: Callable[[int], str]) -> tuple[int, TokenLogprob | None]:
+        """The next token of a sequence that has taken in those of the rows before, with its logprob where that is asked
+        for."""
+        if self.logits is None:
+            return self.token_ids[row], None
         sampling, started = sequence.request.sampling, time.perf_counter()
-        token_id = sample(
-            self.logits,
-            sampling,
-            sequence.token_ids,
-            num_prompt_tokens=sequence.num_prompt_tokens,
-            seed=sequence.seed,
-            breaker_ids=sequence.breaker_ids,
-        )
+        token_id = drawn(self.logits[row], sequence, sequence.token_ids)
         sequence.clock.split += StepSplit(sample_s=time.perf_counter() - started)
         if sampling.logprobs is None:
             return token_id, None
-        return token_id, token_logprob(self.logits, token_id, sampling.logprobs, text_of)
+        return token_id, token_logprob(self.logits[row], token_id, sampling.logprobs, text_of)
 
 
-def outcomes_of(logits: Tensor) -> list[Outcome]:
-    """logits fp32 [chunks, V]. Waits for them."""
-    totals = logits.sum(dim=-1).tolist()  # a NaN or an infinity stays what it is in a sum
-    return [Outcome(row, None, math.isfinite(total)) for row, total in zip(logits, totals, strict=True)]
+def drawn(logits: Tensor, sequence: Running, token_ids: Sequence[int]) -> int:
+    """What follows these tokens, the sequence's own and perhaps guessed ones behind them, by fp32 logits [V]."""
+    logits, sampling = _allowed(logits, sequence, token_ids), sequence.request.sampling
+    return sample(logits, sampling, token_ids, **_of(sequence))
 
 
-def drawn_on_device(runner: ModelRunner, scheduled: Scheduled, *, is_alone: bool) -> list[Outcome] | None:
-    """One token for each, where all of them can be drawn so; None where not. is_alone: nobody waits to run beside them.
+def drawn_with_margin(logits: Tensor, sequence: Running, token_ids: Sequence[int]) -> tuple[int, float]:
+    """As `drawn`, with the margin of `sample_with_margin`."""
+    logits, sampling = _allowed(logits, sequence, token_ids), sequence.request.sampling
+    return sample_with_margin(logits, sampling, token_ids, **_of(sequence))
+
+
+def _of(sequence: Running) -> _Drawing:
+    return {
+        "num_prompt_tokens": sequence.num_prompt_tokens,
+        "seed": sequence.seed,
+        "breaker_ids": sequence.breaker_ids,
+    }
+
+
+def _allowed(logits: Tensor, sequence: Running, token_ids: Sequence[int]) -> Tensor:
+    """-inf where the request's mask has a say. Raises LocalLLMError where it allows nothing."""
+    request = sequence.request
+    if request.mask is None:
+        return logits
+    allowed = request.mask(token_ids[sequence.num_prompt_tokens :]).to(logits.device)
+    if not bool(allowed.any()):
+        why = f"nothing may follow after {len(token_ids) - sequence.num_prompt_tokens} tokens of the answer"
+        raise LocalLLMError("the answer cannot go on as it must", why=why)
+    return logits.masked_fill(~allowed, -torch.inf)
+
+
+def plain_draw(sequence: Running) -> PlainDraw | None:
+    """None where a GPU's kernel cannot draw for it."""
+    is_free = sequence.request.mask is None
+    return PlainDraw.of(sequence.request.sampling, sequence.seed) if is_free else None
+
+
+def outcomes_of(logits: Tensor, scheduled: Scheduled) -> list[Outcome]:
+    """logits fp32 [R, V], as `ModelRunner.forward` has them. Waits for them."""
+    are_finite = [math.isfinite(total) for total in logits.sum(dim=-1).tolist()]  # a sum with a NaN is none
+    ends = list(itertools.accumulate(1 + chunk.num_drafted for _, chunk in scheduled))
+    return [Outcome(logits[begin:end], (), are_finite[begin:end]) for begin, end in itertools.pairwise([0, *ends])]
+
+
+def drawn_on_device(runner: ModelRunner, scheduled: Scheduled, *, goes_on: bool) -> list[Outcome] | None:
+    """One token for each, where all of them can be drawn so; None where not. goes_on: the next step is very likely one
+    of a token for each of the same.
 
     Raises as `ModelRunner.draw`.
     """
-    draws = [PlainDraw.of(sequence.request.sampling, sequence.seed) for sequence, _ in scheduled]
+    draws = [plain_draw(sequence) for sequence, _ in scheduled]
     plain = [draw for draw in draws if draw is not None]
     chunks = [chunk for _, chunk in scheduled]
-    reach_ends = all(chunk.kv.length + chunk.num_tokens == len(chunk.token_ids) for chunk in chunks)
+    reach_ends = all(chunk.end == len(chunk.token_ids) for chunk in chunks)
     if len(plain) < len(draws) or not reach_ends or not runner.draws(chunks):
         return None
-    goes_on = is_alone and all(len(sequence.token_ids) + 1 < sequence.max_length for sequence, _ in scheduled)
+    goes_on = goes_on and all(len(sequence.token_ids) + 1 < sequence.max_length for sequence, _ in scheduled)
     tokens = runner.draw(chunks, plain, goes_on=goes_on and runner.model.config.rope_switch_length is None)
-    return None if tokens is None else [Outcome(None, token, token >= 0) for token in tokens]
+    return None if tokens is None else [Outcome(None, row, [token >= 0 for token in row]) for row in tokens]

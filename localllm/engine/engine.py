@@ -33,7 +33,6 @@ from localllm.engine.memory import (
     DTYPES,
     choose_device,
     choose_dtype,
-    is_device_out_of_memory,
     is_out_of_memory,
     out_of_memory,
     use_threads,
@@ -47,6 +46,8 @@ from localllm.engine.sampler import breaker_ids
 from localllm.engine.scheduler import Limits, Scheduler
 from localllm.engine.scores import Scores
 from localllm.engine.sequence import Sequence
+from localllm.engine.speculative.choice import AUTO, OFF, Speculate, speculation
+from localllm.engine.taking import taken
 from localllm.engine.telling import forward_split, telling, untold
 from localllm.engine.tokenizer import Tokenizer
 from localllm.engine.weights import choose_recipe
@@ -82,14 +83,15 @@ class Engine:
         reuse: KVReuse = IN_POOLS,
         computed: Computed = UNKNOWN_SOURCE,
         kv_probe: KVProbe | None = None,
+        speculate: Speculate = OFF,
         note: Callable[[str], None] = unheard,
     ) -> None:
         """plan: by which the model was loaded, if one was made; limits are within it. placed: what can move the blocks;
         `model` is its `few` then. replan: as LoadedModel has it; without one the context never grows. flags_for: with
         which a longer context fits, "" where none does. held: what must stay open as long as the engine is used. reuse:
         what later prompts find of earlier ones, computed with this checkpoint and recipe. kv_probe: asks at the first
-        long prompt whether the KV format is good enough; None where that is known, or of no concern. note: hears what
-        is worth a line."""
+        long prompt whether the KV format is good enough; None where that is known, or of no concern. speculate: who
+        guesses tokens ahead. note: hears what is worth a line."""
         self.tokenizer = tokenizer
         self._template = template
         self.ctx = ctx
@@ -114,6 +116,7 @@ class Engine:
         self._limits = limits or Limits()
         self.scheduler = Scheduler(self._limits.within(plan), self._admit)
         eos = (*model.config.eos_token_ids, tokenizer.eos_token_id)
+        self.speculation = speculation(speculate, self.residency, plan)
         self.eos_ids = frozenset(token_id for token_id in eos if token_id is not None)
         self._request_ids = itertools.count()
         self._aborted: set[int] = set()
@@ -140,6 +143,7 @@ class Engine:
         watcher: Watcher | None = None,
         reuse: KVReuse = IN_POOLS,
         probes_kv: bool = False,
+        speculate: Speculate = AUTO,
     ) -> Engine:
         """Load a model by name, `org/repo`, directory, or files that were located before.
 
@@ -151,7 +155,8 @@ class Engine:
         threads: of the CPU. limits: of what runs at once. job: many prompts; memory is then shared out for the most
         tokens a second of all of them together, not for the fastest single one. watcher: hears of what takes long.
         reuse: what is kept of keys and values for later prompts. probes_kv: take a wider format than `kv` where that
-        changes what the model says, see `engine.kv_probe`; a job's format stays what it began with.
+        changes what the model says, see `engine.kv_probe`; a job's format stays what it began with. speculate: who
+        guesses tokens ahead, which changes the speed and no token.
 
         Raises ModelNotFoundError, CheckpointError, UnsupportedModelError, DoesNotFitError, UsageError; LocalLLMError
         where a packed model cannot be written.
@@ -184,6 +189,7 @@ class Engine:
             reuse=reuse,
             computed=computed,
             kv_probe=kv_probe,
+            speculate=speculate,
             note=watcher.noting,
         )
         try:
@@ -198,6 +204,7 @@ class Engine:
         """Ends what reads blocks from the disk, and keeps how well the plan came true. The engine is not used after."""
         self._held.close()
         self._scores.keep()
+        self.speculation.close()
         self.kv_supply.close()
 
     def generate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[Event]:
@@ -256,6 +263,7 @@ class Engine:
             detokenizer=Detokenizer(self.tokenizer),
             breaker_ids=breaker_ids(sampling, self.tokenizer.encode),
         )
+        sequence.drafter = self.speculation.name if self.speculation.is_on else None
         with self._lock:
             self.scheduler.waiting.append(sequence)
         return sequence.request_id
@@ -328,26 +336,37 @@ class Engine:
         try:
             scheduled = self.scheduler.schedule()
         except (MemoryError, RuntimeError) as error:
-            return events if self._gives_way(error, 0) else [*events, self._fail(self.scheduler.waiting[0], error)]
+            return (
+                events
+                if self.kv_supply.gives_way(error, 0)
+                else [*events, self._fail(self.scheduler.waiting[0], error)]
+            )
         if not scheduled:
             return events
         for sequence, _ in scheduled:
             sequence.clock.prefill_started = sequence.clock.prefill_started or time.perf_counter()
         ids = {sequence.request_id for sequence, _ in scheduled}
+
+        def is_aborted() -> bool:
+            return not ids.isdisjoint(self._aborted)
+
         before, started = dataclasses.replace(self.model.stream.clock), time.perf_counter()
         try:
-            outcomes = drawn_on_device(self.runner, scheduled, is_alone=not self.scheduler.waiting)
+            scheduled = self.speculation.drafted(scheduled, is_aborted)
+            computed_at = time.perf_counter()
+            goes_on = not self.scheduler.waiting and self.speculation.rests
+            outcomes = drawn_on_device(self.runner, scheduled, goes_on=goes_on)
             if outcomes is None:
                 logits = self.runner.forward(
                     [chunk for _, chunk in scheduled],
-                    cancelled=lambda: not ids.isdisjoint(self._aborted),
+                    cancelled=is_aborted,
                     progress=telling(scheduled, tell),
                 )
-                outcomes = outcomes_of(logits)
+                outcomes = outcomes_of(logits, scheduled)
         except StepCancelledError:
             return events + self._drop_aborted()
         except (MemoryError, RuntimeError, LocalLLMError) as error:
-            if self._gives_way(error, sum(chunk.num_tokens for _, chunk in scheduled)):
+            if self.kv_supply.gives_way(error, sum(chunk.num_tokens for _, chunk in scheduled)):
                 return events
             return events + [self._fail(sequence, error) for sequence, _ in scheduled]
         split = forward_split(time.perf_counter() - started, before, self.model.stream.clock)
@@ -355,11 +374,11 @@ class Engine:
             sequence.clock.split += split
             sequence.clock.ran_alone &= len(scheduled) == 1
             try:
-                if not outcome.is_finite:
-                    raise self.runner.locate_non_finite(chunk)
-                events += self._take(sequence, chunk, outcome)
+                for event in self._take(sequence, chunk, outcome):
+                    events.append(event)  # one by one: what was drawn before a failure was said
             except Exception as error:  # one request's failure ends that request, not the others and not the engine
                 events.append(self._fail(sequence, error))
+        self.speculation.learn(time.perf_counter() - computed_at)
         return events
 
     def _probe_kv(self, tell: Callable[[Event], None]) -> None:
@@ -426,31 +445,10 @@ class Engine:
     def _admit(self, sequence: Sequence) -> None:
         self.kv_supply.admit(sequence, lambda: sequence.request_id in self._aborted)
 
-    def _gives_way(self, error: Exception, rows: int) -> bool:
-        """Whether memory ran out and something could be given up for it: the next step tries again."""
-        try:
-            if not is_out_of_memory(error):
-                return False
-            if not is_device_out_of_memory(error) and self.kv_supply.give_up_ram():
-                return True
-            return self.residency.give_way(error, rows)
-        except (MemoryError, RuntimeError, LocalLLMError) as another:  # nothing is left: the first error is to be told
-            if isinstance(another, RuntimeError) and not is_out_of_memory(another):
-                raise
-            return False
-
     def _take(self, sequence: Sequence, chunk: Chunk, outcome: Outcome) -> Iterator[Event]:
-        """Tell how far a prompt has come; draw a token where the chunk reached the sequence's end."""
-        self.kv_supply.seal(sequence)
-        reaches_end = chunk.kv.length == len(sequence.token_ids)
-        if sequence.num_completion_tokens == 0:
-            yield PrefillEvent(sequence.request_id, chunk.kv.length, sequence.num_prompt_tokens)
-        if not reaches_end:
-            return
-        token_id, logprob = outcome.token(sequence, self.tokenizer.token_text)
-        event = sequence.append(token_id, logprob, self.eos_ids)
-        if event is not None:
-            yield event
+        """Tell how far a prompt has come; draw tokens where the chunk reached the sequence's end."""
+        text_of = self.tokenizer.token_text
+        yield from taken(sequence, chunk, outcome, self.kv_supply, self.runner, text_of, self.eos_ids)
         if sequence.finish_reason is not None:
             self._remove([sequence])
             finished = sequence.finished(self.load_s)
@@ -471,12 +469,14 @@ class Engine:
     def _remove(self, sequences: SequenceOf[Sequence]) -> None:
         with self._lock:
             self.scheduler.remove(sequences)
+        for sequence in sequences:
+            self.speculation.forget(sequence)
 
     def _drop_aborted(self) -> list[Event]:
         with self._lock:
             aborted = [s for s in self.scheduler.sequences if s.request_id in self._aborted]
             self._aborted.clear()
-            self.scheduler.remove(aborted)
+        self._remove(aborted)
         for sequence in aborted:
             sequence.finish_reason = "cancelled"
         return [sequence.finished(self.load_s) for sequence in aborted]

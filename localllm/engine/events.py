@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import Literal
 
 from localllm.cache.miss import CacheMiss
@@ -39,7 +39,13 @@ class StepSplit:
     copied_bytes: int = 0
 
     def __add__(self, other: StepSplit) -> StepSplit:
-        return StepSplit(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return StepSplit(  # field by field: `astuple` copies deeply, 40 us of a step of 300
+            self.compute_s + other.compute_s,
+            self.wait_s + other.wait_s,
+            self.sample_s + other.sample_s,
+            self.copy_s + other.copy_s,
+            self.copied_bytes + other.copied_bytes,
+        )
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,19 @@ class Timings:
     prefill_tok_s: float | None = None
     decode_tok_s: float | None = None
     split: StepSplit = field(default_factory=StepSplit)
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """How tokens were guessed. drafter: who may: "ngram", "ngram+skip". drafted, accepted: guesses that were made, and
+    that were right. rounds: passes of the model that verified some. tokens_per_pass: of all its passes behind the
+    prompt; None where there were none."""
+
+    drafter: str
+    drafted: int = 0
+    accepted: int = 0
+    rounds: int = 0
+    tokens_per_pass: float | None = None
 
 
 @dataclass(frozen=True)
@@ -90,7 +109,7 @@ class TokenEvent:
 class FinishedEvent:
     """The last event of a request. `text` is what was still held back; `error` is set when the reason is "error".
     miss: of a request that asked for it, where something was known that it could not use. ctx: the tokens of context
-    that it had, None where that is not known."""
+    that it had, None where that is not known. speculation: None where nobody guesses."""
 
     request_id: int
     finish_reason: FinishReason
@@ -100,6 +119,7 @@ class FinishedEvent:
     error: Exception | None = field(default=None, compare=False)
     miss: CacheMiss | None = None
     ctx: int | None = None
+    speculation: Speculation | None = None
 
 
 Event = GrownEvent | PrefillEvent | TokenEvent | FinishedEvent

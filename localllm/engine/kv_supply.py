@@ -10,8 +10,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from localllm.engine.kv_reuse import Computed, KVReuse, kept_bytes, prefix_cache
+from localllm.engine.memory import is_device_out_of_memory, is_out_of_memory
 from localllm.engine.residency import Residency
 from localllm.engine.sequence import Sequence
+from localllm.errors import LocalLLMError
 from localllm.offload.plan import Plan
 
 _CLOSE_S = 2.0  # for the pages of the last answer, 0.1 s on most disks
@@ -72,6 +74,20 @@ class KVSupply:
     def give_up_ram(self) -> bool:
         """Whether pages that only serve later prompts gave memory back."""
         return self.prefix is not None and self.prefix.ram_used_bytes > 0 and self.prefix.limit_ram(0)
+
+    def gives_way(self, error: Exception, rows: int) -> bool:
+        """Whether memory ran out, in a forward of so many tokens, and something could be given up for it: at first what
+        only serves later prompts. The next step tries again."""
+        try:
+            if not is_out_of_memory(error):
+                return False
+            if not is_device_out_of_memory(error) and self.give_up_ram():
+                return True
+            return self._residency.give_way(error, rows)
+        except (MemoryError, RuntimeError, LocalLLMError) as another:  # nothing is left: the first error is to be told
+            if isinstance(another, RuntimeError) and not is_out_of_memory(another):
+                raise
+            return False
 
     def close(self) -> None:
         """Waits a moment for what is on its way to the disk."""

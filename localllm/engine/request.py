@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Protocol
 
 from localllm.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_BIAS = 1e6  # beyond every logit, and far from where adding one more overflows
 WHOLE_NUMBERS = frozenset({"top_k", "dry_allowed_length", "seed", "logprobs", "max_tokens"})
@@ -71,18 +75,26 @@ class SamplingParams:
                 raise UsageError(f"logit_bias of token {token_id} is {bias}", why=f"it must lie within {MAX_BIAS:g}")
 
 
+class TokenMask(Protocol):
+    def __call__(self, token_ids: Sequence[int]) -> Tensor:
+        """bool [V]: which tokens may follow these of an answer. Of the same tokens always the same, in whatever order
+        it is asked: a draft may be followed and given up."""
+        ...
+
+
 @dataclass(frozen=True)
 class Request:
     """One prompt to continue. Ids, not text: templates and tokenizers have done their work.
 
     explains_miss: its last event says where it leaves what was computed before. grows: where the prompt leaves its
-    answer too little room, the engine's context becomes longer, if it can.
+    answer too little room, the engine's context becomes longer, if it can. mask: what the answer may be.
     """
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     grows: bool = False
     explains_miss: bool = False
+    mask: TokenMask | None = None
 
 
 def require_ids(token_ids: Iterable[int], vocab_size: int) -> None:

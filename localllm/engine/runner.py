@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +23,7 @@ from localllm.layers.batch import Batch, Segment
 from localllm.models.cpu_step import CpuStep
 from localllm.models.decoder import Block, Decoder
 from localllm.models.load import Progress
+from localllm.models.reduced import without
 from localllm.offload.plan import NEVER
 
 # Of a native step that is not stopped between blocks: it takes hardly longer than one of one row, and stopping 44 times
@@ -57,6 +59,18 @@ class Chunk:
     token_ids: Sequence[int]  # the whole sequence so far
     kv: PagedKV
     num_tokens: int
+    num_drafted: int = (
+        0  # the last of these tokens, that are guessed: each has logits of its own, as the one before them
+    )
+    num_ahead: int = 0  # tokens behind those that `kv` holds, which a draft has written and nobody counts
+
+    @property
+    def begin(self) -> int:
+        return self.kv.length + self.num_ahead
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.num_tokens
 
 
 @dataclass(frozen=True)
@@ -73,9 +87,8 @@ class _Part:
 
 def _parts(chunk: Chunk, num_tokens: int) -> Iterator[_Part]:
     """The tokens of a chunk in order, so many at a time."""
-    end = chunk.kv.length + chunk.num_tokens
-    for begin in range(chunk.kv.length, end, num_tokens):
-        yield _Part(chunk, begin, min(begin + num_tokens, end))
+    for begin in range(chunk.begin, chunk.end, num_tokens):
+        yield _Part(chunk, begin, min(begin + num_tokens, chunk.end))
 
 
 class ModelRunner:
@@ -102,6 +115,7 @@ class ModelRunner:
         self.gpu_step = _gpu_step(model) if fuses else None
         self._gpu_many = self.gpu_step if self.many is model else _gpu_step(self.many) if fuses else None
         self._ahead: Ahead | None = None
+        self._reduced: tuple[frozenset[str], ModelRunner] | None = None
         self._note = note
 
     @torch.inference_mode()
@@ -140,8 +154,10 @@ class ModelRunner:
         cancelled: Callable[[], bool] = lambda: False,
         progress: Progress = lambda _done, _total: None,
         all_logits: bool = False,
+        advances: bool = True,
     ) -> Tensor:
-        """Logits, fp32 [chunks, V], after the last token of each chunk (of every token, if all); caches have advanced.
+        """Logits, fp32 [chunks, V], after the last token of each chunk, and after the one before each that is guessed;
+        after every token, if all. Caches have advanced, unless what was computed is only to be looked at.
 
         `cancelled` is asked between blocks, of a native step of a few rows only before it begins; raises
         StepCancelledError when it says so. There `progress` hears of how many runs of a block are done, and of all.
@@ -151,7 +167,7 @@ class ModelRunner:
             raise StepCancelledError
         require_spare_memory()
         for chunk in chunks:
-            chunk.kv.prepare(chunk.kv.length + chunk.num_tokens)
+            chunk.kv.prepare(chunk.end)
         batches = self._batches(chunks, all_logits)
         num_runs, num_done = len(batches) * len(self.model.blocks), 0
 
@@ -165,8 +181,9 @@ class ModelRunner:
         has_step = self.cpu_step is not None or self.gpu_step is not None
         is_single_call = has_step and sum(map(len, batches)) <= SINGLE_CALL_ROWS
         logits = self._logits(batches, None if is_single_call else between_blocks)
-        for chunk in chunks:
-            chunk.kv.advance(chunk.num_tokens)
+        if advances:
+            for chunk in chunks:
+                chunk.kv.advance(chunk.num_tokens)
         return logits
 
     def _logits(self, batches: Sequence[Batch], on_block: Callable[[Block, Tensor], None] | None) -> Tensor:
@@ -188,7 +205,9 @@ class ModelRunner:
         few = MAX_ROWS if self.gpu_step is None else SINGLE_CALL_ROWS
         together = few if self.cpu_step is None else self.batch_rows
         groups: list[list[_Part]] = []
-        for part in (part for chunk in chunks for part in _parts(chunk, self.batch_rows)):
+        for part in (
+            part for chunk in chunks for part in _parts(chunk, together if chunk.num_drafted else self.batch_rows)
+        ):
             if groups and sum(map(len, groups[-1])) + len(part) <= together:
                 groups[-1].append(part)
             else:
@@ -204,11 +223,9 @@ class ModelRunner:
             chunk, begin = part.chunk, len(token_ids)
             token_ids += chunk.token_ids[part.begin : part.end]
             positions += range(part.begin, part.end)
-            segments.append(Segment(begin, len(token_ids), chunk.kv, past=part.begin, rope_length=len(chunk.token_ids)))
-            if all_logits:
-                rows += range(begin, len(token_ids))
-            elif part.end == chunk.kv.length + chunk.num_tokens:
-                rows.append(len(token_ids) - 1)
+            segments += self._segments(part, begin)
+            first = part.begin if all_logits else max(part.begin, chunk.end - 1 - chunk.num_drafted)
+            rows += range(begin + first - part.begin, len(token_ids))
         return Batch(
             token_ids=torch.tensor(token_ids),
             positions=torch.tensor(positions),
@@ -217,36 +234,82 @@ class ModelRunner:
             rotaries=self.model.rotaries,
         )
 
+    def _segments(self, part: _Part, begin: int) -> Iterator[Segment]:
+        """begin: its first row. The operators' attention computes guessed tokens one by one, as it would have without
+        them: its sums are others for several rows."""
+        chunk, length = part.chunk, len(part.chunk.token_ids)
+        is_apart = chunk.num_drafted and self.cpu_step is None and self.gpu_step is None
+        for first, last in ((i, i + 1) for i in range(part.begin, part.end)) if is_apart else ((part.begin, part.end),):
+            yield Segment(begin + first - part.begin, begin + last - part.begin, chunk.kv, first, length)
+
+    def without(self, names: frozenset[str]) -> ModelRunner:
+        """Computes the model without these blocks."""
+        model = without(self.model, names)
+        return ModelRunner(model, self.batch_rows, fuses=self.gpu_step is not None, note=self._note)
+
+    def guessing(self, names: frozenset[str]) -> ModelRunner:
+        """As `without`; the last one asked for is kept, as long as this one."""
+        if self._reduced is None or self._reduced[0] != names:
+            self._reduced = names, self.without(names)
+        return self._reduced[1]
+
     def draws(self, chunks: Sequence[Chunk]) -> bool:
         """Whether `draw` can be asked for the tokens behind these chunks."""
-        is_step = all(chunk.num_tokens == 1 for chunk in chunks) and len(chunks) <= SINGLE_CALL_ROWS
+        is_step = all(chunk.num_tokens == 1 + chunk.num_drafted for chunk in chunks)
+        is_step = is_step and sum(chunk.num_tokens for chunk in chunks) <= SINGLE_CALL_ROWS
         return is_step and self.gpu_step is not None and self.gpu_step.has_pages([chunk.kv for chunk in chunks])
 
     @torch.inference_mode()
-    def draw(self, chunks: Sequence[Chunk], draws: Sequence[PlainDraw], *, goes_on: bool) -> list[int] | None:
-        """The token behind each of these chunks of one token, drawn on the device; caches have advanced. NOT_FINITE of
-        `kernels.gpu.sample` where the logits are no numbers. None, and nothing has advanced, where our kernels fail.
+    def draw(self, chunks: Sequence[Chunk], draws: Sequence[PlainDraw], *, goes_on: bool) -> list[list[int]] | None:
+        """The tokens behind each of these chunks, one for each of its tokens, drawn on the device; caches have
+        advanced. NOT_FINITE of `kernels.gpu.sample` where the logits are no numbers. None, and nothing has advanced,
+        where our kernels fail.
 
         goes_on: the next call will very likely ask for what follows these tokens. That is begun before they are waited
         for, so that the device computes while the host does whatever is to be done with them. Raises MemoryError.
         """
         assert self.gpu_step is not None
         require_spare_memory()
+        if any(chunk.num_drafted for chunk in chunks):
+            return self._draw_guessed(self.gpu_step, chunks, draws)
+        tokens = self._draw_next(self.gpu_step, chunks, draws, goes_on=goes_on)
+        return None if tokens is None else [[token] for token in tokens]
+
+    def _draw_guessed(
+        self, step: GpuStep, chunks: Sequence[Chunk], draws: Sequence[PlainDraw]
+    ) -> list[list[int]] | None:
+        for chunk in chunks:
+            chunk.kv.prepare(chunk.end)
+        (batch,) = self._batches(chunks, all_logits=True)
+        positions = [range(chunk.begin + 1, chunk.end + 1) for chunk in chunks]
+        at_rows = [draw.at(position) for draw, rows in zip(draws, positions, strict=True) for position in rows]
+        try:
+            tokens = iter(step.draw(batch, at_rows).tokens())
+        except Exception as error:
+            self._give_up_kernels(error)
+            return None
+        for chunk in chunks:
+            chunk.kv.advance(chunk.num_tokens)
+        return [list(islice(tokens, chunk.num_tokens)) for chunk in chunks]
+
+    def _draw_next(
+        self, step: GpuStep, chunks: Sequence[Chunk], draws: Sequence[PlainDraw], *, goes_on: bool
+    ) -> list[int] | None:
         kvs = [chunk.kv for chunk in chunks]
         last_ids = [chunk.token_ids[-1] for chunk in chunks]
         ahead, self._ahead = self._ahead, None
         if ahead is None or not ahead.is_of(kvs, last_ids, draws):
             try:
-                ahead = Ahead.begun(self.gpu_step, self.model.rotaries, kvs, draws, last_ids)
+                ahead = Ahead.begun(step, self.model.rotaries, kvs, draws, last_ids)
             except Exception as error:
                 self._give_up_kernels(error)
                 return None
         for kv in kvs:
             kv.advance(1)
-        if goes_on and self.gpu_step.is_whole:
+        if goes_on and step.is_whole:
             # Whatever ends that, the next call meets it in its turn: this one's tokens are on their way.
             with suppress(Exception):
-                self._ahead = Ahead.begun(self.gpu_step, self.model.rotaries, kvs, draws, ahead.drawn)
+                self._ahead = Ahead.begun(step, self.model.rotaries, kvs, draws, ahead.drawn)
         tokens = ahead.drawn.tokens()
         if self._ahead is not None:
             self._ahead.last_ids = tokens

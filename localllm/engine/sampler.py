@@ -63,11 +63,37 @@ def sample(
     logits = penalised(logits, params, token_ids, num_prompt_tokens=num_prompt_tokens, breaker_ids=breaker_ids)
     if params.temperature == 0:
         return int(logits.argmax())
+    candidates, scores = _noisy(logits, params, seed, len(token_ids))
+    return int(candidates[scores.argmax()])
+
+
+def sample_with_margin(
+    logits: Tensor,
+    params: SamplingParams,
+    token_ids: Sequence[int],
+    *,
+    num_prompt_tokens: int,
+    seed: int,
+    breaker_ids: frozenset[int] = frozenset(),
+) -> tuple[int, float]:
+    """As `sample`, and by how much the token won: what other logits must differ by, in units of the temperature, for
+    another one to be drawn with the same noise. Infinite where there is no other."""
+    logits = penalised(logits, params, token_ids, num_prompt_tokens=num_prompt_tokens, breaker_ids=breaker_ids)
+    candidates, scores = None, logits
+    if params.temperature != 0:
+        candidates, scores = _noisy(logits, params, seed, len(token_ids))
+    best = scores.topk(min(2, len(scores)))
+    margin = float(best.values[0] - best.values[-1]) if len(scores) > 1 else math.inf
+    first = best.indices[0]
+    return int(first if candidates is None else candidates[first]), margin
+
+
+def _noisy(logits: Tensor, params: SamplingParams, seed: int, position: int) -> tuple[Tensor, Tensor]:
+    """The tokens that may be drawn, and their scores with noise, fp64: the best of them is."""
     # Measured from the best, so that a temperature near zero makes the others -inf and never the best one +inf.
     scores = truncated((logits - logits.max()) / params.temperature, params)
     candidates = scores.isfinite().nonzero().squeeze(1)
-    noisy = scores[candidates].double() + gumbel_noise(noise_key(seed, len(token_ids)), candidates)
-    return int(candidates[noisy.argmax()])
+    return candidates, scores[candidates].double() + gumbel_noise(noise_key(seed, position), candidates)
 
 
 def penalised(

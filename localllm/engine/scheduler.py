@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
 from localllm.engine.memory import is_out_of_memory
@@ -54,7 +55,7 @@ class Scheduler:
     def sequences(self) -> list[Sequence]:
         return [*self.running, *self.waiting]
 
-    def schedule(self) -> list[tuple[Sequence, Chunk]]:
+    def schedule(self) -> SequenceOf[tuple[Sequence, Chunk]]:
         """What the next step computes; [] where nothing is left to do."""
         self._admit()
         reading = [sequence for sequence in self.running if _pending(sequence) > 1]

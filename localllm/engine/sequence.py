@@ -11,6 +11,7 @@ from localllm.engine.detokenizer import Detokenizer
 from localllm.engine.events import (
     FinishedEvent,
     FinishReason,
+    Speculation,
     StepSplit,
     Timings,
     TokenEvent,
@@ -46,6 +47,22 @@ class Clock:
         )
 
 
+@dataclass
+class Tally:
+    """Of an answer: tokens that were guessed, those of them that were right, passes of the model that verified some,
+    and all of its passes behind the prompt."""
+
+    drafted: int = 0
+    accepted: int = 0
+    rounds: int = 0
+    passes: int = 0
+
+    def take(self, num_drafted: int, num_accepted: int) -> None:
+        self.drafted += num_drafted
+        self.accepted += num_accepted
+        self.rounds += num_drafted > 0
+
+
 class Sequence:
     """The state of one request. `token_ids` is prompt and answer; the KV cache holds its first `kv.length` tokens."""
 
@@ -71,6 +88,8 @@ class Sequence:
         self.num_cached_tokens = 0  # of the prompt, that were not computed
         self.miss: CacheMiss | None = None
         self.clock = Clock()
+        self.tally = Tally()
+        self.drafter: str | None = None  # who guesses its tokens, if somebody may
         self.finish_reason: FinishReason | None = None
         self._detokenizer = detokenizer
         self._stop = StopMatcher(request.sampling.stop)
@@ -124,7 +143,16 @@ class Sequence:
             error=error,
             miss=self.miss,
             ctx=self.ctx,
+            speculation=self._speculation,
         )
+
+    @property
+    def _speculation(self) -> Speculation | None:
+        if self.drafter is None:
+            return None
+        tally = self.tally
+        tokens_per_pass = (self.num_completion_tokens - 1) / tally.passes if tally.passes else None
+        return Speculation(self.drafter, tally.drafted, tally.accepted, tally.rounds, tokens_per_pass)
 
     def _release(self, text: str) -> str:
         """What of the text cannot be part of a stop string any more."""

@@ -9,6 +9,7 @@ through its ring once for all tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -61,6 +62,11 @@ class PlacedModel:
         self._pinning = Pinning(self._device)
         self._lane = Lane(self._device)
         self.blocks: tuple[Placed, ...] = ()
+
+    @property
+    def directory(self) -> Path:
+        """Of the packed model."""
+        return self._packed.directory
 
     @property
     def host_bytes(self) -> int:

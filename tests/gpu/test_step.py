@@ -18,6 +18,7 @@ from localllm.engine.events import FinishedEvent, TokenEvent
 from localllm.engine.request import Request, SamplingParams
 from localllm.engine.runner import Chunk, ModelRunner
 from localllm.engine.sampler import PlainDraw
+from localllm.engine.speculative.choice import OFF
 from localllm.layers import gpu_block
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch, Draw
@@ -208,7 +209,7 @@ def test_requests_that_come_and_go_do_not_change_each_others_tokens(engine: Engi
 
 def test_the_next_step_is_begun_before_its_token_is_known(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """INT8 weights, whose embedding our kernel looks up: the host need not see a token for the next one."""
-    engine = Engine.load(llama, device="cpu", dtype="fp32", weights="int8")
+    engine = Engine.load(llama, device="cpu", dtype="fp32", weights="int8", speculate=OFF)
     expected = texts(engine, [sampling(0, 6)], [ids(10)])
     assert engine.runner.gpu_step is None
     engine.runner.cpu_step, engine.runner.gpu_step = None, GpuStep(engine.model)

@@ -1,0 +1,84 @@
+"""Guesses that a model makes one after the other, each with the noise that the draw at its place will have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from localllm.cache.paged_kv import PagedKV
+from localllm.engine.drawing import drawn_with_margin
+from localllm.engine.runner import Chunk, ModelRunner
+from localllm.engine.sequence import Sequence as Running
+
+# By how much a guess won, in doublings from an eighth on: what it says of a guess is learnt for each grade.
+_GRADES = 8
+_KEPT = 0.98  # of what was learnt, at each new guess: some fifty count
+_PRIOR_WEIGHT = 4.0
+
+
+class Confidence:
+    """How often guesses that won by a margin were right."""
+
+    def __init__(self) -> None:
+        self._guessed: dict[int, tuple[int, list[tuple[int, float]]]] = {}  # by request: where, and what, the last time
+        # Before anything is known: a coin's throw where two tokens were level, nearly certain where none came close.
+        self._rates = [
+            (_PRIOR_WEIGHT * (0.5 + 0.48 * grade / (_GRADES - 1)), _PRIOR_WEIGHT) for grade in range(_GRADES)
+        ]
+
+    def of(self, margin: float) -> float:
+        right, all_told = self._rates[_grade(margin)]
+        return right / all_told
+
+    def guessed(self, sequence: Running, draft: list[tuple[int, float]]) -> None:
+        self._guessed[sequence.request_id] = len(sequence.token_ids), draft
+
+    def learn(self, sequence: Running) -> None:
+        """From the last guesses, as far as they were right, and the first that was not."""
+        first, draft = self._guessed.pop(sequence.request_id, (0, []))
+        for (token, margin), own in zip(draft, sequence.token_ids[first:], strict=False):
+            right, all_told = self._rates[_grade(margin)]
+            self._rates[_grade(margin)] = (_KEPT * right + (token == own), _KEPT * all_told + 1)
+            if token != own:
+                return
+
+    def forget(self, sequence: Running) -> None:
+        self._guessed.pop(sequence.request_id, None)
+
+
+def _grade(margin: float) -> int:
+    if margin < 0.125:
+        return 0
+    return min(_GRADES - 1, 1 + int(math.log2(min(margin, 1e9) / 0.125)))
+
+
+def guesses(
+    runner: ModelRunner,
+    sequences: Sequence[Running],
+    kvs: Sequence[PagedKV],
+    limits: Sequence[int],
+    confidence: Confidence,
+    least: float,
+) -> list[list[tuple[int, float]]]:
+    """Tokens with their margins. kvs: what the runner's model has computed of each sequence, all but its last token or
+    the last few; they do not advance. `limits`, `least`: as at `Drafter.propose`."""
+    drafts: list[list[tuple[int, float]]] = [[] for _ in sequences]
+    sure = [1.0] * len(sequences)
+    live = [index for index, limit in enumerate(limits) if limit > 0]
+    for sequence in sequences:
+        confidence.learn(sequence)
+    while live:
+        chunks = []
+        for index in live:
+            token_ids = [*sequences[index].token_ids, *(token for token, _ in drafts[index])]
+            begin = len(token_ids) - 1 if drafts[index] else kvs[index].length
+            chunks.append(Chunk(token_ids, kvs[index], len(token_ids) - begin, num_ahead=begin - kvs[index].length))
+        rows = runner.forward(chunks, advances=False)
+        for index, chunk, row in zip(live, chunks, rows, strict=True):
+            token, margin = drawn_with_margin(row, sequences[index], chunk.token_ids)
+            drafts[index].append((token, margin))
+            sure[index] *= confidence.of(margin)
+        live = [index for index in live if len(drafts[index]) < limits[index] and sure[index] >= least]
+    for sequence, draft in zip(sequences, drafts, strict=True):
+        confidence.guessed(sequence, draft)
+    return drafts

@@ -1,0 +1,88 @@
+"""Who guesses for a model, as it was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+from localllm.engine.residency import Residency
+from localllm.engine.speculative.draft_model import ModelDrafter
+from localllm.engine.speculative.drafter import Drafter
+from localllm.engine.speculative.ngram import NgramLookup
+from localllm.engine.speculative.skip import SkipDrafter
+from localllm.engine.speculative.skip_set import SkipSet
+from localllm.engine.speculative.speculation import DRAFT_TOKENS, MOST_DRAFT_TOKENS, Speculation
+from localllm.errors import UsageError
+from localllm.offload.plan import Plan
+
+CHOICES = ("auto", "off", "ngram", "skip")
+MODEL_PREFIX = "model:"
+
+
+@dataclass(frozen=True)
+class Speculate:
+    """who: "off"; "ngram", "skip", or "model:NAME" for a second model; "auto" for n-grams, and skipping where that can
+    pay. Raises UsageError for anything else.
+
+    draft_tokens: the most that are guessed at once; None: the usual. adapts: as many of them as pay; else always all.
+    """
+
+    who: str = "auto"
+    draft_tokens: int | None = None
+    adapts: bool = True
+
+    def __post_init__(self) -> None:
+        if self.who not in CHOICES and not self.draft_model:
+            known = f"{', '.join(CHOICES)}, and {MODEL_PREFIX}NAME for a second model"
+            raise UsageError(f"--speculate is {self.who!r}", why=f"it may be {known}", fix="--speculate auto")
+        if self.draft_tokens is not None and not 0 <= self.draft_tokens <= MOST_DRAFT_TOKENS:
+            why = f"one pass has room to verify from 0 to {MOST_DRAFT_TOKENS}"
+            raise UsageError(f"--draft-tokens is {self.draft_tokens}", why=why, fix=f"--draft-tokens {DRAFT_TOKENS}")
+
+    @property
+    def draft_model(self) -> str:
+        """Its name; "" where none guesses."""
+        return self.who.removeprefix(MODEL_PREFIX) if self.who.startswith(MODEL_PREFIX) else ""
+
+    @property
+    def most_tokens(self) -> int:
+        return DRAFT_TOKENS if self.draft_tokens is None else self.draft_tokens
+
+
+AUTO, OFF = Speculate("auto"), Speculate("off")
+
+
+def speculation(
+    speculate: Speculate, residency: Residency, plan: Plan | None, draft_model: ModelDrafter | None = None
+) -> Speculation:
+    """plan: by which the model was loaded, if one was made. draft_model: that was asked for, and fits."""
+    skip_set = None
+    drafters: list[Drafter] = []
+    lookup = NgramLookup() if speculate.who in ("auto", "ngram") else None
+    if speculate.who in ("auto", "skip"):
+        skip_set = SkipSet(residency, None if residency.placed is None else residency.placed.directory)
+        drafters.append(SkipDrafter(lambda: residency.runner, skip_set.names))
+    if draft_model is not None:
+        drafters.append(draft_model)
+    return Speculation(
+        residency,
+        lookup,
+        drafters,
+        speculate.most_tokens,
+        skip_set=skip_set if speculate.adapts else None,
+        adapts=speculate.adapts,
+        growth=None if plan is None else growth(plan),
+    )
+
+
+def growth(plan: Plan) -> Callable[[int, int], float]:
+    """By what the plan thinks that rows make a step longer, halved: what looks good is tried, and measured by that."""
+
+    @cache
+    def of(sequences: int, rows: int) -> float:
+        depth = plan.prompt_tokens
+        longer = plan.costs.decode_s(depth, rows) / plan.costs.decode_s(depth, sequences)
+        return 1 + (longer - 1) / 2
+
+    return of

@@ -1,0 +1,269 @@
+"""Guesses in the engine's loop: which tokens a step verifies beside the ones that it must compute, and what came of it.
+
+Knows sequences and chunks. Knows no logits: the engine draws every token as it would without guesses, and keeps those
+that were guessed right.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from localllm.engine.drawing import Scheduled
+from localllm.engine.memory import is_out_of_memory
+from localllm.engine.residency import Residency
+from localllm.engine.runner import Chunk
+from localllm.engine.sequence import Sequence as Running
+from localllm.engine.speculative.acceptance import Acceptance
+from localllm.engine.speculative.controller import Chooser, Controller, FixedCount, Option, Situation
+from localllm.engine.speculative.drafter import NO_DRAFT, Draft, Drafter, Lookup
+from localllm.engine.speculative.skip import SkipDrafter
+from localllm.engine.speculative.skip_set import SkipSet
+from localllm.engine.speculative.step_times import StepTimes
+from localllm.models.config import ModelConfig
+
+_TRIALS_SHARE = 0.005  # of the time
+# Where guesses are not worth it, looking for some takes no more than this share of the time. A text that changes is
+# noticed after so many tokens.
+_LOOKING_SHARE, _LONGEST_REST = 0.005, 64
+DRAFT_TOKENS = 8  # at most, where nobody asked
+MOST_DRAFT_TOKENS = 15  # with the token before them, the rows that a plan has room for the logits of
+
+
+@dataclass
+class _Round:
+    """What is going on in this step. lengths: of the sequences before it."""
+
+    sequences: Sequence[Running]
+    lengths: Sequence[int]
+    offers: Sequence[Draft]
+    drafts: Sequence[Draft]
+    option: Option | None
+    acceptances: Sequence[Acceptance]
+    guess_s: float = 0.0
+
+
+@dataclass
+class _Rest:
+    """Steps of these sequences in which nobody looks for guesses. lengths: before them."""
+
+    sequences: Sequence[Running]
+    lengths: Sequence[int]
+    num_steps: int = 0
+    seconds: float = 0.0
+
+
+class Speculation:
+    """name: of those who guess, as people know them."""
+
+    def __init__(
+        self,
+        residency: Residency,
+        lookup: Lookup | None,
+        drafters: Sequence[Drafter],
+        draft_tokens: int = DRAFT_TOKENS,
+        *,
+        skip_set: SkipSet | None = None,
+        adapts: bool = True,
+        growth: Callable[[int, int], float] | None = None,
+    ) -> None:
+        """skip_set: that one of them leaves out, to be improved meanwhile. adapts: how many are guessed is what pays;
+        else as many as may be. growth: as `StepTimes` has it."""
+        self.name = "+".join(each.name for each in (lookup, *drafters) if each is not None)
+        self._residency = residency
+        self._lookup = lookup if draft_tokens > 0 else None
+        self._drafters = list(drafters) if draft_tokens > 0 else []
+        self._draft_tokens = draft_tokens
+        self._skip_set, self._adapts, self._growth = skip_set, adapts, growth
+        self._elapsed_s = self._trials_s = 0.0
+        self._chooser = self._new_chooser()
+        self._acceptance = Acceptance()
+        self._acceptances: dict[int, Acceptance] = {}  # by request
+        self._model = weakref.ref(residency.model)
+        self._round: _Round | None = None
+        self._resting = 0  # steps to come in which nobody looks for guesses
+        self._rest: _Rest | None = None
+
+    @property
+    def is_on(self) -> bool:
+        return self._lookup is not None or bool(self._drafters)
+
+    def drafted(self, scheduled: Scheduled, cancelled: Callable[[], bool] = lambda: False) -> Scheduled:
+        """The chunks with guesses behind their tokens, where each has one token and it is worth it. A drafter for which
+        there is too little memory is let go of. Raises as a forward does; no sequence has changed then."""
+        self._round = None
+        if self._resting and self._goes_on(scheduled):
+            self._resting -= 1
+            return scheduled
+        started = time.perf_counter()
+        self._end_rest()
+        if not self.is_on or any(chunk.num_tokens > 1 or not _reaches_end(chunk) for _, chunk in scheduled):
+            return scheduled
+        if self._model() is not self._residency.model:  # moved: it takes another time now
+            self._model = weakref.ref(self._residency.model)
+            self._chooser = self._new_chooser()
+        if self._skip_set is not None and len(scheduled) == 1:
+            with self._giving_up():
+                self._try_skipping(self._skip_set, scheduled[0][0], cancelled)
+            started = time.perf_counter()  # a trial has time of its own
+        this = self._round = self._look([sequence for sequence, _ in scheduled])
+        if this.option is not None:
+            with self._giving_up():
+                this.drafts = self._guessed(this.option, this.sequences, this.offers)
+        this.guess_s = time.perf_counter() - started
+        return [
+            (sequence, _with_draft(chunk, draft.token_ids))
+            for (sequence, chunk), draft in zip(scheduled, this.drafts, strict=True)
+        ]
+
+    def _look(self, sequences: Sequence[Running]) -> _Round:
+        """What is done in this step, and nothing guessed yet that takes time."""
+        limits = [min(self._draft_tokens, room(sequence, self._residency.config)) for sequence in sequences]
+        offers = [NO_DRAFT] * len(sequences) if self._lookup is None else self._lookup.offers(sequences, limits)
+        acceptances = [self._acceptance_of(sequence) for sequence in sequences]
+        option = None
+        if max(limits) > 0:
+            ready = [drafter.name for drafter in self._drafters if drafter.is_ready]
+            most_rows = max(MOST_DRAFT_TOKENS + 1, 2 * len(sequences))
+            option = self._chooser.choose(Situation(acceptances, limits, offers, most_rows), ready)
+        lengths = [len(sequence.token_ids) for sequence in sequences]
+        return _Round(sequences, lengths, offers, [NO_DRAFT] * len(sequences), option, acceptances)
+
+    def learn(self, step_s: float) -> None:
+        """From the step that has ended: every token that it gave has been drawn. step_s: what it took, without what was
+        done before it."""
+        this, self._round = self._round, None
+        if this is None:
+            if self._rest is not None:
+                self._rest.num_steps += 1
+                self._rest.seconds += step_s
+            return
+        tokens = 0
+        for index, (sequence, length) in enumerate(zip(this.sequences, this.lengths, strict=True)):
+            said, draft = sequence.token_ids[length:], this.drafts[index]
+            tokens += max(1, len(said))
+            seen = draft if draft.token_ids else this.offers[index]
+            if seen.token_ids:
+                this.acceptances[index].learn(seen.source, seen.token_ids, said)
+        self._elapsed_s += this.guess_s + step_s
+        rows = len(this.sequences) + sum(len(draft.token_ids) for draft in this.drafts)
+        self._chooser.learn(this.option, rows, tokens, len(this.sequences), this.guess_s, step_s)
+        if this.option is None and self._chooser.is_settled:
+            self._resting = min(_LONGEST_REST, int(this.guess_s / (_LOOKING_SHARE * step_s)))
+            self._rest = _Rest(this.sequences, [len(sequence.token_ids) for sequence in this.sequences])
+
+    def forget(self, sequence: Running) -> None:
+        self._acceptances.pop(sequence.request_id, None)
+        if self._lookup is not None:
+            self._lookup.forget(sequence)
+        for drafter in self._drafters:
+            drafter.forget(sequence)
+
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """What computes guesses is let go of where memory runs out inside."""
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            given_up, self._drafters, self._skip_set = self._drafters, [], None
+            for drafter in given_up:
+                drafter.close()
+
+    def close(self) -> None:
+        for drafter in self._drafters:
+            drafter.close()
+        if self._skip_set is not None:
+            self._skip_set.close()
+
+    def _try_skipping(self, skip_set: SkipSet, sequence: Running, cancelled: Callable[[], bool]) -> None:
+        is_affordable = self._trials_s <= _TRIALS_SHARE * self._elapsed_s
+        if not is_affordable or not skip_set.is_due(sequence) or self._chooser.is_hopeless(SkipDrafter.name, 1):
+            return
+        started = time.perf_counter()
+        try:
+            skip_set.try_on(sequence, cancelled)
+        finally:
+            self._trials_s += time.perf_counter() - started
+
+    @property
+    def rests(self) -> bool:
+        """Whether the next step of the same sequences will have no guesses."""
+        return not self.is_on or self._resting > 0
+
+    def _goes_on(self, scheduled: Scheduled) -> bool:
+        """Whether the step is one more of the rest."""
+        assert self._rest is not None
+        return len(scheduled) == len(self._rest.sequences) and all(
+            sequence is own and chunk.num_tokens == 1
+            for own, (sequence, chunk) in zip(self._rest.sequences, scheduled, strict=True)
+        )
+
+    def _end_rest(self) -> None:
+        """What a lookup would have offered meanwhile is seen now."""
+        rest, self._rest, self._resting = self._rest, None, 0
+        if rest is None or not rest.num_steps:
+            return
+        self._elapsed_s += rest.seconds
+        self._chooser.learn_plain(len(rest.sequences), rest.num_steps, rest.seconds)
+        if self._lookup is None:
+            return
+        for sequence, since in zip(rest.sequences, rest.lengths, strict=True):
+            if sequence.finish_reason is None:
+                for offer, said in self._lookup.hindsight(sequence, since, self._draft_tokens):
+                    if offer.token_ids:
+                        self._acceptance_of(sequence).learn(offer.source, offer.token_ids, said)
+
+    def _new_chooser(self) -> Chooser:
+        if not self._adapts:
+            return FixedCount()
+        return Controller(StepTimes() if self._growth is None else StepTimes(self._growth))
+
+    def _acceptance_of(self, sequence: Running) -> Acceptance:
+        return self._acceptances.setdefault(sequence.request_id, Acceptance(self._acceptance))
+
+    def _guessed(self, option: Option, sequences: Sequence[Running], offers: Sequence[Draft]) -> list[Draft]:
+        drafts = [
+            replace(offer, token_ids=offer.token_ids[:count]) if is_offered else NO_DRAFT
+            for offer, count, is_offered in zip(offers, option.counts, option.are_offered, strict=True)
+        ]
+        asked = [i for i, is_offered in enumerate(option.are_offered) if not is_offered and option.counts[i]]
+        if option.drafter is None or not asked:
+            return drafts
+        drafter = next(drafter for drafter in self._drafters if drafter.name == option.drafter)
+        started = time.perf_counter()
+        found = drafter.propose([sequences[i] for i in asked], [option.counts[i] for i in asked], option.least)
+        guess_s = time.perf_counter() - started
+        for i, draft in zip(asked, found, strict=True):
+            drafts[i] = draft
+        longest = max(len(draft.token_ids) for draft in found)
+        if longest:
+            self._chooser.learn_guesses(drafter.name, len(asked), longest, guess_s)
+        return drafts
+
+
+def room(sequence: Running, config: ModelConfig) -> int:
+    """How many guesses may follow a sequence: the last token that they can give is the last that it may have, and none
+    is computed by another RoPE than its draw would have been."""
+    length = len(sequence.token_ids)
+    most = sequence.max_length - length - 1
+    for rope in config.ropes:
+        trained = rope.original_max_position_embeddings or 0
+        if rope.kind == "dynamic" or (rope.kind == "longrope" and length <= trained):
+            most = min(most, trained - length - 1)
+    return max(0, most)
+
+
+def _reaches_end(chunk: Chunk) -> bool:
+    return chunk.end == len(chunk.token_ids)
+
+
+def _with_draft(chunk: Chunk, draft: Sequence[int]) -> Chunk:
+    if not draft:
+        return chunk
+    token_ids = [*chunk.token_ids, *draft]
+    return replace(chunk, token_ids=token_ids, num_tokens=1 + len(draft), num_drafted=len(draft))

@@ -1,0 +1,60 @@
+"""What a step computed of a sequence becomes part of it: how far its prompt is, or its next tokens, as many as were
+guessed right and one more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from localllm.engine.drawing import Outcome
+from localllm.engine.events import PrefillEvent, TokenEvent
+from localllm.engine.kv_supply import KVSupply
+from localllm.engine.runner import Chunk, ModelRunner
+from localllm.engine.sequence import Sequence
+
+
+def taken(
+    sequence: Sequence,
+    chunk: Chunk,
+    outcome: Outcome,
+    kv_supply: KVSupply,
+    runner: ModelRunner,
+    text_of: Callable[[int], str],
+    eos_ids: frozenset[int],
+) -> Iterator[PrefillEvent | TokenEvent]:
+    """Its keys and values are those of its tokens afterwards, and known to later prompts. Raises NonFiniteError where
+    a token would have to be drawn from what is no number, and what a mask raises."""
+    kv = chunk.kv  # has advanced over all of the chunk
+    begin, length = kv.length - chunk.num_tokens, kv.length - chunk.num_drafted
+    if not outcome.are_finite[0]:
+        raise runner.locate_non_finite(_until(chunk, begin, length))
+    if not chunk.num_drafted:
+        kv_supply.seal(sequence)
+    sequence.tally.passes += sequence.num_completion_tokens > 0
+    if sequence.num_completion_tokens == 0:
+        yield PrefillEvent(sequence.request_id, kv.length, sequence.num_prompt_tokens)
+    if length < len(sequence.token_ids):
+        return
+    num_accepted = 0
+    for kept in range(length, length + chunk.num_drafted + 1):
+        row = kept - length
+        if not outcome.are_finite[row]:
+            raise runner.locate_non_finite(_until(chunk, begin, kept))
+        token_id, logprob = outcome.token(row, sequence, text_of)
+        event = sequence.append(token_id, logprob, eos_ids)
+        if event is not None:
+            yield event
+        is_guessed = row < chunk.num_drafted and token_id == chunk.token_ids[kept]
+        num_accepted += is_guessed
+        if not is_guessed or sequence.finish_reason is not None:
+            break
+    sequence.tally.take(chunk.num_drafted, num_accepted)
+    if chunk.num_drafted:
+        kv.trim(kept)
+        kv_supply.seal(sequence)
+
+
+def _until(chunk: Chunk, begin: int, end: int) -> Chunk:
+    """What of it is computed without the guesses behind `end`; its cache has no more."""
+    chunk.kv.trim(end)
+    return replace(chunk, token_ids=chunk.token_ids[:end], num_tokens=end - begin, num_drafted=0)

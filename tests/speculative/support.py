@@ -1,0 +1,167 @@
+"""Engines that guess, placed in several ways, and what they must say: what one says that does not guess."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from localllm import Engine, FinishedEvent, Request, SamplingParams, TokenEvent, hub
+from localllm.engine.events import Event
+from localllm.engine.placement import model_shape
+from localllm.engine.sequence import Sequence as Running
+from localllm.engine.speculative.choice import Speculate
+from localllm.engine.speculative.draft_model import ModelDrafter
+from localllm.engine.speculative.drafter import Draft, Drafter, Lookup
+from localllm.engine.speculative.ngram import NgramLookup
+from localllm.engine.speculative.skip import SkipDrafter
+from localllm.engine.speculative.speculation import Speculation
+from localllm.engine.tokenizer import Tokenizer
+from localllm.engine.weights import open_packed
+from localllm.models.families import load_config
+from localllm.models.layout import EMBED, HEAD
+from localllm.models.load import DecoderParts
+from localllm.models.placed import PlacedModel
+from localllm.offload.plan import NEVER, Placed
+from localllm.quant.recipe import RECIPES
+
+TALE = (
+    "Once upon a time there was a fox who found a lantern. The fox was proud of the lantern, and the fox said: "
+    "I have found a lantern. Once upon a time there was a"
+)
+QUOTING = "one two three four. " * 8
+SAMPLERS = {
+    "greedy": {"temperature": 0},
+    "plain": {"temperature": 1.0},
+    "nucleus": {"temperature": 0.8, "top_p": 0.9, "min_p": 0.02},
+    "top-k": {"temperature": 1.3, "top_k": 20, "repetition_penalty": 1.15},
+    "penalties": {"temperature": 0.7, "frequency_penalty": 0.4, "presence_penalty": 0.3, "dry_multiplier": 0.8},
+    "typical": {"temperature": 0.9, "typical_p": 0.8, "logit_bias": {5: 1.5, 9: -4.0}},
+}
+# Of each: the names of the blocks that come from the disk at every step.
+PLACEMENTS: dict[str, Callable[[str], bool]] = {
+    "whole": lambda name: False,
+    "some": lambda name: name.startswith(("layers.5.", "layers.6.", "layers.7.mlp")),
+    "mlps": lambda name: name.endswith(".mlp"),
+    "all": lambda name: name not in (EMBED, HEAD),
+}
+DRAFTERS = ("ngram", "skip", "model", "ngram+skip")
+SKIPPED = frozenset({"layers.4.attention", "layers.5.attention", "layers.5.mlp", "layers.7.attention"})
+
+
+def loaded(**options: object) -> Engine:
+    """The built-in model in INT4."""
+    return Engine.load("tiny", device="cpu", weights="int4", speculate=Speculate("off"), **options)  # type: ignore[arg-type]
+
+
+def loaded_in_fp32() -> Engine:
+    """The same, packed as it is, so that its blocks can rest anywhere."""
+    files, recipe = hub.locate("tiny"), RECIPES["fp32"]
+    config, held = load_config(files.directory), ExitStack()
+    packed = held.enter_context(open_packed(files, config, recipe, lambda _done, _total: None, lambda _text: None))
+    parts = DecoderParts(packed.config, recipe, torch.float32, torch.device("cpu"))
+    placed = held.enter_context(PlacedModel(packed, parts, None))
+    shape = model_shape(packed.config, recipe, torch.float32, "tiny")
+    blocks = (shape.embed, *shape.blocks, shape.head)
+    placed.place([Placed(block.name, block.num_bytes, "ram", "cpu") for block in blocks], NEVER)
+    return Engine(placed.few, Tokenizer.load(files.directory), ctx=512, placed=placed, held=held)
+
+
+def place(engine: Engine, placement: str) -> None:
+    from_disk = PLACEMENTS[placement]
+    blocks: list[Placed] = []
+    for block in engine.residency.blocks:
+        blocks.append(replace(block, tier="disk" if from_disk(block.name) else "ram"))
+    engine.move(blocks)
+
+
+def guess_with(engine: Engine, drafter: str, draft_tokens: int, *, adapts: bool = False) -> None:
+    """From now on. `skip` leaves out what is streamed, a few blocks where nothing is."""
+    lookup: Lookup | None = NgramLookup() if "ngram" in drafter else None
+    drafters: list[Drafter] = []
+    if "skip" in drafter:
+        skipped = engine.residency.model.stream.names or SKIPPED
+        drafters.append(SkipDrafter(lambda: engine.runner, lambda: skipped))
+    if "model" in drafter:  # one that is nearly the same: the first without some blocks, with keys of its own
+        model = engine.runner.without(SKIPPED)
+        drafters.append(ModelDrafter("model:itself", lambda: model, engine.residency.new_kv))
+    engine.speculation.close()
+    engine.speculation = Speculation(engine.residency, lookup, drafters, draft_tokens, adapts=adapts)
+
+
+@dataclass(frozen=True)
+class Said:
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str
+
+    @classmethod
+    def of(cls, events: Sequence[Event]) -> Said:
+        finished = events[-1]
+        assert isinstance(finished, FinishedEvent)
+        if finished.error is not None:
+            raise finished.error
+        token_ids = tuple(event.token_id for event in events if isinstance(event, TokenEvent))
+        text = "".join(event.text for event in events if isinstance(event, TokenEvent | FinishedEvent))
+        return cls(token_ids, text, finished.finish_reason)
+
+
+def answers(engine: Engine, requests: Sequence[Request]) -> list[list[Event]]:
+    """All at once."""
+    events: dict[int, list[Event]] = {engine.submit(request): [] for request in requests}
+    while engine.has_work:
+        for event in engine.step():
+            events[event.request_id].append(event)
+    engine.residency.kv_pages.check_integrity()
+    return list(events.values())
+
+
+def said(engine: Engine, *requests: Request) -> list[Said]:
+    return [Said.of(events) for events in answers(engine, requests)]
+
+
+def request(engine: Engine, prompt: str = TALE, mask: object = None, **sampling: object) -> Request:
+    params = SamplingParams(**{"max_tokens": 24, "ignore_eos": True, "seed": 0, **sampling})  # type: ignore[arg-type]
+    return Request(tuple(engine.encode(prompt)), params, mask=mask)  # type: ignore[arg-type]
+
+
+def grammar_like(vocab_size: int) -> Callable[[Sequence[int]], Tensor]:
+    """A third of the vocabulary, another one behind each token: a pure function of the answer so far."""
+
+    def mask(token_ids: Sequence[int]) -> Tensor:
+        state = (sum(token_ids) + len(token_ids)) % 3
+        allowed = torch.zeros(vocab_size, dtype=torch.bool)
+        allowed[state::3] = True
+        return allowed
+
+    return mask
+
+
+class Oracle:
+    """Offers what will be said, each token wrong with a probability of 1 - alpha."""
+
+    name = "oracle"
+
+    def __init__(self, streams: dict[tuple[int, ...], Sequence[int]], alpha: float, vocab_size: int, seed: int = 0):
+        """streams: by the prompt, prompt and answer."""
+        self._streams, self._alpha, self._vocab_size = streams, alpha, vocab_size
+        self._random = random.Random(seed)
+
+    def offers(self, sequences: Sequence[Running], limits: Sequence[int]) -> list[Draft]:
+        return [self._offer(sequence, limit) for sequence, limit in zip(sequences, limits, strict=True)]
+
+    def _offer(self, sequence: Running, limit: int) -> Draft:
+        length = len(sequence.token_ids)
+        right = self._streams[sequence.request.prompt_ids][length : length + limit]
+        guesses = (t if self._random.random() < self._alpha else (t + 1) % self._vocab_size for t in right)
+        return Draft(tuple(guesses), self.name)
+
+    def hindsight(self, _sequence: Running, _since: int, _limit: int) -> Iterator[tuple[Draft, Sequence[int]]]:
+        return iter(())
+
+    def forget(self, _sequence: Running) -> None:
+        """It keeps nothing."""

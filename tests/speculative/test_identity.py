@@ -1,0 +1,307 @@
+"""Guessing changes no token: whoever guesses, however tokens are drawn, wherever the blocks rest."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from localllm import Engine, FinishedEvent, Request, TokenEvent
+from localllm.cache.kv_format import KV_FORMATS
+from localllm.engine.runner import ModelRunner
+from localllm.engine.speculative.choice import Speculate, speculation
+from localllm.kernels.kv_page import PAGE_TOKENS
+from tests.speculative.support import (
+    DRAFTERS,
+    PLACEMENTS,
+    QUOTING,
+    SAMPLERS,
+    TALE,
+    Oracle,
+    answers,
+    grammar_like,
+    guess_with,
+    loaded,
+    loaded_in_fp32,
+    place,
+    request,
+    said,
+)
+
+# One of each sampler, drafter and placement, so that every two of them meet.
+PAIRWISE = [
+    (sampler, DRAFTERS[(row + column) % 4], list(PLACEMENTS)[(row + 2 * column + row // 4) % 4], row)
+    for row, sampler in enumerate(SAMPLERS)
+    for column in range(4)
+]
+
+
+@pytest.fixture(scope="module", params=["int4", "fp32"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    engine = loaded() if request.param == "int4" else loaded_in_fp32()
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def int4() -> Iterator[Engine]:
+    engine = loaded()
+    yield engine
+    engine.close()
+
+
+def check(
+    engine: Engine, sampler: str, drafter: str, placement: str, seed: int, draft_tokens: int = 5, **wishes: Any
+) -> int:
+    """Returns how many guesses were right."""
+    wish = request(engine, seed=seed, **SAMPLERS[sampler], **wishes)
+    place(engine, "whole")
+    guess_with(engine, "", 0)
+    (expected,) = said(engine, wish)
+    place(engine, placement)
+    guess_with(engine, drafter, draft_tokens)
+    (events,) = answers(engine, [wish])
+    assert tuple(event.token_id for event in events if isinstance(event, TokenEvent)) == expected.token_ids
+    finished = events[-1]
+    assert isinstance(finished, FinishedEvent) and finished.speculation is not None
+    return finished.speculation.accepted
+
+
+@pytest.mark.parametrize(("sampler", "drafter", "placement", "seed"), PAIRWISE)
+def test_the_text_is_that_of_plain_decoding(
+    engine: Engine, sampler: str, drafter: str, placement: str, seed: int
+) -> None:
+    check(engine, sampler, drafter, placement, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_the_text_is_that_of_plain_decoding_for_every_seed(
+    engine: Engine, sampler: str, drafter: str, placement: str
+) -> None:
+    for seed in range(8):
+        check(engine, sampler, drafter, placement, seed, draft_tokens=1 + 2 * seed)
+
+
+def test_each_drafter_is_right_sometimes(int4: Engine) -> None:
+    for drafter, placement in itertools.product(DRAFTERS, ("whole", "some")):
+        accepted = check(int4, "greedy", drafter, placement, 0, prompt=QUOTING, max_tokens=100)
+        assert accepted > 10, (drafter, placement)
+
+
+@pytest.mark.parametrize("kv", KV_FORMATS)
+def test_every_kv_format_rolls_back(kv: str) -> None:
+    """Over the ends of pages, where open ones are written again and sealed ones begin."""
+    engine = loaded(kv=kv, ctx=512)
+    wish = request(engine, temperature=0, max_tokens=3 * PAGE_TOKENS)
+    (expected,) = said(engine, wish)
+    stream = {wish.prompt_ids: (*wish.prompt_ids, *expected.token_ids)}
+    for alpha, draft_tokens in ((0.5, 3), (0.9, 15), (0.0, 15), (1.0, 15)):
+        guess_with(engine, "", draft_tokens)
+        engine.speculation._lookup = Oracle(stream, alpha, engine.config.vocab_size)
+        assert said(engine, wish) == [expected]
+    engine.close()
+
+
+def test_a_batch_is_that_of_each_request_alone(int4: Engine) -> None:
+    wishes = [
+        request(int4, TALE[: 40 + 9 * i], seed=i, **SAMPLERS[name])
+        for i, name in enumerate([*SAMPLERS, "greedy", "plain"])
+    ]
+    place(int4, "whole")
+    guess_with(int4, "", 0)
+    alone = [said(int4, wish)[0] for wish in wishes]
+    for drafter, placement in itertools.product(DRAFTERS, ("whole", "some")):
+        place(int4, placement)
+        guess_with(int4, drafter, 4)
+        assert said(int4, *wishes) == alone, (drafter, placement)
+
+
+def test_a_grammar_like_mask_holds(int4: Engine) -> None:
+    mask = grammar_like(int4.config.vocab_size)
+    wishes = [request(int4, mask=mask, seed=3, **SAMPLERS[name]) for name in ("greedy", "plain", "penalties")]
+    place(int4, "some")
+    guess_with(int4, "", 0)
+    expected = [said(int4, wish)[0] for wish in wishes]
+    for text in expected:
+        for end, token in enumerate(text.token_ids):
+            assert bool(mask(text.token_ids[:end])[token])
+    for drafter in DRAFTERS:
+        guess_with(int4, drafter, 6)
+        assert [said(int4, wish)[0] for wish in wishes] == expected
+
+
+def test_a_prompt_in_chunks_and_one_that_is_known_already(int4: Engine) -> None:
+    """A request that comes while another one guesses, and one whose pages are found again."""
+    long = request(int4, TALE * 6, temperature=0, max_tokens=20)
+    short = request(int4, seed=4, **SAMPLERS["plain"])
+    place(int4, "some")
+    guess_with(int4, "", 0)
+    expected = said(int4, short, long)
+    guess_with(int4, "ngram+skip", 5)
+    assert said(int4, short, long) == expected
+    first = int4.submit(short)
+    for _ in range(4):
+        int4.step()
+    second = int4.submit(long)
+    events: dict[int, list[int]] = {first: [], second: []}
+    while int4.has_work:
+        for event in int4.step():
+            if isinstance(event, TokenEvent):
+                events[event.request_id].append(event.token_id)
+    assert tuple(events[second]) == expected[1].token_ids
+
+
+def test_after_a_cancelled_answer_the_next_is_the_same(int4: Engine) -> None:
+    wish = request(int4, temperature=0)
+    place(int4, "some")
+    guess_with(int4, "", 0)
+    (expected,) = said(int4, wish)
+    for drafter in DRAFTERS:
+        guess_with(int4, drafter, 6)
+        for steps in (1, 2, 4):
+            request_id = int4.submit(wish)
+            for _ in range(steps):
+                int4.step()
+            int4.abort(request_id)
+            events = int4.step()
+            assert [event.finish_reason for event in events if isinstance(event, FinishedEvent)] == ["cancelled"]
+            int4.residency.kv_pages.check_integrity()
+            assert not int4.residency.kv_pages.sequences - _of_drafters(int4)
+        assert said(int4, wish) == [expected]
+
+
+def _of_drafters(engine: Engine) -> set[object]:
+    """Sequences that a second model has: none, once the requests are gone."""
+    return {kv for drafter in engine.speculation._drafters for kv in getattr(drafter, "_kvs", {}).values()}
+
+
+def test_a_cancel_between_draft_and_verification_leaves_nothing(int4: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    wish = request(int4, temperature=0)
+    place(int4, "whole")
+    guess_with(int4, "", 0)
+    (expected,) = said(int4, wish)
+    for drafter in DRAFTERS:
+        guess_with(int4, drafter, 6)
+        request_id, drafted = int4.submit(wish), int4.speculation.drafted
+
+        def abort_after(*arguments: object, _id: int = request_id, _drafted: object = drafted) -> object:
+            found = _drafted(*arguments)  # type: ignore[operator]
+            if any(chunk.num_drafted for _, chunk in found):
+                int4.abort(_id)
+            return found
+
+        monkeypatch.setattr(int4.speculation, "drafted", abort_after)
+        while int4.has_work:
+            events = int4.step()
+        assert [event.finish_reason for event in events if isinstance(event, FinishedEvent)] == ["cancelled"]
+        assert not int4.residency.kv_pages.sequences
+        monkeypatch.undo()
+        assert said(int4, wish) == [expected]
+
+
+@pytest.mark.parametrize("draft_tokens", [1, 4, 15])
+def test_what_ends_an_answer_ends_it_inside_a_draft(int4: Engine, draft_tokens: int) -> None:
+    """The oracle is always right: a stop string, the limit, the end of text and the context all come inside drafts."""
+    place(int4, "whole")
+    guess_with(int4, "", 0)
+    (long,) = said(int4, request(int4, temperature=0, max_tokens=60))
+    prompt = tuple(int4.encode(TALE))
+    stream = {prompt: (*prompt, *long.token_ids)}
+    middle = int4.tokenizer.decode(long.token_ids[17:20])
+    wishes = [
+        request(int4, temperature=0, max_tokens=60, stop=(middle,)),
+        *(request(int4, temperature=0, max_tokens=n) for n in (1, 2, 7, 23)),
+    ]
+    expected = [said(int4, wish)[0] for wish in wishes]
+    assert [text.finish_reason for text in expected] == ["stop", *["length"] * 4]
+    guess_with(int4, "", draft_tokens)
+    int4.speculation._lookup = Oracle(stream, 1.0, int4.config.vocab_size)
+    assert [said(int4, wish)[0] for wish in wishes] == expected
+    eos = long.token_ids[13]
+    int4.eos_ids, before = frozenset({eos}), int4.eos_ids
+    ended = Request(prompt, request(int4, temperature=0, max_tokens=60, ignore_eos=False).sampling)
+    (by_draft,) = said(int4, ended)
+    guess_with(int4, "", 0)
+    assert said(int4, ended) == [by_draft]
+    assert by_draft.finish_reason == "stop"
+    int4.eos_ids = before
+
+
+def test_the_end_of_the_context_inside_a_draft(int4: Engine) -> None:
+    place(int4, "whole")
+    prompt = request(int4, temperature=0, max_tokens=None).prompt_ids
+    int4.ctx, before = len(prompt) + 9, int4.ctx
+    wish = request(int4, temperature=0, max_tokens=None)
+    guess_with(int4, "", 0)
+    (expected,) = said(int4, wish)
+    assert len(expected.token_ids) == 9
+    for drafter in DRAFTERS:
+        guess_with(int4, drafter, 15)
+        assert said(int4, wish) == [expected]
+    int4.ctx = before
+
+
+def test_logprobs_are_those_of_plain_decoding(int4: Engine) -> None:
+    wish = request(int4, temperature=0, logprobs=2)
+    place(int4, "whole")
+    guess_with(int4, "", 0)
+    plain = answers(int4, [wish])[0]
+    guess_with(int4, "ngram+skip", 5)
+    guessed = answers(int4, [wish])[0]
+    told = [[event.logprob for event in events if isinstance(event, TokenEvent)] for events in (plain, guessed)]
+    assert told[0] == told[1] and told[0][0] is not None
+
+
+def test_no_guesses_at_all(int4: Engine) -> None:
+    """--draft-tokens 0."""
+    place(int4, "whole")
+    wish = request(int4, temperature=0)
+    guess_with(int4, "", 0)
+    (expected,) = said(int4, wish)
+    int4.speculation = speculation(Speculate("auto", 0), int4.residency, int4.plan)
+    assert said(int4, wish) == [expected]
+    assert not int4.speculation.is_on
+
+
+def test_a_model_that_is_moved_meanwhile(int4: Engine) -> None:
+    place(int4, "whole")
+    guess_with(int4, "", 0)
+    wish = request(int4, temperature=0, max_tokens=40)
+    (expected,) = said(int4, wish)
+    int4.speculation = speculation(Speculate("auto", 5, adapts=False), int4.residency, int4.plan)
+    request_id, found = int4.submit(wish), []
+    for step in itertools.count():
+        if not int4.has_work:
+            break
+        if step % 5 == 4:
+            place(int4, ("some", "whole", "mlps", "all")[step // 5 % 4])
+        found += [event.token_id for event in int4.step() if isinstance(event, TokenEvent)]
+    assert request_id >= 0 and tuple(found) == expected.token_ids
+
+
+@pytest.mark.parametrize("drafter", ["skip", "model"])
+def test_a_drafter_without_memory_is_let_go_of(int4: Engine, drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    place(int4, "whole")
+    guess_with(int4, "", 0)
+    wish = request(int4, temperature=0)
+    (expected,) = said(int4, wish)
+    guess_with(int4, drafter, 5)
+    forward, calls = ModelRunner.forward, []
+
+    def without_memory(runner: ModelRunner, *arguments: Any, **options: Any) -> Tensor:
+        if runner is not int4.runner:
+            calls.append(runner)
+            if len(calls) == 7:
+                raise MemoryError
+        return forward(runner, *arguments, **options)
+
+    monkeypatch.setattr(ModelRunner, "forward", without_memory)
+    assert said(int4, wish) == [expected]
+    assert len(calls) == 7 and not int4.speculation.is_on
+    assert not int4.residency.kv_pages.sequences
