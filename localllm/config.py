@@ -37,6 +37,8 @@ class Settings:
     ctx: int | None = None  # tokens
     ram: int | None = None  # bytes that the process may hold
     vram: int | None = None  # bytes of the GPU's memory
+    speculate: str = "auto"  # who guesses tokens ahead
+    draft_tokens: int | None = None  # that are guessed at once, at most
     cache_disk: int | None = None  # bytes of the disk for what outlives the process of contexts; 0: none are kept
     threads: int | None = None
     offline: bool = False
@@ -61,17 +63,19 @@ _OFF = ("off", "false", "no", "none", "never", "0gib", "0gb", "0b")  # as people
 
 @dataclass(frozen=True)
 class Accepts:
-    """The values that a key takes. `low` and `high` are inclusive and bound numbers; `usual` is one that often does."""
+    """The values that a key takes. `low` and `high` are inclusive and bound numbers; `usual` is one that often does.
+    prefix: of texts that are accepted beside the choices, whatever follows it."""
 
     kind: Literal["text", "texts", "switch", "integer", "number", "bytes", "bytes or off"]
     low: float = 0
     high: float = math.inf
     choices: tuple[str, ...] = ()
     usual: str = ""
+    prefix: str = ""
 
     def describe(self) -> str:
         if self.choices:
-            return "one of " + ", ".join(self.choices)
+            return "one of " + ", ".join(self.choices) + (f", or {self.prefix}NAME" if self.prefix else "")
         if self.kind in ("integer", "number"):
             noun = "a whole number" if self.kind == "integer" else "a number"
             high = f"{self.high:g}" if self.kind == "number" else str(self.high)
@@ -99,6 +103,9 @@ class Accepts:
             return f"{flag} {near if self.kind == 'integer' else f'{near:g}'}"
         return f"{flag} {self.usual}" if self.usual else f"leave {flag} out, or give it {self.describe()}"
 
+    def _has_prefix(self, text: str) -> bool:
+        return bool(self.prefix) and text.startswith(self.prefix) and len(text) > len(self.prefix)
+
     def _nearest(self, text: str) -> float | None:
         try:
             number = float(text)
@@ -116,7 +123,8 @@ class Accepts:
     def allows(self, value: object) -> bool:
         match self.kind:
             case "text":
-                return isinstance(value, str) and bool(value) and (not self.choices or value in self.choices)
+                is_known = not self.choices or value in self.choices
+                return isinstance(value, str) and bool(value) and (is_known or self._has_prefix(value))
             case "texts":
                 return isinstance(value, list | tuple) and all(isinstance(text, str) and text for text in value)
             case "switch":
@@ -152,6 +160,10 @@ OVERFLOW_POLICIES = ("stop", "evict", "grow")
 
 KV_FORMATS = ("auto", "bf16", "int8", "k8v4", "int4")
 
+# Who guesses tokens ahead: a drafter by its name, or a second model.
+SPECULATE, DRAFT_MODEL = ("auto", "off", "ngram", "skip"), "model:"
+MOST_DRAFT_TOKENS = 15  # with the token before them, the rows that a plan has room for the logits of
+
 ACCEPTED: Mapping[str, Accepts] = MappingProxyType(
     {
         "model": Accepts("text"),
@@ -162,6 +174,8 @@ ACCEPTED: Mapping[str, Accepts] = MappingProxyType(
         "ctx": Accepts("integer", 1, 2**31, usual="8192"),
         "ram": Accepts("bytes"),
         "vram": Accepts("bytes"),
+        "speculate": Accepts("text", choices=SPECULATE, prefix=DRAFT_MODEL),
+        "draft_tokens": Accepts("integer", 0, MOST_DRAFT_TOKENS, usual="8"),
         "cache_disk": Accepts("bytes or off", usual="8GiB"),
         "threads": Accepts("integer", 1, 1024, usual="4"),
         "offline": Accepts("switch"),

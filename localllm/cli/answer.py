@@ -19,6 +19,7 @@ from localllm.engine.events import (
     FinishedEvent,
     GrownEvent,
     PrefillEvent,
+    Speculation,
     StepSplit,
     Timings,
     TokenEvent,
@@ -134,6 +135,8 @@ def statistics(answer: Answer) -> str:
         parts.append(f"context {filled(context_used(finished), finished.ctx)}")
     if spent := _spent(timings.split):
         parts.append(spent)
+    if finished.speculation is not None and finished.speculation.drafted:
+        parts.append(_guessed(finished.speculation))
     if answer.seed is not None:
         parts.append(f"seed {answer.seed}")
     cancelled = finished.finish_reason == "cancelled"
@@ -163,17 +166,24 @@ def _spent(split: StepSplit) -> str:
     return ", ".join(parts)
 
 
+def _guessed(speculation: Speculation) -> str:
+    share = f"{speculation.accepted} of {speculation.drafted} guesses ({speculation.drafter}) were right"
+    per_pass = speculation.tokens_per_pass
+    return share if per_pass is None else f"{share}, {format_figure(per_pass)} tokens a pass"
+
+
 def _rate(tokens_per_s: float | None) -> str:
     return "" if tokens_per_s is None else f" at {format_figure(tokens_per_s)}/s"
 
 
 def finished_fields(finished: FinishedEvent) -> dict[str, Any]:
-    """`finish_reason`, `context`, `usage` and `timings` as the JSON forms have them."""
+    """`finish_reason`, `context`, `usage`, `timings` and `speculation` as the JSON forms have them."""
     return {
         "finish_reason": finished.finish_reason,
         "context": {"used": context_used(finished), "limit": finished.ctx},
         "usage": asdict(finished.usage),
         "timings": asdict(finished.timings),
+        "speculation": None if finished.speculation is None else asdict(finished.speculation),
     }
 
 

@@ -101,6 +101,8 @@ def chat_command(
     dtype: options.Dtype = None,
     weights: options.Weights = None,
     kv: options.KV = None,
+    speculate: options.Speculate = None,
+    draft_tokens: options.DraftTokens = None,
     cache_disk: options.CacheDisk = None,
     threads: options.Threads = None,
 ) -> None:

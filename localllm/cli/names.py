@@ -36,6 +36,13 @@ def complete_weights(incomplete: str) -> list[str]:
     return _beginning(incomplete, list(WEIGHTS))
 
 
+def complete_speculate(incomplete: str) -> list[str]:
+    """Those who can guess, models among them, that begin so."""
+    from localllm.config import DRAFT_MODEL, SPECULATE
+
+    return _beginning(incomplete, [*SPECULATE, *(f"{DRAFT_MODEL}{name}" for name in _installed())])
+
+
 def _installed() -> list[str]:
     from localllm import hub
 

@@ -49,11 +49,13 @@ def loading(
     *,
     keeps_pages: bool = False,
     probes_kv: bool = True,
+    speculates: bool = True,
 ) -> Iterator[Loading]:
     """Begins to load; what is done inside (reading the prompt) happens meanwhile. Ends the engine's thread.
 
     job: many prompts that are to be answered at once; None: single ones. keeps_pages: what is computed of the prompts
-    may outlive the process, where the user has not said otherwise. probes_kv: as `Engine.load` has it.
+    may outlive the process, where the user has not said otherwise. probes_kv: as `Engine.load` has it. speculates: what
+    the user has said of it counts; nobody guesses otherwise.
     """
     from localllm.engine.service import EngineService
     from localllm.models.families import load_config
@@ -73,7 +75,16 @@ def loading(
     with line:
         line.show(f"loading {name} ...")
         service = EngineService(
-            lambda: _engine(front, selection, line, packing, job, keeps_pages=keeps_pages, probes_kv=probes_kv)
+            lambda: _engine(
+                front,
+                selection,
+                line,
+                packing,
+                job,
+                keeps_pages=keeps_pages,
+                probes_kv=probes_kv,
+                speculates=speculates,
+            )
         )
         try:
             yield Loading(service, line)
@@ -96,11 +107,13 @@ def _engine(
     *,
     keeps_pages: bool,
     probes_kv: bool,
+    speculates: bool,
 ) -> Engine:
     started = time.perf_counter()
     from localllm.engine.engine import Engine
     from localllm.engine.loading import Watcher, has_card
     from localllm.engine.memory import choose_device
+    from localllm.engine.speculative.choice import OFF, Speculate
 
     def reading(done: int, total: int) -> None:
         packing.end()
@@ -122,6 +135,7 @@ def _engine(
             watcher=Watcher(reading, packing.update, packing.wait, line.show, line.interject),
             reuse=_reuse(front, selection, keeps_pages=keeps_pages),
             probes_kv=probes_kv,
+            speculate=Speculate(settings.speculate, settings.draft_tokens) if speculates else OFF,
         )
     finally:
         packing.end()

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from localllm.cli.names import complete_installed, complete_models, complete_weights
-from localllm.config import ACCEPTED, Accepts
+from localllm.cli.names import complete_installed, complete_models, complete_speculate, complete_weights
+from localllm.config import ACCEPTED, MOST_DRAFT_TOKENS, Accepts
 from localllm.errors import UsageError
 
 Model = Annotated[
@@ -103,6 +103,26 @@ KV = Annotated[
         metavar="auto|bf16|int8|k8v4|int4",
         help="Format of the context's keys and values: with fewer bits a longer one fits. k8v4: keys in 8 bits, values "
         "in 4; bf16: as they are computed. auto: int8, with --dtype fp32 as they are computed.",
+    ),
+]
+Speculate = Annotated[
+    str | None,
+    typer.Option(
+        "--speculate",
+        metavar="auto|off|ngram|skip|model:NAME",
+        autocompletion=complete_speculate,
+        help="Who guesses tokens ahead, of which one pass of the model then keeps those that it would have drawn: the "
+        "text stays the same, and comes faster. ngram: what followed the last words before. skip: the model without "
+        "some of its blocks. model:NAME: a second, smaller model of the same tokenizer. auto: ngram and skip, as far "
+        "as they pay.",
+    ),
+]
+DraftTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--draft-tokens",
+        metavar="N",
+        help=f"Most tokens that are guessed at once, 0 to {MOST_DRAFT_TOKENS}. Default: 8.",
     ),
 ]
 Threads = Annotated[int | None, typer.Option("--threads", metavar="N", help="CPU threads. Default: torch's choice.")]
@@ -218,7 +238,8 @@ Stop = Annotated[
 
 # Flags that are settings too (config.toml, LOCALLLM_*), by their name in both.
 _SETTING_NAMES = (
-    "system", "ctx", "ram", "vram", "cache_disk", "device", "dtype", "weights", "kv", "threads", "offline",
+    "system", "ctx", "ram", "vram", "cache_disk", "device", "dtype", "weights", "kv", "speculate",
+    "draft_tokens", "threads", "offline",
     "private", "overflow", "max_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty",
     "frequency_penalty", "presence_penalty", "seed", "stop",
 )  # fmt: skip

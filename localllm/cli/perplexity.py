@@ -54,7 +54,7 @@ def perplexity_command(
     text = read_input(file, "--file", front.output)
     selection = select(front, model, flags)
     with (
-        loading(front, selection, probes_kv=False) as load,  # what is asked for is measured
+        loading(front, selection, probes_kv=False, speculates=False) as load,  # what is asked for is measured
         front.output.progress("measuring") as line,
     ):
         result = _measure(load.wait(), text, selection.settings.ctx, line)

@@ -53,6 +53,8 @@ def plan_command(
     model: options.Model = None,
     weights: options.Weights = None,
     kv: options.KV = None,
+    speculate: options.Speculate = None,
+    draft_tokens: options.DraftTokens = None,
     ctx: options.Ctx = None,
     ram: options.Ram = None,
     vram: options.Vram = None,

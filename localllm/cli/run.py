@@ -158,6 +158,8 @@ def run_command(
     dtype: options.Dtype = None,
     weights: options.Weights = None,
     kv: options.KV = None,
+    speculate: options.Speculate = None,
+    draft_tokens: options.DraftTokens = None,
     cache_disk: options.CacheDisk = None,
     threads: options.Threads = None,
 ) -> None:

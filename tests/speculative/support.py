@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -13,10 +12,9 @@ from torch import Tensor
 from localllm import Engine, FinishedEvent, Request, SamplingParams, TokenEvent, hub
 from localllm.engine.events import Event
 from localllm.engine.placement import model_shape
-from localllm.engine.sequence import Sequence as Running
 from localllm.engine.speculative.choice import Speculate
 from localllm.engine.speculative.draft_model import ModelDrafter
-from localllm.engine.speculative.drafter import Draft, Drafter, Lookup
+from localllm.engine.speculative.drafter import Drafter, Lookup
 from localllm.engine.speculative.ngram import NgramLookup
 from localllm.engine.speculative.skip import SkipDrafter
 from localllm.engine.speculative.speculation import Speculation
@@ -139,29 +137,3 @@ def grammar_like(vocab_size: int) -> Callable[[Sequence[int]], Tensor]:
         return allowed
 
     return mask
-
-
-class Oracle:
-    """Offers what will be said, each token wrong with a probability of 1 - alpha."""
-
-    name = "oracle"
-
-    def __init__(self, streams: dict[tuple[int, ...], Sequence[int]], alpha: float, vocab_size: int, seed: int = 0):
-        """streams: by the prompt, prompt and answer."""
-        self._streams, self._alpha, self._vocab_size = streams, alpha, vocab_size
-        self._random = random.Random(seed)
-
-    def offers(self, sequences: Sequence[Running], limits: Sequence[int]) -> list[Draft]:
-        return [self._offer(sequence, limit) for sequence, limit in zip(sequences, limits, strict=True)]
-
-    def _offer(self, sequence: Running, limit: int) -> Draft:
-        length = len(sequence.token_ids)
-        right = self._streams[sequence.request.prompt_ids][length : length + limit]
-        guesses = (t if self._random.random() < self._alpha else (t + 1) % self._vocab_size for t in right)
-        return Draft(tuple(guesses), self.name)
-
-    def hindsight(self, _sequence: Running, _since: int, _limit: int) -> Iterator[tuple[Draft, Sequence[int]]]:
-        return iter(())
-
-    def forget(self, _sequence: Running) -> None:
-        """It keeps nothing."""

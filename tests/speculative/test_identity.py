@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from benchmarks.oracle import Oracle
 from localllm import Engine, FinishedEvent, Request, TokenEvent
 from localllm.cache.kv_format import KV_FORMATS
 from localllm.engine.runner import ModelRunner
@@ -20,7 +21,6 @@ from tests.speculative.support import (
     QUOTING,
     SAMPLERS,
     TALE,
-    Oracle,
     answers,
     grammar_like,
     guess_with,

@@ -6,18 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
+from localllm.config import DRAFT_MODEL, MOST_DRAFT_TOKENS, SPECULATE
 from localllm.engine.residency import Residency
 from localllm.engine.speculative.draft_model import ModelDrafter
 from localllm.engine.speculative.drafter import Drafter
 from localllm.engine.speculative.ngram import NgramLookup
 from localllm.engine.speculative.skip import SkipDrafter
 from localllm.engine.speculative.skip_set import SkipSet
-from localllm.engine.speculative.speculation import DRAFT_TOKENS, MOST_DRAFT_TOKENS, Speculation
+from localllm.engine.speculative.speculation import DRAFT_TOKENS, Speculation
 from localllm.errors import UsageError
 from localllm.offload.plan import Plan
-
-CHOICES = ("auto", "off", "ngram", "skip")
-MODEL_PREFIX = "model:"
 
 
 @dataclass(frozen=True)
@@ -33,8 +31,8 @@ class Speculate:
     adapts: bool = True
 
     def __post_init__(self) -> None:
-        if self.who not in CHOICES and not self.draft_model:
-            known = f"{', '.join(CHOICES)}, and {MODEL_PREFIX}NAME for a second model"
+        if self.who not in SPECULATE and not self.draft_model:
+            known = f"{', '.join(SPECULATE)}, and {DRAFT_MODEL}NAME for a second model"
             raise UsageError(f"--speculate is {self.who!r}", why=f"it may be {known}", fix="--speculate auto")
         if self.draft_tokens is not None and not 0 <= self.draft_tokens <= MOST_DRAFT_TOKENS:
             why = f"one pass has room to verify from 0 to {MOST_DRAFT_TOKENS}"
@@ -43,7 +41,7 @@ class Speculate:
     @property
     def draft_model(self) -> str:
         """Its name; "" where none guesses."""
-        return self.who.removeprefix(MODEL_PREFIX) if self.who.startswith(MODEL_PREFIX) else ""
+        return self.who.removeprefix(DRAFT_MODEL) if self.who.startswith(DRAFT_MODEL) else ""
 
     @property
     def most_tokens(self) -> int:

@@ -20,7 +20,8 @@ _FIRST_PROBE, _LAST_PROBE = 16, 256  # steps between two tries of guesses that w
 _PROBE_TOKENS = 2
 _UNKNOWN_SHARE = 0.5  # of a step, that one guess of a model is taken to cost before any was made
 _LOSS_SHARE = 0.01  # of the time
-_LOSS_STEPS = 1.0  # that may be lost before any time has passed
+_LOSS_STEPS = 4.0  # that may be lost before any time has passed
+_GAIN_STEPS = 8.0  # that were gained before, at most, and may be lost again
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,6 @@ class Controller:
             self._num_since_plain = 0
             if is_known:
                 self._elapsed_s += guess_s + step_s
-                self._lost_s += guess_s
             return
         self._num_since_plain += 1
         plain_s, seconds = self.times.plain_s(sequences), guess_s + step_s
@@ -111,7 +111,7 @@ class Controller:
             self._learn_probe(option.drafter, paid=tokens * plain_s > sequences * seconds)
         if is_known:
             self._elapsed_s += seconds
-            self._lost_s = max(self._lost_s + seconds - tokens / sequences * plain_s, -_LOSS_STEPS * plain_s)
+            self._lost_s = max(self._lost_s + seconds - tokens / sequences * plain_s, -_GAIN_STEPS * plain_s)
 
     def learn_plain(self, sequences: int, count: int, seconds: float) -> None:
         """From so many steps of these sequences for which nobody looked for guesses."""

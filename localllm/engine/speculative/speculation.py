@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from localllm.config import MOST_DRAFT_TOKENS
 from localllm.engine.drawing import Scheduled
 from localllm.engine.memory import is_out_of_memory
 from localllm.engine.residency import Residency
@@ -28,9 +29,8 @@ from localllm.models.config import ModelConfig
 _TRIALS_SHARE = 0.005  # of the time
 # Where guesses are not worth it, looking for some takes no more than this share of the time. A text that changes is
 # noticed after so many tokens.
-_LOOKING_SHARE, _LONGEST_REST = 0.005, 64
+_LOOKING_SHARE, _LONGEST_REST = 0.005, 256
 DRAFT_TOKENS = 8  # at most, where nobody asked
-MOST_DRAFT_TOKENS = 15  # with the token before them, the rows that a plan has room for the logits of
 
 
 @dataclass

@@ -1,0 +1,180 @@
+"""What guessing gives, and what it costs where it gives nothing.
+
+    python -m benchmarks.speculation [--part oracle|never|texts|grown ...] [--rounds 5]
+
+`oracle`: guesses that are right with a probability alpha, `k` at a time, at no cost: the measured speedup beside the
+formula S = E * t_1 / t_round, E = (1 - alpha^(k+1)) / (1 - alpha), whose two times are medians of the steps of the same
+run; resident, and with the blocks read from the disk at every step. `never`: what `--speculate auto` and each drafter
+cost on text that nobody guesses, on text whose guesses are always wrong, and on text that changes, beside plain
+decoding. `texts`: tokens a pass on a tale that the built-in model has not seen, on code, and on a text that is to be
+summarised. `grown`: the built-in model with blocks that change nothing between its own, streamed under a cap: they are
+left out while guessing. Rounds take turns, each with a plain run of its own; medians with their lowest and highest.
+Results go to benchmarks/results/speculation.json, part by part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.measure import RESULTS, machine, paired, save, spread
+from benchmarks.oracle import Oracle
+from localllm.bench.random_model import random_model
+from localllm.engine.engine import Engine
+from localllm.engine.events import FinishedEvent, TokenEvent
+from localllm.engine.events import Speculation as Told
+from localllm.engine.kv_reuse import NO_REUSE
+from localllm.engine.request import SamplingParams
+from localllm.engine.speculative.choice import OFF, Speculate, speculation
+from localllm.engine.speculative.drafter import Lookup
+from localllm.engine.speculative.speculation import Speculation
+from localllm.models.layout import EMBED, HEAD
+from localllm.models.shapes import find_shape
+from localllm.quant.recipe import RECIPES
+
+SHAPE, WEIGHTS = "qwen2.5-0.5b", "int4-g64"
+ALPHAS, COUNTS = (0.3, 0.6, 0.8, 0.95), (2, 4, 8)
+CTX = 1024
+
+
+@dataclass(frozen=True)
+class Run:
+    token_ids: tuple[int, ...]
+    seconds: float  # of decoding, for each token
+    told: Told | None
+
+
+def run(engine: Engine, prompt: Sequence[int], num_tokens: int, **sampling: Any) -> Run:
+    params = SamplingParams(**{"temperature": 0, **sampling}, max_tokens=num_tokens, ignore_eos=True)
+    events = list(engine.generate(list(prompt), params))
+    finished = events[-1]
+    assert isinstance(finished, FinishedEvent)
+    if finished.error is not None:
+        raise finished.error
+    assert finished.timings.decode_tok_s is not None
+    token_ids = tuple(event.token_id for event in events if isinstance(event, TokenEvent))
+    return Run(token_ids, 1 / finished.timings.decode_tok_s, finished.speculation)
+
+
+def guess(engine: Engine, wish: Speculate, lookup: Lookup | None = None) -> None:
+    """From now on; with `lookup`, that one guesses."""
+    engine.speculation.close()
+    if lookup is None:
+        engine.speculation = speculation(wish, engine.residency, engine.plan)
+    else:
+        engine.speculation = Speculation(engine.residency, lookup, (), wish.most_tokens, adapts=wish.adapts)
+
+
+def stream(engine: Engine, streamed: Callable[[str], bool]) -> None:
+    """Whether a block comes from the disk at every step, by its name; embedding and head stay."""
+    blocks = engine.residency.blocks
+    tiers = ["disk" if block.name not in (EMBED, HEAD) and streamed(block.name) else "ram" for block in blocks]
+    engine.move([replace(block, tier=tier) for block, tier in zip(blocks, tiers, strict=True)])  # type: ignore[arg-type]
+
+
+@contextmanager
+def random_engine(shape: str) -> Iterator[Engine]:
+    with random_model(shape, find_shape(shape).raw_config, RECIPES[WEIGHTS]) as files:
+        engine = Engine.load(files, weights=WEIGHTS, device="cpu", ctx=CTX, reuse=NO_REUSE, speculate=OFF)
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+
+def ids(count: int, vocab_size: int, seed: int) -> tuple[int, ...]:
+    generator = random.Random(seed)
+    return tuple(generator.randrange(vocab_size) for _ in range(count))
+
+
+def oracle(rounds: int, shape: str) -> dict[str, Any]:
+    with random_engine(shape) as engine:
+        rows = _oracle_rows(engine, "resident", rounds, 192)
+        stream(engine, lambda _name: True)
+        return {"rows": rows + _oracle_rows(engine, "streamed", rounds, 96)}
+
+
+def _oracle_rows(engine: Engine, placement: str, rounds: int, num_tokens: int) -> list[dict[str, Any]]:
+    prompt = ids(64, engine.config.vocab_size, 1)
+    guess(engine, OFF)
+    stream_ids = {prompt: (*prompt, *run(engine, prompt, num_tokens).token_ids)}
+    rows = []
+    for alpha in ALPHAS:
+        for count in COUNTS:
+            plain: list[float] = []
+            guessed: list[float] = []
+            tokens: list[float] = []
+            formulas: list[float] = []
+            for number in range(rounds):
+                guess(engine, OFF)
+                plain.append(run(engine, prompt, num_tokens).seconds)
+                told = Oracle(stream_ids, alpha, engine.config.vocab_size, seed=number)
+                guess(engine, Speculate("ngram", count, adapts=False), told)
+                steps = _timed(engine)
+                found = run(engine, prompt, num_tokens)
+                assert found.told is not None and (*prompt, *found.token_ids) == stream_ids[prompt]
+                guessed.append(found.seconds)
+                tokens.append(found.told.tokens_per_pass or 1.0)
+                formulas.append(expected_tokens(alpha, count) * plain[-1] / median(steps))
+            measured, formula = paired(plain, guessed), spread(formulas)
+            row = {
+                "placement": placement,
+                "alpha": alpha,
+                "k": count,
+                "speedup": measured,
+                "formula": formula,
+                "share": measured.median / formula.median,
+                "tokens_per_pass": spread(tokens),
+                "expected_tokens_per_pass": expected_tokens(alpha, count),
+                "plain_tok_s": 1 / median(plain),
+            }
+            print(
+                f"{placement:9} alpha {alpha:<5} k {count}  {measured} x, formula {formula}, share {row['share']:.2f}"
+            )
+            rows.append(row)
+    return rows
+
+
+def expected_tokens(alpha: float, count: int) -> float:
+    """Of a pass that verifies so many guesses (Leviathan et al., arXiv:2211.17192, equation 1)."""
+    return float((1 - alpha ** (count + 1)) / (1 - alpha))
+
+
+def _timed(engine: Engine) -> list[float]:
+    """What the steps of the next run take that verify guesses, as the engine times them."""
+    found, learn = [], engine.speculation.learn
+
+    def hear(step_s: float) -> None:
+        found.append(step_s)
+        learn(step_s)
+
+    engine.speculation.learn = hear  # type: ignore[method-assign]
+    return found
+
+
+PARTS: dict[str, Callable[[int, str], dict[str, Any]]] = {"oracle": oracle}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=tuple(PARTS), action="append")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--shape", default=SHAPE)
+    parser.add_argument("--save", type=Path, default=RESULTS, help="a folder for the results")
+    options = parser.parse_args()
+    path = options.save / "speculation.json"
+    result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    for part in options.part or PARTS:
+        result[part] = {"machine": machine(), "shape": options.shape, **PARTS[part](options.rounds, options.shape)}
+        print(f"wrote {save('speculation', result, options.save)}")
+
+
+if __name__ == "__main__":
+    main()
