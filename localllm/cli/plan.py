@@ -16,7 +16,7 @@ from localllm.cli.output import SCHEMA_VERSION, Output, ProgressLine, Tone
 from localllm.config import Settings, format_bytes, format_figure
 
 if TYPE_CHECKING:
-    from localllm.engine.planning import Planned, Prediction
+    from localllm.engine.planning import Guessing, Planned, Prediction
     from localllm.offload.plan import Placed, Plan, Tier
 
 EXAMPLES = """Examples:
@@ -132,6 +132,7 @@ def _fields(planned: Planned) -> dict[str, Any]:
             "limits": {},
             "predicted": None,
             "bound_by": None,
+            "speculation": [],
         }
         return {**fields, **empty, **said, "error": error}
     assert planned.decode_tok_s is not None and planned.ttft_s is not None
@@ -152,6 +153,18 @@ def _fields(planned: Planned) -> dict[str, Any]:
         },
         "predicted": {"decode_tok_s": asdict(planned.decode_tok_s), "ttft_s": asdict(planned.ttft_s)},
         "bound_by": plan.bound_by,
+        "speculation": [
+            {
+                "drafter": found.drafter,
+                "alpha": found.alpha,
+                "is_known": found.is_known,
+                "skipped_blocks": found.skipped,
+                "draft_tokens": found.gain.count,
+                "tok_s": found.gain.tok_s,
+                "speedup": found.gain.speedup,
+            }
+            for found in planned.speculation
+        ],
         **said,
     }
 
@@ -170,6 +183,8 @@ def _show(output: Output, planned: Planned) -> None:
     together = f" of {plan.sequences} sequences together" if plan.sequences > 1 else ""
     output.line(f"decode       {_band(rate)} tok/s{together}, bound by {_BOUNDS[plan.bound_by]}")
     output.line(f"first token  {_band(wait)} s, after a prompt of {plan.prompt_tokens} tokens")
+    for number, found in enumerate(planned.speculation):
+        output.line(f"{'guessing' if number == 0 else '':<11}  {_guessing(found)}")
     for guess in planned.guesses:
         output.line(f"a guess      {guess}")
     for number, advice in enumerate(planned.advice):
@@ -209,6 +224,15 @@ def _show_map(output: Output, plan: Plan) -> None:
 def _kind(block: Placed) -> tuple[str, Tone, str]:
     is_looked_up = block.tier == "disk" and block.name == "embed"
     return _KINDS["disk", "rows"] if is_looked_up else _KINDS[block.tier, block.exec]
+
+
+def _guessing(found: Guessing) -> str:
+    leaving = f" leaving out {found.skipped} blocks" if found.skipped else ""
+    share = f"where {found.alpha:.0%} of the guesses are right" + (", as was found" if found.is_known else "")
+    if found.gain.speedup <= 1:
+        return f"{found.drafter}{leaving} does not pay {share}"
+    gained = f"about {format_figure(found.gain.tok_s)} tok/s, {format_figure(found.gain.speedup, 2)} times as fast"
+    return f"{found.drafter}{leaving}: {gained}, {share}"
 
 
 def _band(prediction: Prediction) -> str:

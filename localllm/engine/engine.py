@@ -22,6 +22,7 @@ from localllm.cache.kv_format import choose_format
 from localllm.cache.prefix import PrefixCache
 from localllm.engine.chat_template import ChatInput, ChatTemplate, encode_chat
 from localllm.engine.detokenizer import Detokenizer
+from localllm.engine.draft_loading import DraftModel
 from localllm.engine.drawing import Outcome, drawn_on_device, outcomes_of
 from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent
 from localllm.engine.growth import Needed, cannot_grow, grow
@@ -47,6 +48,7 @@ from localllm.engine.scheduler import Limits, Scheduler
 from localllm.engine.scores import Scores
 from localllm.engine.sequence import Sequence
 from localllm.engine.speculative.choice import AUTO, OFF, Speculate, speculation
+from localllm.engine.speculative.draft_model import ModelDrafter
 from localllm.engine.taking import taken
 from localllm.engine.telling import forward_split, telling, untold
 from localllm.engine.tokenizer import Tokenizer
@@ -84,6 +86,7 @@ class Engine:
         computed: Computed = UNKNOWN_SOURCE,
         kv_probe: KVProbe | None = None,
         speculate: Speculate = OFF,
+        drafter: ModelDrafter | None = None,
         note: Callable[[str], None] = unheard,
     ) -> None:
         """plan: by which the model was loaded, if one was made; limits are within it. placed: what can move the blocks;
@@ -91,7 +94,7 @@ class Engine:
         which a longer context fits, "" where none does. held: what must stay open as long as the engine is used. reuse:
         what later prompts find of earlier ones, computed with this checkpoint and recipe. kv_probe: asks at the first
         long prompt whether the KV format is good enough; None where that is known, or of no concern. speculate: who
-        guesses tokens ahead. note: hears what is worth a line."""
+        guesses tokens ahead; drafter: the second model, where that is one. note: hears what is worth a line."""
         self.tokenizer = tokenizer
         self._template = template
         self.ctx = ctx
@@ -116,7 +119,7 @@ class Engine:
         self._limits = limits or Limits()
         self.scheduler = Scheduler(self._limits.within(plan), self._admit)
         eos = (*model.config.eos_token_ids, tokenizer.eos_token_id)
-        self.speculation = speculation(speculate, self.residency, plan)
+        self.speculation = speculation(speculate, self.residency, plan, drafter)
         self.eos_ids = frozenset(token_id for token_id in eos if token_id is not None)
         self._request_ids = itertools.count()
         self._aborted: set[int] = set()
@@ -172,7 +175,8 @@ class Engine:
         chosen = RECIPES[choose_recipe(weights, config, packed_recipes(files), of)]
         limits = limits or (Limits() if job is None else Limits(max_sequences=job.sequences))
         computed = Computed(source_id(files), chosen.name, files.name)
-        loading = Loading(files, chosen, of, on, kv, ctx, ram, vram, job, watcher)
+        draft = DraftModel.of(speculate.draft_model, tokenizer, files.name, of, on, kv)
+        loading = Loading(files, chosen, of, on, kv, ctx, ram, vram, job, watcher, draft, speculate.skips)
         loaded, kv, kv_probe = load_as_found(loading, config, computed, probes_kv=probes_kv)
         engine = cls(
             loaded.decoder,
@@ -190,6 +194,7 @@ class Engine:
             computed=computed,
             kv_probe=kv_probe,
             speculate=speculate,
+            drafter=loaded.drafter,
             note=watcher.noting,
         )
         try:
@@ -490,10 +495,4 @@ class Engine:
                 f"a window of {ctx} tokens is longer than the context of {self.ctx}", fix=f"--ctx {self.ctx}"
             )
         require_ids(token_ids, self.config.vocab_size)
-        return perplexity(
-            self.runner,
-            token_ids,
-            ctx=ctx or self.ctx,
-            new_kv=self.residency.new_kv,
-            progress=progress,
-        )
+        return perplexity(self.runner, token_ids, ctx=ctx or self.ctx, new_kv=self.residency.new_kv, progress=progress)

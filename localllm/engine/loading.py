@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,9 +13,12 @@ import torch
 
 from localllm.engine.advice import flags_for_context
 from localllm.engine.card import CardPlanning, cap_allocator
+from localllm.engine.draft_loading import DraftModel, why_left_out
 from localllm.engine.memory import is_out_of_memory, no_cuda, out_of_memory, require_context
 from localllm.engine.placement import find_search, model_shape, process_memory, smaller_kv
 from localllm.engine.runner import operators_compute, unheard
+from localllm.engine.speculative.draft_model import ModelDrafter
+from localllm.engine.speculative.skip_file import known_harm, known_trials
 from localllm.engine.weights import as_stored, compact_form, is_unpacked, open_checkpoint, open_packed
 from localllm.errors import DoesNotFitError
 from localllm.hub import ModelFiles
@@ -29,7 +32,7 @@ from localllm.models.packed import PackedModel
 from localllm.models.placed import PlacedModel
 from localllm.offload.device_search import AnySearch
 from localllm.offload.nvml import gpus
-from localllm.offload.plan import JobShape, Plan, with_kept_pages
+from localllm.offload.plan import JobShape, ModelShape, Plan, with_kept_pages
 from localllm.offload.refusal import idle_vram
 from localllm.offload.search import Search, fits_whole, is_better
 from localllm.quant.bf12 import NotCompactError
@@ -62,7 +65,8 @@ class Replan(Protocol):
 @dataclass(frozen=True)
 class LoadedModel:
     """placed: what can move its blocks, where they need not all be in one place. replan: by which plan it had best run
-    now, with a context of so many tokens. held: what is closed when the model is no longer used."""
+    now, with a context of so many tokens. held: what is closed when the model is no longer used. drafter: the second
+    model that was asked for, where it is worth its room."""
 
     decoder: Decoder
     plan: Plan
@@ -71,6 +75,7 @@ class LoadedModel:
     replan: Replan
     flags_for: Callable[[int], str]
     held: ExitStack
+    drafter: ModelDrafter | None = None
 
 
 @dataclass(frozen=True)
@@ -87,12 +92,18 @@ class Loading:
     vram: int | None
     job: JobShape | None
     watcher: Watcher
+    draft: DraftModel | None = None  # a second model, for which there shall be room
+    skips: bool = False  # blocks may be left out while guessing
 
     def load(self, config: ModelConfig) -> LoadedModel:
         """Raises what is listed at `Engine.load`."""
         require_card(self.device, self.vram)
         try:
-            return self._load(config)
+            with_draft = self._with_room_for_draft(config)
+            loaded = with_draft._load(config)
+            if with_draft.draft is None:
+                return loaded
+            return replace(loaded, drafter=with_draft._drafter(with_draft.draft, config.vocab_size))
         except (MemoryError, RuntimeError) as error:
             raise out_of_memory(self.device, error) if is_out_of_memory(error) else error from None
 
@@ -115,6 +126,33 @@ class Loading:
             placed = opened.enter_context(self._placed(packed, plan))
             replan = self._replan(packed.config, packed, lambda: placed.host_bytes)
             return self._loaded(plan, search, placed.few, replan, placed, opened.pop_all())
+
+    def _with_room_for_draft(self, config: ModelConfig) -> Loading:
+        """The second model is left out, and that is said, where it does not fit or the room that it takes costs more
+        than its guesses give."""
+        if self.draft is None:
+            return self
+        alone = replace(self, draft=None)
+        without, with_it = alone._foreseen(config), self._foreseen(config)
+        if without is None:  # nothing fits: its refusal is to be told
+            return alone
+        reason = why_left_out(self.draft, with_it, without)
+        if reason:
+            self.watcher.noting(reason)
+        return alone if reason else self
+
+    def _foreseen(self, config: ModelConfig) -> Plan | None:
+        try:
+            return self._plan(config)[0]
+        except DoesNotFitError:
+            return None
+
+    def _drafter(self, draft: DraftModel, vocab_size: int) -> ModelDrafter | None:
+        watcher = self.watcher
+        drafter = draft.load(vocab_size, watcher.reading, watcher.packing, watcher.waiting)
+        if drafter is None:
+            watcher.noting(f"{draft.files.name} does not guess: there is too little memory for it")
+        return drafter
 
     def _replan(self, config: ModelConfig, packed: PackedModel | None, host_bytes: Callable[[], int]) -> Replan:
         """host_bytes: of the host's memory, what the blocks have now."""
@@ -184,12 +222,26 @@ class Loading:
             cached_share = packed.cached_share()
         if has_card(self.device):
             card = CardPlanning(self.device, self.dtype, self.kv, self.ctx, self.ram, self.vram, self.job, say)
-            search = card.search(config, recipe, name, packing, cached_share=cached_share, placed_bytes=placed_bytes)
-            cap_allocator(self.device, search.card)  # also where nothing fits: a model that is there goes on under it
-            return search
+            found = card.search(config, recipe, name, packing, cached_share=cached_share, placed_bytes=placed_bytes)
+            found = replace(found, shape=self._with_draft(found.shape), harm=self._harm(found.shape))
+            cap_allocator(self.device, found.card)  # also where nothing fits: a model that is there goes on under it
+            return found
         shape = model_shape(config, recipe, self.dtype, name, kv=self.kv, packing=packing)
         memory = partial(process_memory, self.ram, recipe, config.vocab_size, placed_bytes, packs=packing is not None)
-        return find_search(shape, recipe, self.dtype, memory, self.ctx, self.job, say, cached_share)
+        shape = self._with_draft(shape)
+        search = find_search(shape, recipe, self.dtype, memory, self.ctx, self.job, say, cached_share)
+        return replace(search, harm=self._harm(shape))
+
+    def _with_draft(self, shape: ModelShape) -> ModelShape:
+        """With room for the second model, and its keys and values."""
+        if self.draft is None:
+            return shape
+        sequences = 1 if self.job is None else self.job.sequences
+        return replace(shape, draft_bytes=self.draft.num_bytes(self.ctx or shape.default_ctx, sequences))
+
+    def _harm(self, shape: ModelShape) -> Mapping[str, float]:
+        """Of each block, where some may be left out while guessing."""
+        return known_harm(known_trials(self.files, shape), shape) if self.skips else {}
 
     def _packed(self, config: ModelConfig) -> PackedModel:
         return open_packed(self.files, config, self.recipe, self.watcher.packing, self.watcher.waiting, self.ram)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -14,14 +14,18 @@ from localllm.engine.card import CardPlanning
 from localllm.engine.loading import has_card, require_card
 from localllm.engine.memory import DTYPES, choose_device, choose_dtype, require_context
 from localllm.engine.placement import model_shape, process_memory, require_cap
+from localllm.engine.speculative.choice import Speculate
+from localllm.engine.speculative.skip_file import known_harm, known_trials
 from localllm.engine.weights import as_stored, choose_recipe, compact_form
 from localllm.errors import DoesNotFitError
 from localllm.hub import ModelFiles
 from localllm.hub.packed import packed_recipes
 from localllm.models.families import parse_config
-from localllm.models.shapes import Shape, shipped_shapes
+from localllm.models.layout import model_bytes
+from localllm.models.shapes import Shape, find_shape, shipped_shapes
 from localllm.offload.device_rates import UNKNOWN_CONTEXT_BYTES
 from localllm.offload.device_search import AnySearch
+from localllm.offload.guessing import MOST_GUESSES, USUAL_ALPHAS, Gain, gain, skipped, skipping, staging_s
 from localllm.offload.plan import JobShape, ModelShape, Plan, with_kept_pages
 from localllm.offload.profile import UNKNOWN_DISK_GBS, Profile, kept_profile, measured
 from localllm.offload.search import Search, fits_whole, is_better
@@ -38,9 +42,22 @@ class Prediction:
 
 
 @dataclass(frozen=True)
+class Guessing:
+    """Of one drafter, where a share alpha of its guesses is right. gain: with the best number of them. skipped: blocks
+    that it leaves out. is_known: alpha is what trials on this model's text said, and no example."""
+
+    drafter: str
+    alpha: float
+    gain: Gain
+    skipped: int = 0
+    is_known: bool = False
+
+
+@dataclass(frozen=True)
 class Planned:
     """advice: flags and commands that help, with what comes of them. refusal: why there is no plan, where the model
-    does not fit. guesses: which rates behind it are no measurements."""
+    does not fit. guesses: which rates behind it are no measurements. speculation: what those who guess tokens ahead
+    would give."""
 
     shape: ModelShape
     plan: Plan | None
@@ -49,6 +66,7 @@ class Planned:
     decode_tok_s: Prediction | None = None
     ttft_s: Prediction | None = None
     guesses: Sequence[str] = ()
+    speculation: Sequence[Guessing] = ()
 
 
 @dataclass(frozen=True)
@@ -62,8 +80,14 @@ class Wishes:
     ctx: int | None = None
     ram: int | None = None
     vram: int | None = None
+    speculate: str = "auto"
+    draft_tokens: int | None = None
     threads: int | None = None
     job: JobShape | None = None
+
+    @property
+    def guessing(self) -> Speculate:
+        return Speculate(self.speculate, self.draft_tokens)
 
 
 def plan_model(model: Shape, files: ModelFiles | None, wishes: Wishes, say: Callable[[str], None]) -> Planned:
@@ -93,7 +117,29 @@ def plan_model(model: Shape, files: ModelFiles | None, wishes: Wishes, say: Call
         return Planned(search.shape, None, fixes, error, guesses=guesses)
     int4 = None if recipe.name == DEFAULT else _shape(model, files, RECIPES[DEFAULT], dtype, device, wishes.kv)
     advice = [str(advice) for advice in advise(search, plan, int4, others())]
-    return Planned(search.shape, plan, advice, None, *_predictions(plan, profile), guesses)
+    speculation = () if wishes.job is not None else tuple(_speculation(plan, wishes.guessing, files))
+    return Planned(search.shape, plan, advice, None, *_predictions(plan, profile), guesses, speculation)
+
+
+def _speculation(plan: Plan, wish: Speculate, files: ModelFiles | None) -> Iterator[Guessing]:
+    most = min(wish.most_tokens, MOST_GUESSES)
+    if most < 1:
+        return
+    depth, staging = plan.prompt_tokens, staging_s(plan)
+    if wish.who in ("auto", "ngram"):
+        for alpha in USUAL_ALPHAS:
+            yield Guessing("ngram", alpha, gain(plan.costs, depth, alpha, 0.0, most=most))
+    if wish.skips and (left_out := skipped(plan)):
+        trials = known_trials(files, plan.shape)
+        alpha, found = skipping(plan, known_harm(trials, plan.shape), most)
+        yield Guessing("skip", alpha, found, len(left_out), is_known=bool(trials))
+    if wish.draft_model:
+        config = find_shape(wish.draft_model).config
+        recipe = RECIPES[DEFAULT]
+        guess_s = plan.costs.fast_s(model_bytes(config, recipe))
+        for alpha in USUAL_ALPHAS:
+            found = gain(plan.costs, depth, alpha, guess_s, staging_s=staging, most=most)
+            yield Guessing(wish.who, alpha, found)
 
 
 def _shape(
@@ -115,14 +161,20 @@ def _search(
     if has_card(device):
         config, packing = as_stored(files, model.name, model.config, recipe)
         card = CardPlanning(device, dtype, wishes.kv, wishes.ctx, wishes.ram, wishes.vram, wishes.job, say)
-        return card.search(config, recipe, model.name, packing)
+        found = card.search(config, recipe, model.name, packing)
+        return replace(found, harm=_harm(found.shape, files, wishes))
     require_cap(wishes.ram)  # before seconds of measuring
     profile = measured(kept_profile(), recipe.name, recipe.blocks, dtype, say)
     rates = profile.rates(recipe.name)
     assert rates is not None
     shape = _shape(model, files, recipe, dtype, device, wishes.kv)
     memory = process_memory(wishes.ram, recipe, model.config.vocab_size, packs=shape.packing is not None)
-    return Search(shape, memory, rates, wishes.ctx, wishes.job, profile.corrections(recipe.name))
+    search = Search(shape, memory, rates, wishes.ctx, wishes.job, profile.corrections(recipe.name))
+    return replace(search, harm=_harm(shape, files, wishes))
+
+
+def _harm(shape: ModelShape, files: ModelFiles | None, wishes: Wishes) -> Mapping[str, float]:
+    return known_harm(known_trials(files, shape), shape) if wishes.guessing.skips else {}
 
 
 def _guesses(profile: Profile) -> list[str]:

@@ -28,7 +28,8 @@ class Scores:
         if plan is None or not _is_telling(plan):
             return
         usage, timings, costs = answer.usage, answer.timings, plan.costs
-        if timings.decode_tok_s is not None and usage.completion_tokens >= _LEAST_TOKENS:
+        is_plain = answer.speculation is None or not answer.speculation.drafted  # a step was one of the plan's
+        if timings.decode_tok_s is not None and usage.completion_tokens >= _LEAST_TOKENS and is_plain:
             depth = usage.prompt_tokens + usage.completion_tokens // 2
             self._add(plan, costs.step_term(), 1 / timings.decode_tok_s, costs.decode_s(depth))
         if timings.prefill_tok_s and usage.prompt_tokens >= _LEAST_PROMPT and not usage.cached_tokens:

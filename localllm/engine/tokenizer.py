@@ -33,6 +33,10 @@ _WHITE_SPACE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".jo
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
+# What splits differently where a vocabulary is the same: numbers, white space, capitals, accents.
+_PROBE = "In 2024, 12345  Bäume's  HTTPServer\n\tx=1;"
+
+
 class Tokenizer:
     """The tokenizer of one model. Safe to use from several threads.
 
@@ -121,6 +125,17 @@ class Tokenizer:
                 text = text.rstrip(_WHITE_SPACE)
             ids += self._encode_plain(valid_unicode(text), first=number == 0)
         return ids
+
+    def difference(self, other: Tokenizer) -> str:
+        """In what the ids of another one mean something else; "" where they mean the same."""
+        own, others = self._backend.get_vocab(), other._backend.get_vocab()
+        if own == others:
+            return (
+                "" if self._backend.encode(_PROBE).ids == other._backend.encode(_PROBE).ids else "it splits otherwise"
+            )
+        text = min((text for text in own.keys() | others.keys() if own.get(text) != others.get(text)), key=repr)
+        ids = [vocabulary.get(text, "no id") for vocabulary in (others, own)]
+        return f"{len(others)} tokens, and {len(own)} here; {text[:40]!r} has {ids[0]} there, and {ids[1]} here"
 
     @property
     def special_texts(self) -> Collection[str]:

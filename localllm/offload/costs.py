@@ -33,6 +33,10 @@ class StepCosts:
         """Of a step of `rows` sequences, each with `depth` tokens behind it."""
         return max(self._computing_s(depth, rows), self._disk_s("step"))
 
+    def fast_s(self, num_bytes: int) -> float:
+        """Of a step of one token of a model of so many bytes, all in memory."""
+        return num_bytes / self.rates.matrix_gbs / 1e9 + STEP_S
+
     def prompt_s(self, num_tokens: int) -> float:
         """Until a prompt is read and its first token drawn."""
         return max(self._prompt_computing_s(num_tokens), self._prompt_disk_s(num_tokens)) + STEP_S

@@ -67,6 +67,12 @@ class DeviceCosts:
         """Of a step of `rows` sequences, each with `depth` tokens behind it."""
         return max(self._serial_s("step", depth, rows), *self._beside("step").values())
 
+    def fast_s(self, num_bytes: int) -> float:
+        """Of a step of one token of a model of so many bytes, all on the device."""
+        blocks = self.work.device_blocks * num_bytes / max(1, self.work.device_bytes)
+        launch_s = blocks * self.card_rates.launches * self.card_rates.launch_s
+        return num_bytes / self.card_rates.matrix_gbs / 1e9 + launch_s
+
     def prompt_s(self, num_tokens: int) -> float:
         """Until a prompt is read and its first token drawn."""
         return max(self._prompt_seconds(num_tokens).values()) + STEP_S

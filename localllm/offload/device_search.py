@@ -15,6 +15,7 @@ from localllm.errors import DoesNotFitError
 from localllm.offload.corrections import Corrections
 from localllm.offload.costs import PASS_TOKENS
 from localllm.offload.device_costs import CardRates, DeviceCosts, Work
+from localllm.offload.guessing import needed, rate
 from localllm.offload.plan import NEVER, BlockShape, JobShape, Memory, ModelShape, Placed, Plan, Rates
 from localllm.offload.refusal import SMALLER, cannot_be_packed, does_not_fit, more_of, parts
 from localllm.offload.ring import ring_bytes
@@ -107,6 +108,7 @@ class DeviceSearch:
     ctx: int | None = None  # asked for
     job: JobShape | None = None
     corrections: Corrections = field(default_factory=Corrections)
+    harm: Mapping[str, float] = field(default_factory=dict)  # as `Search` has it
 
     @property
     def room(self) -> CardMemory:
@@ -364,6 +366,7 @@ class DeviceSearch:
             "activations": amount.rows * shape.row_bytes + amount.pass_tokens * shape.state_bytes + attention,
             "logits": logits,
             "workspace": self.card.workspace_bytes,
+            "draft": shape.draft_bytes,
         }
 
     def _ram_owners(self, amount: _Amount) -> dict[str, int]:
@@ -376,8 +379,16 @@ class DeviceSearch:
         }
 
     def _plan(self, amount: _Amount, choice: _Choice) -> Plan:
+        evenly = self._arranged(amount, choice, {})
+        if not self.harm or evenly.is_whole or amount.sequences > 1:
+            return evenly
+        return max(evenly, self._arranged(amount, choice, self.harm), key=lambda plan: rate(plan, self.harm))
+
+    def _arranged(self, amount: _Amount, choice: _Choice, harm: Mapping[str, float]) -> Plan:
+        """harm: of each block, where those that are near shall be the ones that guesses need; none: evenly."""
         shape, costs = self.shape, self._costs(amount, choice)
-        pairs = zip(_interleaved(choice.attention), _interleaved(choice.mlp), strict=True)
+        of_attention = _kinds(shape.blocks[::2], choice.attention, harm)
+        pairs = zip(of_attention, _kinds(shape.blocks[1::2], choice.mlp, harm), strict=True)
         kinds = [kind for pair in pairs for kind in pair]
         blocks = [_placed(shape.embed, choice.head if shape.is_tied else "computed")]
         blocks += [_placed(block, kind, choice.split_bytes) for block, kind in zip(shape.blocks, kinds, strict=True)]
@@ -435,6 +446,14 @@ def _sections(ctx: int) -> int:
 def _placed(block: BlockShape, kind: Kind, split_bytes: int = 0) -> Placed:
     tier, computed_by = _PLACES[kind]
     return Placed(block.name, block.num_bytes, tier, computed_by, split_bytes if kind == "split" else 0)
+
+
+def _kinds(blocks: Sequence[BlockShape], counts: _Counts, harm: Mapping[str, float]) -> list[Kind]:
+    """Of each block."""
+    if not harm:
+        return _interleaved(counts)
+    near, others = needed(blocks, counts.resident, harm), iter(_interleaved(counts._replace(resident=0)))
+    return ["resident" if block.name in near else next(others) for block in blocks]
 
 
 def _interleaved(counts: _Counts) -> list[Kind]:

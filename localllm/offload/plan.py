@@ -59,6 +59,7 @@ class ModelShape:
     is_tied: bool = False  # the embedding is the head's matrix
     can_split: bool = False  # an MLP block, between a device and the host
     packing: Packing | None = None
+    draft_bytes: int = 0  # of a second model that guesses, all of it where this one is computed fastest
     section_bytes: int = 0  # of one row, what each program of a GPU's attention leaves that has a section of the pages
 
     def kv_bytes(self, num_tokens: int, sequences: int = 1) -> int:
@@ -143,6 +144,10 @@ class Costs(Protocol):
 
     def decode_s(self, depth: int, rows: int = 1) -> float:
         """Of a step of `rows` sequences, each with `depth` tokens behind it."""
+        ...
+
+    def fast_s(self, num_bytes: int) -> float:
+        """Of a step of one token of a model of so many bytes, all where they are computed fastest."""
         ...
 
     def prompt_s(self, num_tokens: int) -> float:

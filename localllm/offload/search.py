@@ -6,7 +6,7 @@ Layers are alike, so that these are a few hundred, tried in milliseconds. Works 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
@@ -14,6 +14,7 @@ from typing import Protocol
 from localllm.errors import DoesNotFitError
 from localllm.offload.corrections import Corrections
 from localllm.offload.costs import PASS_TOKENS, StepCosts
+from localllm.offload.guessing import needed, rate
 from localllm.offload.page_map import ALIGN_BYTES
 from localllm.offload.plan import (
     NEVER,
@@ -160,6 +161,7 @@ class Search:
     ctx: int | None = None  # asked for
     job: JobShape | None = None  # None: one answer, as fast as can be
     corrections: Corrections = field(default_factory=Corrections)  # of earlier runs
+    harm: Mapping[str, float] = field(default_factory=dict)  # of each block, where it may be left out while guessing
 
     def best(self) -> Plan:
         """As `best_plan` has it. Raises DoesNotFitError naming the least memory that would do."""
@@ -218,7 +220,10 @@ class Search:
             pass_tokens = min(most_tokens, max(kv_tokens, rows))
             owners = self._owners(kv_tokens, sequences, rows, pass_tokens, True)
             if (choice := self._some(self._room(owners))) is not None:
-                return self._plan(ctx, sequences, kv_tokens, (rows, pass_tokens), owners, choice)
+                plans = [self._plan(ctx, sequences, kv_tokens, (rows, pass_tokens), owners, choice)]
+                for other in self._for_guessing(self._room(owners)) if sequences == 1 else ():
+                    plans.append(self._plan(ctx, sequences, kv_tokens, (rows, pass_tokens), owners, other))
+                return max(plans, key=lambda plan: rate(plan, self.harm))
         return None
 
     @property
@@ -244,6 +249,7 @@ class Search:
             "kv": shape.kv_bytes(kv_tokens, sequences),
             "activations": activations,
             "embedding": 0 if looks_up else shape.embed.num_bytes,
+            "draft": shape.draft_bytes,
         }
 
     def _everything(self, room_bytes: int) -> _Choice | None:
@@ -275,6 +281,19 @@ class Search:
                     best = choice
                     break
         return best
+
+    def _for_guessing(self, room_bytes: int) -> Iterator[_Choice]:
+        """Head and blocks that guess well together, in the same room: of the attention blocks and of the MLPs those
+        without which the most is lost."""
+        attention, mlp, head = self.shape.blocks[::2], self.shape.blocks[1::2], self.shape.head
+        for count in range(len(attention) + 1) if self.harm else ():
+            kept_bytes = head.num_bytes + count * attention[0].num_bytes
+            for more in range(min((room_bytes - kept_bytes) // mlp[0].num_bytes, len(mlp)), -1, -1):
+                resident = {head.name} | needed(attention, count, self.harm) | needed(mlp, more, self.harm)
+                choice = self._choice(resident)
+                if kept_bytes + more * mlp[0].num_bytes + choice.ring_bytes <= room_bytes:
+                    yield choice
+                    break
 
     @property
     def _streamable_bytes(self) -> int:

@@ -41,6 +41,7 @@ def test_every_line_is_an_object_with_the_keys_of_the_contract(model: Path, file
         "context",
         "usage",
         "timings",
+        "speculation",
         "seed",
     ]
     assert list(first) == keys

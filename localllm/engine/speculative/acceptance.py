@@ -23,17 +23,16 @@ class Acceptance:
         self._seen: dict[str, list[tuple[float, float]]] = {}  # right, and all told, of each place
 
     def rates(self, source: str, count: int) -> list[float]:
-        """Of the first `count` places. A place that nobody has seen is as the one before."""
-        priors = [] if self._of_all is None else self._of_all.rates(source, count)
-        seen, rates = self._seen.get(source, ()), []
-        prior = _PRIORS.get(source, _PRIOR)
+        """Of the first `count` places. One that this text has not told of is as in all texts; one that none has told of
+        is as the place before."""
+        seen, rates = self._seen.get(source, []), []
+        priors = [] if len(seen) >= count or self._of_all is None else self._of_all.rates(source, count)
         for place in range(count):
-            if priors:
-                prior = priors[place]
-            right, all_told = seen[place] if place < len(seen) else (0.0, 0.0)
-            rate = (right + _PRIOR_WEIGHT * prior) / (all_told + _PRIOR_WEIGHT)
-            rates.append(rate)
-            prior = rate
+            if place < len(seen):
+                right, all_told = seen[place]
+                rates.append(right / all_told)
+            else:
+                rates.append(priors[place] if priors else rates[-1] if rates else _PRIORS.get(source, _PRIOR))
         return rates
 
     def tokens(self, source: str, count: int) -> list[float]:
@@ -51,7 +50,8 @@ class Acceptance:
         seen = self._seen.setdefault(source, [])
         for place, (guess, token) in enumerate(zip(guessed, said, strict=False)):
             if place == len(seen):
-                seen.append((0.0, 0.0))
+                prior = self.rates(source, place + 1)[-1]
+                seen.append((_PRIOR_WEIGHT * prior, _PRIOR_WEIGHT))
             right, all_told = seen[place]
             seen[place] = (self._kept * right + (guess == token), self._kept * all_told + 1)
             if guess != token:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from torch.nn import functional
+
 from localllm.cache.paged_kv import PagedKV
 from localllm.engine.drawing import drawn_with_margin
 from localllm.engine.runner import Chunk, ModelRunner
@@ -59,9 +61,11 @@ def guesses(
     limits: Sequence[int],
     confidence: Confidence,
     least: float,
+    vocab_size: int | None = None,
 ) -> list[list[tuple[int, float]]]:
     """Tokens with their margins. kvs: what the runner's model has computed of each sequence, all but its last token or
-    the last few; they do not advance. `limits`, `least`: as at `Drafter.propose`."""
+    the last few; they do not advance. `limits`, `least`: as at `Drafter.propose`. vocab_size: of the logits that these
+    stand for, where a model pads its own to another size."""
     drafts: list[list[tuple[int, float]]] = [[] for _ in sequences]
     sure = [1.0] * len(sequences)
     live = [index for index, limit in enumerate(limits) if limit > 0]
@@ -74,6 +78,8 @@ def guesses(
             begin = len(token_ids) - 1 if drafts[index] else kvs[index].length
             chunks.append(Chunk(token_ids, kvs[index], len(token_ids) - begin, num_ahead=begin - kvs[index].length))
         rows = runner.forward(chunks, advances=False)
+        if vocab_size is not None and rows.shape[-1] != vocab_size:
+            rows = functional.pad(rows, (0, vocab_size - rows.shape[-1]), value=-math.inf)
         for index, chunk, row in zip(live, chunks, rows, strict=True):
             token, margin = drawn_with_margin(row, sequences[index], chunk.token_ids)
             drafts[index].append((token, margin))

@@ -44,6 +44,10 @@ class Speculate:
         return self.who.removeprefix(DRAFT_MODEL) if self.who.startswith(DRAFT_MODEL) else ""
 
     @property
+    def skips(self) -> bool:
+        return self.who in ("auto", "skip") and self.most_tokens > 0
+
+    @property
     def most_tokens(self) -> int:
         return DRAFT_TOKENS if self.draft_tokens is None else self.draft_tokens
 
@@ -52,17 +56,17 @@ AUTO, OFF = Speculate("auto"), Speculate("off")
 
 
 def speculation(
-    speculate: Speculate, residency: Residency, plan: Plan | None, draft_model: ModelDrafter | None = None
+    speculate: Speculate, residency: Residency, plan: Plan | None, drafter: ModelDrafter | None = None
 ) -> Speculation:
-    """plan: by which the model was loaded, if one was made. draft_model: that was asked for, and fits."""
+    """plan: by which the model was loaded, if one was made. drafter: the second model, if there is one."""
     skip_set = None
     drafters: list[Drafter] = []
     lookup = NgramLookup() if speculate.who in ("auto", "ngram") else None
     if speculate.who in ("auto", "skip"):
         skip_set = SkipSet(residency, None if residency.placed is None else residency.placed.directory)
         drafters.append(SkipDrafter(lambda: residency.runner, skip_set.names))
-    if draft_model is not None:
-        drafters.append(draft_model)
+    if drafter is not None:
+        drafters.append(drafter)
     return Speculation(
         residency,
         lookup,

@@ -9,7 +9,7 @@ from localllm.cache.paged_kv import PagedKV
 from localllm.engine.runner import Chunk, ModelRunner
 from localllm.engine.sequence import Sequence as Running
 from localllm.engine.speculative.chain import Confidence, guesses
-from localllm.engine.speculative.drafter import Draft
+from localllm.engine.speculative.drafter import NO_DRAFT, Draft
 
 _CHUNK_TOKENS = 512  # of a prompt that are read at once
 _AT_ONCE = 8  # tokens behind which the first guess is made in the same pass: those that the last verification gave
@@ -23,28 +23,37 @@ class ModelDrafter:
         name: str,
         runner: Callable[[], ModelRunner],
         new_kv: Callable[[int], PagedKV],
-        close: Callable[[], None] = lambda: None,
+        *,
+        ctx: int = 1 << 62,
+        vocab_size: int | None = None,
     ) -> None:
-        """new_kv: room for a sequence of so many tokens. close: what the model holds open."""
+        """new_kv: room for a sequence of so many tokens. ctx: tokens that it can attend to; it guesses no further.
+        vocab_size: of the logits that its own stand for; None: as many as it has."""
         self.name = name
-        self._runner, self._new_kv, self._close = runner, new_kv, close
+        self._runner, self._new_kv = runner, new_kv
+        self._ctx, self._vocab_size = ctx, vocab_size
         self._confidence = Confidence()
         self._kvs: dict[int, PagedKV] = {}  # by request; what they hold is right: they advance over no guess
 
     def propose(self, sequences: Sequence[Running], limits: Sequence[int], least: float) -> list[Draft]:
-        runner = self._runner()
-        kvs = [self._read(runner, sequence) for sequence in sequences]
-        found = guesses(runner, sequences, kvs, limits, self._confidence, least)
-        for sequence, kv, draft in zip(sequences, kvs, found, strict=True):
-            if draft:
-                kv.advance(len(sequence.token_ids) - kv.length)
-        return [Draft(tuple(token for token, _ in draft), self.name) for draft in found]
+        runner, drafts = self._runner(), [NO_DRAFT] * len(sequences)
+        limits = [
+            min(limit, self._ctx - len(sequence.token_ids)) for sequence, limit in zip(sequences, limits, strict=True)
+        ]
+        asked = [index for index, limit in enumerate(limits) if limit > 0]
+        own, most = [sequences[index] for index in asked], [limits[index] for index in asked]
+        kvs = [self._read(runner, sequence) for sequence in own]
+        found = guesses(runner, own, kvs, most, self._confidence, least, self._vocab_size)
+        for index, kv, draft in zip(asked, kvs, found, strict=True):
+            kv.advance(len(sequences[index].token_ids) - kv.length)
+            drafts[index] = Draft(tuple(token for token, _ in draft), self.name)
+        return drafts
 
     def _read(self, runner: ModelRunner, sequence: Running) -> PagedKV:
         """All of it but the last few tokens, at least one of them."""
         kv = self._kvs.get(sequence.request_id)
         if kv is None:
-            kv = self._kvs[sequence.request_id] = self._new_kv(sequence.max_length)
+            kv = self._kvs[sequence.request_id] = self._new_kv(min(sequence.max_length, self._ctx))
         while (rest := len(sequence.token_ids) - kv.length) > _AT_ONCE:
             runner.forward([Chunk(sequence.token_ids, kv, min(rest - 1, _CHUNK_TOKENS))])
         return kv
@@ -59,4 +68,3 @@ class ModelDrafter:
         for kv in self._kvs.values():
             kv.close()
         self._kvs.clear()
-        self._close()

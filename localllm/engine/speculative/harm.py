@@ -17,7 +17,7 @@ from torch import Tensor
 
 # Published sets skip half of the attention and a quarter to half of the MLPs, and nothing at either end.
 _ATTENTION_HARM, _MLP_HARM, _EDGE_FACTOR, _EDGE_SHARE = 0.02, 0.06, 5.0, 0.1
-_PRIOR_SPREAD = 1.0  # of a block's harm, as a share of what is thought of it
+_PRIOR_SPREAD = 0.2  # by which a block's harm may well differ from what is thought of it
 _LEAST_NOISE = 1e-3
 _MOST_TRIALS = 400
 
@@ -58,7 +58,7 @@ class Harm:
 
     def _posterior(self) -> tuple[Tensor, Tensor]:
         """Mean, and inverse covariance."""
-        precision = torch.diag((_PRIOR_SPREAD * self._prior) ** -2)
+        precision = torch.diag((_PRIOR_SPREAD + self._prior) ** -2)
         weighted = precision @ self._prior
         for trial in self.trials:
             row = torch.zeros(len(self.names), dtype=torch.float64)

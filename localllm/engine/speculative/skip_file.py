@@ -7,7 +7,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from localllm.engine.speculative.harm import Trial
+from localllm.engine.speculative.harm import Harm, Trial
+from localllm.errors import LocalLLMError
+from localllm.hub import ModelFiles
+from localllm.hub.packed import packed_directory
+from localllm.offload.plan import ModelShape
 from localllm.offload.profile import write_whole
 
 NAME = "skip-trials.json"
@@ -32,6 +36,19 @@ def write_trials(directory: Path, trials: Sequence[Trial]) -> None:
     entries = [{"skipped": sorted(trial.skipped), "same": trial.same, "count": trial.count} for trial in trials]
     with suppress(OSError):
         write_whole(directory / NAME, json.dumps({"version": _VERSION, "trials": entries}))
+
+
+def known_trials(files: ModelFiles | None, shape: ModelShape) -> list[Trial]:
+    """files: where the model is on this disk, if it is."""
+    if files is not None:
+        with suppress(LocalLLMError):
+            return read_trials(packed_directory(files, shape.weights))
+    return []
+
+
+def known_harm(trials: Sequence[Trial], shape: ModelShape) -> dict[str, float]:
+    """Of each of the model's blocks, by what was learnt of them, and what is thought of all models."""
+    return Harm([block.name for block in shape.blocks], trials).expected()
 
 
 def _trial(entry: dict[str, object]) -> Trial:

@@ -71,7 +71,7 @@ class SkipSet:
         """Leaves out another set for the last tokens of an answer, each behind those that were really said, and learns
         how many it would have drawn. Raises as a forward does."""
         skipped = self._proposed()
-        if not skipped or sequence.kv is None:
+        if not skipped or len(skipped) == len(self._bytes) or sequence.kv is None:
             return
         end = len(sequence.token_ids) - 1
         first = end - TRIAL_TOKENS

@@ -1,0 +1,116 @@
+"""A second model that guesses for the first: whether it speaks the same tokens, what it takes, and how it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from localllm import hub
+from localllm.cache.kv_format import choose_format
+from localllm.engine.memory import is_out_of_memory
+from localllm.engine.placement import model_shape
+from localllm.engine.residency import Residency
+from localllm.engine.runner import BATCH_ROWS
+from localllm.engine.speculative.draft_model import ModelDrafter
+from localllm.engine.tokenizer import Tokenizer
+from localllm.engine.weights import choose_recipe, is_unpacked, open_checkpoint, open_packed
+from localllm.errors import UsageError
+from localllm.hub import ModelFiles
+from localllm.hub.packed import packed_recipes
+from localllm.models.config import ModelConfig
+from localllm.models.families import load_config
+from localllm.models.load import Progress, load_decoder
+from localllm.offload.guessing import USUAL_ALPHAS, gain
+from localllm.offload.plan import ModelShape, Plan
+from localllm.offload.search import LOGIT_ROWS
+from localllm.quant.recipe import RECIPES, Recipe
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """kv: as `Engine.load` has it."""
+
+    files: ModelFiles
+    config: ModelConfig
+    recipe: Recipe
+    dtype: torch.dtype
+    device: torch.device
+    kv: str
+
+    @classmethod
+    def of(
+        cls, word: str, tokenizer: Tokenizer, name: str, dtype: torch.dtype, device: torch.device, kv: str
+    ) -> DraftModel | None:
+        """The model of this name, in the format in which it would run by itself; None where none is named. tokenizer,
+        name: of the model that it guesses for. Raises ModelNotFoundError, and UsageError where the two do not speak the
+        same tokens."""
+        if not word:
+            return None
+        files = hub.locate(word)
+        difference = tokenizer.difference(Tokenizer.load(files.directory))
+        if difference:
+            raise UsageError(
+                f"{files.name} cannot guess for {name}: it has another tokenizer",
+                why=difference,
+                fix="--speculate auto, or a smaller model of the same family",
+            )
+        config = load_config(files.directory)
+        recipe = RECIPES[choose_recipe("auto", config, packed_recipes(files), dtype)]
+        return cls(files, config, recipe, dtype, device, kv)
+
+    @property
+    def shape(self) -> ModelShape:
+        return model_shape(self.config, self.recipe, self.dtype, self.files.name, self.device, self.kv)
+
+    def num_bytes(self, ctx: int, sequences: int = 1) -> int:
+        """What it takes where it is computed, with room for so many tokens of each sequence."""
+        shape = self.shape
+        ctx = min(ctx, self.config.longest_context)
+        activations = BATCH_ROWS * shape.row_bytes + LOGIT_ROWS * shape.logits_bytes
+        return shape.num_bytes + shape.kv_bytes(sequences * ctx, sequences) + activations
+
+    def load(
+        self, vocab_size: int, reading: Progress, packing: Progress, waiting: Callable[[str], None]
+    ) -> ModelDrafter | None:
+        """vocab_size: of the logits that its own are compared with. None where there turns out to be too little memory.
+        Raises CheckpointError."""
+        try:
+            if is_unpacked(self.recipe):
+                with open_checkpoint(self.files, self.config, self.recipe) as source:
+                    decoder = load_decoder(
+                        source, source.config, self.recipe, dtype=self.dtype, device=self.device, progress=reading
+                    )
+            else:
+                with open_packed(self.files, self.config, self.recipe, packing, waiting) as packed:
+                    decoder = load_decoder(
+                        packed, packed.config, self.recipe, dtype=self.dtype, device=self.device, progress=reading
+                    )
+            kv_format = choose_format(self.kv, self.config.head_dim, self.dtype)
+            residency = Residency(decoder, kv_format, BATCH_ROWS)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return None
+        return ModelDrafter(
+            f"model:{self.files.name}",
+            lambda: residency.runner,
+            residency.new_kv,
+            ctx=self.config.longest_context,
+            vocab_size=vocab_size,
+        )
+
+
+def why_left_out(draft: DraftModel, with_it: Plan | None, without: Plan) -> str:
+    """Why the model had better guess without this one, in a sentence; "" where it had not."""
+    name = draft.files.name
+    num_bytes = draft.num_bytes(without.ctx)
+    taken = f"{name} does not guess: it takes {num_bytes / 1e9:.2f} GB"
+    if with_it is None:
+        return f"{taken}, for which there is no room"
+    found = gain(with_it.costs, with_it.prompt_tokens, USUAL_ALPHAS[0], with_it.costs.fast_s(draft.shape.num_bytes))
+    if found.tok_s <= 1 / without.costs.decode_s(without.prompt_tokens):
+        alone = 1 / without.costs.decode_s(without.prompt_tokens)
+        return f"{taken}, with which {found.tok_s:.3g} tok/s are expected, and {alone:.3g} without"
+    return ""
