@@ -16,82 +16,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.measure import RESULTS, machine, paired, save, spread
 from benchmarks.oracle import Oracle
-from localllm.bench.random_model import random_model
+from benchmarks.speculation_engine import SHAPE, guess, ids, random_engine, run, stream
+from benchmarks.speculation_never import never
+from benchmarks.speculation_texts import grown, texts
 from localllm.engine.engine import Engine
-from localllm.engine.events import FinishedEvent, TokenEvent
-from localllm.engine.events import Speculation as Told
-from localllm.engine.kv_reuse import NO_REUSE
-from localllm.engine.request import SamplingParams
-from localllm.engine.speculative.choice import OFF, Speculate, speculation
-from localllm.engine.speculative.drafter import Lookup
-from localllm.engine.speculative.speculation import Speculation
-from localllm.models.layout import EMBED, HEAD
-from localllm.models.shapes import find_shape
-from localllm.quant.recipe import RECIPES
+from localllm.engine.speculative.choice import OFF, Speculate
 
-SHAPE, WEIGHTS = "qwen2.5-0.5b", "int4-g64"
 ALPHAS, COUNTS = (0.3, 0.6, 0.8, 0.95), (2, 4, 8)
-CTX = 1024
-
-
-@dataclass(frozen=True)
-class Run:
-    token_ids: tuple[int, ...]
-    seconds: float  # of decoding, for each token
-    told: Told | None
-
-
-def run(engine: Engine, prompt: Sequence[int], num_tokens: int, **sampling: Any) -> Run:
-    params = SamplingParams(**{"temperature": 0, **sampling}, max_tokens=num_tokens, ignore_eos=True)
-    events = list(engine.generate(list(prompt), params))
-    finished = events[-1]
-    assert isinstance(finished, FinishedEvent)
-    if finished.error is not None:
-        raise finished.error
-    assert finished.timings.decode_tok_s is not None
-    token_ids = tuple(event.token_id for event in events if isinstance(event, TokenEvent))
-    return Run(token_ids, 1 / finished.timings.decode_tok_s, finished.speculation)
-
-
-def guess(engine: Engine, wish: Speculate, lookup: Lookup | None = None) -> None:
-    """From now on; with `lookup`, that one guesses."""
-    engine.speculation.close()
-    if lookup is None:
-        engine.speculation = speculation(wish, engine.residency, engine.plan)
-    else:
-        engine.speculation = Speculation(engine.residency, lookup, (), wish.most_tokens, adapts=wish.adapts)
-
-
-def stream(engine: Engine, streamed: Callable[[str], bool]) -> None:
-    """Whether a block comes from the disk at every step, by its name; embedding and head stay."""
-    blocks = engine.residency.blocks
-    tiers = ["disk" if block.name not in (EMBED, HEAD) and streamed(block.name) else "ram" for block in blocks]
-    engine.move([replace(block, tier=tier) for block, tier in zip(blocks, tiers, strict=True)])  # type: ignore[arg-type]
-
-
-@contextmanager
-def random_engine(shape: str) -> Iterator[Engine]:
-    with random_model(shape, find_shape(shape).raw_config, RECIPES[WEIGHTS]) as files:
-        engine = Engine.load(files, weights=WEIGHTS, device="cpu", ctx=CTX, reuse=NO_REUSE, speculate=OFF)
-        try:
-            yield engine
-        finally:
-            engine.close()
-
-
-def ids(count: int, vocab_size: int, seed: int) -> tuple[int, ...]:
-    generator = random.Random(seed)
-    return tuple(generator.randrange(vocab_size) for _ in range(count))
 
 
 def oracle(rounds: int, shape: str) -> dict[str, Any]:
@@ -159,7 +97,12 @@ def _timed(engine: Engine) -> list[float]:
     return found
 
 
-PARTS: dict[str, Callable[[int, str], dict[str, Any]]] = {"oracle": oracle}
+PARTS: dict[str, Callable[[int, str], dict[str, Any]]] = {
+    "oracle": oracle,
+    "never": never,
+    "texts": texts,
+    "grown": grown,
+}
 
 
 def main() -> None:

@@ -62,6 +62,10 @@ class SkipSet:
             self._chosen = slow, known, self._fastest(self.harm.expected())
         return self._chosen[2]
 
+    def least_harmful(self, share: float) -> frozenset[str]:
+        """By what is known, the blocks of such a share of all bytes that are needed the least."""
+        return self._as_large(self.harm.expected(), share * sum(self._bytes.values()))
+
     def is_due(self, sequence: Running) -> bool:
         """Whether a trial on this text would be cheap: hardly more than the tokens that are compared are computed."""
         behind_page = (len(sequence.token_ids) - 1) % PAGE_TOKENS

@@ -1,0 +1,154 @@
+"""A second model that guesses: what is refused, what is left out, and that it changes no token."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from localllm import Engine, SamplingParams, TokenEvent, hub
+from localllm.engine import draft_loading, loading
+from localllm.engine.loading import Watcher
+from localllm.engine.speculative.choice import Speculate
+from localllm.errors import ModelNotFoundError, UsageError
+from localllm.offload.plan import Memory
+from tests.cli_support import run_cli
+
+PROMPT = tuple(range(40, 90))
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built-in model in a folder of its own."""
+    folder = tmp_path_factory.mktemp("twin")
+    shutil.copytree(hub.locate("tiny").directory, folder, dirs_exist_ok=True)
+    return folder
+
+
+@pytest.fixture
+def always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "why_left_out", lambda *_: "")
+
+
+def text(engine: Engine, **sampling: object) -> list[int]:
+    params = SamplingParams(max_tokens=40, ignore_eos=True, **sampling)  # type: ignore[arg-type]
+    return [event.token_id for event in engine.generate(PROMPT, params) if isinstance(event, TokenEvent)]
+
+
+def engine(who: str, notes: list[str] | None = None, **options: object) -> Engine:
+    heard: Callable[[str], None] = (lambda _text: None) if notes is None else notes.append
+    wish = Speculate(who, 5, adapts=False)
+    return Engine.load("tiny", device="cpu", speculate=wish, watcher=Watcher(noting=heard), **options)  # type: ignore[arg-type]
+
+
+def test_it_guesses_and_changes_nothing(twin: Path, always_worth_it: None) -> None:
+    plain, guessing = engine("off"), engine(f"model:{twin}")
+    assert guessing.plan is not None
+    assert guessing.plan.ledger["ram"]["draft"] > 5e6
+    for sampling in ({"temperature": 0}, {"temperature": 0.9, "seed": 4}):
+        expected = text(plain, **sampling)
+        assert text(guessing, **sampling) == expected
+    events = list(guessing.generate(PROMPT, SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)))
+    told = events[-1].speculation  # type: ignore[union-attr]
+    assert told.drafter == f"model:{twin}" and told.accepted > 0.6 * told.drafted  # the same model, other roundings
+    assert told.tokens_per_pass > 3
+    (drafter,) = guessing.speculation._drafters
+    assert not drafter._kvs  # type: ignore[attr-defined]
+    plain.close()
+    guessing.close()
+
+
+def test_one_that_reads_a_shorter_context_stops_guessing_there(
+    twin: Path, tmp_path: Path, always_worth_it: None
+) -> None:
+    short = tmp_path / "short"
+    shutil.copytree(twin, short)
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 70}))
+    plain, guessing = engine("off"), engine(f"model:{short}")
+    assert text(guessing, temperature=0) == text(plain, temperature=0)
+    plain.close()
+    guessing.close()
+
+
+def test_another_tokenizer_is_refused_with_the_difference(twin: Path, tmp_path: Path, model: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        engine(f"model:{model}")
+    assert "another tokenizer" in caught.value.what and "tokens" in caught.value.why
+    other = tmp_path / "other"
+    shutil.copytree(twin, other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = [word for word, index in vocabulary.items() if index in (600, 601)]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(UsageError) as caught:
+        engine(f"model:{other}")
+    assert repr(min(first, second, key=repr)) in caught.value.why and "600" in caught.value.why
+
+
+def test_a_model_that_is_not_here_is_named() -> None:
+    with pytest.raises(ModelNotFoundError):
+        engine("model:no-such-model")
+
+
+def test_one_that_would_not_pay_is_left_out_and_that_is_said(twin: Path) -> None:
+    notes: list[str] = []
+    guessing = engine(f"model:{twin}", notes)  # as large as the model that it would guess for
+    assert len(notes) == 1 and "does not guess" in notes[0] and "tok/s" in notes[0]
+    assert not guessing.speculation.is_on
+    guessing.close()
+
+
+def test_one_that_does_not_fit_is_left_out_and_that_is_said(twin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    roomy = engine("off", ctx=256)
+    assert roomy.plan is not None
+    taken = roomy.plan.total_bytes("ram") - roomy.plan.ledger["ram"]["program"]
+    roomy.close()
+    monkeypatch.setattr(loading, "process_memory", lambda *_, **__: Memory(taken + (1 << 20), 0, taken + (1 << 20)))
+    monkeypatch.setattr(draft_loading.DraftModel, "num_bytes", lambda *_: taken)
+    notes: list[str] = []
+    guessing = engine(f"model:{twin}", notes, ctx=256)
+    assert len(notes) == 1 and "for which there is no room" in notes[0]
+    guessing.close()
+
+
+def test_memory_that_ends_while_it_is_loaded_leaves_it_out(
+    twin: Path, always_worth_it: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_memory(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(draft_loading, "load_decoder", without_memory)
+    notes: list[str] = []
+    guessing = engine(f"model:{twin}", notes)
+    assert len(notes) == 1 and "too little memory" in notes[0]
+    assert len(text(guessing, temperature=0)) == 40
+    guessing.close()
+
+
+def test_the_command_line_refuses_what_cannot_guess(own_folders: None) -> None:
+    for flags, said in (
+        (("--speculate", "eagle"), "auto, off, ngram, skip, or model:NAME"),
+        (("--speculate", "model:"), "model:NAME"),
+        (("--draft-tokens", "16"), "from 0 to 15"),
+        (("--draft-tokens", "-1"), "from 0 to 15"),
+        (("--speculate", "model:no-such-model"), "no-such-model"),
+    ):
+        result = run_cli("run", "tiny", "-p", "x", *flags)
+        assert result.code != 0 and said in result.err, flags
+        assert "Traceback" not in result.err
+
+
+@pytest.mark.parametrize("who", ["off", "ngram", "skip", "auto"])
+def test_the_command_line_says_what_came_of_it(own_folders: None, who: str) -> None:
+    flags = ("--temperature", "0", "--max-tokens", "12", "--json", "--private")
+    told = json.loads(run_cli("run", "tiny", "-p", "a a a a a a", *flags, "--speculate", who).out)["speculation"]
+    if who == "off":
+        assert told is None
+        return
+    assert told["drafter"] == {"auto": "ngram+skip"}.get(who, who)
+    assert 0 <= told["accepted"] <= told["drafted"] and told["tokens_per_pass"] >= 1
