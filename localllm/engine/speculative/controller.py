@@ -13,9 +13,12 @@ from localllm.engine.speculative.acceptance import Acceptance
 from localllm.engine.speculative.drafter import Draft
 from localllm.engine.speculative.step_times import StepTimes
 
-_WORTH = 1.03  # an expected gain below is within what is known of the times
-_PLAIN_STEPS = 2  # that are measured before anything is guessed
-_PLAIN_EVERY = 64  # steps: what one without guesses takes is measured again
+# Expected gains below are within what is known of the times: of a verification, and of a model's guesses before it.
+_WORTH, _WORTH_GUESSING = 1.03, 1.1
+# Steps between two that are without guesses to measure them again, as few as cost this share of the time. Of each two
+# the second counts: the first finds caches as guesses have left them.
+_FEWEST_STEPS, _MOST_STEPS, _PLAIN_SHARE = 8, 64, 0.01
+_PLAIN_STEPS = 2
 _FIRST_PROBE, _LAST_PROBE = 16, 256  # steps between two tries of guesses that were not worth it
 _PROBE_TOKENS = 2
 _UNKNOWN_SHARE = 0.5  # of a step, that one guess of a model is taken to cost before any was made
@@ -61,7 +64,9 @@ class Controller:
         self.times = times
         self._guess_s: dict[tuple[str, int], deque[float]] = {}  # by drafter and sequences
         self._begun: set[tuple[str, int]] = set()
-        self._num_steps = self._num_since_plain = 0
+        self._num_steps = 0
+        self._num_since_plain = self._num_plain = 0  # steps with guesses since one without; steps without, since then
+        self._plain_every = _MOST_STEPS
         self._probed_at: dict[str, int] = {}
         self._probe_every: dict[str, int] = {}
         self._elapsed_s = self._lost_s = 0.0
@@ -72,7 +77,7 @@ class Controller:
         sequences = len(situation.limits)
         plain_s = self.times.plain_s(sequences)
         self.is_settled = False
-        if plain_s is None or situation.most < 1 or self._num_since_plain >= _PLAIN_EVERY:
+        if plain_s is None or situation.most < 1 or self._measures_plain():
             return None
         self.is_settled = True
         plain_rate = sequences / plain_s
@@ -82,7 +87,7 @@ class Controller:
             option = self._best_of(situation, drafter)
             if option is None:
                 continue
-            if drafter is not None and option.rate <= plain_rate * _WORTH:
+            if drafter is not None and option.rate <= plain_rate * _WORTH_GUESSING:
                 option = self._probe(situation, drafter)
             elif option.rate <= plain_rate * _WORTH:
                 continue
@@ -90,20 +95,26 @@ class Controller:
                 best = option
         if best is None or not self._can_be_lost(best.seconds - plain_s, plain_s):
             return None
+        gained = max(0.0, 1 - plain_rate / best.rate)
+        self._plain_every = int(min(max(gained * _PLAIN_STEPS / _PLAIN_SHARE, _FEWEST_STEPS), _MOST_STEPS))
         return _until_unlikely(best, self._guess_cost(best, plain_s), max(plain_rate, best.rate) / sequences)
 
     def learn(
         self, option: Option | None, rows: int, tokens: int, sequences: int, guess_s: float, step_s: float
     ) -> None:
         """rows: of the step, which gave so many tokens. guess_s: before it; step_s: its own."""
+        follows_guess, self._num_steps = self._num_since_plain > 0, self._num_steps + 1
+        if option is None and follows_guess:
+            self._num_plain += 1
+            if self._num_plain < _PLAIN_STEPS:
+                return
+            self._num_since_plain = self._num_plain = 0
         is_known = self.times.learn(sequences, rows, step_s)
-        self._num_steps += 1
         if option is None:
-            self._num_since_plain = 0
             if is_known:
                 self._elapsed_s += guess_s + step_s
             return
-        self._num_since_plain += 1
+        self._num_since_plain, self._num_plain = self._num_since_plain + 1, 0
         plain_s, seconds = self.times.plain_s(sequences), guess_s + step_s
         if plain_s is None:
             return
@@ -117,7 +128,7 @@ class Controller:
         """From so many steps of these sequences for which nobody looked for guesses."""
         self.times.learn(sequences, sequences, seconds / count)
         self._num_steps += count
-        self._num_since_plain = 0
+        self._num_since_plain = self._num_plain = 0
         self._elapsed_s += seconds
 
     def learn_guesses(self, drafter: str, sequences: int, count: int, seconds: float) -> None:
@@ -151,6 +162,9 @@ class Controller:
 
     def _can_be_lost(self, seconds: float, plain_s: float) -> bool:
         return self._lost_s + seconds <= _LOSS_STEPS * plain_s + _LOSS_SHARE * self._elapsed_s
+
+    def _measures_plain(self) -> bool:
+        return self._num_since_plain >= self._plain_every or self._num_plain > 0
 
     def _best_of(self, situation: Situation, drafter: str | None) -> Option | None:
         options = self._options(situation, drafter, range(1, situation.most + 1))

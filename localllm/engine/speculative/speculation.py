@@ -26,7 +26,10 @@ from localllm.engine.speculative.skip_set import SkipSet
 from localllm.engine.speculative.step_times import StepTimes
 from localllm.models.config import ModelConfig
 
-_TRIALS_SHARE = 0.005  # of the time
+# Of the time, for trials: where blocks are fetched one takes hardly longer than a step, and finds what is worth more.
+# Less of it as there are more of them.
+_TRIALS_SHARE, _STREAMED_TRIALS_SHARE, _MANY_TRIALS = 0.004, 0.012, 100
+_TRIAL_STEPS = 4  # that a trial is taken to last, before there was one
 # Where guesses are not worth it, looking for some takes no more than this share of the time. A text that changes is
 # noticed after so many tokens.
 _LOOKING_SHARE, _LONGEST_REST = 0.005, 256
@@ -78,7 +81,8 @@ class Speculation:
         self._drafters = list(drafters) if draft_tokens > 0 else []
         self._draft_tokens = draft_tokens
         self._skip_set, self._adapts, self._growth = skip_set, adapts, growth
-        self._elapsed_s = self._trials_s = 0.0
+        self._elapsed_s = self._step_s = 0.0  # of decoding, and of its last step
+        self._trials_s = self._trial_s = 0.0  # of all trials, and of the last one
         self._chooser = self._new_chooser()
         self._acceptance = Acceptance()
         self._acceptances: dict[int, Acceptance] = {}  # by request
@@ -148,7 +152,7 @@ class Speculation:
             seen = draft if draft.token_ids else this.offers[index]
             if seen.token_ids:
                 this.acceptances[index].learn(seen.source, seen.token_ids, said)
-        self._elapsed_s += this.guess_s + step_s
+        self._elapsed_s, self._step_s = self._elapsed_s + this.guess_s + step_s, step_s
         rows = len(this.sequences) + sum(len(draft.token_ids) for draft in this.drafts)
         self._chooser.learn(this.option, rows, tokens, len(this.sequences), this.guess_s, step_s)
         if this.option is None and self._chooser.is_settled:
@@ -181,14 +185,18 @@ class Speculation:
             self._skip_set.close()
 
     def _try_skipping(self, skip_set: SkipSet, sequence: Running, cancelled: Callable[[], bool]) -> None:
-        is_affordable = self._trials_s <= _TRIALS_SHARE * self._elapsed_s
+        share = _STREAMED_TRIALS_SHARE if skip_set.slow else _TRIALS_SHARE
+        share *= _MANY_TRIALS / (_MANY_TRIALS + len(skip_set.harm.trials))
+        trial_s = self._trial_s or _TRIAL_STEPS * self._step_s
+        is_affordable = self._trials_s + trial_s <= share * self._elapsed_s
         if not is_affordable or not skip_set.is_due(sequence) or self._chooser.is_hopeless(SkipDrafter.name, 1):
             return
         started = time.perf_counter()
         try:
             skip_set.try_on(sequence, cancelled)
         finally:
-            self._trials_s += time.perf_counter() - started
+            self._trial_s = time.perf_counter() - started
+            self._trials_s += self._trial_s
 
     @property
     def rests(self) -> bool:
