@@ -5,10 +5,11 @@
 
 kernels: each beside its reference. products: the matrices of four models beside a copy of their bytes, torch's INT4
 operator and bf16. model: llama-3.1-8b in INT4, all on the card, beside a plain loop in torch. profile: a step of it,
-kernel by kernel. texts: whether every placement of blocks writes the same. caps: for each a model of 1.5 times its
-size, of random weights and made in memory, in bf16 and in INT4: blocks copied in every step beside the plain pinned
-copy, the plan beside copying alone and the CPU alone and beside accelerate, the peak of the card's memory beside the
-cap and the ledger, predictions beside what was measured.
+kernel by kernel. speculation: guesses that are right as often as is asked for, and guesses that are all wrong. texts:
+whether every placement of blocks writes the same. caps: for each a model of 1.5 times its size, of random weights and
+made in memory, in bf16 and in INT4: blocks copied in every step beside the plain pinned copy, the plan beside copying
+alone and the CPU alone and beside accelerate, the peak of the card's memory beside the cap and the ledger, predictions
+beside what was measured.
 
 The sides are processes that take turns. What fails, or has no time left, is told in one line, and the rest goes on.
 With --device cpu a CPU stands in for the card: its figures mean nothing. Results go to benchmarks/results/gpu.json, or
@@ -36,7 +37,7 @@ import torch
 from benchmarks import gpu_products_rows
 from benchmarks.gpu_caps import Cap, Parts, measured_rows
 from benchmarks.gpu_model_rows import ModelTurns, kernel_rows, profile_rows
-from benchmarks.gpu_rows import Row, machine_lines, table, text_rows
+from benchmarks.gpu_rows import Row, machine_lines, speculation_rows, table, text_rows
 from benchmarks.measure import RESULTS, machine, save
 from benchmarks.peers_protocol import Worker
 
@@ -47,7 +48,15 @@ _CAPS_GB = (8, 12, 24)
 _SMALL_CAP_BYTES = 40 * 10**6
 _TEXT_TOKENS = {False: (48, 200), True: (12, 32)}  # of each placement, and of the one that is written twice
 # Of the time; those of a cap, and of each GB of it.
-_SHARES = {"machine": 4.0, "kernels": 4.0, "products": 5.0, "model": 8.0, "profile": 2.5, "texts": 1.0}
+_SHARES = {
+    "machine": 4.0,
+    "kernels": 4.0,
+    "products": 5.0,
+    "model": 8.0,
+    "profile": 2.5,
+    "speculation": 3.0,
+    "texts": 1.0,
+}
 _CAP, _CAP_GB = 1.5, 1 / 16
 PARTS = (*_SHARES, "caps")
 _PROFILED = {False: (512, "int8"), True: (70, "int8")}  # depth, keys and values
@@ -154,6 +163,14 @@ def profile_step(report: Report, seconds: float, rounds: int) -> None:
     report.add(profile_rows(report.found["profile"]))
 
 
+def measure_speculation(report: Report, seconds: float, rounds: int) -> None:
+    is_small = report.device == "cpu"
+    with processes(seconds + 10, "benchmarks.gpu_speculation", interprets=is_small) as (worker,):
+        options = {"seconds": 0.8 * seconds, "rounds": rounds, "small": is_small}
+        report.found["speculation"] = worker.call("rows", device=report.device, **options)
+    report.add(speculation_rows(report.found["speculation"]["rows"]))
+
+
 def compare_texts(report: Report, seconds: float, is_small: bool) -> None:
     tokens, many_tokens = _TEXT_TOKENS[is_small]
     with processes(seconds, "benchmarks.gpu_texts") as (worker,):
@@ -179,6 +196,7 @@ def chosen_parts(arguments: argparse.Namespace, report: Report) -> list[tuple[st
         "products": lambda seconds: measure_products(report, seconds, rounds),
         "model": lambda seconds: measure_model(report, seconds, rounds),
         "profile": lambda seconds: profile_step(report, seconds, rounds),
+        "speculation": lambda seconds: measure_speculation(report, seconds, rounds),
         "texts": lambda seconds: compare_texts(report, seconds, arguments.small),
     }
     parts = [(name, _SHARES[name], measure) for name, measure in measures.items() if name in arguments.parts]

@@ -20,6 +20,7 @@ from localllm.engine.engine import Engine
 from localllm.engine.kv_reuse import NO_REUSE
 from localllm.engine.loading import Watcher
 from localllm.engine.sampler import PlainDraw
+from localllm.engine.speculative.choice import OFF
 from localllm.kernels.gpu.ready import why_not
 from localllm.kernels.kv_page import PAGE_TOKENS
 from localllm.models.families import load_config
@@ -41,7 +42,13 @@ def resident(device: torch.device, ctx: int, kv: str, note: Callable[[str], None
     with tempfile.TemporaryDirectory() as folder:
         files = written(Path(folder), model_config(small=small))
         model = MemoryModel(load_config(files.directory), RECIPES[WEIGHTS])
-        options: dict[str, Any] = {"watcher": Watcher(noting=note), "reuse": NO_REUSE, "kv": kv, "ctx": ctx}
+        options: dict[str, Any] = {
+            "watcher": Watcher(noting=note),
+            "reuse": NO_REUSE,
+            "kv": kv,
+            "ctx": ctx,
+            "speculate": OFF,
+        }
         if not is_card:
             options |= {"vram": _STAND_IN_BYTES, "dtype": "fp32"}
         with as_card(device, model):

@@ -38,6 +38,21 @@ def _told(value: Spread | None) -> str:
     return str(value) if value.min != value.max else str(value).split(" ")[0]
 
 
+def speculation_rows(found: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Of an oracle beside the formula, and of guesses that are all wrong beside plain decoding."""
+    rows = []
+    for each in found:
+        measured, part = Spread(**each["speedup"]), f"guesses, {each['placement']}"
+        if not each["alpha"]:
+            is_met = measured.median >= 0.97
+            rows.append(Row(part, "all of them wrong, of plain decoding", measured, None, None, ">= 0.97", is_met))
+            continue
+        formula, share = Spread(**each["formula"]), each["share"]
+        what = f"{each['k']} at once, {each['alpha']:.0%} of them right: times plain decoding | by the formula"
+        rows.append(Row(part, what, measured, formula, Spread(share, share, share), ">= 0.9 of it", share >= 0.9))
+    return rows
+
+
 def text_rows(texts: Mapping[str, str]) -> list[Row]:
     wrong = [f"{kind} {told}" for kind, told in texts.items() if told != "ok"]
     right = [kind for kind, told in texts.items() if told == "ok"]

@@ -25,6 +25,7 @@ from localllm.engine.engine import Engine
 from localllm.engine.kv_reuse import NO_REUSE
 from localllm.engine.memory import choose_device
 from localllm.engine.residency import Residency
+from localllm.engine.speculative.choice import OFF
 from localllm.models.families import load_config
 from localllm.models.load import load_decoder
 from localllm.offload.device_rates import gpu
@@ -65,7 +66,9 @@ class Card:
                 self.search = asked.search(config, recipe, files.name, None)
                 plannings = [_planned_ms(self.search) for _ in range(_PLANNINGS)]
                 self._reset_peak()
-                engine = Engine.load(files, device=device, weights=weights, ctx=CTX, vram=cap_bytes, reuse=NO_REUSE)
+                engine = Engine.load(
+                    files, device=device, weights=weights, ctx=CTX, vram=cap_bytes, reuse=NO_REUSE, speculate=OFF
+                )
         plan, placed = engine.plan, engine.residency.placed
         assert plan is not None
         if placed is None:

@@ -24,6 +24,7 @@ from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent, TokenEvent
 from localllm.engine.kv_reuse import NO_REUSE
 from localllm.engine.request import Request, SamplingParams
+from localllm.engine.speculative.choice import OFF
 from localllm.hub import locate
 from localllm.hub.packed import packed_directory
 from localllm.offload.costs import StepCosts
@@ -58,7 +59,14 @@ def measure(spec: Spec) -> dict[str, Any]:
     dtype = "fp32" if spec.weights == "fp32" else "bf16"
     started = time.perf_counter()
     engine = Engine.load(
-        files, weights=spec.weights, dtype=dtype, ram=spec.ram_bytes, ctx=spec.ctx, job=job, reuse=NO_REUSE
+        files,
+        weights=spec.weights,
+        dtype=dtype,
+        ram=spec.ram_bytes,
+        ctx=spec.ctx,
+        job=job,
+        reuse=NO_REUSE,
+        speculate=OFF,
     )
     load_s = time.perf_counter() - started
     plan = engine.plan

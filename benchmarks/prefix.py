@@ -37,6 +37,7 @@ from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent
 from localllm.engine.kv_reuse import NO_REUSE, KVReuse
 from localllm.engine.request import SamplingParams
+from localllm.engine.speculative.choice import OFF
 from localllm.hub import ModelFiles
 from localllm.models.families import parse_config
 from localllm.models.load import load_decoder
@@ -121,7 +122,9 @@ class Chat:
     def _load(self) -> Engine:
         room = self._shared_tokens + 4 * (TURN_TOKENS + ANSWER_TOKENS)
         ctx = min(room, 8192)
-        return Engine.load(self._files, weights=self._weights, ctx=ctx, reuse=KVReuse(directory=self._folder))
+        return Engine.load(
+            self._files, weights=self._weights, ctx=ctx, reuse=KVReuse(directory=self._folder), speculate=OFF
+        )
 
     def turn(self, number: int) -> Turn:
         """Of a chat that nobody has had before."""

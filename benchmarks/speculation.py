@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -40,44 +41,45 @@ def oracle(rounds: int, shape: str) -> dict[str, Any]:
 
 
 def _oracle_rows(engine: Engine, placement: str, rounds: int, num_tokens: int) -> list[dict[str, Any]]:
-    prompt = ids(64, engine.config.vocab_size, 1)
+    pairs = [(alpha, count) for alpha in ALPHAS for count in COUNTS]
+    return [oracle_row(engine, placement, alpha, count, rounds, num_tokens) for alpha, count in pairs]
+
+
+def oracle_row(
+    engine: Engine, placement: str, alpha: float, count: int, rounds: int, num_tokens: int
+) -> dict[str, Any]:
+    prompt, vocab_size = ids(64, engine.config.vocab_size, 1), engine.config.vocab_size
     guess(engine, OFF)
     stream_ids = {prompt: (*prompt, *run(engine, prompt, num_tokens).token_ids)}
-    rows = []
-    for alpha in ALPHAS:
-        for count in COUNTS:
-            plain: list[float] = []
-            guessed: list[float] = []
-            tokens: list[float] = []
-            formulas: list[float] = []
-            for number in range(rounds):
-                guess(engine, OFF)
-                plain.append(run(engine, prompt, num_tokens).seconds)
-                told = Oracle(stream_ids, alpha, engine.config.vocab_size, seed=number)
-                guess(engine, Speculate("ngram", count, adapts=False), told)
-                steps = _timed(engine)
-                found = run(engine, prompt, num_tokens)
-                assert found.told is not None and (*prompt, *found.token_ids) == stream_ids[prompt]
-                guessed.append(found.seconds)
-                tokens.append(found.told.tokens_per_pass or 1.0)
-                formulas.append(expected_tokens(alpha, count) * plain[-1] / median(steps))
-            measured, formula = paired(plain, guessed), spread(formulas)
-            row = {
-                "placement": placement,
-                "alpha": alpha,
-                "k": count,
-                "speedup": measured,
-                "formula": formula,
-                "share": measured.median / formula.median,
-                "tokens_per_pass": spread(tokens),
-                "expected_tokens_per_pass": expected_tokens(alpha, count),
-                "plain_tok_s": 1 / median(plain),
-            }
-            print(
-                f"{placement:9} alpha {alpha:<5} k {count}  {measured} x, formula {formula}, share {row['share']:.2f}"
-            )
-            rows.append(row)
-    return rows
+    plain: list[float] = []
+    guessed: list[float] = []
+    tokens: list[float] = []
+    formulas: list[float] = []
+    for number in range(rounds):
+        guess(engine, OFF)
+        plain.append(run(engine, prompt, num_tokens).seconds)
+        guess(engine, Speculate("ngram", count, adapts=False), Oracle(stream_ids, alpha, vocab_size, seed=number))
+        steps = _timed(engine)
+        found = run(engine, prompt, num_tokens)
+        assert found.told is not None and (*prompt, *found.token_ids) == stream_ids[prompt]
+        guessed.append(found.seconds)
+        tokens.append(found.told.tokens_per_pass or 1.0)
+        formulas.append(expected_tokens(alpha, count) * plain[-1] / median(steps))
+    measured, formula = paired(plain, guessed), spread(formulas)
+    row = {
+        "placement": placement,
+        "alpha": alpha,
+        "k": count,
+        "speedup": measured,
+        "formula": formula,
+        "share": measured.median / formula.median,
+        "tokens_per_pass": spread(tokens),
+        "expected_tokens_per_pass": expected_tokens(alpha, count),
+        "plain_tok_s": 1 / median(plain),
+    }
+    told = f"{placement:9} alpha {alpha:<5} k {count}  {measured} x, formula {formula}, share {row['share']:.2f}"
+    print(told, file=sys.stderr)
+    return row
 
 
 def expected_tokens(alpha: float, count: int) -> float:

@@ -158,15 +158,15 @@ class PagedKV:
             {device: torch.zeros(pages_of(capacity), dtype=torch.int64) for device in group.sealed.devices}
             for group in pages.groups
         ]
-        self._reserve(len(borrowed[0]) if borrowed else 0)
+        num_borrowed = len(borrowed[0]) if borrowed else 0
+        self._reserve(num_borrowed)
         self._borrowed = {page for table in borrowed for page in table if page is not None}
         for index, table in enumerate(borrowed):
             for number, page in enumerate(table):
                 if page is not None:
                     page.owners += 1
                     self._set(index, number, page)
-        self.num_sealed = len(borrowed[0]) if borrowed else 0
-        self.length = self.num_sealed * PAGE_TOKENS
+        self.num_sealed, self.length = num_borrowed, num_borrowed * PAGE_TOKENS
         pages.sequences.add(self)
 
     def fork(self, length: int, capacity: int) -> PagedKV:
@@ -176,6 +176,52 @@ class PagedKV:
         firsts = [group.first_seen(full * PAGE_TOKENS) for group in self.pages.groups]
         pairs = zip(self.tables, firsts, strict=True)
         return PagedKV(self.pages, capacity, [[*([None] * first), *table[first:full]][:full] for table, first in pairs])
+
+    def branch(self, capacity: int) -> PagedKV:
+        """A fork that has all tokens of this one, the last of them in pages of its own."""
+        other, number = self.fork(self.length, capacity), self.length // PAGE_TOKENS
+        try:
+            for index, group in enumerate(self.pages.groups) if self.length % PAGE_TOKENS else ():
+                page = self.tables[index][number]
+                assert page is not None
+                own = other._take(page.pool)
+                own.copy_from(page)
+                other._set(index, number, own)
+                if (opened := self._open[index].get(number)) is not None:
+                    other._open[index][number] = other._take(group.dense)
+                    other._open[index][number].copy_from(opened)
+        except BaseException:
+            other.close()
+            raise
+        other.length = self.length
+        return other
+
+    def adopt(self, other: PagedKV) -> None:
+        """Go on with what a branch of this one has computed: its pages for those that it has of its own."""
+        for index in range(len(self.pages.groups)):
+            for number in range(other.num_sealed, len(other.tables[index])):
+                self._exchange(other, index, number)
+        self.length = other.length
+
+    def _exchange(self, other: PagedKV, index: int, number: int) -> None:
+        own, others = self.tables[index][number], other.tables[index][number]
+        for kv, given, taken in ((self, own, others), (other, others, own)):
+            kv._promise_for(given, taken)
+            kv.tables[index][number] = None
+            if taken is not None:
+                kv._set(index, number, taken)
+        opened, others_opened = self._open[index].pop(number, None), other._open[index].pop(number, None)
+        for kv, given, taken in ((self, opened, others_opened), (other, others_opened, opened)):
+            kv._promise_for(given, taken)
+            if taken is not None:
+                kv._open[index][number] = taken
+
+    def _promise_for(self, given: Page | None, taken: Page | None) -> None:
+        """What it gives away it may take again, and what it gets was promised to it."""
+        if given is not None:
+            self._promised[given.pool] += 1
+        if taken is not None:
+            self._promised[taken.pool] -= 1
 
     @property
     def places(self) -> Sequence[tuple[int, int]]:

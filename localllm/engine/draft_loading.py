@@ -66,10 +66,7 @@ class DraftModel:
 
     def num_bytes(self, ctx: int, sequences: int = 1) -> int:
         """What it takes where it is computed, with room for so many tokens of each sequence."""
-        shape = self.shape
-        ctx = min(ctx, self.config.longest_context)
-        activations = BATCH_ROWS * shape.row_bytes + LOGIT_ROWS * shape.logits_bytes
-        return shape.num_bytes + shape.kv_bytes(sequences * ctx, sequences) + activations
+        return draft_bytes(self.shape, min(ctx, self.config.longest_context), sequences)
 
     def load(
         self, vocab_size: int, reading: Progress, packing: Progress, waiting: Callable[[str], None]
@@ -100,6 +97,12 @@ class DraftModel:
             ctx=self.config.longest_context,
             vocab_size=vocab_size,
         )
+
+
+def draft_bytes(shape: ModelShape, ctx: int, sequences: int = 1) -> int:
+    """Of a model that only guesses: it reads prompts in parts, and never has many logits at once."""
+    activations = BATCH_ROWS * shape.row_bytes + LOGIT_ROWS * shape.logits_bytes
+    return shape.num_bytes + shape.kv_bytes(sequences * ctx, sequences) + activations
 
 
 def why_left_out(draft: DraftModel, with_it: Plan | None, without: Plan) -> str:

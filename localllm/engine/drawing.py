@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TypedDict
 
 import torch
@@ -38,6 +38,7 @@ class Outcome:
     logits: Tensor | None
     token_ids: Sequence[int]
     are_finite: Sequence[bool]
+    branch: Outcome | None = None  # of the chunk's
 
     def token(self, row: int, sequence: Running, text_of: Callable[[int], str]) -> tuple[int, TokenLogprob | None]:
         """The next token of a sequence that has taken in those of the rows before, with its logprob where that is asked
@@ -90,11 +91,23 @@ def plain_draw(sequence: Running) -> PlainDraw | None:
     return PlainDraw.of(sequence.request.sampling, sequence.seed) if is_free else None
 
 
+def chunks_of(scheduled: Scheduled) -> list[Chunk]:
+    """With their branches, each behind its own."""
+    return [each for _, chunk in scheduled for each in (chunk, chunk.branch) if each is not None]
+
+
+def _with_branches(scheduled: Scheduled, outcomes: Iterable[Outcome]) -> list[Outcome]:
+    """outcomes: of `chunks_of`."""
+    rest = iter(outcomes)
+    return [replace(next(rest), branch=None if chunk.branch is None else next(rest)) for _, chunk in scheduled]
+
+
 def outcomes_of(logits: Tensor, scheduled: Scheduled) -> list[Outcome]:
-    """logits fp32 [R, V], as `ModelRunner.forward` has them. Waits for them."""
+    """logits fp32 [R, V], as `ModelRunner.forward` has them of `chunks_of`. Waits for them."""
     are_finite = [math.isfinite(total) for total in logits.sum(dim=-1).tolist()]  # a sum with a NaN is none
-    ends = list(itertools.accumulate(1 + chunk.num_drafted for _, chunk in scheduled))
-    return [Outcome(logits[begin:end], (), are_finite[begin:end]) for begin, end in itertools.pairwise([0, *ends])]
+    ends = itertools.accumulate((1 + chunk.num_drafted for chunk in chunks_of(scheduled)), initial=0)
+    rows = (Outcome(logits[begin:end], (), are_finite[begin:end]) for begin, end in itertools.pairwise(ends))
+    return _with_branches(scheduled, rows)
 
 
 def drawn_on_device(runner: ModelRunner, scheduled: Scheduled, *, goes_on: bool) -> list[Outcome] | None:
@@ -103,12 +116,14 @@ def drawn_on_device(runner: ModelRunner, scheduled: Scheduled, *, goes_on: bool)
 
     Raises as `ModelRunner.draw`.
     """
-    draws = [plain_draw(sequence) for sequence, _ in scheduled]
+    draws = [plain_draw(sequence) for sequence, chunk in scheduled for _ in chunks_of([(sequence, chunk)])]
     plain = [draw for draw in draws if draw is not None]
-    chunks = [chunk for _, chunk in scheduled]
+    chunks = chunks_of(scheduled)
     reach_ends = all(chunk.end == len(chunk.token_ids) for chunk in chunks)
     if len(plain) < len(draws) or not reach_ends or not runner.draws(chunks):
         return None
     goes_on = goes_on and all(len(sequence.token_ids) + 1 < sequence.max_length for sequence, _ in scheduled)
     tokens = runner.draw(chunks, plain, goes_on=goes_on and runner.model.config.rope_switch_length is None)
-    return None if tokens is None else [Outcome(None, row, [token >= 0 for token in row]) for row in tokens]
+    if tokens is None:
+        return None
+    return _with_branches(scheduled, (Outcome(None, row, [token >= 0 for token in row]) for row in tokens))

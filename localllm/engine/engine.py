@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from localllm.cache.prefix import PrefixCache
 from localllm.engine.chat_template import ChatInput, ChatTemplate, encode_chat
 from localllm.engine.detokenizer import Detokenizer
 from localllm.engine.draft_loading import DraftModel
-from localllm.engine.drawing import Outcome, drawn_on_device, outcomes_of
+from localllm.engine.drawing import Outcome, chunks_of, drawn_on_device, outcomes_of
 from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent
 from localllm.engine.growth import Needed, cannot_grow, grow
 from localllm.engine.kv_probe import LAST, KVProbe, Switch, load_as_found
@@ -47,8 +48,7 @@ from localllm.engine.sampler import breaker_ids
 from localllm.engine.scheduler import Limits, Scheduler
 from localllm.engine.scores import Scores
 from localllm.engine.sequence import Sequence
-from localllm.engine.speculative.choice import AUTO, OFF, Speculate, speculation
-from localllm.engine.speculative.draft_model import ModelDrafter
+from localllm.engine.speculative.choice import AUTO, NO_GUESSES, Speculate, Speculating, speculation
 from localllm.engine.taking import taken
 from localllm.engine.telling import forward_split, telling, untold
 from localllm.engine.tokenizer import Tokenizer
@@ -85,16 +85,15 @@ class Engine:
         reuse: KVReuse = IN_POOLS,
         computed: Computed = UNKNOWN_SOURCE,
         kv_probe: KVProbe | None = None,
-        speculate: Speculate = OFF,
-        drafter: ModelDrafter | None = None,
+        speculating: Speculating = NO_GUESSES,
         note: Callable[[str], None] = unheard,
     ) -> None:
         """plan: by which the model was loaded, if one was made; limits are within it. placed: what can move the blocks;
         `model` is its `few` then. replan: as LoadedModel has it; without one the context never grows. flags_for: with
         which a longer context fits, "" where none does. held: what must stay open as long as the engine is used. reuse:
         what later prompts find of earlier ones, computed with this checkpoint and recipe. kv_probe: asks at the first
-        long prompt whether the KV format is good enough; None where that is known, or of no concern. speculate: who
-        guesses tokens ahead; drafter: the second model, where that is one. note: hears what is worth a line."""
+        long prompt whether the KV format is good enough; None where that is known, or of no concern. speculating: makes
+        what guesses tokens ahead. note: hears what is worth a line."""
         self.tokenizer = tokenizer
         self._template = template
         self.ctx = ctx
@@ -119,7 +118,7 @@ class Engine:
         self._limits = limits or Limits()
         self.scheduler = Scheduler(self._limits.within(plan), self._admit)
         eos = (*model.config.eos_token_ids, tokenizer.eos_token_id)
-        self.speculation = speculation(speculate, self.residency, plan, drafter)
+        self.speculation = speculating(self.residency, plan)
         self.eos_ids = frozenset(token_id for token_id in eos if token_id is not None)
         self._request_ids = itertools.count()
         self._aborted: set[int] = set()
@@ -176,7 +175,9 @@ class Engine:
         limits = limits or (Limits() if job is None else Limits(max_sequences=job.sequences))
         computed = Computed(source_id(files), chosen.name, files.name)
         draft = DraftModel.of(speculate.draft_model, tokenizer, files.name, of, on, kv)
-        loading = Loading(files, chosen, of, on, kv, ctx, ram, vram, job, watcher, draft, speculate.skips)
+        loading = Loading(
+            files, chosen, of, on, kv, ctx, ram, vram, job, watcher, draft, speculate.skips, speculate.is_on
+        )
         loaded, kv, kv_probe = load_as_found(loading, config, computed, probes_kv=probes_kv)
         engine = cls(
             loaded.decoder,
@@ -193,8 +194,7 @@ class Engine:
             reuse=reuse,
             computed=computed,
             kv_probe=kv_probe,
-            speculate=speculate,
-            drafter=loaded.drafter,
+            speculating=partial(speculation, speculate, drafter=loaded.drafter, forks=loaded.forks),
             note=watcher.noting,
         )
         try:
@@ -363,7 +363,7 @@ class Engine:
             outcomes = drawn_on_device(self.runner, scheduled, goes_on=goes_on)
             if outcomes is None:
                 logits = self.runner.forward(
-                    [chunk for _, chunk in scheduled],
+                    chunks_of(scheduled),
                     cancelled=is_aborted,
                     progress=telling(scheduled, tell),
                 )
@@ -472,10 +472,10 @@ class Engine:
         return sequence.finished(self.load_s, error)
 
     def _remove(self, sequences: SequenceOf[Sequence]) -> None:
+        for sequence in sequences:  # first: a branch ends before what it is a branch of
+            self.speculation.forget(sequence)
         with self._lock:
             self.scheduler.remove(sequences)
-        for sequence in sequences:
-            self.speculation.forget(sequence)
 
     def _drop_aborted(self) -> list[Event]:
         with self._lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -11,6 +12,7 @@ import torch
 from localllm.config import format_bytes
 from localllm.engine.advice import advise, other_model
 from localllm.engine.card import CardPlanning
+from localllm.engine.draft_loading import draft_bytes
 from localllm.engine.loading import has_card, require_card
 from localllm.engine.memory import DTYPES, choose_device, choose_dtype, require_context
 from localllm.engine.placement import model_shape, process_memory, require_cap
@@ -25,7 +27,7 @@ from localllm.models.layout import model_bytes
 from localllm.models.shapes import Shape, find_shape, shipped_shapes
 from localllm.offload.device_rates import UNKNOWN_CONTEXT_BYTES
 from localllm.offload.device_search import AnySearch
-from localllm.offload.guessing import MOST_GUESSES, USUAL_ALPHAS, Gain, gain, skipped, skipping, staging_s
+from localllm.offload.guessing import MOST_GUESSES, USUAL_ALPHAS, Gain, fork_bytes, gain, skipped, skipping, staging_s
 from localllm.offload.plan import JobShape, ModelShape, Plan, with_kept_pages
 from localllm.offload.profile import UNKNOWN_DISK_GBS, Profile, kept_profile, measured
 from localllm.offload.search import Search, fits_whole, is_better
@@ -162,7 +164,7 @@ def _search(
         config, packing = as_stored(files, model.name, model.config, recipe)
         card = CardPlanning(device, dtype, wishes.kv, wishes.ctx, wishes.ram, wishes.vram, wishes.job, say)
         found = card.search(config, recipe, model.name, packing)
-        return replace(found, harm=_harm(found.shape, files, wishes))
+        return _with_guesses(replace(found, harm=_harm(found.shape, files, wishes)), wishes, dtype, device)
     require_cap(wishes.ram)  # before seconds of measuring
     profile = measured(kept_profile(), recipe.name, recipe.blocks, dtype, say)
     rates = profile.rates(recipe.name)
@@ -170,7 +172,25 @@ def _search(
     shape = _shape(model, files, recipe, dtype, device, wishes.kv)
     memory = process_memory(wishes.ram, recipe, model.config.vocab_size, packs=shape.packing is not None)
     search = Search(shape, memory, rates, wishes.ctx, wishes.job, profile.corrections(recipe.name))
-    return replace(search, harm=_harm(shape, files, wishes))
+    return _with_guesses(replace(search, harm=_harm(shape, files, wishes)), wishes, dtype, device)
+
+
+def _with_guesses(search: AnySearch, wishes: Wishes, dtype: torch.dtype, device: torch.device) -> AnySearch:
+    """With room for what guesses take, where there is any: a model is not refused for it."""
+    wish, shape = wishes.guessing, search.shape
+    if not wish.is_on:
+        return search
+    num_bytes = fork_bytes(shape)
+    if wish.draft_model:
+        draft = find_shape(wish.draft_model)
+        second = model_shape(draft.config, RECIPES[DEFAULT], dtype, draft.name, device, wishes.kv)
+        num_bytes += draft_bytes(second, min(wishes.ctx or shape.default_ctx, draft.config.longest_context))
+    for reserved in (num_bytes, fork_bytes(shape)):
+        guessing = replace(search, shape=replace(shape, draft_bytes=reserved))
+        with suppress(DoesNotFitError):
+            guessing.best()
+            return guessing
+    return search
 
 
 def _harm(shape: ModelShape, files: ModelFiles | None, wishes: Wishes) -> Mapping[str, float]:

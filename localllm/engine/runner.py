@@ -62,6 +62,7 @@ class Chunk:
     num_drafted: int = (
         0  # the last of these tokens, that are guessed: each has logits of its own, as the one before them
     )
+    branch: Chunk | None = None  # other guesses behind the same tokens, with a branch of their cache
     num_ahead: int = 0  # tokens behind those that `kv` holds, which a draft has written and nobody counts
 
     @property

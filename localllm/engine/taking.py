@@ -35,8 +35,10 @@ def taken(
         yield PrefillEvent(sequence.request_id, kv.length, sequence.num_prompt_tokens)
     if length < len(sequence.token_ids):
         return
-    num_accepted = 0
-    for kept in range(length, length + chunk.num_drafted + 1):
+    own, num_accepted = chunk, 0
+    for kept in range(
+        length, length + max(chunk.num_drafted, 0 if chunk.branch is None else chunk.branch.num_drafted) + 1
+    ):
         row = kept - length
         if not outcome.are_finite[row]:
             raise runner.locate_non_finite(_until(chunk, begin, kept))
@@ -44,14 +46,23 @@ def taken(
         event = sequence.append(token_id, logprob, eos_ids)
         if event is not None:
             yield event
-        is_guessed = row < chunk.num_drafted and token_id == chunk.token_ids[kept]
-        num_accepted += is_guessed
-        if not is_guessed or sequence.finish_reason is not None:
+        if not row and outcome.branch is not None and not _is_guessed(chunk, row, token_id):
+            assert chunk.branch is not None
+            chunk, outcome = chunk.branch, outcome.branch  # whose first row is the same one
+        is_right = _is_guessed(chunk, row, token_id)
+        num_accepted += is_right
+        if not is_right or sequence.finish_reason is not None:
             break
-    sequence.tally.take(chunk.num_drafted, num_accepted)
-    if chunk.num_drafted:
-        kv.trim(kept)
+    sequence.tally.take(own.num_drafted + (0 if own.branch is None else own.branch.num_drafted), num_accepted)
+    if own.num_drafted:
+        chunk.kv.trim(kept)
+        if chunk is not own:
+            kv.adopt(chunk.kv)
         kv_supply.seal(sequence)
+
+
+def _is_guessed(chunk: Chunk, row: int, token_id: int) -> bool:
+    return row < chunk.num_drafted and chunk.token_ids[row - chunk.num_drafted] == token_id
 
 
 def _until(chunk: Chunk, begin: int, end: int) -> Chunk:

@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from localllm.offload.plan import BlockShape, Costs, Plan
+from localllm.kernels.kv_page import PAGE_TOKENS
+from localllm.offload.plan import BlockShape, Costs, ModelShape, Plan
 
 MOST_GUESSES = 8
 # Of guesses that are right, where no run has told: what is said of a text that quotes itself, and of others.
@@ -37,6 +38,12 @@ def gain(
         tokens = sum(alpha**place for place in range(count + 1))
         options.append(Gain(count, tokens / (guessing_s + verifying_s), plain_s * tokens / (guessing_s + verifying_s)))
     return max(options, key=lambda option: option.tok_s)
+
+
+def fork_bytes(shape: ModelShape) -> int:
+    """Of a second end of one sequence, for other guesses and for trials: two pages, and what any sequence has; pools
+    grow by as much again."""
+    return 2 * shape.kv_bytes(2 * PAGE_TOKENS)
 
 
 def skipped(plan: Plan) -> frozenset[str]:

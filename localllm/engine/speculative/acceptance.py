@@ -10,7 +10,8 @@ _KEPT_OF_ALL = 0.98
 _PRIOR_WEIGHT = 3.0
 # Before anything was seen, of the first guess.
 _PRIORS = {"ngram-2": 0.4, "ngram-3": 0.5, "ngram-4": 0.6, "ngram-6": 0.7, "ngram-10": 0.8, "ngram-16": 0.9}
-_PRIOR = 0.7
+_PRIOR, _PRIOR_ELSE = 0.7, 0.3
+ELSE = " else"  # behind a source: what is verified beside it
 
 
 class Acceptance:
@@ -32,7 +33,7 @@ class Acceptance:
                 right, all_told = seen[place]
                 rates.append(right / all_told)
             else:
-                rates.append(priors[place] if priors else rates[-1] if rates else _PRIORS.get(source, _PRIOR))
+                rates.append(priors[place] if priors else rates[-1] if rates else _prior(source))
         return rates
 
     def tokens(self, source: str, count: int) -> list[float]:
@@ -56,3 +57,7 @@ class Acceptance:
             seen[place] = (self._kept * right + (guess == token), self._kept * all_told + 1)
             if guess != token:
                 return
+
+
+def _prior(source: str) -> float:
+    return _PRIOR_ELSE if source.endswith(ELSE) else _PRIORS.get(source, _PRIOR)

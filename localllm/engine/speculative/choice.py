@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from typing import Protocol
 
 from localllm.config import DRAFT_MODEL, MOST_DRAFT_TOKENS, SPECULATE
 from localllm.engine.residency import Residency
@@ -44,6 +45,10 @@ class Speculate:
         return self.who.removeprefix(DRAFT_MODEL) if self.who.startswith(DRAFT_MODEL) else ""
 
     @property
+    def is_on(self) -> bool:
+        return self.who != "off" and self.most_tokens > 0
+
+    @property
     def skips(self) -> bool:
         return self.who in ("auto", "skip") and self.most_tokens > 0
 
@@ -55,10 +60,21 @@ class Speculate:
 AUTO, OFF = Speculate("auto"), Speculate("off")
 
 
+class Speculating(Protocol):
+    def __call__(self, residency: Residency, plan: Plan | None) -> Speculation:
+        """plan: by which the model was loaded, if one was made."""
+        ...
+
+
 def speculation(
-    speculate: Speculate, residency: Residency, plan: Plan | None, drafter: ModelDrafter | None = None
+    speculate: Speculate,
+    residency: Residency,
+    plan: Plan | None,
+    drafter: ModelDrafter | None = None,
+    *,
+    forks: bool = True,
 ) -> Speculation:
-    """plan: by which the model was loaded, if one was made. drafter: the second model, if there is one."""
+    """drafter: the second model, if there is one. plan: as `Speculating` has it. forks: as `Speculation` has it."""
     skip_set = None
     drafters: list[Drafter] = []
     lookup = NgramLookup() if speculate.who in ("auto", "ngram") else None
@@ -73,9 +89,13 @@ def speculation(
         drafters,
         speculate.most_tokens,
         skip_set=skip_set if speculate.adapts else None,
+        forks=forks,
         adapts=speculate.adapts,
         growth=None if plan is None else growth(plan),
     )
+
+
+NO_GUESSES: Speculating = partial(speculation, OFF)
 
 
 def growth(plan: Plan) -> Callable[[int, int], float]:

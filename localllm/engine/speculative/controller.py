@@ -7,14 +7,15 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from localllm.engine.speculative.acceptance import Acceptance
+from localllm.engine.speculative.acceptance import ELSE, Acceptance
 from localllm.engine.speculative.drafter import Draft
 from localllm.engine.speculative.step_times import StepTimes
 
 # Expected gains below are within what is known of the times: of a verification, and of a model's guesses before it.
 _WORTH, _WORTH_GUESSING = 1.03, 1.1
+_WORTH_BRANCHING = 1.01  # beside the same guesses without a branch
 # Steps between two that are without guesses to measure them again, as few as cost this share of the time. Of each two
 # the second counts: the first finds caches as guesses have left them.
 _FEWEST_STEPS, _MOST_STEPS, _PLAIN_SHARE = 8, 64, 0.01
@@ -38,6 +39,7 @@ class Option:
     tokens: float
     seconds: float
     least: float = 0.0  # as `Drafter.propose` has it
+    others: int = 0  # guesses of a branch, where one sequence runs: what is offered else
 
     @property
     def rate(self) -> float:
@@ -52,6 +54,7 @@ class Situation:
     limits: Sequence[int]
     offers: Sequence[Draft]
     most_rows: int  # of the step
+    branches: bool = False  # there is room for other guesses beside those of a sequence
 
     @property
     def most(self) -> int:
@@ -97,7 +100,8 @@ class Controller:
             return None
         gained = max(0.0, 1 - plain_rate / best.rate)
         self._plain_every = int(min(max(gained * _PLAIN_STEPS / _PLAIN_SHARE, _FEWEST_STEPS), _MOST_STEPS))
-        return _until_unlikely(best, self._guess_cost(best, plain_s), max(plain_rate, best.rate) / sequences)
+        best = _until_unlikely(best, self._guess_cost(best, plain_s), max(plain_rate, best.rate) / sequences)
+        return best if sequences > 1 else self._with_branch(best, situation)
 
     def learn(
         self, option: Option | None, rows: int, tokens: int, sequences: int, guess_s: float, step_s: float
@@ -195,6 +199,27 @@ class Controller:
             numbers, are_offered = zip(*chosen, strict=True)
             yield Option(numbers, are_offered, drafter, tokens, seconds)
 
+    def _with_branch(self, option: Option, situation: Situation) -> Option:
+        """Where the pass has room for them and they pay: other guesses, which count where not even the first of the
+        draft is right. They are what a lookup found beside its best, or beside a drafter's."""
+        most, rows, (acceptance,) = most_others(option, situation), 1 + option.counts[0], situation.acceptances
+        if most < 1:
+            return option
+        source = situation.offers[0].source if option.drafter is None else option.drafter
+        missed = 1 - acceptance.rates(source, 1)[0]
+        gained = [tokens - 1 for tokens in acceptance.tokens(others_of(source), most)]
+        options = (
+            replace(
+                option,
+                others=count,
+                tokens=option.tokens + missed * gained[count],
+                seconds=option.seconds + self.times.step_s(1, rows + 1 + count) - self.times.step_s(1, rows),
+            )
+            for count in range(1, most + 1)
+        )
+        best = max(options, key=lambda each: each.rate)
+        return best if best.rate > option.rate * _WORTH_BRANCHING else option
+
     def _guess_time(self, drafter: str, sequences: int) -> float:
         known = self._guess_s.get((drafter, sequences))
         if known:
@@ -216,7 +241,19 @@ class Controller:
 def _until_unlikely(option: Option, guess_s: float, rate: float) -> Option:
     """One guess more is worth its time as long as it gives more tokens in it than are had anyway."""
     least = min(0.95, guess_s * rate)
-    return Option(option.counts, option.are_offered, option.drafter, option.tokens, option.seconds, least)
+    return replace(option, least=least)
+
+
+def others_of(source: str) -> str:
+    """What is counted of guesses that are verified beside those of a source."""
+    return source + ELSE
+
+
+def most_others(option: Option, situation: Situation) -> int:
+    """Guesses that a branch of the one sequence may have; 0 where nothing else is offered, or there may be none."""
+    (offer,), rows = situation.offers, 1 + option.counts[0]
+    others = offer.others if option.are_offered[0] else offer.token_ids
+    return min(len(others), situation.most_rows - rows - 1, option.counts[0]) if situation.branches else 0
 
 
 class FixedCount:
@@ -236,7 +273,8 @@ class FixedCount:
         )
         if not any(counts):
             return None
-        return Option(counts, are_offered, None if all(are_offered) else drafter, 1.0, 1.0)
+        option = Option(counts, are_offered, None if all(are_offered) else drafter, 1.0, 1.0)
+        return replace(option, others=max(0, most_others(option, situation))) if len(counts) == 1 else option
 
     def learn(self, *_arguments: object) -> None:
         """It does the same whatever comes of it."""

@@ -12,10 +12,11 @@ from localllm.engine.sequence import Sequence as Running
 @dataclass(frozen=True)
 class Draft:
     """Guesses of what follows a sequence. source: what they came from, as finely as that tells how often they are
-    right: "skip", "ngram-4"."""
+    right: "skip", "ngram-4". others: what follows else, if not even the first is right."""
 
     token_ids: tuple[int, ...] = ()
     source: str = ""
+    others: tuple[int, ...] = ()
 
 
 NO_DRAFT = Draft()

@@ -50,18 +50,18 @@ class _Index:
     def draft(self, token_ids: Sequence[int], end: int, limit: int) -> Draft:
         """Behind the first `end` tokens, never fewer than the last time."""
         self._read(token_ids, end)
-        best, longest = 0, 0
+        found: dict[int, tuple[int, int]] = {}  # by the token that followed: how much matched there, and the place
         for length, places in zip(_LENGTHS, self._places, strict=True):
-            for place in reversed(places.get(tuple(token_ids[end - length : end]), ())):
+            for place in places.get(tuple(token_ids[end - length : end]), ()):
                 matched = _common_suffix(token_ids, place, end)
-                if matched > longest:
-                    best, longest = place, matched
-            if longest:
-                break
-        if not longest:
+                if matched >= found.get(token_ids[place], (0, 0))[0]:  # the latest of equals
+                    found[token_ids[place]] = matched, place
+        if not found:
             return NO_DRAFT
-        guesses = _continued(token_ids[best : min(best + limit, end)], limit)
-        return Draft(guesses, f"ngram-{max(grade for grade in _GRADES if grade <= longest)}")
+        (longest, best), *rest = sorted(found.values(), reverse=True)[:2]
+        others = _continued(token_ids, rest[0][1], end, limit) if rest else ()
+        grade = max(grade for grade in _GRADES if grade <= longest)
+        return Draft(_continued(token_ids, best, end, limit), f"ngram-{grade}", others)
 
     def _read(self, token_ids: Sequence[int], end: int) -> None:
         """What is followed by one of these tokens is found from now on."""
@@ -82,6 +82,7 @@ def _common_suffix(token_ids: Sequence[int], place: int, end: int) -> int:
     return count
 
 
-def _continued(run: Sequence[int], limit: int) -> tuple[int, ...]:
-    """So many tokens: a run that reaches the end of the text repeats itself."""
+def _continued(token_ids: Sequence[int], place: int, end: int, limit: int) -> tuple[int, ...]:
+    """So many tokens from a place on: a run that reaches the end of the text repeats itself."""
+    run = token_ids[place : min(place + limit, end)]
     return tuple(run[i % len(run)] for i in range(limit))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from localllm.cache.paged_kv import PagedKV
 from localllm.config import MOST_DRAFT_TOKENS
 from localllm.engine.drawing import Scheduled
 from localllm.engine.memory import is_out_of_memory
@@ -19,7 +20,7 @@ from localllm.engine.residency import Residency
 from localllm.engine.runner import Chunk
 from localllm.engine.sequence import Sequence as Running
 from localllm.engine.speculative.acceptance import Acceptance
-from localllm.engine.speculative.controller import Chooser, Controller, FixedCount, Option, Situation
+from localllm.engine.speculative.controller import Chooser, Controller, FixedCount, Option, Situation, others_of
 from localllm.engine.speculative.drafter import NO_DRAFT, Draft, Drafter, Lookup
 from localllm.engine.speculative.skip import SkipDrafter
 from localllm.engine.speculative.skip_set import SkipSet
@@ -47,6 +48,7 @@ class _Round:
     option: Option | None
     acceptances: Sequence[Acceptance]
     guess_s: float = 0.0
+    num_others: int = 0  # guesses of a branch
 
 
 @dataclass
@@ -70,17 +72,20 @@ class Speculation:
         draft_tokens: int = DRAFT_TOKENS,
         *,
         skip_set: SkipSet | None = None,
+        forks: bool = True,
         adapts: bool = True,
         growth: Callable[[int, int], float] | None = None,
     ) -> None:
-        """skip_set: that one of them leaves out, to be improved meanwhile. adapts: how many are guessed is what pays;
+        """skip_set: that one of them leaves out, to be improved meanwhile. forks: there is memory for a second end of a
+        sequence, for other guesses and for trials. adapts: how many are guessed is what pays;
         else as many as may be. growth: as `StepTimes` has it."""
         self.name = "+".join(each.name for each in (lookup, *drafters) if each is not None)
         self._residency = residency
         self._lookup = lookup if draft_tokens > 0 else None
         self._drafters = list(drafters) if draft_tokens > 0 else []
         self._draft_tokens = draft_tokens
-        self._skip_set, self._adapts, self._growth = skip_set, adapts, growth
+        self._skip_set, self._forks = skip_set if forks else None, forks
+        self._adapts, self._growth = adapts, growth
         self._elapsed_s = self._step_s = 0.0  # of decoding, and of its last step
         self._trials_s = self._trial_s = 0.0  # of all trials, and of the last one
         self._chooser = self._new_chooser()
@@ -90,6 +95,7 @@ class Speculation:
         self._round: _Round | None = None
         self._resting = 0  # steps to come in which nobody looks for guesses
         self._rest: _Rest | None = None
+        self._branch: PagedKV | None = None  # of the sequence whose guesses are being verified
 
     @property
     def is_on(self) -> bool:
@@ -99,6 +105,7 @@ class Speculation:
         """The chunks with guesses behind their tokens, where each has one token and it is worth it. A drafter for which
         there is too little memory is let go of. Raises as a forward does; no sequence has changed then."""
         self._round = None
+        self._end_branch()  # of a step that was given up
         if self._resting and self._goes_on(scheduled):
             self._resting -= 1
             return scheduled
@@ -118,10 +125,27 @@ class Speculation:
             with self._giving_up():
                 this.drafts = self._guessed(this.option, this.sequences, this.offers)
         this.guess_s = time.perf_counter() - started
-        return [
-            (sequence, _with_draft(chunk, draft.token_ids))
-            for (sequence, chunk), draft in zip(scheduled, this.drafts, strict=True)
-        ]
+        chunks = [_with_draft(chunk, draft.token_ids) for (_, chunk), draft in zip(scheduled, this.drafts, strict=True)]
+        if this.option is not None and this.option.others and chunks[0].num_drafted:
+            with self._giving_up():
+                chunks = [self._with_branch(chunks[0], scheduled[0][1], this)]
+        return [(sequence, chunk) for (sequence, _), chunk in zip(scheduled, chunks, strict=True)]
+
+    def _with_branch(self, chunk: Chunk, plain: Chunk, this: _Round) -> Chunk:
+        """The chunk of the one sequence, with other guesses beside its own, where they begin otherwise."""
+        assert this.option is not None
+        offer, draft = this.offers[0], this.drafts[0]
+        others = (offer.others if this.option.are_offered[0] else offer.token_ids)[: this.option.others]
+        if others[0] == draft.token_ids[0]:
+            return chunk
+        self._branch = plain.kv.branch(plain.kv.length + 1 + len(others))
+        this.num_others = len(others)
+        return replace(chunk, branch=_with_draft(replace(plain, kv=self._branch), others))
+
+    def _end_branch(self) -> None:
+        if self._branch is not None:
+            self._branch.close()
+            self._branch = None
 
     def _look(self, sequences: Sequence[Running]) -> _Round:
         """What is done in this step, and nothing guessed yet that takes time."""
@@ -132,7 +156,8 @@ class Speculation:
         if max(limits) > 0:
             ready = [drafter.name for drafter in self._drafters if drafter.is_ready]
             most_rows = max(MOST_DRAFT_TOKENS + 1, 2 * len(sequences))
-            option = self._chooser.choose(Situation(acceptances, limits, offers, most_rows), ready)
+            situation = Situation(acceptances, limits, offers, most_rows, self._forks)
+            option = self._chooser.choose(situation, ready)
         lengths = [len(sequence.token_ids) for sequence in sequences]
         return _Round(sequences, lengths, offers, [NO_DRAFT] * len(sequences), option, acceptances)
 
@@ -140,6 +165,7 @@ class Speculation:
         """From the step that has ended: every token that it gave has been drawn. step_s: what it took, without what was
         done before it."""
         this, self._round = self._round, None
+        self._end_branch()
         if this is None:
             if self._rest is not None:
                 self._rest.num_steps += 1
@@ -152,14 +178,26 @@ class Speculation:
             seen = draft if draft.token_ids else this.offers[index]
             if seen.token_ids:
                 this.acceptances[index].learn(seen.source, seen.token_ids, said)
+            others = self._others(this, index)
+            if others and said and said[0] != seen.token_ids[0] != others[0]:
+                this.acceptances[index].learn(others_of(seen.source), others, said)
         self._elapsed_s, self._step_s = self._elapsed_s + this.guess_s + step_s, step_s
         rows = len(this.sequences) + sum(len(draft.token_ids) for draft in this.drafts)
+        rows += 1 + this.num_others if this.num_others else 0
         self._chooser.learn(this.option, rows, tokens, len(this.sequences), this.guess_s, step_s)
         if this.option is None and self._chooser.is_settled:
             self._resting = min(_LONGEST_REST, int(this.guess_s / (_LOOKING_SHARE * step_s)))
             self._rest = _Rest(this.sequences, [len(sequence.token_ids) for sequence in this.sequences])
 
+    @staticmethod
+    def _others(this: _Round, index: int) -> Sequence[int]:
+        """What might have been guessed beside the draft of a sequence, or beside what was offered."""
+        offer, draft = this.offers[index], this.drafts[index]
+        is_offered = not draft.token_ids or draft.source == offer.source
+        return offer.others if is_offered else offer.token_ids
+
     def forget(self, sequence: Running) -> None:
+        self._end_branch()
         self._acceptances.pop(sequence.request_id, None)
         if self._lookup is not None:
             self._lookup.forget(sequence)
@@ -174,11 +212,12 @@ class Speculation:
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            given_up, self._drafters, self._skip_set = self._drafters, [], None
+            given_up, self._drafters, self._skip_set, self._forks = self._drafters, [], None, False
             for drafter in given_up:
                 drafter.close()
 
     def close(self) -> None:
+        self._end_branch()
         for drafter in self._drafters:
             drafter.close()
         if self._skip_set is not None:

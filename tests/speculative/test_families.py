@@ -1,0 +1,87 @@
+"""Every family, KV format and RoPE rolls back, over the ends of pages and windows, also to a branch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmarks.oracle import Oracle
+from localllm import Engine, FinishedEvent, Request, SamplingParams
+from localllm.engine.sequence import Sequence as Running
+from localllm.engine.speculative.choice import OFF
+from localllm.engine.speculative.drafter import Draft
+from localllm.engine.speculative.speculation import Speculation
+from tests.packed_support import small_checkpoint
+from tests.speculative.support import Said, answers, loaded, request, said
+
+
+class TwoWays:
+    """Offers a draft that is wrong from the first token on, and beside it what will be said, as an oracle does."""
+
+    name = "two-ways"
+
+    def __init__(self, oracle: Oracle) -> None:
+        self._oracle = oracle
+
+    def offers(self, sequences: Sequence[Running], limits: Sequence[int]) -> list[Draft]:
+        return [
+            Draft(tuple(7 if token != 7 else 8 for token in offer.token_ids), "two-ways", offer.token_ids)
+            for offer in self._oracle.offers(sequences, limits)
+        ]
+
+    def hindsight(self, _sequence: Running, _since: int, _limit: int) -> Iterator[tuple[Draft, Sequence[int]]]:
+        return iter(())
+
+    def forget(self, _sequence: Running) -> None:
+        """It keeps nothing."""
+
+
+def check(engine: Engine, wish: Request, draft_tokens: int, alpha: float) -> None:
+    """Linear drafts, and branches."""
+    engine.speculation = Speculation(engine.residency, None, (), 0)
+    (expected,) = said(engine, wish)
+    stream = {wish.prompt_ids: (*wish.prompt_ids, *expected.token_ids)}
+    oracle = Oracle(stream, alpha, engine.config.vocab_size)
+    for lookup in (oracle, TwoWays(oracle)):
+        engine.speculation = Speculation(engine.residency, lookup, (), draft_tokens, adapts=False)
+        (events,) = answers(engine, [wish])
+        assert Said.of(events) == expected
+        finished = events[-1]
+        assert isinstance(finished, FinishedEvent) and finished.speculation is not None
+        assert finished.speculation.accepted > 0
+        assert not engine.residency.kv_pages.sequences
+
+
+@pytest.mark.parametrize("kv", ["bf16", "int8", "k8v4", "int4"])
+def test_a_branch_goes_on_where_the_draft_was_wrong(kv: str) -> None:
+    engine = loaded(kv=kv, ctx=512)
+    check(engine, request(engine, "a " * 61, temperature=0, max_tokens=80), 4, 0.8)
+    check(engine, request(engine, temperature=0.9, seed=3, max_tokens=80), 7, 0.9)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "weights"),
+    [
+        ("llama-mha-wide-heads", "fp32"),  # heads that no compiled kernel takes
+        ("llama-dynamic-rope", "fp32"),
+        ("phi3-longrope", "fp32"),
+        ("llama-one-kv-head-odd-sizes", "fp32"),
+        ("mistral-windowed", "fp32"),
+        ("gemma2", "int4"),
+        ("gemma3", "bf16"),
+        ("qwen3", "bf16"),
+        ("olmo2", "int8"),
+    ],
+)
+def test_every_family_rolls_back(family: str, weights: str, tmp_path: Path) -> None:
+    """Windows among them, whose pages are let go of while others are verified."""
+    folder = small_checkpoint(tmp_path / family, family)
+    dtype = "bf16" if weights == "bf16" else "fp32"
+    engine = Engine.load(folder, device="cpu", weights=weights, dtype=dtype, speculate=OFF)
+    sampling = SamplingParams(temperature=0.8, seed=5, max_tokens=min(100, engine.ctx - 31), ignore_eos=True)
+    for draft_tokens, alpha in ((3, 0.8), (15, 0.95)):
+        check(engine, Request(tuple(range(3, 33)), sampling), draft_tokens, alpha)
+    engine.close()
