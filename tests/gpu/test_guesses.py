@@ -1,0 +1,57 @@
+"""Guesses on a GPU: verified by its step, drawn by its kernel, made by a model without some of its blocks."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.oracle import Oracle
+from localllm import Engine, Request, SamplingParams
+from localllm.engine.speculative.choice import OFF
+from localllm.engine.speculative.drafter import Drafter
+from localllm.engine.speculative.skip import SkipDrafter
+from localllm.engine.speculative.speculation import Speculation
+from localllm.models.gpu_step import GpuStep
+from tests.packed_support import small_checkpoint
+from tests.speculative.support import said
+from tests.speculative.test_families import TwoWays
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    folder = small_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
+    engine = Engine.load(folder, device="cpu", weights="int8", dtype="fp32", speculate=OFF)
+    engine.runner.cpu_step, engine.runner.gpu_step = None, GpuStep(engine.model)
+    return engine
+
+
+def check(engine: Engine, prompt: range, draft_tokens: int, max_tokens: int, **sampling: float) -> None:
+    params = SamplingParams(max_tokens=max_tokens, seed=3, ignore_eos=True, **sampling)  # type: ignore[arg-type]
+    wish = Request(tuple(prompt), params)
+    engine.speculation = Speculation(engine.residency, None, (), 0)
+    (expected,) = said(engine, wish)
+    stream = {wish.prompt_ids: (*wish.prompt_ids, *expected.token_ids)}
+    oracle = Oracle(stream, 0.7, engine.config.vocab_size)
+    for lookup in (oracle, TwoWays(oracle)):
+        engine.speculation = Speculation(engine.residency, lookup, (), draft_tokens, adapts=False)
+        assert said(engine, wish) == [expected]
+
+
+def test_what_a_gpu_verifies_is_what_it_would_have_written(engine: Engine) -> None:
+    check(engine, range(60, 66), 2, 3, temperature=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.9, "top_k": 9}])
+def test_longer_drafts_are_verified_too(engine: Engine, sampling: dict[str, float]) -> None:
+    """Over the end of a page; drawn by its kernel, and by the host where more is asked for."""
+    check(engine, range(60, 122), 3, 7, **sampling)
+
+
+@pytest.mark.slow
+def test_a_gpu_guesses_without_some_of_its_blocks(engine: Engine) -> None:
+    wish = Request(tuple(range(60, 90)), SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
+    engine.speculation = Speculation(engine.residency, None, (), 0)
+    (expected,) = said(engine, wish)
+    drafters: list[Drafter] = [SkipDrafter(lambda: engine.runner, lambda: frozenset({"layers.2.attention"}))]
+    engine.speculation = Speculation(engine.residency, None, drafters, 2, adapts=False)
+    assert said(engine, wish) == [expected]
