@@ -19,6 +19,9 @@ class Oracle:
         self._streams, self._alpha, self._vocab_size = streams, alpha, vocab_size
         self._random = random.Random(seed)
 
+    def read(self, _sequences: Sequence[Running]) -> None:
+        """It needs no text."""
+
     def offers(self, sequences: Sequence[Running], limits: Sequence[int]) -> list[Draft]:
         return [self._offer(sequence, limit) for sequence, limit in zip(sequences, limits, strict=True)]
 

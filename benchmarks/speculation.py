@@ -22,6 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks import speculation_page
 from benchmarks.measure import RESULTS, machine, paired, save, spread
 from benchmarks.oracle import Oracle
 from benchmarks.speculation_engine import SHAPE, guess, ids, random_engine, run, stream
@@ -119,6 +120,8 @@ def main() -> None:
     for part in options.part or PARTS:
         result[part] = {"machine": machine(), "shape": options.shape, **PARTS[part](options.rounds, options.shape)}
         print(f"wrote {save('speculation', result, options.save)}")
+    if options.save == RESULTS:
+        speculation_page.write(json.loads(path.read_text(encoding="utf-8")))
 
 
 if __name__ == "__main__":

@@ -44,9 +44,10 @@ def run(engine: Engine, prompt: Sequence[int], num_tokens: int, **sampling: Any)
     return Run(token_ids, 1 / finished.timings.decode_tok_s, finished.speculation)
 
 
-def guess(engine: Engine, wish: Speculate, lookup: Lookup | None = None) -> None:
-    """From now on; with `lookup`, that one guesses."""
-    engine.speculation.close()
+def guess(engine: Engine, wish: Speculate, lookup: Lookup | None = None, *, keeps: bool = False) -> None:
+    """From now on; with `lookup`, that one guesses. keeps: what guessed before goes on later."""
+    if not keeps:
+        engine.speculation.close()
     if lookup is None:
         engine.speculation = speculation(wish, engine.residency, engine.plan)
     else:

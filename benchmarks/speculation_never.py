@@ -25,6 +25,9 @@ class Wrong:
     def __init__(self, streams: Mapping[tuple[int, ...], Sequence[int]], vocab_size: int) -> None:
         self._oracle = Oracle(streams, 0.0, vocab_size)
 
+    def read(self, _sequences: Sequence[Running]) -> None:
+        """It needs no text."""
+
     def offers(self, sequences: Sequence[Running], limits: Sequence[int]) -> list[Draft]:
         return [replace(offer, source="ngram-16") for offer in self._oracle.offers(sequences, limits)]
 

@@ -170,12 +170,16 @@ class PagedKV:
         pages.sequences.add(self)
 
     def fork(self, length: int, capacity: int) -> PagedKV:
-        """Another sequence that begins with the full pages of this one's first `length` tokens, and ends before this
-        does. Raises what torch does where there is no memory."""
+        """Another sequence that begins with the full pages of this one's first `length` tokens, those that a token
+        behind them sees (`can_fork`), and ends before this does. Raises what torch does where there is no memory."""
         full = length // PAGE_TOKENS
         firsts = [group.first_seen(full * PAGE_TOKENS) for group in self.pages.groups]
         pairs = zip(self.tables, firsts, strict=True)
         return PagedKV(self.pages, capacity, [[*([None] * first), *table[first:full]][:full] for table, first in pairs])
+
+    def can_fork(self, length: int) -> bool:
+        """Whether no window has let go of a page that the first token of such a fork would see."""
+        return self._has_what_is_seen(length // PAGE_TOKENS * PAGE_TOKENS)
 
     def branch(self, capacity: int) -> PagedKV:
         """A fork that has all tokens of this one, the last of them in pages of its own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import torch
 
 from localllm import hub
 from localllm.cache.kv_format import choose_format
+from localllm.cache.prefix import PrefixCache
 from localllm.engine.memory import is_out_of_memory
 from localllm.engine.placement import model_shape
 from localllm.engine.residency import Residency
@@ -90,10 +92,12 @@ class DraftModel:
             if not is_out_of_memory(error):
                 raise
             return None
+        is_dynamic = any(rope.kind in ("dynamic", "longrope") for rope in self.config.ropes)  # keys that change later
         return ModelDrafter(
             f"model:{self.files.name}",
             lambda: residency.runner,
             residency.new_kv,
+            prefix=None if is_dynamic else PrefixCache(secrets.token_bytes(32), residency.kv_pages),
             ctx=self.config.longest_context,
             vocab_size=vocab_size,
         )

@@ -194,7 +194,7 @@ class Engine:
             reuse=reuse,
             computed=computed,
             kv_probe=kv_probe,
-            speculating=partial(speculation, speculate, drafter=loaded.drafter, forks=loaded.forks),
+            speculating=partial(speculation, speculate, drafter=loaded.drafter),
             note=watcher.noting,
         )
         try:

@@ -30,8 +30,7 @@ from localllm.models.decoder import Decoder
 from localllm.models.load import DecoderParts, Progress, load_decoder
 from localllm.models.packed import PackedModel
 from localllm.models.placed import PlacedModel
-from localllm.offload.device_search import AnySearch
-from localllm.offload.guessing import fork_bytes
+from localllm.offload.device_search import AnySearch, with_room_for_forks
 from localllm.offload.nvml import gpus
 from localllm.offload.plan import JobShape, ModelShape, Plan, with_kept_pages
 from localllm.offload.refusal import idle_vram
@@ -67,7 +66,7 @@ class Replan(Protocol):
 class LoadedModel:
     """placed: what can move its blocks, where they need not all be in one place. replan: by which plan it had best run
     now, with a context of so many tokens. held: what is closed when the model is no longer used. drafter: the second
-    model that was asked for, where it is worth its room. forks: there is room for another end of a sequence."""
+    model that was asked for, where it is worth its room."""
 
     decoder: Decoder
     plan: Plan
@@ -77,7 +76,6 @@ class LoadedModel:
     flags_for: Callable[[int], str]
     held: ExitStack
     drafter: ModelDrafter | None = None
-    forks: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,14 +125,8 @@ class Loading:
             return self._loaded(plan, search, placed.few, replan, placed, opened.pop_all())
 
     def _loaded_with_draft(self, config: ModelConfig) -> LoadedModel:
-        try:
-            loaded = self._load(config)
-        except DoesNotFitError:
-            if not self.forks:
-                raise
-            return replace(self, forks=False)._loaded_with_draft(config)  # room for a few pages is not worth a refusal
-        drafter = None if self.draft is None else self._drafter(self.draft, config.vocab_size)
-        return replace(loaded, drafter=drafter, forks=self.forks)
+        loaded = self._load(config)
+        return loaded if self.draft is None else replace(loaded, drafter=self._drafter(self.draft, config.vocab_size))
 
     def _with_room_for_draft(self, config: ModelConfig) -> Loading:
         """The second model is left out, and that is said, where it does not fit or the room that it takes costs more
@@ -213,6 +205,7 @@ class Loading:
         placed anew."""
         try:
             search = self._search(config, self.recipe, packed, placed_bytes)
+            search = with_room_for_forks(search) if self.forks else search
             plan = search.best()
             return plan if self.job is not None else with_kept_pages(plan), search
         except DoesNotFitError as error:
@@ -242,12 +235,11 @@ class Loading:
         return replace(search, harm=self._harm(shape))
 
     def _with_draft(self, shape: ModelShape) -> ModelShape:
-        """With room for the second model, its keys and values, and for other ends of a sequence."""
-        num_bytes = fork_bytes(shape) if self.forks else 0
-        if self.draft is not None:
-            sequences = 1 if self.job is None else self.job.sequences
-            num_bytes += self.draft.num_bytes(self.ctx or shape.default_ctx, sequences)
-        return replace(shape, draft_bytes=num_bytes)
+        """With room for the second model, and its keys and values."""
+        if self.draft is None:
+            return shape
+        sequences = 1 if self.job is None else self.job.sequences
+        return replace(shape, draft_bytes=self.draft.num_bytes(self.ctx or shape.default_ctx, sequences))
 
     def _harm(self, shape: ModelShape) -> Mapping[str, float]:
         """Of each block, where some may be left out while guessing."""

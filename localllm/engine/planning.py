@@ -26,8 +26,8 @@ from localllm.models.families import parse_config
 from localllm.models.layout import model_bytes
 from localllm.models.shapes import Shape, find_shape, shipped_shapes
 from localllm.offload.device_rates import UNKNOWN_CONTEXT_BYTES
-from localllm.offload.device_search import AnySearch
-from localllm.offload.guessing import MOST_GUESSES, USUAL_ALPHAS, Gain, fork_bytes, gain, skipped, skipping, staging_s
+from localllm.offload.device_search import AnySearch, with_room_for_forks
+from localllm.offload.guessing import MOST_GUESSES, USUAL_ALPHAS, Gain, gain, skipped, skipping, staging_s
 from localllm.offload.plan import JobShape, ModelShape, Plan, with_kept_pages
 from localllm.offload.profile import UNKNOWN_DISK_GBS, Profile, kept_profile, measured
 from localllm.offload.search import Search, fits_whole, is_better
@@ -180,17 +180,15 @@ def _with_guesses(search: AnySearch, wishes: Wishes, dtype: torch.dtype, device:
     wish, shape = wishes.guessing, search.shape
     if not wish.is_on:
         return search
-    num_bytes = fork_bytes(shape)
     if wish.draft_model:
         draft = find_shape(wish.draft_model)
         second = model_shape(draft.config, RECIPES[DEFAULT], dtype, draft.name, device, wishes.kv)
-        num_bytes += draft_bytes(second, min(wishes.ctx or shape.default_ctx, draft.config.longest_context))
-    for reserved in (num_bytes, fork_bytes(shape)):
-        guessing = replace(search, shape=replace(shape, draft_bytes=reserved))
+        num_bytes = draft_bytes(second, min(wishes.ctx or shape.default_ctx, draft.config.longest_context))
+        with_draft = replace(search, shape=replace(shape, draft_bytes=num_bytes))
         with suppress(DoesNotFitError):
-            guessing.best()
-            return guessing
-    return search
+            with_draft.best()
+            search = with_draft
+    return with_room_for_forks(search)
 
 
 def _harm(shape: ModelShape, files: ModelFiles | None, wishes: Wishes) -> Mapping[str, float]:

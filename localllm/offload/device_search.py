@@ -8,6 +8,7 @@ host have the keys and values of some layers and compute their attention.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, cast
 
@@ -15,7 +16,7 @@ from localllm.errors import DoesNotFitError
 from localllm.offload.corrections import Corrections
 from localllm.offload.costs import PASS_TOKENS
 from localllm.offload.device_costs import CardRates, DeviceCosts, Work
-from localllm.offload.guessing import needed, rate
+from localllm.offload.guessing import fork_bytes, needed, rate
 from localllm.offload.plan import NEVER, BlockShape, JobShape, Memory, ModelShape, Placed, Plan, Rates
 from localllm.offload.refusal import SMALLER, cannot_be_packed, does_not_fit, more_of, parts
 from localllm.offload.ring import ring_bytes
@@ -366,7 +367,7 @@ class DeviceSearch:
             "activations": amount.rows * shape.row_bytes + amount.pass_tokens * shape.state_bytes + attention,
             "logits": logits,
             "workspace": self.card.workspace_bytes,
-            "draft": shape.draft_bytes,
+            "draft": shape.draft_bytes + shape.fork_bytes,
         }
 
     def _ram_owners(self, amount: _Amount) -> dict[str, int]:
@@ -469,3 +470,13 @@ def _interleaved(counts: _Counts) -> list[Kind]:
 
 
 AnySearch = Search | DeviceSearch
+
+
+def with_room_for_forks(search: AnySearch) -> AnySearch:
+    """With room for another end of a sequence, unless the context would be shorter or a block leave for that alone."""
+    forking = replace(search, shape=replace(search.shape, fork_bytes=fork_bytes(search.shape)))
+    with suppress(DoesNotFitError):
+        plan, own = forking.best(), search.best()
+        if plan.ctx >= own.ctx and (plan.is_whole or not own.is_whole):
+            return forking
+    return search

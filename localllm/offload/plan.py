@@ -59,6 +59,7 @@ class ModelShape:
     is_tied: bool = False  # the embedding is the head's matrix
     can_split: bool = False  # an MLP block, between a device and the host
     packing: Packing | None = None
+    fork_bytes: int = 0  # of a second end of one sequence, for other guesses
     draft_bytes: int = 0  # of a second model that guesses, all of it where this one is computed fastest
     section_bytes: int = 0  # of one row, what each program of a GPU's attention leaves that has a section of the pages
 

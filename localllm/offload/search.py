@@ -249,7 +249,7 @@ class Search:
             "kv": shape.kv_bytes(kv_tokens, sequences),
             "activations": activations,
             "embedding": 0 if looks_up else shape.embed.num_bytes,
-            "draft": shape.draft_bytes,
+            "draft": shape.draft_bytes + shape.fork_bytes,
         }
 
     def _everything(self, room_bytes: int) -> _Choice | None:

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.oracle import Oracle
 from localllm import Engine, FinishedEvent, Request, SamplingParams
 from localllm.engine.sequence import Sequence as Running
-from localllm.engine.speculative.choice import OFF
+from localllm.engine.speculative.choice import OFF, Speculate, speculation
 from localllm.engine.speculative.drafter import Draft
 from localllm.engine.speculative.speculation import Speculation
 from tests.packed_support import small_checkpoint
@@ -24,6 +24,9 @@ class TwoWays:
 
     def __init__(self, oracle: Oracle) -> None:
         self._oracle = oracle
+
+    def read(self, _sequences: Sequence[Running]) -> None:
+        """It needs no text."""
 
     def offers(self, sequences: Sequence[Running], limits: Sequence[int]) -> list[Draft]:
         return [
@@ -52,6 +55,15 @@ def check(engine: Engine, wish: Request, draft_tokens: int, alpha: float) -> Non
         assert isinstance(finished, FinishedEvent) and finished.speculation is not None
         assert finished.speculation.accepted > 0
         assert not engine.residency.kv_pages.sequences
+    engine.speculation = speculation(Speculate("auto"), engine.residency, engine.plan)
+    assert said(engine, wish) == [expected]
+    assert not engine.residency.kv_pages.sequences
+
+
+@pytest.fixture(autouse=True)
+def trials_at_every_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_TRIALS_SHARE", "_STREAMED_TRIALS_SHARE"):
+        monkeypatch.setattr(f"localllm.engine.speculative.speculation.{name}", 1e9)
 
 
 @pytest.mark.parametrize("kv", ["bf16", "int8", "k8v4", "int4"])

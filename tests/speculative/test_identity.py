@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import Tensor
 
 from benchmarks.oracle import Oracle
-from localllm import Engine, FinishedEvent, Request, TokenEvent
+from localllm import Engine, FinishedEvent, Request, SamplingParams, TokenEvent
 from localllm.cache.kv_format import KV_FORMATS
+from localllm.engine.kv_reuse import KVReuse
 from localllm.engine.runner import ModelRunner
 from localllm.engine.speculative.choice import Speculate, speculation
 from localllm.kernels.kv_page import PAGE_TOKENS
@@ -305,3 +307,27 @@ def test_a_drafter_without_memory_is_let_go_of(int4: Engine, drafter: str, monke
     assert said(int4, wish) == [expected]
     assert len(calls) == 7 and not int4.speculation.is_on
     assert not int4.residency.kv_pages.sequences
+
+
+def test_a_chat_goes_on_after_a_restart_from_pages_that_guesses_filled(tmp_path: Path) -> None:
+    """What was guessed wrong stands in no page that outlives the process."""
+    first_turn, rest = TALE * 2, " And then the owl said:"
+    plain = loaded(ctx=512)
+    expected = said(plain, request(plain, first_turn, temperature=0, max_tokens=80))[0]
+    prompt = (*plain.encode(first_turn), *expected.token_ids, *plain.encode(rest))
+    sampling = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    second = said(plain, Request(prompt, sampling))[0]
+    plain.close()
+    guessing = loaded(ctx=512, reuse=KVReuse(directory=tmp_path))
+    guess_with(guessing, "ngram+skip", 7)
+    assert said(guessing, request(guessing, first_turn, temperature=0, max_tokens=80)) == [expected]
+    assert guessing.prefix is not None and guessing.prefix.disk is not None and guessing.prefix.disk.flush(20)
+    guessing.close()
+    for drafter in ("", "ngram+skip"):
+        resumed = loaded(ctx=512, reuse=KVReuse(directory=tmp_path))
+        guess_with(resumed, drafter, 7)
+        (events,) = answers(resumed, [Request(prompt, sampling)])
+        finished = events[-1]
+        assert isinstance(finished, FinishedEvent) and finished.usage.cached_tokens >= 128
+        assert tuple(event.token_id for event in events if isinstance(event, TokenEvent)) == second.token_ids
+        resumed.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch.nn import functional
 
@@ -61,6 +61,8 @@ def guesses(
     limits: Sequence[int],
     confidence: Confidence,
     least: float,
+    *,
+    cancelled: Callable[[], bool],
     vocab_size: int | None = None,
 ) -> list[list[tuple[int, float]]]:
     """Tokens with their margins. kvs: what the runner's model has computed of each sequence, all but its last token or
@@ -77,7 +79,7 @@ def guesses(
             token_ids = [*sequences[index].token_ids, *(token for token, _ in drafts[index])]
             begin = len(token_ids) - 1 if drafts[index] else kvs[index].length
             chunks.append(Chunk(token_ids, kvs[index], len(token_ids) - begin, num_ahead=begin - kvs[index].length))
-        rows = runner.forward(chunks, advances=False)
+        rows = runner.forward(chunks, cancelled=cancelled, advances=False)
         if vocab_size is not None and rows.shape[-1] != vocab_size:
             rows = functional.pad(rows, (0, vocab_size - rows.shape[-1]), value=-math.inf)
         for index, chunk, row in zip(live, chunks, rows, strict=True):

@@ -71,10 +71,8 @@ def speculation(
     residency: Residency,
     plan: Plan | None,
     drafter: ModelDrafter | None = None,
-    *,
-    forks: bool = True,
 ) -> Speculation:
-    """drafter: the second model, if there is one. plan: as `Speculating` has it. forks: as `Speculation` has it."""
+    """drafter: the second model, if there is one. plan: as `Speculating` has it."""
     skip_set = None
     drafters: list[Drafter] = []
     lookup = NgramLookup() if speculate.who in ("auto", "ngram") else None
@@ -89,7 +87,7 @@ def speculation(
         drafters,
         speculate.most_tokens,
         skip_set=skip_set if speculate.adapts else None,
-        forks=forks,
+        forks=plan is None or plan.shape.fork_bytes > 0,
         adapts=speculate.adapts,
         growth=None if plan is None else growth(plan),
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from localllm.cache.paged_kv import PagedKV
+from localllm.cache.prefix import PrefixCache
 from localllm.engine.runner import Chunk, ModelRunner
 from localllm.engine.sequence import Sequence as Running
 from localllm.engine.speculative.chain import Confidence, guesses
@@ -24,44 +25,71 @@ class ModelDrafter:
         runner: Callable[[], ModelRunner],
         new_kv: Callable[[int], PagedKV],
         *,
+        prefix: PrefixCache | None = None,
         ctx: int = 1 << 62,
         vocab_size: int | None = None,
     ) -> None:
-        """new_kv: room for a sequence of so many tokens. ctx: tokens that it can attend to; it guesses no further.
-        vocab_size: of the logits that its own stand for; None: as many as it has."""
+        """new_kv: room for a sequence of so many tokens. prefix: finds what was read for earlier ones. ctx: tokens that
+        it can attend to; it guesses no further. vocab_size: of the logits that its own stand for; None: as many as it
+        has."""
         self.name = name
-        self._runner, self._new_kv = runner, new_kv
+        self._runner, self._new_kv, self._prefix = runner, new_kv, prefix
         self._ctx, self._vocab_size = ctx, vocab_size
         self._confidence = Confidence()
         self._kvs: dict[int, PagedKV] = {}  # by request; what they hold is right: they advance over no guess
 
-    def propose(self, sequences: Sequence[Running], limits: Sequence[int], least: float) -> list[Draft]:
-        runner, drafts = self._runner(), [NO_DRAFT] * len(sequences)
+    def read(self, sequences: Sequence[Running], cancelled: Callable[[], bool]) -> None:
+        """All but the last few tokens, at least one of them."""
+        runner = self._runner()
+        for sequence in sequences:
+            if len(sequence.token_ids) >= self._ctx:
+                continue
+            kv = self._kvs.get(sequence.request_id) or self._begun(sequence, cancelled)
+            while (rest := len(sequence.token_ids) - kv.length) > _AT_ONCE:
+                chunk = Chunk(sequence.token_ids, kv, min(rest - 1, _CHUNK_TOKENS))
+                runner.forward([chunk], cancelled=cancelled)
+            self._seal(sequence, kv)
+
+    def _begun(self, sequence: Running, cancelled: Callable[[], bool]) -> PagedKV:
+        kv = self._kvs[sequence.request_id] = self._new_kv(min(sequence.max_length, self._ctx))
+        if self._prefix is not None:
+            self._prefix.attach(kv, sequence.token_ids, cancelled=cancelled)
+        return kv
+
+    def _seal(self, sequence: Running, kv: PagedKV) -> None:
+        if self._prefix is not None:
+            self._prefix.seal(kv, sequence.token_ids)
+
+    def propose(
+        self, sequences: Sequence[Running], limits: Sequence[int], least: float, cancelled: Callable[[], bool]
+    ) -> list[Draft]:
+        drafts = [NO_DRAFT] * len(sequences)
         limits = [
             min(limit, self._ctx - len(sequence.token_ids)) for sequence, limit in zip(sequences, limits, strict=True)
         ]
         asked = [index for index, limit in enumerate(limits) if limit > 0]
         own, most = [sequences[index] for index in asked], [limits[index] for index in asked]
-        kvs = [self._read(runner, sequence) for sequence in own]
-        found = guesses(runner, own, kvs, most, self._confidence, least, self._vocab_size)
+        kvs = [self._kvs[sequence.request_id] for sequence in own]
+        found = guesses(
+            self._runner(),
+            own,
+            kvs,
+            most,
+            self._confidence,
+            least,
+            cancelled=cancelled,
+            vocab_size=self._vocab_size,
+        )
         for index, kv, draft in zip(asked, kvs, found, strict=True):
             kv.advance(len(sequences[index].token_ids) - kv.length)
             drafts[index] = Draft(tuple(token for token, _ in draft), self.name)
         return drafts
 
-    def _read(self, runner: ModelRunner, sequence: Running) -> PagedKV:
-        """All of it but the last few tokens, at least one of them."""
-        kv = self._kvs.get(sequence.request_id)
-        if kv is None:
-            kv = self._kvs[sequence.request_id] = self._new_kv(min(sequence.max_length, self._ctx))
-        while (rest := len(sequence.token_ids) - kv.length) > _AT_ONCE:
-            runner.forward([Chunk(sequence.token_ids, kv, min(rest - 1, _CHUNK_TOKENS))])
-        return kv
-
     def forget(self, sequence: Running) -> None:
         self._confidence.forget(sequence)
         kv = self._kvs.pop(sequence.request_id, None)
         if kv is not None:
+            self._seal(sequence, kv)
             kv.close()
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,6 +28,10 @@ class Lookup(Protocol):
 
     name: str
 
+    def read(self, sequences: Sequence[Running]) -> None:
+        """What has been said so far is known: of a long prompt that takes longer than to look."""
+        ...
+
     def offers(self, sequences: Sequence[Running], limits: Sequence[int]) -> list[Draft]:
         """For each sequence at most so many tokens."""
         ...
@@ -52,7 +56,17 @@ class Drafter(Protocol):
         """Whether it can guess now, as the model is placed."""
         ...
 
-    def propose(self, sequences: Sequence[Running], limits: Sequence[int], least: float) -> list[Draft]:
+    def read(self, sequences: Sequence[Running], cancelled: Callable[[], bool]) -> None:
+        """What has been said so far is known to it: of a prompt that may take many passes. Raises as a forward does."""
+        ...
+
+    def propose(
+        self,
+        sequences: Sequence[Running],
+        limits: Sequence[int],
+        least: float,
+        cancelled: Callable[[], bool],
+    ) -> list[Draft]:
         """For each sequence at most so many tokens; fewer where the next one is likely to be right, together with those
         before it, with a probability below `least`. Raises as a forward does; no sequence has changed then."""
         ...

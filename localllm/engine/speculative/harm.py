@@ -12,8 +12,8 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 # Published sets skip half of the attention and a quarter to half of the MLPs, and nothing at either end.
 _ATTENTION_HARM, _MLP_HARM, _EDGE_FACTOR, _EDGE_SHARE = 0.02, 0.06, 5.0, 0.1
@@ -38,7 +38,7 @@ class Harm:
         self._index = {name: i for i, name in enumerate(self.names)}
         known = [trial for trial in trials if trial.skipped <= self._index.keys() and trial.count > 0]
         self.trials = known[-_MOST_TRIALS:]
-        self._prior = torch.tensor([_thought(i, len(self.names)) for i in range(len(self.names))], dtype=torch.float64)
+        self._prior = np.array([_thought(i, len(self.names)) for i in range(len(self.names))])
 
     def learn(self, trial: Trial) -> None:
         self.trials = [*self.trials, trial][-_MOST_TRIALS:]
@@ -51,23 +51,22 @@ class Harm:
     def sampled(self, generator: random.Random) -> dict[str, float]:
         """As it may be, by what is known."""
         mean, precision = self._posterior()
-        noise = torch.tensor([generator.gauss(0, 1) for _ in self.names], dtype=torch.float64)
-        factor = torch.linalg.cholesky(precision)
-        drawn = mean + torch.linalg.solve_triangular(factor.mT, noise[:, None], upper=True)[:, 0]
+        noise = np.array([generator.gauss(0, 1) for _ in self.names])
+        drawn = mean + np.linalg.solve(np.linalg.cholesky(precision).T, noise)
         return {name: max(0.0, float(value)) for name, value in zip(self.names, drawn, strict=True)}
 
-    def _posterior(self) -> tuple[Tensor, Tensor]:
+    def _posterior(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Mean, and inverse covariance."""
-        precision = torch.diag((_PRIOR_SPREAD + self._prior) ** -2)
+        precision = np.diag((_PRIOR_SPREAD + self._prior) ** -2)
         weighted = precision @ self._prior
         for trial in self.trials:
-            row = torch.zeros(len(self.names), dtype=torch.float64)
+            row = np.zeros(len(self.names))
             row[[self._index[name] for name in trial.skipped]] = 1
             share = (trial.same + 0.5) / (trial.count + 1)
             certainty = 1 / ((1 - share) / (share * (trial.count + 1)) + _LEAST_NOISE)
-            precision += certainty * row[:, None] * row
+            precision += certainty * np.outer(row, row)
             weighted += certainty * -math.log(share) * row
-        return torch.linalg.solve(precision, weighted), precision
+        return np.linalg.solve(precision, weighted), precision
 
 
 def least_harmful(harm: Mapping[str, float], cost: Mapping[str, float], most_harm: float) -> frozenset[str]:

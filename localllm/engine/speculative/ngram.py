@@ -22,6 +22,11 @@ class NgramLookup:
     def __init__(self) -> None:
         self._indexes: dict[int, _Index] = {}
 
+    def read(self, sequences: Sequence[Running]) -> None:
+        for sequence in sequences:
+            index = self._indexes.setdefault(sequence.request_id, _Index())
+            index.read(sequence.token_ids, len(sequence.token_ids))
+
     def offers(self, sequences: Sequence[Running], limits: Sequence[int]) -> list[Draft]:
         return [self._draft(sequence, limit) for sequence, limit in zip(sequences, limits, strict=True)]
 
@@ -49,7 +54,7 @@ class _Index:
 
     def draft(self, token_ids: Sequence[int], end: int, limit: int) -> Draft:
         """Behind the first `end` tokens, never fewer than the last time."""
-        self._read(token_ids, end)
+        self.read(token_ids, end)
         found: dict[int, tuple[int, int]] = {}  # by the token that followed: how much matched there, and the place
         for length, places in zip(_LENGTHS, self._places, strict=True):
             for place in places.get(tuple(token_ids[end - length : end]), ()):
@@ -63,7 +68,7 @@ class _Index:
         grade = max(grade for grade in _GRADES if grade <= longest)
         return Draft(_continued(token_ids, best, end, limit), f"ngram-{grade}", others)
 
-    def _read(self, token_ids: Sequence[int], end: int) -> None:
+    def read(self, token_ids: Sequence[int], end: int) -> None:
         """What is followed by one of these tokens is found from now on."""
         for length, places in zip(_LENGTHS, self._places, strict=True):
             for place in range(max(self._num_read, length), end):

@@ -31,9 +31,15 @@ class SkipDrafter:
         skipped = self._skipped()
         return bool(skipped) and HEAD not in skipped and len(skipped) < len(self._runner().model.blocks)
 
-    def propose(self, sequences: Sequence[Running], limits: Sequence[int], least: float) -> list[Draft]:
-        kvs = [kv for sequence in sequences if (kv := sequence.kv) is not None]
-        found = guesses(self._runner().guessing(self._skipped()), sequences, kvs, limits, self._confidence, least)
+    def read(self, sequences: Sequence[Running], cancelled: Callable[[], bool]) -> None:
+        """What the model has read it has."""
+
+    def propose(
+        self, sequences: Sequence[Running], limits: Sequence[int], least: float, cancelled: Callable[[], bool]
+    ) -> list[Draft]:
+        kvs, runner = [kv for sequence in sequences if (kv := sequence.kv) is not None], self._runner()
+        reduced = runner.guessing(self._skipped())
+        found = guesses(reduced, sequences, kvs, limits, self._confidence, least, cancelled=cancelled)
         return [Draft(tuple(token for token, _ in draft), self.name) for draft in found]
 
     def forget(self, sequence: Running) -> None:

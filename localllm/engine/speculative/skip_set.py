@@ -74,11 +74,10 @@ class SkipSet:
     def try_on(self, sequence: Running, cancelled: Callable[[], bool]) -> None:
         """Leaves out another set for the last tokens of an answer, each behind those that were really said, and learns
         how many it would have drawn. Raises as a forward does."""
-        skipped = self._proposed()
-        if not skipped or len(skipped) == len(self._bytes) or sequence.kv is None:
-            return
         end = len(sequence.token_ids) - 1
-        first = end - TRIAL_TOKENS
+        first, skipped = end - TRIAL_TOKENS, self._proposed()
+        if sequence.kv is None or not sequence.kv.can_fork(first) or not 0 < len(skipped) < len(self._bytes):
+            return
         with closing(sequence.kv.fork(first, end)) as kv:
             runner = self._residency.runner.without(skipped)
             chunk = Chunk(sequence.token_ids[:end], kv, end - kv.length, num_drafted=TRIAL_TOKENS - 1)

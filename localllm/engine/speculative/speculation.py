@@ -119,12 +119,14 @@ class Speculation:
         if self._skip_set is not None and len(scheduled) == 1:
             with self._giving_up():
                 self._try_skipping(self._skip_set, scheduled[0][0], cancelled)
-            started = time.perf_counter()  # a trial has time of its own
+        if self._lookup is not None:
+            self._lookup.read([sequence for sequence, _ in scheduled])
+        started = time.perf_counter()  # trials have time of their own, and a long prompt is read once
         this = self._round = self._look([sequence for sequence, _ in scheduled])
+        this.guess_s = time.perf_counter() - started
         if this.option is not None:
             with self._giving_up():
-                this.drafts = self._guessed(this.option, this.sequences, this.offers)
-        this.guess_s = time.perf_counter() - started
+                this.drafts = self._guessed(this.option, this, cancelled)
         chunks = [_with_draft(chunk, draft.token_ids) for (_, chunk), draft in zip(scheduled, this.drafts, strict=True)]
         if this.option is not None and this.option.others and chunks[0].num_drafted:
             with self._giving_up():
@@ -273,18 +275,21 @@ class Speculation:
     def _acceptance_of(self, sequence: Running) -> Acceptance:
         return self._acceptances.setdefault(sequence.request_id, Acceptance(self._acceptance))
 
-    def _guessed(self, option: Option, sequences: Sequence[Running], offers: Sequence[Draft]) -> list[Draft]:
+    def _guessed(self, option: Option, this: _Round, cancelled: Callable[[], bool]) -> list[Draft]:
         drafts = [
             replace(offer, token_ids=offer.token_ids[:count]) if is_offered else NO_DRAFT
-            for offer, count, is_offered in zip(offers, option.counts, option.are_offered, strict=True)
+            for offer, count, is_offered in zip(this.offers, option.counts, option.are_offered, strict=True)
         ]
         asked = [i for i, is_offered in enumerate(option.are_offered) if not is_offered and option.counts[i]]
         if option.drafter is None or not asked:
             return drafts
         drafter = next(drafter for drafter in self._drafters if drafter.name == option.drafter)
+        sequences = [this.sequences[i] for i in asked]
+        drafter.read(sequences, cancelled)  # once for each prompt: no part of what a guess takes
         started = time.perf_counter()
-        found = drafter.propose([sequences[i] for i in asked], [option.counts[i] for i in asked], option.least)
+        found = drafter.propose(sequences, [option.counts[i] for i in asked], option.least, cancelled)
         guess_s = time.perf_counter() - started
+        this.guess_s += guess_s
         for i, draft in zip(asked, found, strict=True):
             drafts[i] = draft
         longest = max(len(draft.token_ids) for draft in found)
