@@ -11,6 +11,7 @@ from benchmarks.oracle import Oracle
 from localllm import Engine, FinishedEvent, Request, SamplingParams
 from localllm.engine.sequence import Sequence as Running
 from localllm.engine.speculative.choice import OFF, Speculate, speculation
+from localllm.engine.speculative.controller import Controller
 from localllm.engine.speculative.drafter import Draft
 from localllm.engine.speculative.speculation import Speculation
 from tests.packed_support import small_checkpoint
@@ -55,7 +56,7 @@ def check(engine: Engine, wish: Request, draft_tokens: int, alpha: float) -> Non
         assert isinstance(finished, FinishedEvent) and finished.speculation is not None
         assert finished.speculation.accepted > 0
         assert not engine.residency.kv_pages.sequences
-    engine.speculation = speculation(Speculate("auto"), engine.residency, engine.plan)
+    engine.speculation = speculation(Speculate("auto"), engine.residency, None)
     assert said(engine, wish) == [expected]
     assert not engine.residency.kv_pages.sequences
 
@@ -64,6 +65,7 @@ def check(engine: Engine, wish: Request, draft_tokens: int, alpha: float) -> Non
 def trials_at_every_page(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_TRIALS_SHARE", "_STREAMED_TRIALS_SHARE"):
         monkeypatch.setattr(f"localllm.engine.speculative.speculation.{name}", 1e9)
+    monkeypatch.setattr(Controller, "is_hopeless", lambda *_: False)
 
 
 @pytest.mark.parametrize("kv", ["bf16", "int8", "k8v4", "int4"])
