@@ -23,9 +23,9 @@ _PLAIN_STEPS = 2
 _FIRST_PROBE, _LAST_PROBE = 16, 256  # steps between two tries of guesses that were not worth it
 _PROBE_TOKENS = 2
 _UNKNOWN_SHARE = 0.5  # of a step, that one guess of a model is taken to cost before any was made
-_LOSS_SHARE = 0.01  # of the time
-_LOSS_STEPS = 4.0  # that may be lost before any time has passed
-_GAIN_STEPS = 8.0  # that were gained before, at most, and may be lost again
+_LOSS_SHARE = 0.008  # of the time
+_LOSS_STEPS = 2.0  # that may be lost before any time has passed
+_GAIN_STEPS = 6.0  # that were gained before, at most, and may be lost again
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from localllm.models.config import ModelConfig
 
 # Of the time, for trials: where blocks are fetched one takes hardly longer than a step, and finds what is worth more.
 # Less of it as there are more of them.
-_TRIALS_SHARE, _STREAMED_TRIALS_SHARE, _MANY_TRIALS = 0.004, 0.012, 100
+_TRIALS_SHARE, _STREAMED_TRIALS_SHARE, _MANY_TRIALS = 0.004, 0.008, 100
 _TRIAL_STEPS = 4  # that a trial is taken to last, before there was one
 # Where guesses are not worth it, looking for some takes no more than this share of the time. A text that changes is
 # noticed after so many tokens.
