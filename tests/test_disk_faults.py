@@ -17,6 +17,7 @@ import pytest
 
 from localllm import Engine, FinishedEvent, SamplingParams, TokenEvent
 from localllm.engine import loading
+from localllm.engine.speculative.choice import OFF
 from localllm.engine.tokenizer import Tokenizer
 from localllm.errors import CheckpointError
 from localllm.offload import disk_stream
@@ -38,7 +39,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def least_bytes(directory: Path) -> int:
-    whole = Engine.load(directory, device="cpu", weights="int4-g32", ctx=128)
+    whole = Engine.load(directory, device="cpu", weights="int4-g32", ctx=128, speculate=OFF)
     assert whole.plan is not None
     whole.close()
     return Search(whole.plan.shape, Memory(1, 0, 1), Rates(1, 1, 1), 128).least_bytes()

@@ -19,6 +19,7 @@ import torch
 from localllm import Engine, FinishedEvent, SamplingParams, TokenEvent
 from localllm.engine import loading
 from localllm.engine.residency import Residency
+from localllm.engine.speculative.choice import OFF
 from localllm.engine.tokenizer import Tokenizer
 from localllm.errors import DoesNotFitError
 from localllm.hub import locate
@@ -99,7 +100,7 @@ def placed_engine(kind: str, directory: Path, folder: Path) -> Iterator[Engine]:
     weights = "int4" if kind == "streamed" else kind
     with pytest.MonkeyPatch.context() as patch:
         if kind == "streamed":
-            engine = Engine.load(directory, device="cpu", weights=weights, ctx=128)
+            engine = Engine.load(directory, device="cpu", weights=weights, ctx=128, speculate=OFF)
             assert engine.plan is not None
             least = Search(engine.plan.shape, Memory(1, 0, 1), Rates(1, 1, 1), 128).least_bytes()
             engine.close()

@@ -103,7 +103,7 @@ def greedy(engine: Engine, prompts: list[list[int]], max_tokens: int = 64) -> li
             if isinstance(event, TokenEvent):
                 answers[event.request_id].append(event.token_id)
             if isinstance(event, FinishedEvent):
-                assert event.finish_reason == "length"
+                assert event.finish_reason == "length", event.error
     return list(answers.values())
 
 

@@ -164,7 +164,7 @@ class PagedKV:
         for index, table in enumerate(borrowed):
             for number, page in enumerate(table):
                 if page is not None:
-                    page.owners += 1
+                    page.pool.borrow(page)
                     self._set(index, number, page)
         self.num_sealed, self.length = num_borrowed, num_borrowed * PAGE_TOKENS
         pages.sequences.add(self)
@@ -274,10 +274,7 @@ class PagedKV:
             self._open[index].clear()
             for number in reversed(range(len(self.tables[index]))):
                 if (held := self.tables[index][number]) is not None:
-                    if held in self._borrowed:
-                        held.owners -= 1
-                    else:
-                        held.pool.drop(held)
+                    (held.pool.end_loan if held in self._borrowed else held.pool.drop)(held)
                     self.tables[index][number] = None
         self._lent.clear()
         for pool, count in self._promised.items():
@@ -293,6 +290,10 @@ class PagedKV:
 
     def _drop(self, page: Page) -> None:
         """Where there is no memory for another one that it may need, raises what torch does, and still has it."""
+        if page in self._borrowed:
+            self._borrowed.discard(page)
+            page.pool.end_loan(page)
+            return
         is_lent = page in self._lent
         page.pool.drop(page, keeps_promise=not is_lent)
         self._lent.discard(page)

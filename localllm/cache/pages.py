@@ -148,6 +148,17 @@ class PagePool:
         page.lent += 1
         page.owners += 1
 
+    def borrow(self, page: Page) -> None:
+        """One more block table has it, that was promised nothing for it and ends before another one of its owners, as a
+        rule."""
+        page.owners += 1
+
+    def end_loan(self, page: Page) -> None:
+        if page.owners > 1:
+            page.owners -= 1
+        else:
+            self.drop(page)
+
     def drop(self, page: Page, *, keeps_promise: bool = False) -> None:
         """A block table lets go of it. keeps_promise: it will want another one, for which, where others still have
         this, memory may be missing: raises what torch does, and has let go of nothing."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -21,13 +22,28 @@ from localllm.engine.weights import choose_recipe, is_unpacked, open_checkpoint,
 from localllm.errors import UsageError
 from localllm.hub import ModelFiles
 from localllm.hub.packed import packed_recipes
+from localllm.models.block_source import BlockSource
 from localllm.models.config import ModelConfig
+from localllm.models.decoder import Decoder
 from localllm.models.families import load_config
 from localllm.models.load import Progress, load_decoder
 from localllm.offload.guessing import USUAL_ALPHAS, gain
 from localllm.offload.plan import ModelShape, Plan
 from localllm.offload.search import LOGIT_ROWS
 from localllm.quant.recipe import RECIPES, Recipe
+
+
+class Hearing(Protocol):
+    """Who is told of what takes long, as `engine.loading.Watcher` is."""
+
+    @property
+    def reading(self) -> Progress: ...
+    @property
+    def packing(self) -> Progress: ...
+    @property
+    def waiting(self) -> Callable[[str], None]: ...
+    @property
+    def measuring(self) -> Callable[[str], None]: ...
 
 
 @dataclass(frozen=True)
@@ -70,24 +86,19 @@ class DraftModel:
         """What it takes where it is computed, with room for so many tokens of each sequence."""
         return draft_bytes(self.shape, min(ctx, self.config.longest_context), sequences)
 
-    def load(
-        self, vocab_size: int, reading: Progress, packing: Progress, waiting: Callable[[str], None]
-    ) -> ModelDrafter | None:
-        """vocab_size: of the logits that its own are compared with. None where there turns out to be too little memory.
-        Raises CheckpointError."""
+    def load(self, vocab_size: int, sequences: int, watcher: Hearing) -> ModelDrafter | None:
+        """vocab_size: of the logits that its own are compared with. sequences: that it has room for at once. None where
+        there turns out to be too little memory. Raises CheckpointError."""
         try:
             if is_unpacked(self.recipe):
                 with open_checkpoint(self.files, self.config, self.recipe) as source:
-                    decoder = load_decoder(
-                        source, source.config, self.recipe, dtype=self.dtype, device=self.device, progress=reading
-                    )
+                    decoder = self._decoder(source, source.config, watcher.reading)
             else:
-                with open_packed(self.files, self.config, self.recipe, packing, waiting) as packed:
-                    decoder = load_decoder(
-                        packed, packed.config, self.recipe, dtype=self.dtype, device=self.device, progress=reading
-                    )
+                with open_packed(self.files, self.config, self.recipe, watcher.packing, watcher.waiting) as packed:
+                    decoder = self._decoder(packed, packed.config, watcher.reading)
             kv_format = choose_format(self.kv, self.config.head_dim, self.dtype)
             residency = Residency(decoder, kv_format, BATCH_ROWS)
+            residency.warm_up((), watcher.measuring)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -99,8 +110,12 @@ class DraftModel:
             residency.new_kv,
             prefix=None if is_dynamic else PrefixCache(secrets.token_bytes(32), residency.kv_pages),
             ctx=self.config.longest_context,
+            sequences=sequences,
             vocab_size=vocab_size,
         )
+
+    def _decoder(self, source: BlockSource, config: ModelConfig, reading: Progress) -> Decoder:
+        return load_decoder(source, config, self.recipe, dtype=self.dtype, device=self.device, progress=reading)
 
 
 def draft_bytes(shape: ModelShape, ctx: int, sequences: int = 1) -> int:

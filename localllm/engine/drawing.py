@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from localllm.engine.events import StepSplit, TokenLogprob
-from localllm.engine.runner import Chunk, ModelRunner
+from localllm.engine.runner import Chunk, ModelRunner, with_branches
 from localllm.engine.sampler import PlainDraw, sample, sample_with_margin, token_logprob
 from localllm.engine.sequence import Sequence as Running
 from localllm.errors import LocalLLMError
@@ -85,29 +85,30 @@ def _allowed(logits: Tensor, sequence: Running, token_ids: Sequence[int]) -> Ten
     return logits.masked_fill(~allowed, -torch.inf)
 
 
+def num_rows(scheduled: Scheduled) -> int:
+    """Of a step, but for guesses."""
+    return sum(chunk.num_tokens - chunk.num_drafted for _, chunk in scheduled)
+
+
 def plain_draw(sequence: Running) -> PlainDraw | None:
     """None where a GPU's kernel cannot draw for it."""
     is_free = sequence.request.mask is None
     return PlainDraw.of(sequence.request.sampling, sequence.seed) if is_free else None
 
 
-def chunks_of(scheduled: Scheduled) -> list[Chunk]:
-    """With their branches, each behind its own."""
-    return [each for _, chunk in scheduled for each in (chunk, chunk.branch) if each is not None]
-
-
-def _with_branches(scheduled: Scheduled, outcomes: Iterable[Outcome]) -> list[Outcome]:
-    """outcomes: of `chunks_of`."""
+def _joined(scheduled: Scheduled, outcomes: Iterable[Outcome]) -> list[Outcome]:
+    """outcomes: of each chunk, and of its branch."""
     rest = iter(outcomes)
     return [replace(next(rest), branch=None if chunk.branch is None else next(rest)) for _, chunk in scheduled]
 
 
 def outcomes_of(logits: Tensor, scheduled: Scheduled) -> list[Outcome]:
-    """logits fp32 [R, V], as `ModelRunner.forward` has them of `chunks_of`. Waits for them."""
+    """logits fp32 [R, V], as `ModelRunner.forward` has them. Waits for them."""
     are_finite = [math.isfinite(total) for total in logits.sum(dim=-1).tolist()]  # a sum with a NaN is none
-    ends = itertools.accumulate((1 + chunk.num_drafted for chunk in chunks_of(scheduled)), initial=0)
+    chunks = with_branches(chunk for _, chunk in scheduled)
+    ends = itertools.accumulate((1 + chunk.num_drafted for chunk in chunks), initial=0)
     rows = (Outcome(logits[begin:end], (), are_finite[begin:end]) for begin, end in itertools.pairwise(ends))
-    return _with_branches(scheduled, rows)
+    return _joined(scheduled, rows)
 
 
 def drawn_on_device(runner: ModelRunner, scheduled: Scheduled, *, goes_on: bool) -> list[Outcome] | None:
@@ -116,9 +117,9 @@ def drawn_on_device(runner: ModelRunner, scheduled: Scheduled, *, goes_on: bool)
 
     Raises as `ModelRunner.draw`.
     """
-    draws = [plain_draw(sequence) for sequence, chunk in scheduled for _ in chunks_of([(sequence, chunk)])]
+    draws = [plain_draw(sequence) for sequence, chunk in scheduled for _ in with_branches([chunk])]
     plain = [draw for draw in draws if draw is not None]
-    chunks = chunks_of(scheduled)
+    chunks = with_branches(chunk for _, chunk in scheduled)
     reach_ends = all(chunk.end == len(chunk.token_ids) for chunk in chunks)
     if len(plain) < len(draws) or not reach_ends or not runner.draws(chunks):
         return None
@@ -126,4 +127,4 @@ def drawn_on_device(runner: ModelRunner, scheduled: Scheduled, *, goes_on: bool)
     tokens = runner.draw(chunks, plain, goes_on=goes_on and runner.model.config.rope_switch_length is None)
     if tokens is None:
         return None
-    return _with_branches(scheduled, (Outcome(None, row, [token >= 0 for token in row]) for row in tokens))
+    return _joined(scheduled, (Outcome(None, row, [token >= 0 for token in row]) for row in tokens))

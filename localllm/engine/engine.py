@@ -24,7 +24,7 @@ from localllm.cache.prefix import PrefixCache
 from localllm.engine.chat_template import ChatInput, ChatTemplate, encode_chat
 from localllm.engine.detokenizer import Detokenizer
 from localllm.engine.draft_loading import DraftModel
-from localllm.engine.drawing import Outcome, chunks_of, drawn_on_device, outcomes_of
+from localllm.engine.drawing import Outcome, drawn_on_device, num_rows, outcomes_of
 from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent
 from localllm.engine.growth import Needed, cannot_grow, grow
 from localllm.engine.kv_probe import LAST, KVProbe, Switch, load_as_found
@@ -363,7 +363,7 @@ class Engine:
             outcomes = drawn_on_device(self.runner, scheduled, goes_on=goes_on)
             if outcomes is None:
                 logits = self.runner.forward(
-                    chunks_of(scheduled),
+                    [chunk for _, chunk in scheduled],
                     cancelled=is_aborted,
                     progress=telling(scheduled, tell),
                 )
@@ -371,7 +371,7 @@ class Engine:
         except StepCancelledError:
             return events + self._drop_aborted()
         except (MemoryError, RuntimeError, LocalLLMError) as error:
-            if self.kv_supply.gives_way(error, sum(chunk.num_tokens for _, chunk in scheduled)):
+            if self.speculation.gives_way(error) or self.kv_supply.gives_way(error, num_rows(scheduled)):
                 return events
             return events + [self._fail(sequence, error) for sequence, _ in scheduled]
         split = forward_split(time.perf_counter() - started, before, self.model.stream.clock)
@@ -458,7 +458,7 @@ class Engine:
             self._remove([sequence])
             finished = sequence.finished(self.load_s)
             if sequence.clock.ran_alone:
-                self._scores.take(finished, self.residency.plan)
+                self._scores.take(finished, self.residency.plan, self.speculation.plain_s)
             yield finished
         elif chunk.kv.length == self.config.rope_switch_length:
             # LongRoPE rotates all keys differently past its trained length: the old ones are computed anew.

@@ -18,7 +18,7 @@ from localllm.engine.memory import is_out_of_memory, no_cuda, out_of_memory, req
 from localllm.engine.placement import find_search, model_shape, process_memory, smaller_kv
 from localllm.engine.runner import operators_compute, unheard
 from localllm.engine.speculative.draft_model import ModelDrafter
-from localllm.engine.speculative.skip_file import known_harm, known_trials
+from localllm.engine.speculative.skip_file import known_harm
 from localllm.engine.weights import as_stored, compact_form, is_unpacked, open_checkpoint, open_packed
 from localllm.errors import DoesNotFitError
 from localllm.hub import ModelFiles
@@ -125,8 +125,18 @@ class Loading:
             return self._loaded(plan, search, placed.few, replan, placed, opened.pop_all())
 
     def _loaded_with_draft(self, config: ModelConfig) -> LoadedModel:
-        loaded = self._load(config)
-        return loaded if self.draft is None else replace(loaded, drafter=self._drafter(self.draft, config.vocab_size))
+        if self.draft is None:
+            return self._load(config)
+        try:
+            loaded = self._load(config)
+        except DoesNotFitError as error:  # as it was packed meanwhile it takes more than was foreseen
+            self.watcher.noting(f"{self.draft.files.name} does not guess: {error.why}")
+            return replace(self, draft=None)._load(config)
+        try:
+            return replace(loaded, drafter=self._drafter(self.draft, config.vocab_size))
+        except BaseException:
+            loaded.held.close()
+            raise
 
     def _with_room_for_draft(self, config: ModelConfig) -> Loading:
         """The second model is left out, and that is said, where it does not fit or the room that it takes costs more
@@ -150,7 +160,7 @@ class Loading:
 
     def _drafter(self, draft: DraftModel, vocab_size: int) -> ModelDrafter | None:
         watcher = self.watcher
-        drafter = draft.load(vocab_size, watcher.reading, watcher.packing, watcher.waiting)
+        drafter = draft.load(vocab_size, self._draft_sequences, watcher)
         if drafter is None:
             watcher.noting(f"{draft.files.name} does not guess: there is too little memory for it")
         return drafter
@@ -158,9 +168,12 @@ class Loading:
     def _replan(self, config: ModelConfig, packed: PackedModel | None, host_bytes: Callable[[], int]) -> Replan:
         """host_bytes: of the host's memory, what the blocks have now."""
 
+        is_on_host = self.draft is not None and not has_card(self.device)
+        draft_bytes = self.draft.shape.num_bytes if self.draft is not None and is_on_host else 0
+
         def planned(ctx: int, kv: str, held_bytes: int) -> Plan:
             again = replace(self, ctx=ctx, kv=kv, watcher=Watcher())
-            return again._plan(config, packed, host_bytes() + held_bytes)[0]
+            return again._plan(config, packed, host_bytes() + held_bytes + draft_bytes)[0]
 
         return planned
 
@@ -238,12 +251,17 @@ class Loading:
         """With room for the second model, and its keys and values."""
         if self.draft is None:
             return shape
-        sequences = 1 if self.job is None else self.job.sequences
-        return replace(shape, draft_bytes=self.draft.num_bytes(self.ctx or shape.default_ctx, sequences))
+        num_bytes = self.draft.num_bytes(self.ctx or shape.default_ctx, self._draft_sequences)
+        return replace(shape, draft_bytes=num_bytes)
+
+    @property
+    def _draft_sequences(self) -> int:
+        """For which the second model has room at once."""
+        return 1 if self.job is None else self.job.sequences
 
     def _harm(self, shape: ModelShape) -> Mapping[str, float]:
         """Of each block, where some may be left out while guessing."""
-        return known_harm(known_trials(self.files, shape), shape) if self.skips else {}
+        return known_harm(self.files, shape) if self.skips else {}
 
     def _packed(self, config: ModelConfig) -> PackedModel:
         return open_packed(self.files, config, self.recipe, self.watcher.packing, self.watcher.waiting, self.ram)

@@ -17,6 +17,7 @@ from localllm.engine.loading import has_card, require_card
 from localllm.engine.memory import DTYPES, choose_device, choose_dtype, require_context
 from localllm.engine.placement import model_shape, process_memory, require_cap
 from localllm.engine.speculative.choice import Speculate
+from localllm.engine.speculative.harm import Harm
 from localllm.engine.speculative.skip_file import known_harm, known_trials
 from localllm.engine.weights import as_stored, choose_recipe, compact_form
 from localllm.errors import DoesNotFitError
@@ -27,7 +28,7 @@ from localllm.models.layout import model_bytes
 from localllm.models.shapes import Shape, find_shape, shipped_shapes
 from localllm.offload.device_rates import UNKNOWN_CONTEXT_BYTES
 from localllm.offload.device_search import AnySearch, with_room_for_forks
-from localllm.offload.guessing import MOST_GUESSES, USUAL_ALPHAS, Gain, gain, skipped, skipping, staging_s
+from localllm.offload.guessing import USUAL_ALPHAS, Gain, gain, skipped, skipping, staging_s
 from localllm.offload.plan import JobShape, ModelShape, Plan, with_kept_pages
 from localllm.offload.profile import UNKNOWN_DISK_GBS, Profile, kept_profile, measured
 from localllm.offload.search import Search, fits_whole, is_better
@@ -119,12 +120,12 @@ def plan_model(model: Shape, files: ModelFiles | None, wishes: Wishes, say: Call
         return Planned(search.shape, None, fixes, error, guesses=guesses)
     int4 = None if recipe.name == DEFAULT else _shape(model, files, RECIPES[DEFAULT], dtype, device, wishes.kv)
     advice = [str(advice) for advice in advise(search, plan, int4, others())]
-    speculation = () if wishes.job is not None else tuple(_speculation(plan, wishes.guessing, files))
+    speculation = () if wishes.job is not None else tuple(_speculation(plan, wishes.guessing, files, dtype))
     return Planned(search.shape, plan, advice, None, *_predictions(plan, profile), guesses, speculation)
 
 
-def _speculation(plan: Plan, wish: Speculate, files: ModelFiles | None) -> Iterator[Guessing]:
-    most = min(wish.most_tokens, MOST_GUESSES)
+def _speculation(plan: Plan, wish: Speculate, files: ModelFiles | None, dtype: torch.dtype) -> Iterator[Guessing]:
+    most = wish.most_tokens
     if most < 1:
         return
     depth, staging = plan.prompt_tokens, staging_s(plan)
@@ -133,11 +134,12 @@ def _speculation(plan: Plan, wish: Speculate, files: ModelFiles | None) -> Itera
             yield Guessing("ngram", alpha, gain(plan.costs, depth, alpha, 0.0, most=most))
     if wish.skips and (left_out := skipped(plan)):
         trials = known_trials(files, plan.shape)
-        alpha, found = skipping(plan, known_harm(trials, plan.shape), most)
+        harm = Harm([block.name for block in plan.shape.blocks], trials).expected()
+        alpha, found = skipping(plan, harm, most)
         yield Guessing("skip", alpha, found, len(left_out), is_known=bool(trials))
     if wish.draft_model:
         config = find_shape(wish.draft_model).config
-        recipe = RECIPES[DEFAULT]
+        recipe = RECIPES[choose_recipe("auto", config, (), dtype)]
         guess_s = plan.costs.fast_s(model_bytes(config, recipe))
         for alpha in USUAL_ALPHAS:
             found = gain(plan.costs, depth, alpha, guess_s, staging_s=staging, most=most)
@@ -182,7 +184,8 @@ def _with_guesses(search: AnySearch, wishes: Wishes, dtype: torch.dtype, device:
         return search
     if wish.draft_model:
         draft = find_shape(wish.draft_model)
-        second = model_shape(draft.config, RECIPES[DEFAULT], dtype, draft.name, device, wishes.kv)
+        recipe = RECIPES[choose_recipe("auto", draft.config, (), dtype)]
+        second = model_shape(draft.config, recipe, dtype, draft.name, device, wishes.kv)
         num_bytes = draft_bytes(second, min(wishes.ctx or shape.default_ctx, draft.config.longest_context))
         with_draft = replace(search, shape=replace(shape, draft_bytes=num_bytes))
         with suppress(DoesNotFitError):
@@ -192,7 +195,7 @@ def _with_guesses(search: AnySearch, wishes: Wishes, dtype: torch.dtype, device:
 
 
 def _harm(shape: ModelShape, files: ModelFiles | None, wishes: Wishes) -> Mapping[str, float]:
-    return known_harm(known_trials(files, shape), shape) if wishes.guessing.skips else {}
+    return known_harm(files, shape) if wishes.guessing.skips else {}
 
 
 def _guesses(profile: Profile) -> list[str]:

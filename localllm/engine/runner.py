@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,9 +59,8 @@ class Chunk:
     token_ids: Sequence[int]  # the whole sequence so far
     kv: PagedKV
     num_tokens: int
-    num_drafted: int = (
-        0  # the last of these tokens, that are guessed: each has logits of its own, as the one before them
-    )
+    # The last of these tokens, that are guessed: each has logits of its own, as the one before them has.
+    num_drafted: int = 0
     branch: Chunk | None = None  # other guesses behind the same tokens, with a branch of their cache
     num_ahead: int = 0  # tokens behind those that `kv` holds, which a draft has written and nobody counts
 
@@ -86,6 +85,11 @@ class _Part:
         return self.end - self.begin
 
 
+def with_branches(chunks: Iterable[Chunk]) -> list[Chunk]:
+    """Each with its branch behind it."""
+    return [each for chunk in chunks for each in (chunk, chunk.branch) if each is not None]
+
+
 def _parts(chunk: Chunk, num_tokens: int) -> Iterator[_Part]:
     """The tokens of a chunk in order, so many at a time."""
     for begin in range(chunk.begin, chunk.end, num_tokens):
@@ -101,6 +105,7 @@ class ModelRunner:
         many_rows: int = NEVER,
         *,
         fuses: bool = True,
+        captures: bool = True,
         note: Callable[[str], None] = unheard,
     ) -> None:
         """batch_rows: tokens that are computed at once; what a chunk has beyond them follows block by block.
@@ -113,7 +118,7 @@ class ModelRunner:
         self.many = model if many is None else many
         self.many_rows = many_rows
         self.cpu_step = CpuStep(model) if CpuStep.supports(model) else None
-        self.gpu_step = _gpu_step(model) if fuses else None
+        self.gpu_step = _gpu_step(model, captures=captures) if fuses else None
         self._gpu_many = self.gpu_step if self.many is model else _gpu_step(self.many) if fuses else None
         self._ahead: Ahead | None = None
         self._reduced: tuple[frozenset[str], ModelRunner] | None = None
@@ -157,8 +162,9 @@ class ModelRunner:
         all_logits: bool = False,
         advances: bool = True,
     ) -> Tensor:
-        """Logits, fp32 [chunks, V], after the last token of each chunk, and after the one before each that is guessed;
-        after every token, if all. Caches have advanced, unless what was computed is only to be looked at.
+        """Logits, fp32 [chunks, V], after the last token of each chunk, and after the one before each that is guessed,
+        those of its branch behind them; after every token, if all. Caches have advanced, unless what was computed is
+        only to be looked at.
 
         `cancelled` is asked between blocks, of a native step of a few rows only before it begins; raises
         StepCancelledError when it says so. There `progress` hears of how many runs of a block are done, and of all.
@@ -167,6 +173,8 @@ class ModelRunner:
         if cancelled():
             raise StepCancelledError
         require_spare_memory()
+        num_tokens = sum(chunk.num_tokens - chunk.num_drafted for chunk in chunks)
+        chunks = with_branches(chunks)
         for chunk in chunks:
             chunk.kv.prepare(chunk.end)
         batches = self._batches(chunks, all_logits)
@@ -181,14 +189,17 @@ class ModelRunner:
 
         has_step = self.cpu_step is not None or self.gpu_step is not None
         is_single_call = has_step and sum(map(len, batches)) <= SINGLE_CALL_ROWS
-        logits = self._logits(batches, None if is_single_call else between_blocks)
+        logits = self._logits(batches, num_tokens, None if is_single_call else between_blocks)
         if advances:
             for chunk in chunks:
                 chunk.kv.advance(chunk.num_tokens)
         return logits
 
-    def _logits(self, batches: Sequence[Batch], on_block: Callable[[Block, Tensor], None] | None) -> Tensor:
-        is_many = self.many is not self.model and sum(map(len, batches)) >= self.many_rows
+    def _logits(
+        self, batches: Sequence[Batch], num_tokens: int, on_block: Callable[[Block, Tensor], None] | None
+    ) -> Tensor:
+        """num_tokens: of them, but for guesses, which change nothing of who computes the others."""
+        is_many = self.many is not self.model and num_tokens >= self.many_rows
         gpu_step = self._gpu_many if is_many else self.gpu_step
         if gpu_step is not None:
             try:
@@ -203,12 +214,11 @@ class ModelRunner:
         """The chunks in order, in as few batches as may be: short ones side by side, a long one over several."""
         # The operators' matrix products keep a row's bits up to MAX_ROWS rows, a GPU's step up to FEW_ROWS, the native
         # step's for any number.
-        few = MAX_ROWS if self.gpu_step is None else SINGLE_CALL_ROWS
+        few = SINGLE_CALL_ROWS if self._is_ours(chunks) else MAX_ROWS
         together = few if self.cpu_step is None else self.batch_rows
         groups: list[list[_Part]] = []
-        for part in (
-            part for chunk in chunks for part in _parts(chunk, together if chunk.num_drafted else self.batch_rows)
-        ):
+        pieces = (_parts(chunk, together if chunk.num_drafted else self.batch_rows) for chunk in chunks)
+        for part in chain.from_iterable(pieces):
             if groups and sum(map(len, groups[-1])) + len(part) <= together:
                 groups[-1].append(part)
             else:
@@ -239,14 +249,23 @@ class ModelRunner:
         """begin: its first row. The operators' attention computes guessed tokens one by one, as it would have without
         them: its sums are others for several rows."""
         chunk, length = part.chunk, len(part.chunk.token_ids)
-        is_apart = chunk.num_drafted and self.cpu_step is None and self.gpu_step is None
+        is_apart = chunk.num_drafted and self.cpu_step is None and not self._is_ours([chunk])
         for first, last in ((i, i + 1) for i in range(part.begin, part.end)) if is_apart else ((part.begin, part.end),):
             yield Segment(begin + first - part.begin, begin + last - part.begin, chunk.kv, first, length)
 
-    def without(self, names: frozenset[str]) -> ModelRunner:
-        """Computes the model without these blocks."""
-        model = without(self.model, names)
-        return ModelRunner(model, self.batch_rows, fuses=self.gpu_step is not None, note=self._note)
+    @property
+    def begins_ahead(self) -> bool:
+        """Whether a step that `draw` is told of can be begun before the last one's token is known."""
+        return self.gpu_step is not None and self.gpu_step.is_whole
+
+    def _is_ours(self, chunks: Sequence[Chunk]) -> bool:
+        """Whether our kernels of a GPU compute every block of it."""
+        return self.gpu_step is not None and self.gpu_step.computes_all([chunk.kv for chunk in chunks])
+
+    def without(self, names: frozenset[str], *, captures: bool = True) -> ModelRunner:
+        """Computes the model without these blocks. captures: it will do so again and again."""
+        model, fuses = without(self.model, names), self.gpu_step is not None
+        return ModelRunner(model, self.batch_rows, fuses=fuses, captures=captures, note=self._note)
 
     def guessing(self, names: frozenset[str]) -> ModelRunner:
         """As `without`; the last one asked for is kept, as long as this one."""
@@ -348,7 +367,7 @@ class ModelRunner:
             if not all(bool(self.model.embedded(batch).isfinite().all()) for batch in batches):
                 culprit = "the embedding"
             else:
-                self._logits(batches, look)
+                self._logits(batches, chunk.num_tokens, look)
         except StepCancelledError:
             pass
         dtype = str(self.model.dtype).removeprefix("torch.")
@@ -359,10 +378,10 @@ class ModelRunner:
         )
 
 
-def _gpu_step(model: Decoder) -> GpuStep | None:
+def _gpu_step(model: Decoder, *, captures: bool = True) -> GpuStep | None:
     """None where the model is on no GPU, or on one that our kernels are not right on."""
     if why_not(model.device):
         return None
     from localllm.models.gpu_step import GpuStep  # imports Triton, which not every system has
 
-    return GpuStep(model) if GpuStep.supports(model) else None
+    return GpuStep(model, captures=captures) if GpuStep.supports(model) else None

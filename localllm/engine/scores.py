@@ -23,15 +23,17 @@ class Scores:
     def __init__(self) -> None:
         self._ratios: dict[tuple[str, Term], list[float]] = defaultdict(list)
 
-    def take(self, answer: FinishedEvent, plan: Plan | None) -> None:
-        """An answer that came to its end. One under no plan, or one whose plan knew too little, is not counted."""
+    def take(self, answer: FinishedEvent, plan: Plan | None, plain_s: float | None = None) -> None:
+        """An answer that came to its end. One under no plan, or one whose plan knew too little, is not counted.
+        plain_s: of a step without guesses, where the answer had some."""
         if plan is None or not _is_telling(plan):
             return
         usage, timings, costs = answer.usage, answer.timings, plan.costs
-        is_plain = answer.speculation is None or not answer.speculation.drafted  # a step was one of the plan's
-        if timings.decode_tok_s is not None and usage.completion_tokens >= _LEAST_TOKENS and is_plain:
+        is_plain = answer.speculation is None or not answer.speculation.drafted
+        step_s = plain_s if not is_plain or timings.decode_tok_s is None else 1 / timings.decode_tok_s
+        if step_s is not None and timings.decode_tok_s is not None and usage.completion_tokens >= _LEAST_TOKENS:
             depth = usage.prompt_tokens + usage.completion_tokens // 2
-            self._add(plan, costs.step_term(), 1 / timings.decode_tok_s, costs.decode_s(depth))
+            self._add(plan, costs.step_term(), step_s, costs.decode_s(depth))
         if timings.prefill_tok_s and usage.prompt_tokens >= _LEAST_PROMPT and not usage.cached_tokens:
             measured_s = usage.prompt_tokens / timings.prefill_tok_s
             self._add(plan, costs.prompt_term(usage.prompt_tokens), measured_s, costs.prompt_s(usage.prompt_tokens))

@@ -32,7 +32,7 @@ def taken(
         kv_supply.seal(sequence)
     sequence.tally.passes += sequence.num_completion_tokens > 0
     if sequence.num_completion_tokens == 0:
-        yield PrefillEvent(sequence.request_id, kv.length, sequence.num_prompt_tokens)
+        yield PrefillEvent(sequence.request_id, length, sequence.num_prompt_tokens)
     if length < len(sequence.token_ids):
         return
     own, num_accepted = chunk, 0

@@ -138,6 +138,10 @@ class GpuStep:
         homes = kvs[0].homes  # as all have them
         return all(homes[layer][0] == self.device for layer in self._layers)
 
+    def computes_all(self, kvs: Sequence[KVStore]) -> bool:
+        """Whether every block is for our kernels, with the keys and values where they are."""
+        return all(is_ours(block, self.device, kvs[0]) for block in self.decoder.blocks)
+
     # A few rows
 
     def _few(self, batch: Batch, draws: Sequence[Draw], previous: Tensor | None = None) -> _Room:

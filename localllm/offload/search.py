@@ -35,6 +35,8 @@ PROMPT_TOKENS = 512  # of the prompt whose first token is predicted
 LOGIT_ROWS = 16  # answers that a step may compute the logits of
 # Where nobody asked for a context: a longer one than this share of the best speed allows is not taken.
 _WORTH = 0.9
+# Of the best speed without guesses, what a placement must keep that is better for them.
+_PLAIN_WORTH = 0.95
 
 
 class Placements(Protocol):
@@ -222,7 +224,8 @@ class Search:
             if (choice := self._some(self._room(owners))) is not None:
                 plans = [self._plan(ctx, sequences, kv_tokens, (rows, pass_tokens), owners, choice)]
                 for other in self._for_guessing(self._room(owners)) if sequences == 1 else ():
-                    plans.append(self._plan(ctx, sequences, kv_tokens, (rows, pass_tokens), owners, other))
+                    plan = self._plan(ctx, sequences, kv_tokens, (rows, pass_tokens), owners, other)
+                    plans += [plan] if plan.decode_s * _PLAIN_WORTH <= plans[0].decode_s else []
                 return max(plans, key=lambda plan: rate(plan, self.harm))
         return None
 

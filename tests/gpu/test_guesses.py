@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks.oracle import Oracle
@@ -16,9 +18,9 @@ from tests.speculative.support import said
 from tests.speculative.test_families import TwoWays
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    folder = small_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
+@pytest.fixture
+def engine(tmp_path: Path) -> Engine:
+    folder = small_checkpoint(tmp_path / "llama", "llama")
     engine = Engine.load(folder, device="cpu", weights="int8", dtype="fp32", speculate=OFF)
     engine.runner.cpu_step, engine.runner.gpu_step = None, GpuStep(engine.model)
     return engine

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from torch import Tensor
 from torch.nn import functional
 
 from localllm.cache.paged_kv import PagedKV
 from localllm.engine.drawing import drawn_with_margin
+from localllm.engine.memory import is_out_of_memory
 from localllm.engine.runner import Chunk, ModelRunner
 from localllm.engine.sequence import Sequence as Running
 
@@ -48,6 +50,18 @@ class Confidence:
         self._guessed.pop(sequence.request_id, None)
 
 
+def _drawn(row: Tensor, sequence: Running, token_ids: Sequence[int]) -> tuple[int, float] | None:
+    """None where there is none: logits that are no numbers, a mask that has no answer behind guesses that may be wrong.
+    Whether the answer itself ends of it, its own draws tell."""
+    try:
+        token, margin = drawn_with_margin(row, sequence, token_ids)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return None
+    return None if math.isnan(margin) else (token, margin)
+
+
 def _grade(margin: float) -> int:
     if margin < 0.125:
         return 0
@@ -83,10 +97,13 @@ def guesses(
         if vocab_size is not None and rows.shape[-1] != vocab_size:
             rows = functional.pad(rows, (0, vocab_size - rows.shape[-1]), value=-math.inf)
         for index, chunk, row in zip(live, chunks, rows, strict=True):
-            token, margin = drawn_with_margin(row, sequences[index], chunk.token_ids)
-            drafts[index].append((token, margin))
-            sure[index] *= confidence.of(margin)
-        live = [index for index in live if len(drafts[index]) < limits[index] and sure[index] >= least]
+            guess = _drawn(row, sequences[index], chunk.token_ids)
+            if guess is None:
+                sure[index] = -1.0
+                continue
+            drafts[index].append(guess)
+            sure[index] *= confidence.of(guess[1])
+        live = [index for index in live if len(drafts[index]) < limits[index] and sure[index] >= max(least, 0.0)]
     for sequence, draft in zip(sequences, drafts, strict=True):
         confidence.guessed(sequence, draft)
     return drafts

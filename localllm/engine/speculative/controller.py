@@ -22,6 +22,7 @@ _FEWEST_STEPS, _MOST_STEPS, _PLAIN_SHARE = 8, 64, 0.01
 _PLAIN_STEPS = 2
 _FIRST_PROBE, _LAST_PROBE = 16, 256  # steps between two tries of guesses that were not worth it
 _PROBE_TOKENS = 2
+_HOPELESS_STEPS = 4096  # after which even one of which right guesses would not pay is tried again
 _UNKNOWN_SHARE = 0.5  # of a step, that one guess of a model is taken to cost before any was made
 _LOSS_SHARE = 0.008  # of the time
 _LOSS_STEPS = 2.0  # that may be lost before any time has passed
@@ -55,6 +56,7 @@ class Situation:
     offers: Sequence[Draft]
     most_rows: int  # of the step
     branches: bool = False  # there is room for other guesses beside those of a sequence
+    unread: frozenset[str] = frozenset()  # drafters that would have much to read first: they are not tried out
 
     @property
     def most(self) -> int:
@@ -87,7 +89,7 @@ class Controller:
         best: Option | None = None
         has_offers = any(offer.token_ids for offer in situation.offers)
         for drafter in (*([None] if has_offers else []), *drafters):
-            option = self._best_of(situation, drafter)
+            option = self._best_of(situation, drafter, plain_s)
             if option is None:
                 continue
             if drafter is not None and option.rate <= plain_rate * _WORTH_GUESSING:
@@ -135,6 +137,17 @@ class Controller:
         self._num_since_plain = self._num_plain = 0
         self._elapsed_s += seconds
 
+    def forget_guesses(self, drafter: str) -> None:
+        """They take another time from now on."""
+        for known in [key for key in self._guess_s if key[0] == drafter]:
+            del self._guess_s[known]
+        self._begun = {key for key in self._begun if key[0] != drafter}
+
+    @property
+    def plain_s(self) -> float | None:
+        """Of a step of one sequence without guesses, as it was measured."""
+        return self.times.plain_s(1)
+
     def learn_guesses(self, drafter: str, sequences: int, count: int, seconds: float) -> None:
         """count: guesses that were made one after the other."""
         if (drafter, sequences) not in self._begun:  # the first ones also prepare what all others find ready
@@ -149,7 +162,7 @@ class Controller:
 
     def _probe(self, situation: Situation, drafter: str) -> Option | None:
         """A few guesses, now and then, of one that has not been worth it."""
-        if self.is_hopeless(drafter, len(situation.limits), situation.most):
+        if drafter in situation.unread or self.is_hopeless(drafter, len(situation.limits), situation.most):
             return None
         since = self._num_steps - self._probed_at.get(drafter, -_LAST_PROBE)
         if since < self._probe_every.get(drafter, _FIRST_PROBE):
@@ -161,6 +174,8 @@ class Controller:
         plain_s = self.times.plain_s(sequences)
         if plain_s is None or (drafter, sequences) not in self._guess_s:
             return False
+        if self._num_steps - self._probed_at.get(drafter, self._num_steps) > _HOPELESS_STEPS:
+            return False
         seconds = most * self._guess_time(drafter, sequences) + self.times.step_s(sequences, sequences * (1 + most))
         return (1 + most) * plain_s <= seconds * _WORTH
 
@@ -170,9 +185,11 @@ class Controller:
     def _measures_plain(self) -> bool:
         return self._num_since_plain >= self._plain_every or self._num_plain > 0
 
-    def _best_of(self, situation: Situation, drafter: str | None) -> Option | None:
+    def _best_of(self, situation: Situation, drafter: str | None, plain_s: float) -> Option | None:
+        """Of those that would not cost too much if they were all wrong."""
         options = self._options(situation, drafter, range(1, situation.most + 1))
-        return max(options, key=lambda option: option.rate, default=None)
+        affordable = (option for option in options if self._can_be_lost(option.seconds - plain_s, plain_s))
+        return max(affordable, key=lambda option: option.rate, default=None)
 
     def _options(self, situation: Situation, drafter: str | None, counts: Iterable[int]) -> Iterator[Option]:
         """For each count at most so many guesses for each sequence: those that are offered, or the drafter's where
@@ -259,10 +276,11 @@ def most_others(option: Option, situation: Situation) -> int:
 class FixedCount:
     """As many guesses as may be, at every step: for measurements and tests."""
 
+    is_settled = False
+    plain_s: float | None = None
+
     def is_hopeless(self, *_arguments: object) -> bool:
         return False
-
-    is_settled = False
 
     def choose(self, situation: Situation, drafters: Sequence[str]) -> Option | None:
         most, drafter = situation.most, drafters[0] if drafters else None
@@ -281,6 +299,9 @@ class FixedCount:
 
     def learn_plain(self, *_arguments: object) -> None:
         """Nor does it rest."""
+
+    def forget_guesses(self, *_arguments: object) -> None:
+        """Nor does it matter what they cost."""
 
     def learn_guesses(self, *_arguments: object) -> None:
         """Nor does it matter what they cost."""

@@ -27,24 +27,30 @@ class ModelDrafter:
         *,
         prefix: PrefixCache | None = None,
         ctx: int = 1 << 62,
+        sequences: int = 1,
         vocab_size: int | None = None,
     ) -> None:
         """new_kv: room for a sequence of so many tokens. prefix: finds what was read for earlier ones. ctx: tokens that
-        it can attend to; it guesses no further. vocab_size: of the logits that its own stand for; None: as many as it
-        has."""
+        it can attend to; it guesses no further. sequences: that there is room for at once. vocab_size: of the logits
+        that its own stand for; None: as many as it has."""
         self.name = name
         self._runner, self._new_kv, self._prefix = runner, new_kv, prefix
-        self._ctx, self._vocab_size = ctx, vocab_size
+        self._ctx, self._sequences, self._vocab_size = ctx, sequences, vocab_size
         self._confidence = Confidence()
         self._kvs: dict[int, PagedKV] = {}  # by request; what they hold is right: they advance over no guess
+
+    def num_unread(self, sequences: Sequence[Running]) -> int:
+        held = {request_id: kv.length for request_id, kv in self._kvs.items()}
+        return sum(len(sequence.token_ids) - held.get(sequence.request_id, 0) for sequence in sequences)
 
     def read(self, sequences: Sequence[Running], cancelled: Callable[[], bool]) -> None:
         """All but the last few tokens, at least one of them."""
         runner = self._runner()
         for sequence in sequences:
-            if len(sequence.token_ids) >= self._ctx:
+            kv = self._kvs.get(sequence.request_id)
+            if len(sequence.token_ids) >= self._ctx or (kv is None and len(self._kvs) >= self._sequences):
                 continue
-            kv = self._kvs.get(sequence.request_id) or self._begun(sequence, cancelled)
+            kv = kv or self._begun(sequence, cancelled)
             while (rest := len(sequence.token_ids) - kv.length) > _AT_ONCE:
                 chunk = Chunk(sequence.token_ids, kv, min(rest - 1, _CHUNK_TOKENS))
                 runner.forward([chunk], cancelled=cancelled)
@@ -67,7 +73,8 @@ class ModelDrafter:
         limits = [
             min(limit, self._ctx - len(sequence.token_ids)) for sequence, limit in zip(sequences, limits, strict=True)
         ]
-        asked = [index for index, limit in enumerate(limits) if limit > 0]
+        known = [sequence.request_id in self._kvs for sequence in sequences]
+        asked = [index for index, limit in enumerate(limits) if limit > 0 and known[index]]
         own, most = [sequences[index] for index in asked], [limits[index] for index in asked]
         kvs = [self._kvs[sequence.request_id] for sequence in own]
         found = guesses(

@@ -56,6 +56,10 @@ class Drafter(Protocol):
         """Whether it can guess now, as the model is placed."""
         ...
 
+    def num_unread(self, sequences: Sequence[Running]) -> int:
+        """Tokens of these that `read` would have to compute."""
+        ...
+
     def read(self, sequences: Sequence[Running], cancelled: Callable[[], bool]) -> None:
         """What has been said so far is known to it: of a prompt that may take many passes. Raises as a forward does."""
         ...

@@ -31,6 +31,9 @@ class SkipDrafter:
         skipped = self._skipped()
         return bool(skipped) and HEAD not in skipped and len(skipped) < len(self._runner().model.blocks)
 
+    def num_unread(self, _sequences: Sequence[Running]) -> int:
+        return 0
+
     def read(self, sequences: Sequence[Running], cancelled: Callable[[], bool]) -> None:
         """What the model has read it has."""
 

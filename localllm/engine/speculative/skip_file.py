@@ -17,6 +17,7 @@ from localllm.offload.profile import write_whole
 NAME = "skip-trials.json"
 _VERSION = 1
 _MOST_BYTES = 4 << 20
+_TELLING = 32  # trials
 
 
 def read_trials(directory: Path) -> list[Trial]:
@@ -46,9 +47,10 @@ def known_trials(files: ModelFiles | None, shape: ModelShape) -> list[Trial]:
     return []
 
 
-def known_harm(trials: Sequence[Trial], shape: ModelShape) -> dict[str, float]:
-    """Of each of the model's blocks, by what was learnt of them, and what is thought of all models."""
-    return Harm([block.name for block in shape.blocks], trials).expected()
+def known_harm(files: ModelFiles | None, shape: ModelShape) -> dict[str, float]:
+    """Of each of the model's blocks; {} before there are trials enough to place blocks by."""
+    trials = known_trials(files, shape)
+    return Harm([block.name for block in shape.blocks], trials).expected() if len(trials) >= _TELLING else {}
 
 
 def _trial(entry: dict[str, object]) -> Trial:

@@ -79,9 +79,11 @@ class SkipSet:
         if sequence.kv is None or not sequence.kv.can_fork(first) or not 0 < len(skipped) < len(self._bytes):
             return
         with closing(sequence.kv.fork(first, end)) as kv:
-            runner = self._residency.runner.without(skipped)
+            runner = self._residency.runner.without(skipped, captures=False)
             chunk = Chunk(sequence.token_ids[:end], kv, end - kv.length, num_drafted=TRIAL_TOKENS - 1)
             rows = runner.forward([chunk], cancelled=cancelled)
+        if not bool(rows.isfinite().all()):
+            return
         said = sequence.token_ids
         same = sum(drawn(row, sequence, said[:place]) == said[place] for place, row in enumerate(rows, start=first + 1))
         self.learn(Trial(skipped, same, TRIAL_TOKENS))

@@ -34,6 +34,9 @@ _TRIAL_STEPS = 4  # that a trial is taken to last, before there was one
 # Where guesses are not worth it, looking for some takes no more than this share of the time. A text that changes is
 # noticed after so many tokens.
 _LOOKING_SHARE, _LONGEST_REST = 0.005, 256
+# Where a device begins steps before the last one's token is known, which it does in a rest alone.
+_LEAST_DEVICE_REST = 16
+_MANY_UNREAD = 64  # tokens that a drafter has not read: it is not tried out for the price of that
 DRAFT_TOKENS = 8  # at most, where nobody asked
 
 
@@ -95,6 +98,7 @@ class Speculation:
         self._round: _Round | None = None
         self._resting = 0  # steps to come in which nobody looks for guesses
         self._rest: _Rest | None = None
+        self._skipped = frozenset[str]()
         self._branch: PagedKV | None = None  # of the sequence whose guesses are being verified
 
     @property
@@ -109,9 +113,8 @@ class Speculation:
         if self._resting and self._goes_on(scheduled):
             self._resting -= 1
             return scheduled
-        started = time.perf_counter()
         self._end_rest()
-        if not self.is_on or any(chunk.num_tokens > 1 or not _reaches_end(chunk) for _, chunk in scheduled):
+        if not self.is_on or not all(_is_answering(sequence, chunk) for sequence, chunk in scheduled):
             return scheduled
         if self._model() is not self._residency.model:  # moved: it takes another time now
             self._model = weakref.ref(self._residency.model)
@@ -156,12 +159,27 @@ class Speculation:
         acceptances = [self._acceptance_of(sequence) for sequence in sequences]
         option = None
         if max(limits) > 0:
+            if (
+                self._skip_set is not None and self._skip_set.names() != self._skipped
+            ):  # another one, that takes another time
+                self._skipped = self._skip_set.names()
+                self._chooser.forget_guesses(SkipDrafter.name)
             ready = [drafter.name for drafter in self._drafters if drafter.is_ready]
+            unread = frozenset(
+                drafter.name for drafter in self._drafters if drafter.num_unread(sequences) > _MANY_UNREAD
+            )
             most_rows = max(MOST_DRAFT_TOKENS + 1, 2 * len(sequences))
-            situation = Situation(acceptances, limits, offers, most_rows, self._forks)
+            situation = Situation(acceptances, limits, offers, most_rows, self._forks, unread)
             option = self._chooser.choose(situation, ready)
         lengths = [len(sequence.token_ids) for sequence in sequences]
         return _Round(sequences, lengths, offers, [NO_DRAFT] * len(sequences), option, acceptances)
+
+    def _notice_skipped(self) -> None:
+        """Other blocks that are left out take another time."""
+        names = frozenset[str]() if self._skip_set is None else self._skip_set.names()
+        if names != self._skipped:
+            self._skipped = names
+            self._chooser.forget_guesses(SkipDrafter.name)
 
     def learn(self, step_s: float) -> None:
         """From the step that has ended: every token that it gave has been drawn. step_s: what it took, without what was
@@ -186,9 +204,12 @@ class Speculation:
         self._elapsed_s, self._step_s = self._elapsed_s + this.guess_s + step_s, step_s
         rows = len(this.sequences) + sum(len(draft.token_ids) for draft in this.drafts)
         rows += 1 + this.num_others if this.num_others else 0
-        self._chooser.learn(this.option, rows, tokens, len(this.sequences), this.guess_s, step_s)
+        is_telling = this.option is not None or not self._chooser.is_settled or not self._residency.runner.begins_ahead
+        if is_telling:  # a step that could have been begun ahead, and was not, is no measure of those that are
+            self._chooser.learn(this.option, rows, tokens, len(this.sequences), this.guess_s, step_s)
         if this.option is None and self._chooser.is_settled:
-            self._resting = min(_LONGEST_REST, int(this.guess_s / (_LOOKING_SHARE * step_s)))
+            least = _LEAST_DEVICE_REST if self._residency.runner.begins_ahead else 0
+            self._resting = min(_LONGEST_REST, max(least, int(this.guess_s / (_LOOKING_SHARE * step_s))))
             self._rest = _Rest(this.sequences, [len(sequence.token_ids) for sequence in this.sequences])
 
     @staticmethod
@@ -214,9 +235,25 @@ class Speculation:
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            given_up, self._drafters, self._skip_set, self._forks = self._drafters, [], None, False
-            for drafter in given_up:
-                drafter.close()
+            self._give_up()
+
+    def gives_way(self, error: Exception) -> bool:
+        """Whether memory ran out in a step that had guesses: there are none from now on, and the step is worth another
+        try."""
+        this = self._round
+        if this is None or not is_out_of_memory(error) or not any(draft.token_ids for draft in this.drafts):
+            return False
+        self._end_branch()
+        self._give_up()
+        self._lookup = None
+        return True
+
+    def _give_up(self) -> None:
+        if self._skip_set is not None:
+            self._skip_set.close()
+        given_up, self._drafters, self._skip_set, self._forks = self._drafters, [], None, False
+        for drafter in given_up:
+            drafter.close()
 
     def close(self) -> None:
         self._end_branch()
@@ -235,9 +272,15 @@ class Speculation:
         started = time.perf_counter()
         try:
             skip_set.try_on(sequence, cancelled)
+            skip_set.names()  # what it taught is thought over in its time
         finally:
             self._trial_s = time.perf_counter() - started
             self._trials_s += self._trial_s
+
+    @property
+    def plain_s(self) -> float | None:
+        """What a step of one sequence takes without guesses, where that is known."""
+        return self._chooser.plain_s
 
     @property
     def rests(self) -> bool:
@@ -310,8 +353,9 @@ def room(sequence: Running, config: ModelConfig) -> int:
     return max(0, most)
 
 
-def _reaches_end(chunk: Chunk) -> bool:
-    return chunk.end == len(chunk.token_ids)
+def _is_answering(sequence: Running, chunk: Chunk) -> bool:
+    """Whether the step gives it one token more, behind one of its answer."""
+    return chunk.num_tokens == 1 and chunk.end == len(chunk.token_ids) and sequence.num_completion_tokens > 0
 
 
 def _with_draft(chunk: Chunk, draft: Sequence[int]) -> Chunk:
