@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from benchmarks.oracle import Oracle
 from localllm import Engine, FinishedEvent, Request, SamplingParams
+from localllm.engine.kv_reuse import NO_REUSE
 from localllm.engine.sequence import Sequence as Running
 from localllm.engine.speculative.choice import OFF, Speculate, speculation
 from localllm.engine.speculative.controller import Controller
@@ -98,4 +100,17 @@ def test_every_family_rolls_back(family: str, weights: str, tmp_path: Path) -> N
     sampling = SamplingParams(temperature=0.8, seed=5, max_tokens=min(100, engine.ctx - 31), ignore_eos=True)
     for draft_tokens, alpha in ((3, 0.8), (15, 0.95)):
         check(engine, Request(tuple(range(3, 33)), sampling), draft_tokens, alpha)
+    engine.close()
+
+
+@pytest.mark.parametrize("num_prompt", [30, 60, 63])
+def test_a_window_of_whole_pages_gives_every_page_back(num_prompt: int, tmp_path: Path) -> None:
+    """A branch may hold the last page of a window that the sequence has just let go of, which nobody else knows."""
+    folder = small_checkpoint(tmp_path / "windowed", "mistral-windowed")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"sliding_window": 64}))
+    engine = Engine.load(folder, device="cpu", weights="int8", dtype="fp32", reuse=NO_REUSE, speculate=OFF)
+    sampling = SamplingParams(temperature=0.8, seed=5, max_tokens=120, ignore_eos=True)
+    for draft_tokens, alpha in ((4, 0.6), (7, 0.9)):
+        check(engine, Request(tuple(range(3, 3 + num_prompt)), sampling), draft_tokens, alpha)
     engine.close()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from benchmarks.oracle import Oracle
@@ -331,3 +333,67 @@ def test_a_chat_goes_on_after_a_restart_from_pages_that_guesses_filled(tmp_path:
         assert isinstance(finished, FinishedEvent) and finished.usage.cached_tokens >= 128
         assert tuple(event.token_id for event in events if isinstance(event, TokenEvent)) == second.token_ids
         resumed.close()
+
+
+def ending(length: int, vocab_size: int) -> Callable[[Sequence[int]], Tensor]:
+    """A grammar that has no answer for what cannot be: behind two even tokens in a row, and none behind its end."""
+
+    def mask(token_ids: Sequence[int]) -> Tensor:
+        if any(not a % 2 and not b % 2 for a, b in itertools.pairwise(token_ids)) or len(token_ids) > length:
+            raise KeyError("no such state")
+        allowed = torch.ones(vocab_size, dtype=torch.bool)
+        if token_ids and not token_ids[-1] % 2:
+            allowed[::2] = False
+        return allowed
+
+    return mask
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_mask_that_fails_behind_wrong_guesses_fails_no_answer(int4: Engine, drafter: str) -> None:
+    mask = ending(24, int4.config.vocab_size)
+    wish = request(int4, QUOTING, mask=mask, temperature=0.8, max_tokens=24)
+    place(int4, "whole")
+    guess_with(int4, "", 0)
+    (expected,) = said(int4, wish)
+    guess_with(int4, drafter, 9)
+    assert said(int4, wish) == [expected]
+
+
+@pytest.mark.parametrize("temperature", [0, 0.9])
+@pytest.mark.parametrize("drafter", ["skip", "model"])
+def test_a_draft_that_is_no_number_ends_the_draft_alone(
+    int4: Engine, drafter: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place(int4, "whole")
+    guess_with(int4, "", 0)
+    wish = request(int4, temperature=temperature)
+    (expected,) = said(int4, wish)
+    guess_with(int4, drafter, 5)
+    forward, count = ModelRunner.forward, itertools.count()
+
+    def damaged(runner: ModelRunner, *arguments: Any, **options: Any) -> Tensor:
+        logits = forward(runner, *arguments, **options)
+        return logits if runner is int4.runner or next(count) % 3 else logits * math.nan
+
+    monkeypatch.setattr(ModelRunner, "forward", damaged)
+    assert said(int4, wish) == [expected]
+    assert next(count) > 5
+
+
+def test_memory_that_ends_in_a_verification_ends_the_guesses(int4: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    place(int4, "whole")
+    guess_with(int4, "", 0)
+    wish = request(int4, QUOTING, temperature=0, max_tokens=60)
+    (expected,) = said(int4, wish)
+    guess_with(int4, "ngram+skip", 5)
+    forward, rows = ModelRunner.forward, int4.runner.batch_rows
+
+    def without_memory(runner: ModelRunner, chunks: Any, **options: Any) -> Tensor:
+        if runner is int4.runner and any(chunk.num_drafted for chunk in chunks):
+            raise MemoryError
+        return forward(runner, chunks, **options)
+
+    monkeypatch.setattr(ModelRunner, "forward", without_memory)
+    assert said(int4, wish) == [expected]
+    assert not int4.speculation.is_on and int4.runner.batch_rows == rows
