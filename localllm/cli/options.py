@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from localllm.cli.names import complete_installed, complete_models, complete_speculate, complete_weights
-from localllm.config import ACCEPTED, MOST_DRAFT_TOKENS, Accepts
+from localllm.config import ACCEPTED, DRAFT_TOKENS, MOST_DRAFT_TOKENS, Accepts
 from localllm.errors import UsageError
 
 Model = Annotated[
@@ -122,7 +122,7 @@ DraftTokens = Annotated[
     typer.Option(
         "--draft-tokens",
         metavar="N",
-        help=f"Most tokens that are guessed at once, 0 to {MOST_DRAFT_TOKENS}. Default: 8.",
+        help=f"Most tokens that are guessed at once, 0 to {MOST_DRAFT_TOKENS}. Default: {DRAFT_TOKENS}.",
     ),
 ]
 Threads = Annotated[int | None, typer.Option("--threads", metavar="N", help="CPU threads. Default: torch's choice.")]

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from localllm.config import DRAFT_TOKENS
 from localllm.kernels.kv_page import PAGE_TOKENS
 from localllm.offload.plan import BlockShape, Costs, ModelShape, Plan
 
-MOST_GUESSES = 8
 # Of guesses that are right, where no run has told: what is said of a text that quotes itself, and of others.
 USUAL_ALPHAS = (0.8, 0.6)
 
@@ -25,7 +25,7 @@ class Gain:
 
 
 def gain(
-    costs: Costs, depth: int, alpha: float, guess_s: float, *, staging_s: float = 0.0, most: int = MOST_GUESSES
+    costs: Costs, depth: int, alpha: float, guess_s: float, *, staging_s: float = 0.0, most: int = DRAFT_TOKENS
 ) -> Gain:
     """alpha: the share of guesses that are right. guess_s: what one takes. staging_s: of what is fetched in that time,
     as much as there is a place for. (Leviathan et al., arXiv:2211.17192, theorem 3.8, with what is fetched meanwhile.)
@@ -54,7 +54,7 @@ def skipped(plan: Plan) -> frozenset[str]:
     return frozenset(slow) if is_possible else frozenset()
 
 
-def skipping(plan: Plan, harm: Mapping[str, float], most: int = MOST_GUESSES) -> tuple[float, Gain]:
+def skipping(plan: Plan, harm: Mapping[str, float], most: int = DRAFT_TOKENS) -> tuple[float, Gain]:
     """The share of guesses expected to be right, and what they give. harm: of each block, as `engine.speculative.harm`
     has it."""
     left_out = skipped(plan)

@@ -18,6 +18,8 @@ from localllm.cache.kv_format import KV_FORMATS
 from localllm.engine.kv_reuse import KVReuse
 from localllm.engine.runner import ModelRunner
 from localllm.engine.speculative.choice import Speculate, speculation
+from localllm.engine.speculative.draft_model import ModelDrafter
+from localllm.engine.speculative.speculation import Speculation
 from localllm.kernels.kv_page import PAGE_TOKENS
 from tests.speculative.support import (
     DRAFTERS,
@@ -397,3 +399,16 @@ def test_memory_that_ends_in_a_verification_ends_the_guesses(int4: Engine, monke
     monkeypatch.setattr(ModelRunner, "forward", without_memory)
     assert said(int4, wish) == [expected]
     assert not int4.speculation.is_on and int4.runner.batch_rows == rows
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_draft_has_the_noise_of_its_places(int4: Engine, sampler: str) -> None:
+    """The same model as its own drafter is never wrong, however tokens are drawn."""
+    place(int4, "whole")
+    drafter = ModelDrafter("model:itself", lambda: int4.runner, int4.residency.new_kv)
+    int4.speculation.close()
+    int4.speculation = Speculation(int4.residency, None, [drafter], 5, adapts=False)
+    (events,) = answers(int4, [request(int4, **SAMPLERS[sampler])])
+    finished = events[-1]
+    assert isinstance(finished, FinishedEvent) and finished.speculation is not None
+    assert finished.speculation.drafted == finished.speculation.accepted > 15

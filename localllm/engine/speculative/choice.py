@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Protocol
 
-from localllm.config import DRAFT_MODEL, MOST_DRAFT_TOKENS, SPECULATE
+from localllm.config import DRAFT_MODEL, DRAFT_TOKENS, MOST_DRAFT_TOKENS, SPECULATE
 from localllm.engine.residency import Residency
 from localllm.engine.speculative.draft_model import ModelDrafter
 from localllm.engine.speculative.drafter import Drafter
 from localllm.engine.speculative.ngram import NgramLookup
 from localllm.engine.speculative.skip import SkipDrafter
 from localllm.engine.speculative.skip_set import SkipSet
-from localllm.engine.speculative.speculation import DRAFT_TOKENS, Speculation
+from localllm.engine.speculative.speculation import Speculation
 from localllm.errors import UsageError
 from localllm.offload.plan import Plan
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
+from localllm.config import DRAFT_TOKENS
 from localllm.engine.drawing import drawn
 from localllm.engine.residency import Residency
 from localllm.engine.runner import Chunk
@@ -25,7 +26,6 @@ TRIAL_TOKENS = 16  # whose draws are compared: as many rows as a plan has room f
 _WORTH = 1.05  # an expected speedup below is not tried
 _RANDOM_SHARE = 0.3  # of the trials that change what is left out by chance
 _WRITTEN_EVERY = 16  # trials
-_MOST_GUESSES = 8
 
 
 class SkipSet:
@@ -147,5 +147,5 @@ def predicted_speedup(alpha: float, guess_share: float) -> float:
     al., arXiv:2211.17192, Theorem 3.8, with what verifying costs)."""
     return max(
         sum(alpha**i for i in range(count + 1)) / (count * guess_share + unknown_growth(1, 1 + count))
-        for count in range(1, _MOST_GUESSES + 1)
+        for count in range(1, DRAFT_TOKENS + 1)
     )

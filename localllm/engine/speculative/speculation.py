@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from localllm.cache.paged_kv import PagedKV
-from localllm.config import MOST_DRAFT_TOKENS
+from localllm.config import DRAFT_TOKENS, MOST_DRAFT_TOKENS
 from localllm.engine.drawing import Scheduled
 from localllm.engine.memory import is_out_of_memory
 from localllm.engine.residency import Residency
@@ -37,7 +37,6 @@ _LOOKING_SHARE, _LONGEST_REST = 0.005, 256
 # Where a device begins steps before the last one's token is known, which it does in a rest alone.
 _LEAST_DEVICE_REST = 16
 _MANY_UNREAD = 64  # tokens that a drafter has not read: it is not tried out for the price of that
-DRAFT_TOKENS = 8  # at most, where nobody asked
 
 
 @dataclass
@@ -80,8 +79,8 @@ class Speculation:
         growth: Callable[[int, int], float] | None = None,
     ) -> None:
         """skip_set: that one of them leaves out, to be improved meanwhile. forks: there is memory for a second end of a
-        sequence, for other guesses and for trials. adapts: how many are guessed is what pays;
-        else as many as may be. growth: as `StepTimes` has it."""
+        sequence, for other guesses and for trials. adapts: how many are guessed is what pays; else as many as may be.
+        growth: as `StepTimes` has it."""
         self.name = "+".join(each.name for each in (lookup, *drafters) if each is not None)
         self._residency = residency
         self._lookup = lookup if draft_tokens > 0 else None
@@ -159,15 +158,9 @@ class Speculation:
         acceptances = [self._acceptance_of(sequence) for sequence in sequences]
         option = None
         if max(limits) > 0:
-            if (
-                self._skip_set is not None and self._skip_set.names() != self._skipped
-            ):  # another one, that takes another time
-                self._skipped = self._skip_set.names()
-                self._chooser.forget_guesses(SkipDrafter.name)
+            self._notice_skipped()
             ready = [drafter.name for drafter in self._drafters if drafter.is_ready]
-            unread = frozenset(
-                drafter.name for drafter in self._drafters if drafter.num_unread(sequences) > _MANY_UNREAD
-            )
+            unread = frozenset(each.name for each in self._drafters if each.num_unread(sequences) > _MANY_UNREAD)
             most_rows = max(MOST_DRAFT_TOKENS + 1, 2 * len(sequences))
             situation = Situation(acceptances, limits, offers, most_rows, self._forks, unread)
             option = self._chooser.choose(situation, ready)
