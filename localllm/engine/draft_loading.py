@@ -12,6 +12,7 @@ import torch
 from localllm import hub
 from localllm.cache.kv_format import choose_format
 from localllm.cache.prefix import PrefixCache
+from localllm.config import format_bytes, format_figure
 from localllm.engine.memory import is_out_of_memory
 from localllm.engine.placement import model_shape
 from localllm.engine.residency import Residency
@@ -127,12 +128,13 @@ def draft_bytes(shape: ModelShape, ctx: int, sequences: int = 1) -> int:
 def why_left_out(draft: DraftModel, with_it: Plan | None, without: Plan) -> str:
     """Why the model had better guess without this one, in a sentence; "" where it had not."""
     name = draft.files.name
-    num_bytes = draft.num_bytes(without.ctx)
-    taken = f"{name} does not guess: it takes {num_bytes / 1e9:.2f} GB"
+    taken = f"{name} does not guess: it takes {format_bytes(draft.num_bytes(without.ctx))}"
     if with_it is None:
         return f"{taken}, for which there is no room"
     found = gain(with_it.costs, with_it.prompt_tokens, USUAL_ALPHAS[0], with_it.costs.fast_s(draft.shape.num_bytes))
-    if found.tok_s <= 1 / without.costs.decode_s(without.prompt_tokens):
-        alone = 1 / without.costs.decode_s(without.prompt_tokens)
-        return f"{taken}, with which {found.tok_s:.3g} tok/s are expected, and {alone:.3g} without"
-    return ""
+    alone_tok_s = 1 / without.costs.decode_s(without.prompt_tokens)
+    if found.tok_s > alone_tok_s:
+        return ""
+    return (
+        f"{taken}, with which {format_figure(found.tok_s)} tok/s are expected, and {format_figure(alone_tok_s)} without"
+    )

@@ -167,7 +167,6 @@ class Loading:
 
     def _replan(self, config: ModelConfig, packed: PackedModel | None, host_bytes: Callable[[], int]) -> Replan:
         """host_bytes: of the host's memory, what the blocks have now."""
-
         is_on_host = self.draft is not None and not has_card(self.device)
         draft_bytes = self.draft.shape.num_bytes if self.draft is not None and is_on_host else 0
 
