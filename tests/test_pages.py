@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 from unittest import mock
 
@@ -114,6 +114,17 @@ def test_what_a_forward_wrote_that_was_given_up_is_written_over(kv: str) -> None
     grow(sequence, [*ids, *range(500, 600)], advance=False)
     grow(sequence, [*ids, *range(700, 780)])
     assert_holds(sequence, kv, [*ids, *range(700, 780)])
+
+
+def test_pages_that_a_forward_needed_are_copied_outside_of_it() -> None:
+    pages = new_pages("bf16")
+    with torch.inference_mode():
+        kv = pages.new(200)
+        grow(kv, list(range(70)))
+    branch = kv.branch(90)
+    grow(branch, list(range(80)))
+    assert_holds(branch, "bf16", list(range(80)))
+    assert_holds(kv, "bf16", list(range(70)))
 
 
 def test_a_closed_sequence_gives_everything_back() -> None:
@@ -358,6 +369,32 @@ class Sequences(RuleBasedStateMachine):
         except MemoryError:
             kv.close()
             self.live.remove((kv, ids))
+
+    @precondition(lambda self: self.live)
+    @rule(
+        which=st.integers(0, 99), own=st.integers(1, 15), others=st.integers(1, 15), right=st.integers(0, 15),
+        takes_other=st.booleans(),
+    )  # fmt: skip
+    def guess(self, which: int, own: int, others: int, right: int, takes_other: bool) -> None:
+        """Two ends of a sequence are computed, and one of them goes on as far as it is right."""
+        kv, ids = self.live.pop(which % len(self.live))
+        self.live.append((kv, ids))
+        own, others = (min(count, 450 - len(ids)) for count in (own, others))
+        if not own:
+            return
+        with suppress(MemoryError), closing(kv.branch(len(ids) + others)) as branch:
+            ends = ((kv, [8000 + i for i in range(own)]), (branch, [9000 + i for i in range(others)]))
+            for each, more in ends:
+                each.prepare(len(ids) + len(more))
+            for each, more in ends:
+                grow(each, ids + more)
+            taken, more = ends[takes_other]
+            kept = taken.trim(len(ids) + min(right, len(more)))
+            if takes_other:
+                kv.adopt(branch)
+            ids += more[: kept - len(ids)]
+            del ids[kept:]
+        self.written()
 
     @precondition(lambda self: self.live)
     @rule(which=st.integers(0, 99))

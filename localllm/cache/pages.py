@@ -178,7 +178,8 @@ class PagePool:
 
     def _grow(self, count: int) -> None:
         num_bytes = {device: rows * self.layout.layer_bytes for device, rows in self._counts.items()}
-        slabs = {device: _new_slab(count, size, device) for device, size in num_bytes.items()}
+        with torch.inference_mode(False):  # a forward may need more of them, and others write to them outside of it
+            slabs = {device: _new_slab(count, size, device) for device, size in num_bytes.items()}
         fresh = []
         for i in range(count):
             parts = {

@@ -175,9 +175,7 @@ class Engine:
         limits = limits or (Limits() if job is None else Limits(max_sequences=job.sequences))
         computed = Computed(source_id(files), chosen.name, files.name)
         draft = DraftModel.of(speculate.draft_model, tokenizer, files.name, of, on, kv)
-        loading = Loading(
-            files, chosen, of, on, kv, ctx, ram, vram, job, watcher, draft, speculate.skips, speculate.is_on
-        )
+        loading = Loading(files, chosen, of, on, kv, ctx, ram, vram, job, watcher, draft, speculate)
         loaded, kv, kv_probe = load_as_found(loading, config, computed, probes_kv=probes_kv)
         engine = cls(
             loaded.decoder,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +17,7 @@ from localllm.engine.draft_loading import DraftModel, why_left_out
 from localllm.engine.memory import is_out_of_memory, no_cuda, out_of_memory, require_context
 from localllm.engine.placement import find_search, model_shape, process_memory, smaller_kv
 from localllm.engine.runner import operators_compute, unheard
+from localllm.engine.speculative.choice import OFF, Speculate
 from localllm.engine.speculative.draft_model import ModelDrafter
 from localllm.engine.speculative.skip_file import known_harm
 from localllm.engine.weights import as_stored, compact_form, is_unpacked, open_checkpoint, open_packed
@@ -93,8 +94,7 @@ class Loading:
     job: JobShape | None
     watcher: Watcher
     draft: DraftModel | None = None  # a second model, for which there shall be room
-    skips: bool = False  # blocks may be left out while guessing
-    forks: bool = False  # sequences may have a second end, for other guesses and for trials
+    speculate: Speculate = OFF
 
     def load(self, config: ModelConfig) -> LoadedModel:
         """Raises what is listed at `Engine.load`."""
@@ -144,7 +144,7 @@ class Loading:
         if self.draft is None:
             return self
         alone = replace(self, draft=None)
-        without, with_it = alone._foreseen(config), self._foreseen(config)
+        with_it, without = self._foreseen(config), alone._foreseen(config)
         if without is None:  # nothing fits: its refusal is to be told
             return alone
         reason = why_left_out(self.draft, with_it, without)
@@ -217,7 +217,7 @@ class Loading:
         placed anew."""
         try:
             search = self._search(config, self.recipe, packed, placed_bytes)
-            search = with_room_for_forks(search) if self.forks else search
+            search = with_room_for_forks(search) if self.speculate.is_on else search
             plan = search.best()
             return plan if self.job is not None else with_kept_pages(plan), search
         except DoesNotFitError as error:
@@ -237,14 +237,12 @@ class Loading:
         if has_card(self.device):
             card = CardPlanning(self.device, self.dtype, self.kv, self.ctx, self.ram, self.vram, self.job, say)
             found = card.search(config, recipe, name, packing, cached_share=cached_share, placed_bytes=placed_bytes)
-            found = replace(found, shape=self._with_draft(found.shape), harm=self._harm(found.shape))
             cap_allocator(self.device, found.card)  # also where nothing fits: a model that is there goes on under it
-            return found
+            return self._guessing(replace(found, shape=self._with_draft(found.shape)))
         shape = model_shape(config, recipe, self.dtype, name, kv=self.kv, packing=packing)
         memory = partial(process_memory, self.ram, recipe, config.vocab_size, placed_bytes, packs=packing is not None)
         shape = self._with_draft(shape)
-        search = find_search(shape, recipe, self.dtype, memory, self.ctx, self.job, say, cached_share)
-        return replace(search, harm=self._harm(shape))
+        return self._guessing(find_search(shape, recipe, self.dtype, memory, self.ctx, self.job, say, cached_share))
 
     def _with_draft(self, shape: ModelShape) -> ModelShape:
         """With room for the second model, and its keys and values."""
@@ -258,9 +256,12 @@ class Loading:
         """For which the second model has room at once."""
         return 1 if self.job is None else self.job.sequences
 
-    def _harm(self, shape: ModelShape) -> Mapping[str, float]:
-        """Of each block, where some may be left out while guessing."""
-        return known_harm(self.files, shape) if self.skips else {}
+    def _guessing(self, search: AnySearch) -> AnySearch:
+        """By what is known of each block, where some may be left out while guessing."""
+        if not self.speculate.skips:
+            return search
+        harm = known_harm(self.files, search.shape)
+        return replace(search, harm=harm, draft_tokens=self.speculate.most_tokens)
 
     def _packed(self, config: ModelConfig) -> PackedModel:
         return open_packed(self.files, config, self.recipe, self.watcher.packing, self.watcher.waiting, self.ram)

@@ -160,7 +160,8 @@ def find_search(
     say: Callable[[str], None],
     cached_share: float = 0.0,
 ) -> Search:
-    """For the best placement; what this machine does is measured only where something has to be chosen.
+    """For the best placement; what this machine does is measured only where something has to be chosen: which blocks
+    stay, or whether a second model is worth what it takes.
 
     memory: what may be used, asked again after a measurement, which leaves something behind. cached_share: of the
     packed files, in the page cache.
@@ -170,7 +171,8 @@ def find_search(
     if rates is None:  # measuring takes seconds
         search = Search(shape, memory(), _TYPICAL, ctx, job)
         plan = fitting(search)
-        if plan is None or (not plan.streamed and plan.ctx >= (ctx or shape.default_ctx)):
+        is_whole = plan is not None and not plan.streamed and plan.ctx >= (ctx or shape.default_ctx)
+        if plan is None or (is_whole and not shape.draft_bytes):
             return search
         rates = measured(profile, shape.weights, recipe.blocks, dtype, say).rates(shape.weights)
         assert rates is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -166,7 +166,7 @@ def _search(
         config, packing = as_stored(files, model.name, model.config, recipe)
         card = CardPlanning(device, dtype, wishes.kv, wishes.ctx, wishes.ram, wishes.vram, wishes.job, say)
         found = card.search(config, recipe, model.name, packing)
-        return _with_guesses(replace(found, harm=_harm(found.shape, files, wishes)), wishes, dtype, device)
+        return _with_guesses(found, files, wishes, dtype, device)
     require_cap(wishes.ram)  # before seconds of measuring
     profile = measured(kept_profile(), recipe.name, recipe.blocks, dtype, say)
     rates = profile.rates(recipe.name)
@@ -174,14 +174,18 @@ def _search(
     shape = _shape(model, files, recipe, dtype, device, wishes.kv)
     memory = process_memory(wishes.ram, recipe, model.config.vocab_size, packs=shape.packing is not None)
     search = Search(shape, memory, rates, wishes.ctx, wishes.job, profile.corrections(recipe.name))
-    return _with_guesses(replace(search, harm=_harm(shape, files, wishes)), wishes, dtype, device)
+    return _with_guesses(search, files, wishes, dtype, device)
 
 
-def _with_guesses(search: AnySearch, wishes: Wishes, dtype: torch.dtype, device: torch.device) -> AnySearch:
+def _with_guesses(
+    search: AnySearch, files: ModelFiles | None, wishes: Wishes, dtype: torch.dtype, device: torch.device
+) -> AnySearch:
     """With room for what guesses take, where there is any: a model is not refused for it."""
     wish, shape = wishes.guessing, search.shape
     if not wish.is_on:
         return search
+    if wish.skips:
+        search = replace(search, harm=known_harm(files, shape), draft_tokens=wish.most_tokens)
     if wish.draft_model:
         draft = find_shape(wish.draft_model)
         recipe = RECIPES[choose_recipe("auto", draft.config, (), dtype)]
@@ -192,10 +196,6 @@ def _with_guesses(search: AnySearch, wishes: Wishes, dtype: torch.dtype, device:
             with_draft.best()
             search = with_draft
     return with_room_for_forks(search)
-
-
-def _harm(shape: ModelShape, files: ModelFiles | None, wishes: Wishes) -> Mapping[str, float]:
-    return known_harm(files, shape) if wishes.guessing.skips else {}
 
 
 def _guesses(profile: Profile) -> list[str]:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, cast
 
+from localllm.config import DRAFT_TOKENS
 from localllm.errors import DoesNotFitError
 from localllm.offload.corrections import Corrections
 from localllm.offload.costs import PASS_TOKENS
@@ -110,6 +111,7 @@ class DeviceSearch:
     job: JobShape | None = None
     corrections: Corrections = field(default_factory=Corrections)
     harm: Mapping[str, float] = field(default_factory=dict)  # as `Search` has it
+    draft_tokens: int = DRAFT_TOKENS  # as well
 
     @property
     def room(self) -> CardMemory:
@@ -383,7 +385,8 @@ class DeviceSearch:
         evenly = self._arranged(amount, choice, {})
         if not self.harm or evenly.is_whole or amount.sequences > 1:
             return evenly
-        return max(evenly, self._arranged(amount, choice, self.harm), key=lambda plan: rate(plan, self.harm))
+        plans = (evenly, self._arranged(amount, choice, self.harm))
+        return max(plans, key=lambda plan: rate(plan, self.harm, self.draft_tokens))
 
     def _arranged(self, amount: _Amount, choice: _Choice, harm: Mapping[str, float]) -> Plan:
         """harm: of each block, where those that are near shall be the ones that guesses need; none: evenly."""

@@ -54,7 +54,7 @@ def skipped(plan: Plan) -> frozenset[str]:
     return frozenset(slow) if is_possible else frozenset()
 
 
-def skipping(plan: Plan, harm: Mapping[str, float], most: int = DRAFT_TOKENS) -> tuple[float, Gain]:
+def skipping(plan: Plan, harm: Mapping[str, float], most: int) -> tuple[float, Gain]:
     """The share of guesses expected to be right, and what they give. harm: of each block, as `engine.speculative.harm`
     has it."""
     left_out = skipped(plan)
@@ -65,9 +65,9 @@ def skipping(plan: Plan, harm: Mapping[str, float], most: int = DRAFT_TOKENS) ->
     return alpha, gain(plan.costs, plan.prompt_tokens, alpha, guess_s, staging_s=staging_s(plan), most=most)
 
 
-def rate(plan: Plan, harm: Mapping[str, float]) -> float:
-    """Tokens a second of one sequence, with the guesses of what is near, where they pay."""
-    guessed = skipping(plan, harm)[1].tok_s if harm and skipped(plan) else 0.0
+def rate(plan: Plan, harm: Mapping[str, float], most: int) -> float:
+    """Tokens a second of one sequence, with the guesses of what is near, where they pay; at most so many at once."""
+    guessed = skipping(plan, harm, most)[1].tok_s if harm and most and skipped(plan) else 0.0
     return max(1 / plan.costs.decode_s(plan.prompt_tokens), guessed)
 
 
@@ -82,7 +82,8 @@ def expected_alpha(left_out: frozenset[str], harm: Mapping[str, float]) -> float
 
 def staging_s(plan: Plan) -> float:
     """In which the ring is filled while nothing is taken from it."""
-    streamed = plan.streamed_bytes
-    if not streamed:
+    by = "gpu" if plan.fast == "vram" else "cpu"
+    fetched_bytes = sum(block.num_bytes for block in plan.blocks[1:] if block.tier != plan.fast and block.exec == by)
+    if not fetched_bytes:
         return 0.0
-    return plan.costs.decode_s(plan.prompt_tokens) * min(1.0, plan.ring_bytes / streamed)
+    return plan.costs.decode_s(plan.prompt_tokens) * min(1.0, plan.ring_bytes / fetched_bytes)

@@ -6,11 +6,12 @@ Layers are alike, so that these are a few hundred, tried in milliseconds. Works 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
+from localllm.config import DRAFT_TOKENS
 from localllm.errors import DoesNotFitError
 from localllm.offload.corrections import Corrections
 from localllm.offload.costs import PASS_TOKENS, StepCosts
@@ -35,8 +36,9 @@ PROMPT_TOKENS = 512  # of the prompt whose first token is predicted
 LOGIT_ROWS = 16  # answers that a step may compute the logits of
 # Where nobody asked for a context: a longer one than this share of the best speed allows is not taken.
 _WORTH = 0.9
-# Of the best speed without guesses, what a placement must keep that is better for them.
-_PLAIN_WORTH = 0.95
+# Of the best speed without guesses, what a placement must keep that is better for them; and one with which they are
+# expected to more than double it.
+_PLAIN_WORTH, _PLAIN_WORTH_DOUBLED = 0.97, 0.9
 
 
 class Placements(Protocol):
@@ -164,6 +166,7 @@ class Search:
     job: JobShape | None = None  # None: one answer, as fast as can be
     corrections: Corrections = field(default_factory=Corrections)  # of earlier runs
     harm: Mapping[str, float] = field(default_factory=dict)  # of each block, where it may be left out while guessing
+    draft_tokens: int = DRAFT_TOKENS  # that are guessed at once then, at most
 
     def best(self) -> Plan:
         """As `best_plan` has it. Raises DoesNotFitError naming the least memory that would do."""
@@ -222,12 +225,23 @@ class Search:
             pass_tokens = min(most_tokens, max(kv_tokens, rows))
             owners = self._owners(kv_tokens, sequences, rows, pass_tokens, True)
             if (choice := self._some(self._room(owners))) is not None:
-                plans = [self._plan(ctx, sequences, kv_tokens, (rows, pass_tokens), owners, choice)]
-                for other in self._for_guessing(self._room(owners)) if sequences == 1 else ():
-                    plan = self._plan(ctx, sequences, kv_tokens, (rows, pass_tokens), owners, other)
-                    plans += [plan] if plan.decode_s * _PLAIN_WORTH <= plans[0].decode_s else []
-                return max(plans, key=lambda plan: rate(plan, self.harm))
+                plain, *others = (
+                    self._plan(ctx, sequences, kv_tokens, (rows, pass_tokens), owners, each)
+                    for each in (choice, *(self._for_guessing(self._room(owners)) if sequences == 1 else ()))
+                )
+                return self._fastest(plain, others)
         return None
+
+    def _fastest(self, plain: Plan, others: Sequence[Plan]) -> Plan:
+        """Of the best plan without guesses and such as may be better with them."""
+        best, most = plain, rate(plain, self.harm, self.draft_tokens)
+        least = plain.decode_tok_s
+        for plan in others:
+            guessed = rate(plan, self.harm, self.draft_tokens)
+            worth = _PLAIN_WORTH if guessed < 2 * least else _PLAIN_WORTH_DOUBLED
+            if guessed > most and plan.decode_tok_s >= worth * least:
+                best, most = plan, guessed
+        return best
 
     @property
     def _embeddings(self) -> tuple[bool, ...]:

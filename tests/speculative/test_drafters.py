@@ -178,6 +178,6 @@ def test_what_is_streamed_is_what_is_skipped(engine: Engine) -> None:
 
 
 def test_the_speedup_that_is_predicted() -> None:
-    assert predicted_speedup(0.0, 0.5) < 1
-    assert predicted_speedup(1.0, 0.0) > 5
-    assert predicted_speedup(0.9, 0.2) > predicted_speedup(0.6, 0.2) > predicted_speedup(0.6, 0.6)
+    assert predicted_speedup(0.0, 0.5, 8) < 1
+    assert predicted_speedup(1.0, 0.0, 8) > 5 > predicted_speedup(1.0, 0.0, 2)
+    assert predicted_speedup(0.9, 0.2, 8) > predicted_speedup(0.6, 0.2, 8) > predicted_speedup(0.6, 0.6, 8)

@@ -77,7 +77,8 @@ def speculation(
     drafters: list[Drafter] = []
     lookup = NgramLookup() if speculate.who in ("auto", "ngram") else None
     if speculate.who in ("auto", "skip"):
-        skip_set = SkipSet(residency, None if residency.placed is None else residency.placed.directory)
+        directory = None if residency.placed is None else residency.placed.directory
+        skip_set = SkipSet(residency, directory, speculate.most_tokens)
         drafters.append(SkipDrafter(lambda: residency.runner, skip_set.names))
     if drafter is not None:
         drafters.append(drafter)

@@ -29,10 +29,13 @@ _WRITTEN_EVERY = 16  # trials
 
 
 class SkipSet:
-    """directory: of the packed model, where what is learnt is kept; None where it is not."""
+    """directory: of the packed model, where what is learnt is kept; None where it is not. draft_tokens: that are
+    guessed at once, at most."""
 
-    def __init__(self, residency: Residency, directory: Path | None, seed: int = 0) -> None:
-        self._residency, self._directory = residency, directory
+    def __init__(
+        self, residency: Residency, directory: Path | None, draft_tokens: int = DRAFT_TOKENS, seed: int = 0
+    ) -> None:
+        self._residency, self._directory, self._draft_tokens = residency, directory, draft_tokens
         blocks = residency.model.blocks
         trials = [] if directory is None else read_trials(directory)
         self.harm = Harm([block.name for block in blocks], trials)
@@ -131,7 +134,7 @@ class SkipSet:
         for tenths in range(1, 16):
             names = least_harmful(harm, self._bytes, tenths / 20)
             kept = 1 - sum(self._bytes[name] for name in names) / total
-            speedup = predicted_speedup(math.exp(-sum(harm[name] for name in names)), kept)
+            speedup = predicted_speedup(math.exp(-sum(harm[name] for name in names)), kept, self._draft_tokens)
             if speedup > most:
                 best, most = names, speedup
         return best
@@ -142,10 +145,10 @@ def _slow(model: Decoder) -> frozenset[str]:
     return model.stream.names | apart
 
 
-def predicted_speedup(alpha: float, guess_share: float) -> float:
-    """Of the best number of guesses, each right with a probability alpha and taking this share of a step (Leviathan et
-    al., arXiv:2211.17192, Theorem 3.8, with what verifying costs)."""
+def predicted_speedup(alpha: float, guess_share: float, most: int) -> float:
+    """Of the best number of guesses up to `most`, each right with a probability alpha and taking this share of a step
+    (Leviathan et al., arXiv:2211.17192, Theorem 3.8, with what verifying costs)."""
     return max(
         sum(alpha**i for i in range(count + 1)) / (count * guess_share + unknown_growth(1, 1 + count))
-        for count in range(1, DRAFT_TOKENS + 1)
+        for count in range(1, most + 1)
     )

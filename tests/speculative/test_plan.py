@@ -1,0 +1,160 @@
+"""What guesses are expected to give, and blocks that are placed for them: by the formula, and by what trials found."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localllm import Engine, SamplingParams, hub
+from localllm.engine import loading
+from localllm.engine.placement import model_shape
+from localllm.engine.speculative.choice import Speculate
+from localllm.engine.speculative.harm import Trial
+from localllm.engine.speculative.skip_file import write_trials
+from localllm.hub.packed import packed_directory
+from localllm.models.families import parse_config
+from localllm.models.shapes import shipped_shapes
+from localllm.offload.device_costs import CardRates
+from localllm.offload.device_search import CardMemory, DeviceSearch
+from localllm.offload.guessing import gain, rate, skipped, staging_s
+from localllm.offload.plan import GIB, Memory, Plan, Rates
+from localllm.offload.search import Search
+from localllm.quant.recipe import RECIPES
+from tests.cli_support import run_cli
+from tests.speculative.support import TALE, loaded
+
+RATES = Rates(matrix_gbs=40.0, compute_gops=1200.0, disk_gbs=1.5)
+CARD = CardRates(matrix_gbs=400.0, compute_gops=40_000.0, link_gbs=24.0, launch_s=5e-6, hop_s=60e-6)
+MISTRAL = model_shape(
+    parse_config(shipped_shapes()["mistral-7b"], "mistral-7b"), RECIPES["int4-g64"], torch.bfloat16, "mistral-7b"
+)
+# Every third layer is one without which nearly every guess is wrong; the others are hardly needed.
+HARM = {block.name: 2.0 if index // 2 % 3 == 0 else 0.001 for index, block in enumerate(MISTRAL.blocks)}
+
+
+@dataclass(frozen=True)
+class Steps:
+    """So long for one row, and so much longer for each row more."""
+
+    first_s: float
+    row_s: float
+
+    def decode_s(self, _depth: int, rows: int = 1) -> float:
+        return self.first_s + (rows - 1) * self.row_s
+
+
+@given(alpha=st.floats(0, 0.99), guess=st.floats(0, 1), row=st.floats(0, 0.5), most=st.integers(1, 15))
+def test_the_gain_is_that_of_the_best_number_of_guesses(alpha: float, guess: float, row: float, most: int) -> None:
+    """By the closed form of the expectation, which the code sums up."""
+    found = gain(Steps(1.0, row), 0, alpha, guess, most=most)  # type: ignore[arg-type]
+    speedups = [(1 - alpha ** (k + 1)) / (1 - alpha) / (k * guess + 1 + k * row) for k in range(1, most + 1)]
+    assert found.speedup == pytest.approx(max(speedups)) == pytest.approx(found.tok_s)
+    assert speedups[found.count - 1] == pytest.approx(max(speedups))
+
+
+def test_what_is_fetched_while_guessing_shortens_the_step_as_far_as_there_is_a_place_for_it() -> None:
+    apart = gain(Steps(1.0, 0.0), 0, 1.0, 0.1, most=4)  # type: ignore[arg-type]
+    assert gain(Steps(1.0, 0.0), 0, 1.0, 0.1, staging_s=9.0, most=4).tok_s == pytest.approx(5.0)  # type: ignore[arg-type]
+    assert apart.tok_s == pytest.approx(5 / 1.4)
+    assert gain(Steps(1.0, 0.0), 0, 1.0, 0.1, staging_s=0.1, most=4).tok_s == pytest.approx(5 / 1.3)  # type: ignore[arg-type]
+
+
+def on_a_cpu(ram: float, harm: Mapping[str, float], draft_tokens: int = 8) -> Plan:
+    memory = Memory(int(ram * GIB), GIB // 2, 64 * GIB, 64 * GIB)
+    return Search(MISTRAL, memory, RATES, 2048, harm=harm, draft_tokens=draft_tokens).best()
+
+
+def on_a_card(vram: float, harm: Mapping[str, float], draft_tokens: int = 8) -> Plan:
+    card = CardMemory(int(vram * GIB), GIB // 2, 64 << 20, 80 * GIB, 80 * GIB)
+    memory = Memory(32 * GIB, GIB, 64 * GIB, 64 * GIB)
+    rates = replace(RATES, compute_gops=1.0)  # the host had better compute nothing
+    return DeviceSearch(MISTRAL, memory, card, rates, CARD, 2048, harm=harm, draft_tokens=draft_tokens).best()
+
+
+@pytest.mark.parametrize(("planned", "room"), [(on_a_cpu, 3.0), (on_a_cpu, 4.0), (on_a_card, 4.0)])
+def test_blocks_that_guesses_need_stay_near(planned: Any, room: float) -> None:
+    """A little less is kept without them, and all that leaves is of blocks that are hardly needed."""
+    plain, guessing = planned(room, {}), planned(room, HARM)
+    left_out = skipped(guessing)
+    assert skipped(plain) and left_out
+    assert sum(HARM[name] for name in left_out) < 0.2 < 2 <= sum(HARM[name] for name in skipped(plain))
+    assert rate(guessing, HARM, 8) > 1.5 * rate(plain, HARM, 8)
+    assert 0.9 * plain.decode_tok_s <= guessing.decode_tok_s
+    assert staging_s(guessing) > 0
+
+
+@pytest.mark.parametrize("planned", [on_a_cpu, on_a_card])
+def test_as_many_guesses_count_as_may_be_made(planned: Any) -> None:
+    for room in (2.5, 3.0, 3.5):
+        plans = {most: planned(room, HARM, most) for most in (0, 1, 8, 15)}
+        rates = [rate(plan, HARM, most) for most, plan in plans.items()]
+        assert rates == sorted(rates)
+        assert plans[0].decode_tok_s > 0.999 * planned(room, {}).decode_tok_s
+        for most, plan in plans.items():  # plans for other numbers are no better for this one
+            others = [other for other in plans.values() if other.decode_tok_s >= plan.decode_tok_s]
+            assert rate(plan, HARM, most) >= 0.999 * max(rate(other, HARM, most) for other in others)
+    few, many = on_a_cpu(3.0, HARM, 1), on_a_cpu(3.0, HARM, 8)
+    assert skipped(few) != skipped(many) and few.decode_tok_s > many.decode_tok_s
+
+
+def planned(*options: str) -> list[dict[str, Any]]:
+    result = run_cli("plan", "mistral-7b", "--ram", "3GiB", "--json", *options)
+    found: list[dict[str, Any]] = result.json["speculation"]
+    return found
+
+
+def test_the_plan_tells_what_each_who_guesses_would_give() -> None:
+    usual = planned()
+    assert [row["drafter"] for row in usual] == ["ngram", "ngram", "skip"]
+    assert usual[0]["tok_s"] > usual[1]["tok_s"] > 0 and usual[2]["skipped_blocks"] > 0
+    assert [row["drafter"] for row in planned("--speculate", "ngram")] == ["ngram", "ngram"]
+    assert [row["drafter"] for row in planned("--speculate", "skip")] == ["skip"]
+    assert {row["drafter"] for row in planned("--speculate", "model:tiny")} == {"model:tiny"}
+    few = planned("--draft-tokens", "2")
+    assert all(1 <= row["draft_tokens"] <= 2 for row in few) and few[0]["tok_s"] < usual[0]["tok_s"]
+    assert planned("--speculate", "off") == planned("--draft-tokens", "0") == []
+
+
+def test_what_trials_found_decides_what_is_streamed_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = loaded(ctx=128)
+    assert engine.plan is not None and engine.residency.placed is not None
+    weights = RECIPES[engine.plan.shape.weights]
+    directory, blocks = engine.residency.placed.directory, engine.plan.shape.blocks
+    kept = {"program", "kept pages"}
+    needed = sum(size for owner, size in engine.plan.ledger["ram"].items() if owner not in kept)
+    engine.close()
+    assert directory == packed_directory(hub.locate("tiny"), weights.name)
+    room = needed - 6 * max(block.num_bytes for block in blocks)
+    monkeypatch.setattr(loading, "process_memory", lambda *_, **__: Memory(room, 0, room))
+    names = [block.name for block in blocks]
+    for seed in range(2):
+        harmful = frozenset(random.Random(seed).sample(names, len(names) // 3))
+        write_trials(directory, _trials(names, harmful, seed))
+        streamed = _streamed()
+        assert streamed and not streamed & harmful, (seed, sorted(streamed & harmful))
+
+
+def _trials(names: Sequence[str], harmful: frozenset[str], seed: int) -> list[Trial]:
+    """Each of which leaves out a third, and is right but for every harmful one in it."""
+    generator = random.Random(seed)
+    found = []
+    for _ in range(200):
+        skipped = frozenset(generator.sample(names, len(names) // 3))
+        found.append(Trial(skipped, max(0, 16 - 6 * len(skipped & harmful)), 16))
+    return found
+
+
+def _streamed() -> set[str]:
+    engine = Engine.load("tiny", device="cpu", weights="int4", ctx=128, speculate=Speculate("skip"))
+    list(engine.generate(TALE, SamplingParams(temperature=0, max_tokens=4)))
+    assert engine.plan is not None
+    streamed = set(engine.plan.streamed)
+    engine.close()
+    return streamed
