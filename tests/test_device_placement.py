@@ -22,9 +22,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks.oracle import Oracle
 from localllm import Engine, FinishedEvent, SamplingParams, TokenEvent
 from localllm.engine.placement import model_shape
+from localllm.engine.residency import Residency
 from localllm.engine.runner import ModelRunner, StepCancelledError
+from localllm.engine.speculative.skip import SkipDrafter
+from localllm.engine.speculative.skip_set import SkipSet
+from localllm.engine.speculative.speculation import Speculation
 from localllm.engine.tokenizer import Tokenizer
 from localllm.errors import DoesNotFitError
 from localllm.hub import locate
@@ -260,8 +265,15 @@ class Packed:
         return placed
 
 
-def text(placed: PlacedModel, checkpoint: Path, max_tokens: int = 12) -> list[int]:
+def text(
+    placed: PlacedModel,
+    checkpoint: Path,
+    max_tokens: int = 12,
+    guessing: Callable[[Residency], Speculation] | None = None,
+) -> list[int]:
     engine = Engine(placed.few, Tokenizer.load(checkpoint), ctx=128, placed=placed)
+    if guessing is not None:
+        engine.speculation = guessing(engine.residency)
     events = list(engine.generate(PROMPT, SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)))
     assert isinstance(events[-1], FinishedEvent) and events[-1].error is None
     return [event.token_id for event in events if isinstance(event, TokenEvent)]
@@ -282,6 +294,28 @@ def test_the_text_is_the_same_wherever_blocks_are(packed: Packed, kind: str) -> 
             for many_rows in (NEVER, 8):
                 placed.place(packed.blocks(kinds), many_rows)
                 assert text(placed, packed.checkpoint) == expected
+
+
+@pytest.mark.parametrize("who", ["an oracle", "skip"])
+def test_guesses_change_no_text_wherever_blocks_are(packed: Packed, who: str) -> None:
+    """Verified by whoever computes few rows and by whoever computes many; made without what is slow to come by."""
+    with packed.opened() as placed:
+        placed.place(packed.blocks(lambda _index: "resident"), NEVER)
+        expected = text(placed, packed.checkpoint, max_tokens=24)
+        vocab_size = load_config(packed.checkpoint).vocab_size
+
+        def guessing(residency: Residency) -> Speculation:
+            if who == "skip":
+                slow = SkipSet(residency, None).names
+                return Speculation(residency, None, [SkipDrafter(lambda: residency.runner, slow)], 4, adapts=False)
+            oracle = Oracle({PROMPT: (*PROMPT, *expected)}, 0.8, vocab_size)
+            return Speculation(residency, oracle, (), 4, adapts=False)
+
+        everywhere = [mixed(seed) for seed in range(3)] if who == "skip" else []
+        for kinds in (lambda _index: "streamed", lambda _index: "computed", lambda _index: "split", *everywhere):
+            for many_rows in (NEVER, 4):
+                placed.place(packed.blocks(kinds), many_rows)
+                assert text(placed, packed.checkpoint, 24, guessing) == expected
 
 
 def test_what_is_released_is_held_by_nobody(packed: Packed) -> None:

@@ -16,6 +16,7 @@ from localllm.engine.speculative.choice import OFF, Speculate, speculation
 from localllm.engine.speculative.controller import Controller
 from localllm.engine.speculative.drafter import Draft
 from localllm.engine.speculative.speculation import Speculation
+from localllm.quant.recipe import RECIPES
 from tests.packed_support import small_checkpoint
 from tests.speculative.support import Said, answers, loaded, request, said
 
@@ -100,6 +101,16 @@ def test_every_family_rolls_back(family: str, weights: str, tmp_path: Path) -> N
     sampling = SamplingParams(temperature=0.8, seed=5, max_tokens=min(100, engine.ctx - 31), ignore_eos=True)
     for draft_tokens, alpha in ((3, 0.8), (15, 0.95)):
         check(engine, Request(tuple(range(3, 33)), sampling), draft_tokens, alpha)
+    engine.close()
+
+
+@pytest.mark.parametrize("weights", RECIPES)
+def test_every_weight_format_rolls_back(weights: str, tmp_path: Path) -> None:
+    folder = small_checkpoint(tmp_path / "llama", "llama")
+    dtype = "fp32" if weights in ("fp32", "nf4") else "bf16"
+    engine = Engine.load(folder, device="cpu", weights=weights, dtype=dtype, speculate=OFF)
+    sampling = SamplingParams(temperature=0.8, seed=5, max_tokens=70, ignore_eos=True)
+    check(engine, Request(tuple(range(3, 33)), sampling), 6, 0.8)
     engine.close()
 
 

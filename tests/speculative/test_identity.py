@@ -27,6 +27,7 @@ from tests.speculative.support import (
     QUOTING,
     SAMPLERS,
     TALE,
+    Said,
     answers,
     grammar_like,
     guess_with,
@@ -59,14 +60,29 @@ def int4() -> Iterator[Engine]:
     engine.close()
 
 
+@pytest.fixture(scope="module")
+def plain(engine: Engine) -> dict[str, Said]:
+    """What the engine says without guesses, by the wish: each is asked for once."""
+    return {}
+
+
 def check(
-    engine: Engine, sampler: str, drafter: str, placement: str, seed: int, draft_tokens: int = 5, **wishes: Any
+    engine: Engine,
+    plain: dict[str, Said],
+    sampler: str,
+    drafter: str,
+    placement: str,
+    seed: int,
+    draft_tokens: int = 5,
+    **wishes: Any,
 ) -> int:
     """Returns how many guesses were right."""
     wish = request(engine, seed=seed, **SAMPLERS[sampler], **wishes)
-    place(engine, "whole")
-    guess_with(engine, "", 0)
-    (expected,) = said(engine, wish)
+    if str(wish) not in plain:
+        place(engine, "whole")
+        guess_with(engine, "", 0)
+        (plain[str(wish)],) = said(engine, wish)
+    expected = plain[str(wish)]
     place(engine, placement)
     guess_with(engine, drafter, draft_tokens)
     (events,) = answers(engine, [wish])
@@ -78,9 +94,9 @@ def check(
 
 @pytest.mark.parametrize(("sampler", "drafter", "placement", "seed"), PAIRWISE)
 def test_the_text_is_that_of_plain_decoding(
-    engine: Engine, sampler: str, drafter: str, placement: str, seed: int
+    engine: Engine, plain: dict[str, Said], sampler: str, drafter: str, placement: str, seed: int
 ) -> None:
-    check(engine, sampler, drafter, placement, seed)
+    check(engine, plain, sampler, drafter, placement, seed)
 
 
 @pytest.mark.slow
@@ -88,15 +104,16 @@ def test_the_text_is_that_of_plain_decoding(
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_the_text_is_that_of_plain_decoding_for_every_seed(
-    engine: Engine, sampler: str, drafter: str, placement: str
+    engine: Engine, plain: dict[str, Said], sampler: str, drafter: str, placement: str
 ) -> None:
     for seed in range(8):
-        check(engine, sampler, drafter, placement, seed, draft_tokens=1 + 2 * seed)
+        check(engine, plain, sampler, drafter, placement, seed, draft_tokens=1 + 2 * seed)
 
 
 def test_each_drafter_is_right_sometimes(int4: Engine) -> None:
+    plain: dict[str, Said] = {}
     for drafter, placement in itertools.product(DRAFTERS, ("whole", "some")):
-        accepted = check(int4, "greedy", drafter, placement, 0, prompt=QUOTING, max_tokens=100)
+        accepted = check(int4, plain, "greedy", drafter, placement, 0, prompt=QUOTING, max_tokens=100)
         assert accepted > 10, (drafter, placement)
 
 
@@ -126,6 +143,17 @@ def test_a_batch_is_that_of_each_request_alone(int4: Engine) -> None:
         place(int4, placement)
         guess_with(int4, drafter, 4)
         assert said(int4, *wishes) == alone, (drafter, placement)
+
+
+def test_as_many_requests_as_a_job_has_at_once(int4: Engine) -> None:
+    """Where each has one guess, a step has 64 rows."""
+    wishes = [request(int4, TALE[: 30 + 3 * i], seed=i, temperature=0.8, max_tokens=8) for i in range(32)]
+    place(int4, "whole")
+    guess_with(int4, "", 0)
+    alone = [said(int4, wish)[0] for wish in wishes]
+    for drafter, draft_tokens in (("ngram", 15), ("skip", 1)):
+        guess_with(int4, drafter, draft_tokens)
+        assert said(int4, *wishes) == alone, drafter
 
 
 def test_a_grammar_like_mask_holds(int4: Engine) -> None:
@@ -209,6 +237,31 @@ def test_a_cancel_between_draft_and_verification_leaves_nothing(int4: Engine, mo
         assert not int4.residency.kv_pages.sequences
         monkeypatch.undo()
         assert said(int4, wish) == [expected]
+
+
+def test_a_cancel_while_a_second_model_reads_the_prompt(int4: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    place(int4, "whole")
+    wish = request(int4, TALE * 8, temperature=0)
+    guess_with(int4, "", 0)
+    (expected,) = said(int4, wish)
+    guess_with(int4, "model", 5)
+    forward, read = ModelRunner.forward, list[int]()
+    request_id = int4.submit(wish)
+
+    def cancelled_in(runner: ModelRunner, chunks: Any, **options: Any) -> Tensor:
+        if runner is not int4.runner:
+            read.append(chunks[0].num_tokens)
+            int4.abort(request_id)
+        return forward(runner, chunks, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelRunner, "forward", cancelled_in)
+        while int4.has_work:
+            events = int4.step()
+    assert [event.finish_reason for event in events if isinstance(event, FinishedEvent)] == ["cancelled"]
+    assert len(read) == 1 and read[0] > 50
+    assert not int4.residency.kv_pages.sequences
+    assert said(int4, wish) == [expected]
 
 
 @pytest.mark.parametrize("draft_tokens", [1, 4, 15])
