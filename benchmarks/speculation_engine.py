@@ -10,8 +10,7 @@ from typing import Any
 
 from localllm.bench.random_model import random_model
 from localllm.engine.engine import Engine
-from localllm.engine.events import FinishedEvent, TokenEvent
-from localllm.engine.events import Speculation as Told
+from localllm.engine.events import FinishedEvent, SpeculationStats, TokenEvent
 from localllm.engine.kv_reuse import NO_REUSE
 from localllm.engine.request import SamplingParams
 from localllm.engine.speculative.choice import OFF, Speculate, speculation
@@ -29,7 +28,7 @@ CTX = 1024
 class Run:
     token_ids: tuple[int, ...]
     seconds: float  # of decoding, for each token
-    told: Told | None
+    told: SpeculationStats | None
 
 
 def run(engine: Engine, prompt: Sequence[int], num_tokens: int, **sampling: Any) -> Run:

@@ -19,7 +19,7 @@ from localllm.engine.events import (
     FinishedEvent,
     GrownEvent,
     PrefillEvent,
-    Speculation,
+    SpeculationStats,
     StepSplit,
     Timings,
     TokenEvent,
@@ -166,7 +166,7 @@ def _spent(split: StepSplit) -> str:
     return ", ".join(parts)
 
 
-def _guessed(speculation: Speculation) -> str:
+def _guessed(speculation: SpeculationStats) -> str:
     share = f"{speculation.accepted} of {speculation.drafted} guesses ({speculation.drafter}) were right"
     per_pass = speculation.tokens_per_pass
     return share if per_pass is None else f"{share}, {format_figure(per_pass)} tokens a pass"

@@ -102,7 +102,24 @@ def _joined(scheduled: Scheduled, outcomes: Iterable[Outcome]) -> list[Outcome]:
     return [replace(next(rest), branch=None if chunk.branch is None else next(rest)) for _, chunk in scheduled]
 
 
-def outcomes_of(logits: Tensor, scheduled: Scheduled) -> list[Outcome]:
+def computed(
+    runner: ModelRunner,
+    scheduled: Scheduled,
+    *,
+    goes_on: bool,
+    cancelled: Callable[[], bool],
+    progress: Callable[[int, int], None],
+) -> list[Outcome]:
+    """Of one forward. goes_on: the next step is very likely one of a token for each of the same. Raises as
+    `ModelRunner.forward` and `ModelRunner.draw`."""
+    outcomes = _drawn_on_device(runner, scheduled, goes_on=goes_on)
+    if outcomes is not None:
+        return outcomes
+    logits = runner.forward([chunk for _, chunk in scheduled], cancelled=cancelled, progress=progress)
+    return _outcomes_of(logits, scheduled)
+
+
+def _outcomes_of(logits: Tensor, scheduled: Scheduled) -> list[Outcome]:
     """logits fp32 [R, V], as `ModelRunner.forward` has them. Waits for them."""
     are_finite = [math.isfinite(total) for total in logits.sum(dim=-1).tolist()]  # a sum with a NaN is none
     chunks = with_branches(chunk for _, chunk in scheduled)
@@ -111,12 +128,8 @@ def outcomes_of(logits: Tensor, scheduled: Scheduled) -> list[Outcome]:
     return _joined(scheduled, rows)
 
 
-def drawn_on_device(runner: ModelRunner, scheduled: Scheduled, *, goes_on: bool) -> list[Outcome] | None:
-    """One token for each, where all of them can be drawn so; None where not. goes_on: the next step is very likely one
-    of a token for each of the same.
-
-    Raises as `ModelRunner.draw`.
-    """
+def _drawn_on_device(runner: ModelRunner, scheduled: Scheduled, *, goes_on: bool) -> list[Outcome] | None:
+    """None where not all of them can be drawn so."""
     draws = [plain_draw(sequence) for sequence, chunk in scheduled for _ in with_branches([chunk])]
     plain = [draw for draw in draws if draw is not None]
     chunks = with_branches(chunk for _, chunk in scheduled)

@@ -24,7 +24,7 @@ from localllm.cache.prefix import PrefixCache
 from localllm.engine.chat_template import ChatInput, ChatTemplate, encode_chat
 from localllm.engine.detokenizer import Detokenizer
 from localllm.engine.draft_loading import DraftModel
-from localllm.engine.drawing import Outcome, drawn_on_device, num_rows, outcomes_of
+from localllm.engine.drawing import Outcome, Scheduled, computed, num_rows
 from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent
 from localllm.engine.growth import Needed, cannot_grow, grow
 from localllm.engine.kv_probe import LAST, KVProbe, Switch, load_as_found
@@ -326,12 +326,7 @@ class Engine:
         """
         events = self._drop_aborted()
         try:
-            self.residency.restore()
-            if self.has_work and not self.scheduler.running:
-                if (plan := self.residency.settle()) is not None:
-                    self.scheduler.limits = self._limits.within(plan)
-                self._probe_kv(tell)
-                events += self._grow_for(self.scheduler.waiting[0])
+            events += self._make_ready(tell)
         except StepCancelledError:
             return events + self._drop_aborted()
         except (MemoryError, RuntimeError, LocalLLMError) as error:
@@ -344,8 +339,20 @@ class Engine:
                 if self.kv_supply.gives_way(error, 0)
                 else [*events, self._fail(self.scheduler.waiting[0], error)]
             )
-        if not scheduled:
-            return events
+        return events + self._computed(scheduled, tell) if scheduled else events
+
+    def _make_ready(self, tell: Callable[[Event], None]) -> list[Event]:
+        """What is done between answers: blocks move, the context grows, formats of keys and values are tried."""
+        self.residency.restore()
+        if not self.has_work or self.scheduler.running:
+            return []
+        if (plan := self.residency.settle()) is not None:
+            self.scheduler.limits = self._limits.within(plan)
+        self._probe_kv(tell)
+        return self._grow_for(self.scheduler.waiting[0])
+
+    def _computed(self, scheduled: Scheduled, tell: Callable[[Event], None]) -> list[Event]:
+        """Of one forward, with the guesses that it is worth."""
         for sequence, _ in scheduled:
             sequence.clock.prefill_started = sequence.clock.prefill_started or time.perf_counter()
         ids = {sequence.request_id for sequence, _ in scheduled}
@@ -358,20 +365,15 @@ class Engine:
             scheduled = self.speculation.drafted(scheduled, is_aborted)
             computed_at = time.perf_counter()
             goes_on = not self.scheduler.waiting and self.speculation.rests
-            outcomes = drawn_on_device(self.runner, scheduled, goes_on=goes_on)
-            if outcomes is None:
-                logits = self.runner.forward(
-                    [chunk for _, chunk in scheduled],
-                    cancelled=is_aborted,
-                    progress=telling(scheduled, tell),
-                )
-                outcomes = outcomes_of(logits, scheduled)
+            progress = telling(scheduled, tell)
+            outcomes = computed(self.runner, scheduled, goes_on=goes_on, cancelled=is_aborted, progress=progress)
         except StepCancelledError:
-            return events + self._drop_aborted()
+            return self._drop_aborted()
         except (MemoryError, RuntimeError, LocalLLMError) as error:
             if self.speculation.gives_way(error) or self.kv_supply.gives_way(error, num_rows(scheduled)):
-                return events
-            return events + [self._fail(sequence, error) for sequence, _ in scheduled]
+                return []
+            return [self._fail(sequence, error) for sequence, _ in scheduled]
+        events: list[Event] = []
         split = forward_split(time.perf_counter() - started, before, self.model.stream.clock)
         for (sequence, chunk), outcome in zip(scheduled, outcomes, strict=True):
             sequence.clock.split += split

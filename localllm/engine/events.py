@@ -60,7 +60,7 @@ class Timings:
 
 
 @dataclass(frozen=True)
-class Speculation:
+class SpeculationStats:
     """How tokens were guessed. drafter: who may: "ngram", "ngram+skip". drafted, accepted: guesses that were made, and
     that were right. rounds: passes of the model that verified some. tokens_per_pass: of all its passes behind the
     prompt; None where there were none."""
@@ -119,7 +119,7 @@ class FinishedEvent:
     error: Exception | None = field(default=None, compare=False)
     miss: CacheMiss | None = None
     ctx: int | None = None
-    speculation: Speculation | None = None
+    speculation: SpeculationStats | None = None
 
 
 Event = GrownEvent | PrefillEvent | TokenEvent | FinishedEvent

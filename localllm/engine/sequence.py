@@ -11,7 +11,7 @@ from localllm.engine.detokenizer import Detokenizer
 from localllm.engine.events import (
     FinishedEvent,
     FinishReason,
-    Speculation,
+    SpeculationStats,
     StepSplit,
     Timings,
     TokenEvent,
@@ -147,12 +147,12 @@ class Sequence:
         )
 
     @property
-    def _speculation(self) -> Speculation | None:
+    def _speculation(self) -> SpeculationStats | None:
         if self.drafter is None:
             return None
         tally = self.tally
         tokens_per_pass = (self.num_completion_tokens - 1) / tally.passes if tally.passes else None
-        return Speculation(self.drafter, tally.drafted, tally.accepted, tally.rounds, tokens_per_pass)
+        return SpeculationStats(self.drafter, tally.drafted, tally.accepted, tally.rounds, tokens_per_pass)
 
     def _release(self, text: str) -> str:
         """What of the text cannot be part of a stop string any more."""

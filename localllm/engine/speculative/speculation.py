@@ -22,6 +22,7 @@ from localllm.engine.sequence import Sequence as Running
 from localllm.engine.speculative.acceptance import Acceptance
 from localllm.engine.speculative.controller import Chooser, Controller, FixedCount, Option, Situation, others_of
 from localllm.engine.speculative.drafter import NO_DRAFT, Draft, Drafter, Lookup
+from localllm.engine.speculative.rest import Rest, rest_steps
 from localllm.engine.speculative.skip import SkipDrafter
 from localllm.engine.speculative.skip_set import SkipSet
 from localllm.engine.speculative.step_times import StepTimes
@@ -31,11 +32,6 @@ from localllm.models.config import ModelConfig
 # Less of it as there are more of them.
 _TRIALS_SHARE, _STREAMED_TRIALS_SHARE, _MANY_TRIALS = 0.004, 0.008, 100
 _TRIAL_STEPS = 4  # that a trial is taken to last, before there was one
-# Where guesses are not worth it, looking for some takes no more than this share of the time. A text that changes is
-# noticed after so many tokens.
-_LOOKING_SHARE, _LONGEST_REST = 0.005, 256
-# Where a device begins steps before the last one's token is known, which it does in a rest alone.
-_LEAST_DEVICE_REST = 16
 _MANY_UNREAD = 64  # tokens that a drafter has not read: it is not tried out for the price of that
 
 
@@ -51,16 +47,6 @@ class _Round:
     acceptances: Sequence[Acceptance]
     guess_s: float = 0.0
     num_others: int = 0  # guesses of a branch
-
-
-@dataclass
-class _Rest:
-    """Steps of these sequences in which nobody looks for guesses. lengths: before them."""
-
-    sequences: Sequence[Running]
-    lengths: Sequence[int]
-    num_steps: int = 0
-    seconds: float = 0.0
 
 
 class Speculation:
@@ -95,8 +81,7 @@ class Speculation:
         self._acceptances: dict[int, Acceptance] = {}  # by request
         self._model = weakref.ref(residency.model)
         self._round: _Round | None = None
-        self._resting = 0  # steps to come in which nobody looks for guesses
-        self._rest: _Rest | None = None
+        self._rest: Rest | None = None
         self._skipped = frozenset[str]()
         self._branch: PagedKV | None = None  # of the sequence whose guesses are being verified
 
@@ -109,8 +94,7 @@ class Speculation:
         there is too little memory is let go of. Raises as a forward does; no sequence has changed then."""
         self._round = None
         self._end_branch()  # of a step that was given up
-        if self._resting and self._goes_on(scheduled):
-            self._resting -= 1
+        if self._rest is not None and self._rest.takes(scheduled):
             return scheduled
         self._end_rest()
         if not self.is_on or not all(_is_answering(sequence, chunk) for sequence, chunk in scheduled):
@@ -181,8 +165,7 @@ class Speculation:
         self._end_branch()
         if this is None:
             if self._rest is not None:
-                self._rest.num_steps += 1
-                self._rest.seconds += step_s
+                self._rest.learn(step_s)
             return
         tokens = 0
         for index, (sequence, length) in enumerate(zip(this.sequences, this.lengths, strict=True)):
@@ -201,9 +184,8 @@ class Speculation:
         if is_telling:  # a step that could have been begun ahead, and was not, is no measure of those that are
             self._chooser.learn(this.option, rows, tokens, len(this.sequences), this.guess_s, step_s)
         if this.option is None and self._chooser.is_settled:
-            least = _LEAST_DEVICE_REST if self._residency.runner.begins_ahead else 0
-            self._resting = min(_LONGEST_REST, max(least, int(this.guess_s / (_LOOKING_SHARE * step_s))))
-            self._rest = _Rest(this.sequences, [len(sequence.token_ids) for sequence in this.sequences])
+            num_steps = rest_steps(this.guess_s, step_s, begins_ahead=self._residency.runner.begins_ahead)
+            self._rest = Rest(this.sequences, num_steps)
 
     @staticmethod
     def _others(this: _Round, index: int) -> Sequence[int]:
@@ -278,19 +260,11 @@ class Speculation:
     @property
     def rests(self) -> bool:
         """Whether the next step of the same sequences will have no guesses."""
-        return not self.is_on or self._resting > 0
-
-    def _goes_on(self, scheduled: Scheduled) -> bool:
-        """Whether the step is one more of the rest."""
-        assert self._rest is not None
-        return len(scheduled) == len(self._rest.sequences) and all(
-            sequence is own and chunk.num_tokens == 1
-            for own, (sequence, chunk) in zip(self._rest.sequences, scheduled, strict=True)
-        )
+        return not self.is_on or (self._rest is not None and self._rest.num_left > 0)
 
     def _end_rest(self) -> None:
         """What a lookup would have offered meanwhile is seen now."""
-        rest, self._rest, self._resting = self._rest, None, 0
+        rest, self._rest = self._rest, None
         if rest is None or not rest.num_steps:
             return
         self._elapsed_s += rest.seconds
