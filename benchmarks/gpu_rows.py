@@ -47,9 +47,9 @@ def speculation_rows(found: Sequence[Mapping[str, Any]]) -> list[Row]:
             is_met = measured.median >= 0.97
             rows.append(Row(part, "all of them wrong, of plain decoding", measured, None, None, ">= 0.97", is_met))
             continue
-        formula, share = Spread(**each["formula"]), each["share"]
+        formula, share = Spread(**each["formula"]), Spread(**each["share"])
         what = f"{each['k']} at once, {each['alpha']:.0%} of them right: times plain decoding | by the formula"
-        rows.append(Row(part, what, measured, formula, Spread(share, share, share), ">= 0.9 of it", share >= 0.9))
+        rows.append(Row(part, what, measured, formula, share, ">= 0.9 of it", share.median >= 0.9))
     return rows
 
 

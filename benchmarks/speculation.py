@@ -3,8 +3,8 @@
     python -m benchmarks.speculation [--part oracle|never|texts|grown ...] [--rounds 5]
 
 `oracle`: guesses that are right with a probability alpha, `k` at a time, at no cost: the measured speedup beside the
-formula S = E * t_1 / t_round, E = (1 - alpha^(k+1)) / (1 - alpha), whose two times are medians of the steps of the same
-run; resident, and with the blocks read from the disk at every step. `never`: what `--speculate auto` and each drafter
+formula S = E * t_1 / t_round, E = (1 - alpha^(k+1)) / (1 - alpha), whose two times are those of the same round's steps;
+resident, and with the blocks read from the disk at every step. `never`: what `--speculate auto` and each drafter
 cost on text that nobody guesses, on text whose guesses are always wrong, and on text that changes, beside plain
 decoding. `texts`: tokens a pass on a tale that the built-in model has not seen, on code, and on a text that is to be
 summarised. `grown`: the built-in model with blocks that change nothing between its own, streamed under a cap: they are
@@ -56,6 +56,7 @@ def oracle_row(
     guessed: list[float] = []
     tokens: list[float] = []
     formulas: list[float] = []
+    shares: list[float] = []
     for number in range(rounds):
         guess(engine, OFF)
         plain.append(run(engine, prompt, num_tokens).seconds)
@@ -66,6 +67,7 @@ def oracle_row(
         guessed.append(found.seconds)
         tokens.append(found.told.tokens_per_pass or 1.0)
         formulas.append(expected_tokens(alpha, count) * plain[-1] / median(steps))
+        shares.append(plain[-1] / found.seconds / formulas[-1])
     measured, formula = paired(plain, guessed), spread(formulas)
     row = {
         "placement": placement,
@@ -73,12 +75,12 @@ def oracle_row(
         "k": count,
         "speedup": measured,
         "formula": formula,
-        "share": measured.median / formula.median,
+        "share": spread(shares),
         "tokens_per_pass": spread(tokens),
         "expected_tokens_per_pass": expected_tokens(alpha, count),
         "plain_tok_s": 1 / median(plain),
     }
-    told = f"{placement:9} alpha {alpha:<5} k {count}  {measured} x, formula {formula}, share {row['share']:.2f}"
+    told = f"{placement:9} alpha {alpha:<5} k {count}  {measured} x, formula {formula}, of which {row['share']}"
     print(told, file=sys.stderr)
     return row
 

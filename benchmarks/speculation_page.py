@@ -66,17 +66,17 @@ def _oracle(part: Mapping[str, Any]) -> Iterable[str]:
     yield ""
     yield (
         f"A model of the shape of {part['shape']} in INT4, and guesses that are right with a probability "
-        "alpha, k at once, at no cost: times plain decoding, beside E * t_1 / t_round with E = (1 - "
-        "alpha^(k+1)) / (1 - alpha) and the times of the steps of the same run."
+        "alpha, k at once, at no cost: times plain decoding, and what that is of E * t_1 / t_round, with E = (1 - "
+        "alpha^(k+1)) / (1 - alpha) and the times of the steps of the same round."
     )
     yield ""
-    yield "| alpha | k | resident | by the formula | streamed from the disk | by the formula |"
+    yield "| alpha | k | resident | of the formula | streamed from the disk | of the formula |"
     yield "|---|---|---|---|---|---|"
     for alpha, k in dict.fromkeys((row["alpha"], row["k"]) for row in part["rows"]):
         cells = []
         for placement in ("resident", "streamed"):
             row = _one(part["rows"], alpha=alpha, k=k, placement=placement)
-            cells += [_shown(row["speedup"]), _shown(row["formula"])]
+            cells += [_shown(row["speedup"]), _shown(row["share"])]
         yield f"| {alpha} | {k} | {' | '.join(cells)} |"
     yield ""
 

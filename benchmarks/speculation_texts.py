@@ -187,12 +187,14 @@ def _grown_row(
     guessed: list[float] = []
     tokens: list[float] = []
     run(engine, prompt, 96)  # it finds out what pays
-    for _ in range(rounds):
+    for _ in range(rounds):  # plain decoding before and behind: the disk is not always as fast
         guess(engine, OFF, keeps=True)
-        plain.append(run(engine, prompt, 64).seconds)
+        alone, before = engine.speculation, run(engine, prompt, 64).seconds
         engine.speculation = guessing
         found = run(engine, prompt, 64)
         assert found.token_ids == tuple(expected) and found.told is not None
+        engine.speculation = alone
+        plain.append((before + run(engine, prompt, 64).seconds) / 2)
         guessed.append(found.seconds)
         tokens.append(found.told.tokens_per_pass or 1.0)
     assert engine.plan is not None
