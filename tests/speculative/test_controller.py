@@ -22,6 +22,8 @@ class World:
         self.alpha, self.row_s, self.guess_s = alpha, row_s, guess_s
         self.controller, self.acceptance = Controller(StepTimes()), Acceptance(Acceptance())
         self.random = random.Random(seed)
+        self.plain_s = 1.0
+        self.is_spiteful = False  # guesses come true where nobody makes them, and never else
         self.seconds, self.tokens = 0.0, 0
 
     def run(self, steps: int, *, offers: bool, drafters: tuple[str, ...] = ()) -> float:
@@ -40,15 +42,16 @@ class World:
                 guess_s, source = count * self.guess_s, option.drafter
                 self.controller.learn_guesses(option.drafter, 1, count, guess_s)
         said = []
+        alpha = self.alpha if not self.is_spiteful else float(not count)
         for _ in range(count + 1):
-            said.append(1 if self.random.random() < self.alpha else 0)
+            said.append(1 if self.random.random() < alpha else 0)
             if not said[-1]:
                 break
         if count:
             self.acceptance.learn(source, (1,) * count, said)
         elif offer.token_ids:
             self.acceptance.learn(offer.source, offer.token_ids, said[:1])
-        step_s = 1 + self.row_s * count
+        step_s = 1 + self.row_s * count if count else self.plain_s
         self.controller.learn(option, 1 + count, len(said), 1, guess_s, step_s)
         self.seconds += guess_s + step_s
         self.tokens += len(said)
@@ -84,6 +87,15 @@ def test_guesses_that_are_wrong_cost_next_to_nothing(alpha: float, row_s: float,
     assert world.run(600, offers=True, drafters=(SKIP,)) >= 0.975
 
 
+@pytest.mark.parametrize("row_s", [0.05, 0.5])
+def test_no_text_costs_more_than_the_budget(row_s: float) -> None:
+    """What is seen always says that guesses pay, and they never do."""
+    world = World(0.0, row_s)
+    world.is_spiteful = True
+    assert world.run(1000, offers=True) >= 0.98
+    assert world.run(1000, offers=True) >= 0.99
+
+
 def test_a_text_that_changes_is_followed() -> None:
     world = World(0.95, 0.05)
     rates = []
@@ -94,6 +106,14 @@ def test_a_text_that_changes_is_followed() -> None:
         assert world.run(100, offers=True) >= 0.85  # a few rounds until it is noticed
     assert min(rates[1:]) > 2.5
     assert world.tokens / world.seconds > 1.3
+
+
+def test_plain_steps_that_become_faster_are_noticed_while_guesses_pay() -> None:
+    world = World(0.6, 0.05)
+    assert world.run(300, offers=True) > 1.5
+    world.plain_s = 0.2
+    world.run(300, offers=True)
+    assert world.run(300, offers=True) > 0.95 / 0.2
 
 
 def test_one_of_which_not_even_right_guesses_would_pay_is_not_asked_again() -> None:
