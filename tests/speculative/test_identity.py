@@ -454,14 +454,16 @@ def test_memory_that_ends_in_a_verification_ends_the_guesses(int4: Engine, monke
     assert not int4.speculation.is_on and int4.runner.batch_rows == rows
 
 
+@pytest.mark.parametrize("is_masked", [False, True])
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_a_draft_has_the_noise_of_its_places(int4: Engine, sampler: str) -> None:
+def test_a_draft_has_the_noise_and_the_mask_of_its_places(int4: Engine, sampler: str, is_masked: bool) -> None:
     """The same model as its own drafter is never wrong, however tokens are drawn."""
+    mask = grammar_like(int4.config.vocab_size) if is_masked else None
     place(int4, "whole")
     drafter = ModelDrafter("model:itself", lambda: int4.runner, int4.residency.new_kv)
     int4.speculation.close()
     int4.speculation = Speculation(int4.residency, None, [drafter], 5, adapts=False)
-    (events,) = answers(int4, [request(int4, **SAMPLERS[sampler])])
+    (events,) = answers(int4, [request(int4, mask=mask, **SAMPLERS[sampler])])
     finished = events[-1]
     assert isinstance(finished, FinishedEvent) and finished.speculation is not None
     assert finished.speculation.drafted == finished.speculation.accepted > 15
