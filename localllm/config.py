@@ -104,7 +104,7 @@ class Accepts:
         return f"{flag} {self.usual}" if self.usual else f"leave {flag} out, or give it {self.describe()}"
 
     def _has_prefix(self, text: str) -> bool:
-        return bool(self.prefix) and text.startswith(self.prefix) and len(text) > len(self.prefix)
+        return bool(self.prefix) and text.startswith(self.prefix) and bool(text.removeprefix(self.prefix).strip())
 
     def _nearest(self, text: str) -> float | None:
         try:
@@ -387,7 +387,7 @@ def accepted(key: str, value: object, where: str | Callable[[], str], accepts: A
         place, shown = where if isinstance(where, str) else where(), repr(value)[:80]
         raise SettingsError(
             f"{place} is {shown}" if place.startswith("--") else f"{key} is {shown} in {place}",
-            why=f"it must be {accepts.describe()}",
+            why=f"it must be {accepts.describe()}{_missing(value, accepts)}",
             fix=_mending(key, value, place, accepts),
         )
     if accepts.kind == "number":
@@ -403,6 +403,11 @@ def _mending(key: str, value: object, place: str, accepts: Accepts) -> str:
     if place.startswith("--") or place.rfind("/") == 0:  # typed: a flag, a command of the chat
         return accepts.mending(place if place.startswith("--") else f"{place} {key}", value)
     return f"unset {place}" if place.startswith(ENVIRONMENT_PREFIX) else "change that line, or delete it"
+
+
+def _missing(value: object, accepts: Accepts) -> str:
+    is_bare = accepts.prefix and isinstance(value, str) and value.strip() == accepts.prefix
+    return f", and there is no name behind {accepts.prefix}" if is_bare else ""
 
 
 def unknown_key(key: str, where: str, known: Sequence[str] | Mapping[str, Any], fix: str = "") -> SettingsError:

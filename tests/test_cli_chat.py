@@ -94,6 +94,8 @@ def test_set_changes_the_sampling_and_refuses_what_it_does_not_know(talk) -> Non
     assert talk("/set max_tokens 2", "/set", "one", "/stats").err.count("answer 2 tokens") == 1
     assert "'temperature'" in talk("/set temprature 1").err
     assert "from 0 to 100" in talk("/set temperature hot").err
+    fixed = talk("/set speculate off").err
+    assert "it cannot be changed now" in fixed and "localllm chat --speculate off" in fixed
     unset = talk("/set").err.splitlines()
     assert "top_k = -" in unset
     assert "stop = -" in unset

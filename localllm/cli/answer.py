@@ -135,7 +135,7 @@ def statistics(answer: Answer) -> str:
         parts.append(f"context {filled(context_used(finished), finished.ctx)}")
     if spent := _spent(timings.split):
         parts.append(spent)
-    if finished.speculation is not None and finished.speculation.drafted:
+    if finished.speculation is not None:
         parts.append(_guessed(finished.speculation))
     if answer.seed is not None:
         parts.append(f"seed {answer.seed}")
@@ -167,9 +167,14 @@ def _spent(split: StepSplit) -> str:
 
 
 def _guessed(speculation: SpeculationStats) -> str:
-    share = f"{speculation.accepted} of {speculation.drafted} guesses ({speculation.drafter}) were right"
+    if not speculation.drafted:
+        return f"nothing guessed ({speculation.drafter})"
+    share = f"{speculation.accepted} of {speculation.drafted} guessed tokens right ({speculation.drafter})"
     per_pass = speculation.tokens_per_pass
-    return share if per_pass is None else f"{share}, {format_figure(per_pass)} tokens a pass"
+    if per_pass is None:
+        return share
+    figure = format_figure(per_pass)
+    return f"{share}, {figure} token{'' if figure == '1' else 's'} a pass"
 
 
 def _rate(tokens_per_s: float | None) -> str:

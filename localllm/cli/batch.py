@@ -178,4 +178,5 @@ def report(front: Front, selection: Selection, job: Job, engine: Engine | None) 
         seed = selection.settings.seed
         seeds = f"{job.first_seed} + index" if seed is None else str(seed)
         most = f"at most {engine.scheduler.limits.max_sequences} at once"
-        output.note(f"prompts {tally.prompt_tokens} tokens, {most}, load {engine.load_s:.2f} s, seed {seeds}")
+        guessed = f"{tally.accepted} of {tally.drafted} guessed tokens right, " if tally.drafted else ""
+        output.note(f"prompts {tally.prompt_tokens} tokens, {guessed}{most}, load {engine.load_s:.2f} s, seed {seeds}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,7 +102,14 @@ class Dialogue:
         return len(text)
 
     def set(self, key: str, text: str) -> object:
-        """Changes a sampling setting; returns its new value. Raises SettingsError for an unknown key or a bad value."""
+        """Changes a sampling setting; returns its new value. Raises SettingsError for an unknown key or a bad value,
+        UsageError for what is decided before."""
+        if key in ACCEPTED and key not in (*SETTABLE, "model", "system"):
+            flag = f"--{key.replace('_', '-')}"
+            why = f"{key} is decided when a chat begins; /set changes {', '.join(SETTABLE)}"
+            raise UsageError(
+                f"/set {key}: it cannot be changed now", why=why, fix=f"localllm chat {flag} {shlex.quote(text)}"
+            )
         if key not in SETTABLE:
             raise unknown_key(key, "/set", SETTABLE, fix="/set lists what can be set")
         value = accepted(key, _parsed(key, text), "/set")

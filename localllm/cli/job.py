@@ -47,6 +47,8 @@ class Tally:
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    drafted: int = 0  # guessed tokens
+    accepted: int = 0  # those of them that were right
     elapsed_s: float = 0.0
     num_failed: int = 0
     num_cut_by_max_tokens: int = 0  # of the job, not of a line of its own
@@ -154,6 +156,9 @@ class Job:
             return
         del self._asked[event.request_id]
         self.tally.prompt_tokens += event.usage.prompt_tokens
+        if event.speculation is not None:
+            self.tally.drafted += event.speculation.drafted
+            self.tally.accepted += event.speculation.accepted
         fields = self._fields(asked)
         if event.error is None:
             self._journal.append(fields)

@@ -20,9 +20,21 @@ _FLAG = re.compile(r"(?<!\S)--([a-z][a-z-]*)(?![\w-])")
 def read_settings(front: Front, flags: Mapping[str, Any]) -> ResolvedSettings:
     """The settings under the flags of a command; `front` hears of them. Raises SettingsError, UsageError."""
     front.resolved = load_settings(setting_flags(flags))
+    _warn_of_idle_guessing(front, flags)
     if front.resolved.settings.device == "cpu":  # whether there is a GPU is known when torch is there
         _refuse_idle_vram(front.resolved)
     return front.resolved
+
+
+def _warn_of_idle_guessing(front: Front, flags: Mapping[str, Any]) -> None:
+    """Of two flags one of which says that nobody guesses. They are no error: both mean plain decoding."""
+    who, count = flags.get("speculate"), flags.get("draft_tokens")
+    if who is None or count is None or (who == "off") == (count == 0):
+        return
+    off, idle = f"--speculate {who}", f"--draft-tokens {count}"
+    if count == 0:
+        off, idle = idle, off
+    front.output.warn(f"{idle} has no effect: with {off} nothing is guessed")
 
 
 def vram_cap(front: Front, tell: Callable[[str], None], *, has_gpu: bool) -> int | None:

@@ -159,9 +159,10 @@ def _fields(planned: Planned) -> dict[str, Any]:
                 "alpha": found.alpha,
                 "is_known": found.is_known,
                 "skipped_blocks": found.skipped,
-                "draft_tokens": found.gain.count,
-                "tok_s": found.gain.tok_s,
-                "speedup": found.gain.speedup,
+                "draft_tokens": found.gain and found.gain.count,
+                "tok_s": found.gain and found.gain.tok_s,
+                "speedup": found.gain and found.gain.speedup,
+                "why_not": found.why_not,
             }
             for found in planned.speculation
         ],
@@ -227,6 +228,8 @@ def _kind(block: Placed) -> tuple[str, Tone, str]:
 
 
 def _guessing(found: Guessing) -> str:
+    if found.gain is None or found.alpha is None:
+        return f"{found.drafter}: {found.why_not}"
     leaving = f" leaving out {found.skipped} blocks" if found.skipped else ""
     share = f"where {found.alpha:.0%} of the guesses are right" + (", as was found" if found.is_known else "")
     if found.gain.speedup <= 1:

@@ -12,7 +12,7 @@ import torch
 from localllm import hub
 from localllm.cache.kv_format import choose_format
 from localllm.cache.prefix import PrefixCache
-from localllm.config import format_bytes, format_figure
+from localllm.config import DRAFT_MODEL, format_bytes, format_figure
 from localllm.engine.memory import is_out_of_memory
 from localllm.engine.placement import model_shape
 from localllm.engine.residency import Residency
@@ -20,7 +20,7 @@ from localllm.engine.runner import BATCH_ROWS
 from localllm.engine.speculative.draft_model import ModelDrafter
 from localllm.engine.tokenizer import Tokenizer
 from localllm.engine.weights import choose_recipe, is_unpacked, open_checkpoint, open_packed
-from localllm.errors import UsageError
+from localllm.errors import FETCH_ANEW, ModelNotFoundError, TokenizerError, UsageError
 from localllm.hub import ModelFiles
 from localllm.hub.packed import packed_recipes
 from localllm.models.block_source import BlockSource
@@ -67,14 +67,12 @@ class DraftModel:
         same tokens."""
         if not word:
             return None
-        files = hub.locate(word)
-        difference = tokenizer.difference(Tokenizer.load(files.directory))
-        if difference:
-            raise UsageError(
-                f"{files.name} cannot guess for {name}: it has another tokenizer",
-                why=difference,
-                fix="--speculate auto, or a smaller model of the same family",
-            )
+        try:
+            files = hub.locate(word)
+        except ModelNotFoundError as error:
+            error.what = f"--speculate {DRAFT_MODEL}{word}: {error.what}"
+            raise
+        require_same_tokenizer(tokenizer, name, files)
         config = load_config(files.directory)
         recipe = RECIPES[choose_recipe("auto", config, packed_recipes(files), dtype)]
         return cls(files, config, recipe, dtype, device, kv)
@@ -119,19 +117,36 @@ class DraftModel:
         return load_decoder(source, config, self.recipe, dtype=self.dtype, device=self.device, progress=reading)
 
 
+def require_same_tokenizer(tokenizer: Tokenizer, name: str, files: ModelFiles) -> None:
+    """tokenizer, name: of the model for which the one of these files shall guess. Raises UsageError where the two do
+    not speak the same tokens, TokenizerError."""
+    try:
+        difference = tokenizer.difference(Tokenizer.load(files.directory))
+    except TokenizerError as error:
+        anew = FETCH_ANEW if files.repo else f"copy the model's files into {files.directory} anew"
+        error.fix = error.fix.replace(FETCH_ANEW, anew).replace("MODEL", files.name)
+        raise
+    if difference:
+        raise UsageError(
+            f"--speculate {DRAFT_MODEL}{files.name}: it cannot guess for {name}, as it has another tokenizer",
+            why=f"{difference}; a smaller model of the same family has the same one",
+            fix="--speculate auto",
+        )
+
+
 def draft_bytes(shape: ModelShape, ctx: int, sequences: int = 1) -> int:
     """Of a model that only guesses: it reads prompts in parts, and never has many logits at once."""
     activations = BATCH_ROWS * shape.row_bytes + LOGIT_ROWS * shape.logits_bytes
     return shape.num_bytes + shape.kv_bytes(sequences * ctx, sequences) + activations
 
 
-def why_left_out(draft: DraftModel, with_it: Plan | None, without: Plan) -> str:
-    """Why the model had better guess without this one, in a sentence; "" where it had not."""
-    name = draft.files.name
-    taken = f"{name} does not guess: it takes {format_bytes(draft.num_bytes(without.ctx))}"
+def why_left_out(num_bytes: int, weight_bytes: int, with_it: Plan | None, without: Plan) -> str:
+    """Why a model had better guess without a second one that takes so many bytes, those of its weights among them; ""
+    where it had not."""
+    taken = f"it takes {format_bytes(num_bytes)}"
     if with_it is None:
         return f"{taken}, for which there is no room"
-    found = gain(with_it.costs, with_it.prompt_tokens, USUAL_ALPHAS[0], with_it.costs.fast_s(draft.shape.num_bytes))
+    found = gain(with_it.costs, with_it.prompt_tokens, USUAL_ALPHAS[0], with_it.costs.fast_s(weight_bytes))
     alone_tok_s = 1 / without.costs.decode_s(without.prompt_tokens)
     if found.tok_s > alone_tok_s:
         return ""

@@ -147,9 +147,10 @@ class Loading:
         with_it, without = self._foreseen(config), alone._foreseen(config)
         if without is None:  # nothing fits: its refusal is to be told
             return alone
-        reason = why_left_out(self.draft, with_it, without)
+        name, num_bytes = self.draft.files.name, self.draft.num_bytes(without.ctx)
+        reason = why_left_out(num_bytes, self.draft.shape.num_bytes, with_it, without)
         if reason:
-            self.watcher.noting(reason)
+            self.watcher.noting(f"{name} does not guess: {reason}")
         return alone if reason else self
 
     def _foreseen(self, config: ModelConfig) -> Plan | None:
@@ -217,7 +218,7 @@ class Loading:
         placed anew."""
         try:
             search = self._search(config, self.recipe, packed, placed_bytes)
-            search = with_room_for_forks(search) if self.speculate.is_on else search
+            search = with_room_for_forks(search) if self._forks else search
             plan = search.best()
             return plan if self.job is not None else with_kept_pages(plan), search
         except DoesNotFitError as error:
@@ -250,6 +251,11 @@ class Loading:
             return shape
         num_bytes = self.draft.num_bytes(self.ctx or shape.default_ctx, self._draft_sequences)
         return replace(shape, draft_bytes=num_bytes)
+
+    @property
+    def _forks(self) -> bool:
+        """Whether there may be a second end of a sequence: where one runs alone."""
+        return self.speculate.is_on and self._draft_sequences == 1
 
     @property
     def _draft_sequences(self) -> int:

@@ -9,22 +9,23 @@ from functools import partial
 
 import torch
 
+from localllm import hub
 from localllm.config import format_bytes
 from localllm.engine.advice import advise, other_model
 from localllm.engine.card import CardPlanning
-from localllm.engine.draft_loading import draft_bytes
+from localllm.engine.draft_loading import draft_bytes, require_same_tokenizer, why_left_out
 from localllm.engine.loading import has_card, require_card
 from localllm.engine.memory import DTYPES, choose_device, choose_dtype, require_context
 from localllm.engine.placement import model_shape, process_memory, require_cap
 from localllm.engine.speculative.choice import Speculate
 from localllm.engine.speculative.harm import Harm
 from localllm.engine.speculative.skip_file import known_harm, known_trials
+from localllm.engine.tokenizer import Tokenizer
 from localllm.engine.weights import as_stored, choose_recipe, compact_form
-from localllm.errors import DoesNotFitError
+from localllm.errors import DoesNotFitError, ModelNotFoundError
 from localllm.hub import ModelFiles
 from localllm.hub.packed import packed_recipes
 from localllm.models.families import parse_config
-from localllm.models.layout import model_bytes
 from localllm.models.shapes import Shape, find_shape, shipped_shapes
 from localllm.offload.device_rates import UNKNOWN_CONTEXT_BYTES
 from localllm.offload.device_search import AnySearch, with_room_for_forks
@@ -47,13 +48,15 @@ class Prediction:
 @dataclass(frozen=True)
 class Guessing:
     """Of one drafter, where a share alpha of its guesses is right. gain: with the best number of them. skipped: blocks
-    that it leaves out. is_known: alpha is what trials on this model's text said, and no example."""
+    that it leaves out. is_known: alpha is what trials on this model's text said, and no example. why_not: why it does
+    not guess, or nobody knows what it gives, and there is nothing else to tell of it."""
 
     drafter: str
-    alpha: float
-    gain: Gain
+    alpha: float | None = None
+    gain: Gain | None = None
     skipped: int = 0
     is_known: bool = False
+    why_not: str = ""
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,7 @@ def plan_model(model: Shape, files: ModelFiles | None, wishes: Wishes, say: Call
     require_card(device, wishes.vram)
     require_context(model.config, wishes.ctx)
     dtype = choose_dtype(wishes.weights if wishes.dtype == "auto" and wishes.weights in DTYPES else wishes.dtype)
+    unsure = _compare_tokenizers(model.name, files, wishes.guessing.draft_model)
     packed = () if files is None else tuple(packed_recipes(files))
     recipe = RECIPES[choose_recipe(wishes.weights, model.config, packed, dtype)]
     search = _search(model, files, recipe, dtype, device, wishes, say)
@@ -112,7 +116,7 @@ def plan_model(model: Shape, files: ModelFiles | None, wishes: Wishes, say: Call
         other = None if compact is None else _search(model, files, compact, dtype, device, wishes, say)
         search = other if isinstance(other, Search) and is_better(other, search) else search
     profile, others = kept_profile(), partial(_others, dtype, device, wishes.kv)
-    guesses = _guesses(profile)
+    guesses = [*_guesses(profile), *unsure]
     try:
         plan = search.best() if wishes.job is not None else with_kept_pages(search.best())
     except DoesNotFitError as error:
@@ -120,11 +124,34 @@ def plan_model(model: Shape, files: ModelFiles | None, wishes: Wishes, say: Call
         return Planned(search.shape, None, fixes, error, guesses=guesses)
     int4 = None if recipe.name == DEFAULT else _shape(model, files, RECIPES[DEFAULT], dtype, device, wishes.kv)
     advice = [str(advice) for advice in advise(search, plan, int4, others())]
-    speculation = () if wishes.job is not None else tuple(_speculation(plan, wishes.guessing, files, dtype))
+    speculation = () if wishes.job is not None else tuple(_speculation(plan, search, files, wishes, dtype, device))
     return Planned(search.shape, plan, advice, None, *_predictions(plan, profile), guesses, speculation)
 
 
-def _speculation(plan: Plan, wish: Speculate, files: ModelFiles | None, dtype: torch.dtype) -> Iterator[Guessing]:
+def _compare_tokenizers(name: str, files: ModelFiles | None, word: str) -> list[str]:
+    """What is not known of the tokenizer of a second model. Raises as `require_same_tokenizer`."""
+    if not word:
+        return []
+    draft = None
+    with suppress(ModelNotFoundError):
+        draft = hub.locate(word, offline=True)
+    absent = [
+        who
+        for who, its in ((name, files), (word, draft))
+        if its is None or not (its.directory / "tokenizer.json").exists()
+    ]
+    if absent or files is None or draft is None:
+        return [
+            f"{word} is taken to have the tokenizer of {name}: no tokenizer.json of {' and of '.join(absent)} is here"
+        ]
+    require_same_tokenizer(Tokenizer.load(files.directory), name, draft)
+    return []
+
+
+def _speculation(
+    plan: Plan, search: AnySearch, files: ModelFiles | None, wishes: Wishes, dtype: torch.dtype, device: torch.device
+) -> Iterator[Guessing]:
+    wish = wishes.guessing
     most = wish.most_tokens
     if most < 1:
         return
@@ -132,15 +159,22 @@ def _speculation(plan: Plan, wish: Speculate, files: ModelFiles | None, dtype: t
     if wish.who in ("auto", "ngram"):
         for alpha in USUAL_ALPHAS:
             yield Guessing("ngram", alpha, gain(plan.costs, depth, alpha, 0.0, most=most))
-    if wish.skips and (left_out := skipped(plan)):
+    if wish.skips and plan.is_whole:
+        why = "every block is near; whether some can be left out with profit is found out while it answers"
+        yield Guessing("skip", why_not=why)
+    elif wish.skips and not (left_out := skipped(plan)):
+        yield Guessing("skip", why_not="what stays near is too little to guess with")
+    elif wish.skips:
         trials = known_trials(files, plan.shape)
         harm = Harm([block.name for block in plan.shape.blocks], trials).expected()
         alpha, found = skipping(plan, harm, most)
         yield Guessing("skip", alpha, found, len(left_out), is_known=bool(trials))
     if wish.draft_model:
-        config = find_shape(wish.draft_model).config
-        recipe = RECIPES[choose_recipe("auto", config, (), dtype)]
-        guess_s = plan.costs.fast_s(model_bytes(config, recipe))
+        _, second, why_not = _with_second(search, wishes, dtype, device)
+        if not plan.shape.draft_bytes:
+            yield Guessing(wish.who, why_not=f"left out, as {why_not}")
+            return
+        guess_s = plan.costs.fast_s(second.num_bytes)
         for alpha in USUAL_ALPHAS:
             found = gain(plan.costs, depth, alpha, guess_s, staging_s=staging, most=most)
             yield Guessing(wish.who, alpha, found)
@@ -187,15 +221,31 @@ def _with_guesses(
     if wish.skips:
         search = replace(search, harm=known_harm(files, shape), draft_tokens=wish.most_tokens)
     if wish.draft_model:
-        draft = find_shape(wish.draft_model)
-        recipe = RECIPES[choose_recipe("auto", draft.config, (), dtype)]
-        second = model_shape(draft.config, recipe, dtype, draft.name, device, wishes.kv)
-        num_bytes = draft_bytes(second, min(wishes.ctx or shape.default_ctx, draft.config.longest_context))
-        with_draft = replace(search, shape=replace(shape, draft_bytes=num_bytes))
-        with suppress(DoesNotFitError):
-            with_draft.best()
-            search = with_draft
-    return with_room_for_forks(search)
+        search = _with_second(search, wishes, dtype, device)[0]
+    return with_room_for_forks(search) if wishes.job is None else search
+
+
+def _with_second(
+    search: AnySearch, wishes: Wishes, dtype: torch.dtype, device: torch.device
+) -> tuple[AnySearch, ModelShape, str]:
+    """With room for the second model, its shape, and why it had better not guess; then there is no room for it."""
+    draft, ctx = find_shape(wishes.guessing.draft_model), wishes.ctx or search.shape.default_ctx
+    recipe = RECIPES[choose_recipe("auto", draft.config, (), dtype)]
+    second = model_shape(draft.config, recipe, dtype, draft.name, device, wishes.kv)
+    sequences = 1 if wishes.job is None else wishes.job.sequences
+    num_bytes = draft_bytes(second, min(ctx, draft.config.longest_context), sequences)
+    with_it = replace(search, shape=replace(search.shape, draft_bytes=num_bytes))
+    without = replace(search, shape=replace(search.shape, draft_bytes=0))
+    foreseen: list[Plan | None] = []
+    for each in (with_it, without):
+        try:
+            foreseen.append(each.best())
+        except DoesNotFitError:
+            foreseen.append(None)
+    if foreseen[1] is None:  # nothing fits: its refusal is to be told
+        return without, second, "there is no room for either"
+    why_not = why_left_out(num_bytes, second.num_bytes, foreseen[0], foreseen[1])
+    return (without if why_not else with_it), second, why_not
 
 
 def _guesses(profile: Profile) -> list[str]:

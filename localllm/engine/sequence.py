@@ -50,14 +50,17 @@ class Clock:
 @dataclass
 class Tally:
     """Of an answer: tokens that were guessed, those of them that were right, passes of the model that verified some,
-    and all of its passes behind the prompt."""
+    all of its passes behind the prompt, and the tokens that they gave, one that ends the text among them."""
 
     drafted: int = 0
     accepted: int = 0
     rounds: int = 0
     passes: int = 0
+    tokens: int = 0
 
-    def take(self, num_drafted: int, num_accepted: int) -> None:
+    def take(self, num_drafted: int, num_accepted: int, num_tokens: int) -> None:
+        self.passes += 1
+        self.tokens += num_tokens
         self.drafted += num_drafted
         self.accepted += num_accepted
         self.rounds += num_drafted > 0
@@ -151,7 +154,7 @@ class Sequence:
         if self.drafter is None:
             return None
         tally = self.tally
-        tokens_per_pass = (self.num_completion_tokens - 1) / tally.passes if tally.passes else None
+        tokens_per_pass = tally.tokens / tally.passes if tally.passes else None
         return SpeculationStats(self.drafter, tally.drafted, tally.accepted, tally.rounds, tokens_per_pass)
 
     def _release(self, text: str) -> str:

@@ -30,8 +30,8 @@ def taken(
         raise runner.locate_non_finite(_until(chunk, begin, length))
     if not chunk.num_drafted:
         kv_supply.seal(sequence)
-    sequence.tally.passes += sequence.num_completion_tokens > 0
-    if sequence.num_completion_tokens == 0:
+    is_first = sequence.num_completion_tokens == 0
+    if is_first:
         yield PrefillEvent(sequence.request_id, length, sequence.num_prompt_tokens)
     if length < len(sequence.token_ids):
         return
@@ -53,7 +53,9 @@ def taken(
         num_accepted += is_right
         if not is_right or sequence.finish_reason is not None:
             break
-    sequence.tally.take(own.num_drafted + (0 if own.branch is None else own.branch.num_drafted), num_accepted)
+    if not is_first:
+        num_drafted = own.num_drafted + (0 if own.branch is None else own.branch.num_drafted)
+        sequence.tally.take(num_drafted, num_accepted, kept + 1 - length)
     if own.num_drafted:
         chunk.kv.trim(kept)
         if chunk is not own:

@@ -135,7 +135,8 @@ class Tokenizer:
             )
         text = min((text for text in own.keys() | others.keys() if own.get(text) != others.get(text)), key=repr)
         ids = [vocabulary.get(text, "no id") for vocabulary in (others, own)]
-        return f"{len(others)} tokens, and {len(own)} here; {text[:40]!r} has {ids[0]} there, and {ids[1]} here"
+        sizes = f"{len(others)} tokens, and {len(own)} here; " if len(others) != len(own) else ""
+        return f"{sizes}{text[:40]!r} has {ids[0]} there, and {ids[1]} here"
 
     @property
     def special_texts(self) -> Collection[str]:

@@ -35,7 +35,8 @@ class StepCosts:
 
     def fast_s(self, num_bytes: int) -> float:
         """Of a step of one token of a model of so many bytes, all in memory."""
-        return num_bytes / self.rates.matrix_gbs / 1e9 + STEP_S
+        seconds = num_bytes / self.rates.matrix_gbs / 1e9 + STEP_S
+        return seconds * self.corrections.of(Term("cpu", "step", "memory"))
 
     def prompt_s(self, num_tokens: int) -> float:
         """Until a prompt is read and its first token drawn."""

@@ -71,7 +71,8 @@ class DeviceCosts:
         """Of a step of one token of a model of so many bytes, all on the device."""
         blocks = self.work.device_blocks * num_bytes / max(1, self.work.device_bytes)
         launch_s = blocks * self.card_rates.launches * self.card_rates.launch_s
-        return num_bytes / self.card_rates.matrix_gbs / 1e9 + launch_s
+        seconds = num_bytes / self.card_rates.matrix_gbs / 1e9 + launch_s
+        return seconds * self.corrections.of(Term("gpu", "step", "memory"))
 
     def prompt_s(self, num_tokens: int) -> float:
         """Until a prompt is read and its first token drawn."""

@@ -133,14 +133,29 @@ def test_memory_that_ends_while_it_is_loaded_leaves_it_out(
 def test_the_command_line_refuses_what_cannot_guess(own_folders: None) -> None:
     for flags, said in (
         (("--speculate", "eagle"), "auto, off, ngram, skip, or model:NAME"),
-        (("--speculate", "model:"), "model:NAME"),
+        (("--speculate", "model:"), "no name behind model:"),
+        (("--speculate", "model: "), "no name behind model:"),
         (("--draft-tokens", "16"), "from 0 to 15"),
         (("--draft-tokens", "-1"), "from 0 to 15"),
-        (("--speculate", "model:no-such-model"), "no-such-model"),
+        (("--speculate", "model:no-such-model"), "--speculate model:no-such-model: there is no model"),
     ):
         result = run_cli("run", "tiny", "-p", "x", *flags)
         assert result.code != 0 and said in result.err, flags
         assert "Traceback" not in result.err
+
+
+def test_a_second_model_from_the_environment_is_named_there(own_folders: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCALLLM_SPECULATE", "model:no-such-model")
+    result = run_cli("run", "tiny", "-p", "x")
+    assert result.code == 3 and "the setting speculate is from LOCALLLM_SPECULATE" in result.err
+
+
+def test_a_second_model_with_a_torn_tokenizer_names_its_folder(own_folders: None, twin: Path, tmp_path: Path) -> None:
+    torn = tmp_path / "torn"
+    shutil.copytree(twin, torn)
+    (torn / "tokenizer.json").write_text("{")
+    result = run_cli("run", "tiny", "-p", "x", "--speculate", f"model:{torn}")
+    assert result.code != 0 and f"copy the model's files into {torn} anew" in result.err
 
 
 @pytest.mark.parametrize("who", ["off", "ngram", "skip", "auto"])

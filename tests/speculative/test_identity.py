@@ -285,7 +285,11 @@ def test_what_ends_an_answer_ends_it_inside_a_draft(int4: Engine, draft_tokens: 
     eos = long.token_ids[13]
     int4.eos_ids, before = frozenset({eos}), int4.eos_ids
     ended = Request(prompt, request(int4, temperature=0, max_tokens=60, ignore_eos=False).sampling)
-    (by_draft,) = said(int4, ended)
+    (events,) = answers(int4, [ended])
+    by_draft, finished = Said.of(events), events[-1]
+    assert isinstance(finished, FinishedEvent) and finished.speculation is not None
+    drawn = finished.usage.completion_tokens  # behind the prompt's own: the token that ended it is one of them
+    assert finished.speculation.tokens_per_pass == drawn / math.ceil(drawn / (1 + draft_tokens))
     guess_with(int4, "", 0)
     assert said(int4, ended) == [by_draft]
     assert by_draft.finish_reason == "stop"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,10 +119,44 @@ def test_the_plan_tells_what_each_who_guesses_would_give() -> None:
     assert usual[0]["tok_s"] > usual[1]["tok_s"] > 0 and usual[2]["skipped_blocks"] > 0
     assert [row["drafter"] for row in planned("--speculate", "ngram")] == ["ngram", "ngram"]
     assert [row["drafter"] for row in planned("--speculate", "skip")] == ["skip"]
-    assert {row["drafter"] for row in planned("--speculate", "model:tiny")} == {"model:tiny"}
+    second = planned("--speculate", "model:qwen3-0.6b")
+    assert [row["drafter"] for row in second] == ["model:qwen3-0.6b"] * 2 and not second[0]["why_not"]
     few = planned("--draft-tokens", "2")
     assert all(1 <= row["draft_tokens"] <= 2 for row in few) and few[0]["tok_s"] < usual[0]["tok_s"]
     assert planned("--speculate", "off") == planned("--draft-tokens", "0") == []
+
+
+def test_a_plan_leaves_out_a_second_model_as_a_run_would(tmp_path: Path, own_folders: None) -> None:
+    """One that would cost more than it gives; with another tokenizer; and one whose tokenizer nobody can read yet."""
+    (row,) = run_cli("plan", "tiny", "--speculate", "model:tiny", "--json").json["speculation"]
+    assert row["why_not"].startswith("left out, as it takes") and row["tok_s"] is row["alpha"] is None
+    other = tmp_path / "other"
+    shutil.copytree(hub.locate("tiny").directory, other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    words = tokenizer["model"]["vocab"]
+    first, second = [word for word, index in words.items() if index in (600, 601)]
+    words[first], words[second] = words[second], words[first]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    for command in (("plan", "tiny"), ("run", "tiny", "-p", "x")):
+        refused = run_cli(*command, "--speculate", f"model:{other}")
+        assert refused.code == 2 and "it cannot guess for tiny" in refused.err
+        assert refused.error_lines[2].endswith("--speculate auto")
+    (other / "tokenizer.json").unlink()
+    found = run_cli("plan", "tiny", "--speculate", f"model:{other}", "--json").json
+    assert any("no tokenizer.json of" in guess for guess in found["guesses"])
+
+
+def test_skip_says_where_nobody_knows_what_it_gives(own_folders: None) -> None:
+    (row,) = run_cli("plan", "tiny", "--speculate", "skip", "--json").json["speculation"]
+    assert row["drafter"] == "skip" and "found out" in row["why_not"] and row["draft_tokens"] is None
+
+
+def test_a_job_of_many_sequences_reserves_nothing_for_guesses() -> None:
+    ledgers = [
+        run_cli("plan", "qwen3-8b", "--ram", "4GiB", "--goal", goal, "--json").json["ledger"]["ram"]
+        for goal in ("throughput", "latency")
+    ]
+    assert not ledgers[0].get("draft") and ledgers[1]["draft"] > 0
 
 
 def test_what_trials_found_decides_what_is_streamed_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,3 +195,13 @@ def _streamed() -> set[str]:
     streamed = set(engine.plan.streamed)
     engine.close()
     return streamed
+
+
+def test_of_flags_that_contradict_each_other_the_idle_one_is_named(own_folders: None) -> None:
+    for flags, said in (
+        (("--speculate", "off", "--draft-tokens", "4"), "--draft-tokens 4 has no effect: with --speculate off"),
+        (("--speculate", "skip", "--draft-tokens", "0"), "--speculate skip has no effect: with --draft-tokens 0"),
+    ):
+        result = run_cli("run", "-p", "x", "--max-tokens", "2", *flags)
+        assert result.code == 0 and said in result.err
+    assert "no effect" not in run_cli("run", "-p", "x", "--max-tokens", "2", "--draft-tokens", "0").err
