@@ -19,7 +19,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from benchmarks import speculation_page
@@ -32,6 +32,7 @@ from localllm.engine.engine import Engine
 from localllm.engine.speculative.choice import OFF, Speculate
 
 ALPHAS, COUNTS = (0.3, 0.6, 0.8, 0.95), (2, 4, 8)
+_PASSES = 120  # with which the tokens of each are known to a twentieth or so
 
 
 def oracle(rounds: int, shape: str) -> dict[str, Any]:
@@ -43,12 +44,13 @@ def oracle(rounds: int, shape: str) -> dict[str, Any]:
 
 def _oracle_rows(engine: Engine, placement: str, rounds: int, num_tokens: int) -> list[dict[str, Any]]:
     pairs = [(alpha, count) for alpha in ALPHAS for count in COUNTS]
-    return [oracle_row(engine, placement, alpha, count, rounds, num_tokens) for alpha, count in pairs]
+    return [oracle_row(engine, placement, alpha, count, rounds, num_tokens, _PASSES) for alpha, count in pairs]
 
 
 def oracle_row(
-    engine: Engine, placement: str, alpha: float, count: int, rounds: int, num_tokens: int
+    engine: Engine, placement: str, alpha: float, count: int, rounds: int, num_tokens: int, least_passes: int = 1
 ) -> dict[str, Any]:
+    """least_passes: of each round; few of them give more or fewer tokens by chance."""
     prompt, vocab_size = ids(64, engine.config.vocab_size, 1), engine.config.vocab_size
     guess(engine, OFF)
     stream_ids = {prompt: (*prompt, *run(engine, prompt, num_tokens).token_ids)}
@@ -60,14 +62,21 @@ def oracle_row(
     for number in range(rounds):
         guess(engine, OFF)
         plain.append(run(engine, prompt, num_tokens).seconds)
-        guess(engine, Speculate("ngram", count, adapts=False), Oracle(stream_ids, alpha, vocab_size, seed=number))
-        steps = _timed(engine)
-        found = run(engine, prompt, num_tokens)
-        assert found.told is not None and (*prompt, *found.token_ids) == stream_ids[prompt]
-        guessed.append(found.seconds)
-        tokens.append(found.told.tokens_per_pass or 1.0)
+        steps: list[float] = []
+        seconds: list[float] = []
+        passes = 0.0
+        while passes < least_passes:
+            seed = number + rounds * len(seconds)
+            guess(engine, Speculate("ngram", count, adapts=False), Oracle(stream_ids, alpha, vocab_size, seed))
+            _time(engine, steps)
+            found = run(engine, prompt, num_tokens)
+            assert found.told is not None and (*prompt, *found.token_ids) == stream_ids[prompt]
+            passes += (num_tokens - 1) / (found.told.tokens_per_pass or 1.0)
+            seconds.append(found.seconds)
+        guessed.append(mean(seconds))
+        tokens.append(len(seconds) * (num_tokens - 1) / passes)
         formulas.append(expected_tokens(alpha, count) * plain[-1] / median(steps))
-        shares.append(plain[-1] / found.seconds / formulas[-1])
+        shares.append(plain[-1] / guessed[-1] / formulas[-1])
     measured, formula = paired(plain, guessed), spread(formulas)
     row = {
         "placement": placement,
@@ -90,16 +99,15 @@ def expected_tokens(alpha: float, count: int) -> float:
     return float((1 - alpha ** (count + 1)) / (1 - alpha))
 
 
-def _timed(engine: Engine) -> list[float]:
-    """What the steps of the next run take that verify guesses, as the engine times them."""
-    found, learn = [], engine.speculation.learn
+def _time(engine: Engine, steps: list[float]) -> None:
+    """Adds what the steps of the next run take, as the engine times them."""
+    learn = engine.speculation.learn
 
     def hear(step_s: float) -> None:
-        found.append(step_s)
+        steps.append(step_s)
         learn(step_s)
 
     engine.speculation.learn = hear  # type: ignore[method-assign]
-    return found
 
 
 PARTS: dict[str, Callable[[int, str], dict[str, Any]]] = {
