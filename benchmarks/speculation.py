@@ -32,7 +32,7 @@ from localllm.engine.engine import Engine
 from localllm.engine.speculative.choice import OFF, Speculate
 
 ALPHAS, COUNTS = (0.3, 0.6, 0.8, 0.95), (2, 4, 8)
-_PASSES = 120  # with which the tokens of each are known to a twentieth or so
+_PASSES = 64  # with which the tokens of each are known to a tenth or so
 
 
 def oracle(rounds: int, shape: str) -> dict[str, Any]:
