@@ -36,12 +36,11 @@ class Rest:
 
     def takes(self, scheduled: Scheduled) -> bool:
         """Whether the step is one more of it."""
-        is_of_it = len(scheduled) == len(self.sequences) and all(
-            sequence is own and chunk.num_tokens == 1
-            for own, (sequence, chunk) in zip(self.sequences, scheduled, strict=True)
-        )
-        if not self.num_left or not is_of_it:
+        if not self.num_left or len(scheduled) != len(self.sequences):
             return False
+        for own, (sequence, chunk) in zip(self.sequences, scheduled, strict=True):
+            if sequence is not own or chunk.num_tokens != 1:
+                return False
         self.num_left -= 1
         return True
 

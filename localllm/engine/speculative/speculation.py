@@ -46,6 +46,7 @@ class _Round:
     option: Option | None
     acceptances: Sequence[Acceptance]
     guess_s: float = 0.0
+    hindsight_s: float = 0.0  # for what would have been offered in the rest before it
     num_others: int = 0  # guesses of a branch
 
 
@@ -96,7 +97,9 @@ class Speculation:
         self._end_branch()  # of a step that was given up
         if self._rest is not None and self._rest.takes(scheduled):
             return scheduled
+        rested_until = time.perf_counter()
         self._end_rest()
+        hindsight_s = time.perf_counter() - rested_until
         if not self.is_on or not all(_is_answering(sequence, chunk) for sequence, chunk in scheduled):
             return scheduled
         if self._model() is not self._residency.model:  # moved: it takes another time now
@@ -109,7 +112,7 @@ class Speculation:
             self._lookup.read([sequence for sequence, _ in scheduled])
         started = time.perf_counter()  # trials have time of their own, and a long prompt is read once
         this = self._round = self._look([sequence for sequence, _ in scheduled])
-        this.guess_s = time.perf_counter() - started
+        this.guess_s, this.hindsight_s = time.perf_counter() - started, hindsight_s
         if this.option is not None:
             with self._giving_up():
                 this.drafts = self._guessed(this.option, this, cancelled)
@@ -184,8 +187,8 @@ class Speculation:
         if is_telling:  # a step that could have been begun ahead, and was not, is no measure of those that are
             self._chooser.learn(this.option, rows, tokens, len(this.sequences), this.guess_s, step_s)
         if this.option is None and self._chooser.is_settled:
-            num_steps = rest_steps(this.guess_s, step_s, begins_ahead=self._residency.runner.begins_ahead)
-            self._rest = Rest(this.sequences, num_steps)
+            looking_s, begins_ahead = this.guess_s + this.hindsight_s, self._residency.runner.begins_ahead
+            self._rest = Rest(this.sequences, rest_steps(looking_s, step_s, begins_ahead=begins_ahead))
 
     @staticmethod
     def _others(this: _Round, index: int) -> Sequence[int]:
