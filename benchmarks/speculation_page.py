@@ -23,14 +23,12 @@ def write(result: Mapping[str, Any]) -> None:
 
 
 def _texts(part: Mapping[str, Any]) -> Iterable[str]:
-    yield "### Tokens a pass, on texts"
-    yield ""
-    yield (
+    yield from _heading(
+        "Tokens a pass, on texts",
         f"The built-in model, {part['draft_tokens']} guesses at once at every step, whether they pay or not. "
         f"`skip` leaves out a quarter or half of its blocks, those that {part['trials']} trials on other "
-        "passages of the book found to be needed the least."
+        "passages of the book found to be needed the least.",
     )
-    yield ""
     yield "| text | temperature | ngram | skip, 25% | ngram+skip, 25% | skip, 50% | ngram+skip, 50% |"
     yield "|---|---|---|---|---|---|---|"
     columns = [("ngram", 0.0), *((who, share) for share in (0.25, 0.5) for who in ("skip", "ngram+skip"))]
@@ -44,15 +42,13 @@ def _texts(part: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _grown(part: Mapping[str, Any]) -> Iterable[str]:
-    yield "### Streamed, by the blocks that are left out"
-    yield ""
-    yield (
+    yield from _heading(
+        "Streamed, by the blocks that are left out",
         f"The built-in model grown to {part['layers']} layers by layers that change nothing, under a cap that "
         "half of it does not fit in: `--speculate skip` beside plain decoding with the same placement, before "
         f"anything is known of the blocks and after {part['trials']} trials, in the placement that the plan "
-        "then makes."
+        "then makes.",
     )
-    yield ""
     yield "| placed | from the disk at every step | tokens a pass | times plain decoding |"
     yield "|---|---|---|---|"
     for row in part["rows"]:
@@ -62,14 +58,12 @@ def _grown(part: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _oracle(part: Mapping[str, Any]) -> Iterable[str]:
-    yield "### By the share of guesses that are right"
-    yield ""
-    yield (
+    yield from _heading(
+        "By the share of guesses that are right",
         f"A model of the shape of {part['shape']} in INT4, and guesses that are right with a probability "
         "alpha, k at once, at no cost: times plain decoding, and what that is of E * t_1 / t_round, with E = (1 - "
-        "alpha^(k+1)) / (1 - alpha) and the times of the steps of the same round."
+        "alpha^(k+1)) / (1 - alpha) and the times of the steps of the same round.",
     )
-    yield ""
     yield "| alpha | k | resident | of the formula | streamed from the disk | of the formula |"
     yield "|---|---|---|---|---|---|"
     for alpha, k in dict.fromkeys((row["alpha"], row["k"]) for row in part["rows"]):
@@ -82,20 +76,22 @@ def _oracle(part: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _never(part: Mapping[str, Any]) -> Iterable[str]:
-    yield "### Where nobody can guess"
-    yield ""
-    yield (
+    yield from _heading(
+        "Where nobody can guess",
         "Times plain decoding, and what two plain runs differ by in the same rounds. random: a prompt of "
         "random tokens and answers drawn at temperature 3; wrong: a lookup whose offers are always wrong; "
-        "switching: text that repeats itself and text that does not in turn."
+        "switching: text that repeats itself and text that does not in turn.",
     )
-    yield ""
     yield "| model | text | who guesses | of plain decoding | plain of plain |"
     yield "|---|---|---|---|---|"
     for row in part["rows"]:
         cells = (row["placement"], row["text"], row["who"], _shown(row["of_plain"]), _shown(row["noise"]))
         yield f"| {' | '.join(cells)} |"
     yield ""
+
+
+def _heading(title: str, text: str) -> Iterable[str]:
+    return f"### {title}", "", text, ""
 
 
 def _one(rows: Sequence[Row], **values: object) -> Row:

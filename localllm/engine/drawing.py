@@ -102,7 +102,7 @@ def _joined(scheduled: Scheduled, outcomes: Iterable[Outcome]) -> list[Outcome]:
     return [replace(next(rest), branch=None if chunk.branch is None else next(rest)) for _, chunk in scheduled]
 
 
-def computed(
+def compute(
     runner: ModelRunner,
     scheduled: Scheduled,
     *,

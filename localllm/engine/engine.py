@@ -24,7 +24,7 @@ from localllm.cache.prefix import PrefixCache
 from localllm.engine.chat_template import ChatInput, ChatTemplate, encode_chat
 from localllm.engine.detokenizer import Detokenizer
 from localllm.engine.draft_loading import DraftModel
-from localllm.engine.drawing import Outcome, Scheduled, computed, num_rows
+from localllm.engine.drawing import Outcome, Scheduled, compute, num_rows
 from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent
 from localllm.engine.growth import Needed, cannot_grow, grow
 from localllm.engine.kv_probe import LAST, KVProbe, Switch, load_as_found
@@ -366,7 +366,7 @@ class Engine:
             computed_at = time.perf_counter()
             goes_on = not self.scheduler.waiting and self.speculation.rests
             progress = telling(scheduled, tell)
-            outcomes = computed(self.runner, scheduled, goes_on=goes_on, cancelled=is_aborted, progress=progress)
+            outcomes = compute(self.runner, scheduled, goes_on=goes_on, cancelled=is_aborted, progress=progress)
         except StepCancelledError:
             return self._drop_aborted()
         except (MemoryError, RuntimeError, LocalLLMError) as error:

@@ -29,7 +29,7 @@ from localllm.models.families import parse_config
 from localllm.models.shapes import Shape, find_shape, shipped_shapes
 from localllm.offload.device_rates import UNKNOWN_CONTEXT_BYTES
 from localllm.offload.device_search import AnySearch, with_room_for_forks
-from localllm.offload.guessing import USUAL_ALPHAS, Gain, gain, skipped, skipping, staging_s
+from localllm.offload.guessing import USUAL_ALPHAS, Gain, gain, skipped, skipping, slow, staging_s
 from localllm.offload.plan import JobShape, ModelShape, Plan, with_kept_pages
 from localllm.offload.profile import UNKNOWN_DISK_GBS, Profile, kept_profile, measured
 from localllm.offload.search import Search, fits_whole, is_better
@@ -159,7 +159,7 @@ def _speculation(
     if wish.who in ("auto", "ngram"):
         for alpha in USUAL_ALPHAS:
             yield Guessing("ngram", alpha, gain(plan.costs, depth, alpha, 0.0, most=most))
-    if wish.skips and plan.is_whole:
+    if wish.skips and not slow(plan):
         why = "every block is near; whether some can be left out with profit is found out while it answers"
         yield Guessing("skip", why_not=why)
     elif wish.skips and not (left_out := skipped(plan)):
@@ -236,16 +236,18 @@ def _with_second(
     num_bytes = draft_bytes(second, min(ctx, draft.config.longest_context), sequences)
     with_it = replace(search, shape=replace(search.shape, draft_bytes=num_bytes))
     without = replace(search, shape=replace(search.shape, draft_bytes=0))
-    foreseen: list[Plan | None] = []
-    for each in (with_it, without):
-        try:
-            foreseen.append(each.best())
-        except DoesNotFitError:
-            foreseen.append(None)
-    if foreseen[1] is None:  # nothing fits: its refusal is to be told
-        return without, second, "there is no room for either"
-    why_not = why_left_out(num_bytes, second.num_bytes, foreseen[0], foreseen[1])
+    alone = _foreseen(without)
+    if alone is None:  # nothing fits: its refusal is to be told
+        return without, second, ""
+    why_not = why_left_out(num_bytes, second.num_bytes, _foreseen(with_it), alone)
     return (without if why_not else with_it), second, why_not
+
+
+def _foreseen(search: AnySearch) -> Plan | None:
+    try:
+        return search.best()
+    except DoesNotFitError:
+        return None
 
 
 def _guesses(profile: Profile) -> list[str]:

@@ -46,12 +46,16 @@ def fork_bytes(shape: ModelShape) -> int:
     return 2 * shape.kv_bytes(2 * PAGE_TOKENS)
 
 
+def slow(plan: Plan) -> frozenset[str]:
+    """The blocks, and perhaps the head, that are not where they are computed fastest."""
+    return frozenset(block.name for block in plan.blocks[1:] if block.tier != plan.fast or block.exec == "split")
+
+
 def skipped(plan: Plan) -> frozenset[str]:
-    """The blocks that the model leaves out while it guesses: those that are not where they are computed fastest. None
-    where every block is, or the head is not."""
-    slow = {block.name for block in plan.blocks[1:] if block.tier != plan.fast or block.exec == "split"}
-    is_possible = plan.blocks[-1].name not in slow and len(slow) < len(plan.blocks) - 2
-    return frozenset(slow) if is_possible else frozenset()
+    """What is left out while guessing: all that is slow. Nothing where the head is, or no block would stay."""
+    left_out = slow(plan)
+    is_possible = plan.blocks[-1].name not in left_out and len(left_out) < len(plan.blocks) - 2
+    return left_out if is_possible else frozenset()
 
 
 def skipping(plan: Plan, harm: Mapping[str, float], most: int) -> tuple[float, Gain]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,8 +27,8 @@ def engine(tmp_path: Path) -> Engine:
     return engine
 
 
-def check(engine: Engine, prompt: range, draft_tokens: int, max_tokens: int, **sampling: float) -> None:
-    params = SamplingParams(max_tokens=max_tokens, seed=3, ignore_eos=True, **sampling)  # type: ignore[arg-type]
+def check(engine: Engine, prompt: range, draft_tokens: int, max_tokens: int, **sampling: Any) -> None:
+    params = SamplingParams(max_tokens=max_tokens, seed=3, ignore_eos=True, **sampling)
     wish = Request(tuple(prompt), params)
     engine.speculation = Speculation(engine.residency, None, (), 0)
     (expected,) = said(engine, wish)

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm import Engine, SamplingParams, hub
-from localllm.engine import loading
+from localllm.engine import loading, planning
 from localllm.engine.placement import model_shape
 from localllm.engine.speculative.choice import Speculate
 from localllm.engine.speculative.harm import Trial
@@ -26,8 +26,8 @@ from localllm.models.families import parse_config
 from localllm.models.shapes import shipped_shapes
 from localllm.offload.device_costs import CardRates
 from localllm.offload.device_search import CardMemory, DeviceSearch
-from localllm.offload.guessing import gain, rate, skipped, staging_s
-from localllm.offload.plan import GIB, Memory, Plan, Rates
+from localllm.offload.guessing import gain, rate, skipped, slow, staging_s
+from localllm.offload.plan import GIB, Costs, Memory, Plan, Rates
 from localllm.offload.search import Search
 from localllm.quant.recipe import RECIPES
 from tests.cli_support import run_cli
@@ -43,7 +43,7 @@ HARM = {block.name: 2.0 if index // 2 % 3 == 0 else 0.001 for index, block in en
 
 
 @dataclass(frozen=True)
-class Steps:
+class _Steps:
     """So long for one row, and so much longer for each row more."""
 
     first_s: float
@@ -53,25 +53,34 @@ class Steps:
         return self.first_s + (rows - 1) * self.row_s
 
 
+def steps(row_s: float) -> Costs:
+    """The first row takes a second."""
+    return cast(Costs, _Steps(1.0, row_s))
+
+
 @given(alpha=st.floats(0, 0.99), guess=st.floats(0, 1), row=st.floats(0, 0.5), most=st.integers(1, 15))
 def test_the_gain_is_that_of_the_best_number_of_guesses(alpha: float, guess: float, row: float, most: int) -> None:
     """By the closed form of the expectation, which the code sums up."""
-    found = gain(Steps(1.0, row), 0, alpha, guess, most=most)  # type: ignore[arg-type]
+    found = gain(steps(row), 0, alpha, guess, most=most)
     speedups = [(1 - alpha ** (k + 1)) / (1 - alpha) / (k * guess + 1 + k * row) for k in range(1, most + 1)]
     assert found.speedup == pytest.approx(max(speedups)) == pytest.approx(found.tok_s)
     assert speedups[found.count - 1] == pytest.approx(max(speedups))
 
 
 def test_what_is_fetched_while_guessing_shortens_the_step_as_far_as_there_is_a_place_for_it() -> None:
-    apart = gain(Steps(1.0, 0.0), 0, 1.0, 0.1, most=4)  # type: ignore[arg-type]
-    assert gain(Steps(1.0, 0.0), 0, 1.0, 0.1, staging_s=9.0, most=4).tok_s == pytest.approx(5.0)  # type: ignore[arg-type]
+    apart = gain(steps(0.0), 0, 1.0, 0.1, most=4)
+    assert gain(steps(0.0), 0, 1.0, 0.1, staging_s=9.0, most=4).tok_s == pytest.approx(5.0)
     assert apart.tok_s == pytest.approx(5 / 1.4)
-    assert gain(Steps(1.0, 0.0), 0, 1.0, 0.1, staging_s=0.1, most=4).tok_s == pytest.approx(5 / 1.3)  # type: ignore[arg-type]
+    assert gain(steps(0.0), 0, 1.0, 0.1, staging_s=0.1, most=4).tok_s == pytest.approx(5 / 1.3)
+
+
+def search(ram: float, harm: Mapping[str, float], draft_tokens: int = 8) -> Search:
+    memory = Memory(int(ram * GIB), GIB // 2, 64 * GIB, 64 * GIB)
+    return Search(MISTRAL, memory, RATES, 2048, harm=harm, draft_tokens=draft_tokens)
 
 
 def on_a_cpu(ram: float, harm: Mapping[str, float], draft_tokens: int = 8) -> Plan:
-    memory = Memory(int(ram * GIB), GIB // 2, 64 * GIB, 64 * GIB)
-    return Search(MISTRAL, memory, RATES, 2048, harm=harm, draft_tokens=draft_tokens).best()
+    return search(ram, harm, draft_tokens).best()
 
 
 def on_a_card(vram: float, harm: Mapping[str, float], draft_tokens: int = 8) -> Plan:
@@ -144,6 +153,20 @@ def test_a_plan_leaves_out_a_second_model_as_a_run_would(tmp_path: Path, own_fol
     (other / "tokenizer.json").unlink()
     found = run_cli("plan", "tiny", "--speculate", f"model:{other}", "--json").json
     assert any("no tokenizer.json of" in guess for guess in found["guesses"])
+
+
+def test_an_embedding_that_is_looked_up_on_the_disk_is_no_block_to_leave_out() -> None:
+    """Every block is near, though not all of the model is."""
+    plan = on_a_cpu(4.5, HARM)
+    looked_up = replace(plan, blocks=(replace(plan.blocks[0], tier="disk"), *plan.blocks[1:]))
+    assert not looked_up.is_whole and not slow(looked_up) and not skipped(looked_up)
+    wishes, cpu = planning.Wishes(speculate="skip"), torch.device("cpu")
+    (told,) = planning._speculation(looked_up, search(4.5, HARM), None, wishes, torch.bfloat16, cpu)
+    assert told.why_not.startswith("every block is near")
+    near, streamed = plan.blocks, on_a_cpu(3.0, HARM)
+    assert slow(streamed) == skipped(streamed) == set(streamed.streamed)
+    assert slow(replace(plan, blocks=(*near[:-1], replace(near[-1], tier="disk")))) == {"head"}
+    assert not skipped(replace(plan, blocks=(*near[:-1], replace(near[-1], tier="disk"))))
 
 
 def test_skip_says_where_nobody_knows_what_it_gives(own_folders: None) -> None:
