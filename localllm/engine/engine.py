@@ -326,7 +326,8 @@ class Engine:
         """
         events = self._drop_aborted()
         try:
-            events += self._make_ready(tell)
+            if grown := self._make_ready(tell):
+                return events + grown  # before anything is told of the forward that follows
         except StepCancelledError:
             return events + self._drop_aborted()
         except (MemoryError, RuntimeError, LocalLLMError) as error:
