@@ -117,3 +117,7 @@ class HistoryError(LocalLLMError):
     """The history of chats cannot be opened, read or written, or has no such chat."""
 
     code = "history"
+
+
+class UnwrittenError(LocalLLMError):
+    """Standard output took no more of an answer."""

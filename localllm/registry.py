@@ -43,6 +43,7 @@ SAMPLING_KEYS = (
     "frequency_penalty",
     "presence_penalty",
 )
+SAMPLING_SETTINGS = ("max_tokens", *SAMPLING_KEYS, "seed", "stop")  # with those that no model recommends
 _ENTRY_KEYS: Mapping[str, Accepts] = {
     "name": Accepts("text"),
     "aliases": Accepts("texts"),

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from localllm.cli.names import complete_sessions
-from localllm.cli.output import one_line
 from localllm.engine.events import FinishedEvent, Timings, Usage
 from localllm.engine.service import EngineService
 from localllm.errors import CheckpointError
+from localllm.frontend.text import one_line
 from localllm.history import History, Session
 from tests.cli_support import Result, run_cli, start_cli, write_checkpoint
 from tests.history_support import ask, said

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from localllm.cli.context import Meter, evicted_text
 from localllm.engine.chat_template import ChatTemplate
 from localllm.engine.overflow import Evicted, answer_room, fit_turns, num_in_front, turn_starts, turns_too_many
 from localllm.errors import TemplateError
+from localllm.frontend.context import Meter, evicted_text
 
 Messages = list[dict[str, Any]]
 SYSTEM = {"role": "system", "content": "be brief"}

@@ -21,14 +21,16 @@ from localllm.cli.front import Front
 from localllm.cli.job import SEEDS, Job
 from localllm.cli.journal import open_journal
 from localllm.cli.opening import loading
-from localllm.cli.options import DEFAULT_MAX_TOKENS, DEFAULT_PARALLEL
-from localllm.cli.output import ProgressLine, format_seconds
+from localllm.cli.options import DEFAULT_MAX_TOKENS, DEFAULT_PARALLEL, extra_sampling
+from localllm.cli.output import ProgressLine
 from localllm.cli.prompt import argument_text
-from localllm.cli.selection import Selection
 from localllm.cli.source import Encoder
 from localllm.config import format_figure
 from localllm.engine.request import Request
 from localllm.errors import ContextOverflowError, LocalLLMError, UsageError
+from localllm.frontend.opening import Opening
+from localllm.frontend.selection import Selection
+from localllm.frontend.text import format_seconds
 from localllm.hub.packed import source_id
 from localllm.offload.plan import JobShape
 
@@ -51,7 +53,7 @@ def run_batch(front: Front, selection: Selection, flags: Mapping[str, Any]) -> N
     rules = line_rules(selection, flags)
     with (
         read_prompts(flags["batch"], rules, front.output) as prompts,
-        loading(front, selection, job_shape(prompts, rules, parallel)) as load,
+        loading(front, selection, Opening(job_shape(prompts, rules, parallel))) as load,
     ):
         encoder = Encoder.load(selection.files.directory, is_raw=rules.raw)
         sizes = measure(prompts, encoder, load.line)
@@ -68,7 +70,7 @@ def run_batch(front: Front, selection: Selection, flags: Mapping[str, Any]) -> N
 
 def line_rules(selection: Selection, flags: Mapping[str, Any]) -> LineRules:
     """What the command line and the settings say about every line. Raises UsageError."""
-    sampling = replace(selection.sampling(flags), seed=selection.settings.seed)
+    sampling = replace(selection.sampling(extra_sampling(flags)), seed=selection.settings.seed)
     if sampling.max_tokens is None:
         sampling = replace(sampling, max_tokens=DEFAULT_MAX_TOKENS)
     system = selection.settings.system

@@ -20,15 +20,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from localllm.cli.options import NUMBERS, SAMPLING_SETTING_NAMES
+from localllm.cli.options import NUMBERS
 from localllm.cli.output import Output
-from localllm.cli.prompt import MAX_INPUT_BYTES, patience
+from localllm.cli.prompt import patience
 from localllm.cli.source import Source, asked
 from localllm.config import ACCEPTED, Accepts, format_bytes
 from localllm.engine.chat_template import as_chat_input
 from localllm.engine.request import MAX_BIAS, SamplingParams
 from localllm.errors import CheckpointError, LocalLLMError, UsageError
+from localllm.frontend.text_file import MAX_INPUT_BYTES
 from localllm.models.strict_json import JsonLimits, parse_json
+from localllm.registry import SAMPLING_SETTINGS
 
 _LIMITS = JsonLimits(containers=300_000, elements=2_000_000)  # of one line; braces in its texts count as well
 _MEMORY_BYTES = 16 << 20  # of lines; more of them go to the disk
@@ -36,7 +38,7 @@ TOLD = 5  # bad lines that an error describes
 _BOM = b"\xef\xbb\xbf"
 
 _SAMPLING: Mapping[str, Accepts] = {
-    **{name: ACCEPTED[name] for name in SAMPLING_SETTING_NAMES},
+    **{name: ACCEPTED[name] for name in SAMPLING_SETTINGS},
     **{name: NUMBERS[name] for name in ("dry_multiplier", "dry_base", "dry_allowed_length", "logprobs")},
 }
 _BIAS = Accepts("number", -MAX_BIAS, MAX_BIAS)

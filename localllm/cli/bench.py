@@ -16,12 +16,14 @@ import typer
 
 from localllm.cli import options
 from localllm.cli.front import Front, front_of
-from localllm.cli.origins import read_settings, vram_cap
-from localllm.cli.output import Output, ProgressLine, one_line
+from localllm.cli.output import Output, ProgressLine
 from localllm.cli.packing import Packing
 from localllm.cli.selection import select
+from localllm.cli.settings import read_settings
 from localllm.config import Settings
 from localllm.errors import LocalLLMError, UsageError
+from localllm.frontend.text import one_line
+from localllm.frontend.vram import vram_cap
 
 if TYPE_CHECKING:
     import torch
@@ -193,7 +195,8 @@ def _set_up(front: Front, target: _Target, workload: Workload, line: ProgressLin
 
     settings, config = target.settings, target.config
     device, dtype = choose_device(settings.device), choose_dtype(settings.dtype)
-    vram = vram_cap(front, line.interject, has_gpu=has_card(device))
+    assert front.resolved is not None
+    vram = vram_cap(front.resolved, line.interject, has_gpu=has_card(device))
     packed = packed_recipes(target.files) if target.files else ()
     chosen = recipe(choose_recipe(settings.weights, config, packed, dtype))
     caps = Caps(settings.ram, vram, workload.kv_tokens, settings.kv)

@@ -5,47 +5,50 @@ from __future__ import annotations
 import contextlib
 import shlex
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from localllm.cli import dialogue, options
-from localllm.cli.answer import Answer, context_used, statistics
+from localllm.cli import options
 from localllm.cli.config import shown_setting
-from localllm.cli.context import REMEDIES, Conversation, Meter, evicted_text, offer_policies, usage_lines
-from localllm.cli.dialogue import Dialogue, Message, joined
 from localllm.cli.front import Front, front_of
-from localllm.cli.generate import Printing, can_be_longer, explained, is_cut_by_context
+from localllm.cli.generate import Printing, explained, print_answer
 from localllm.cli.interrupts import Interrupted
-from localllm.cli.keeping import Keeper, Resumed, keeper_of, look_up, print_kept, select_resumed
 from localllm.cli.lines import LineReader
-from localllm.cli.miss import Explanation, explain
 from localllm.cli.names import complete_sessions, is_model
-from localllm.cli.origins import with_origins
-from localllm.cli.prompt import argument_text, has_blanks, read_text_file
-from localllm.cli.selection import Selection, named
+from localllm.cli.options import extra_sampling
+from localllm.cli.output import Output
+from localllm.cli.prompt import argument_text, has_blanks
+from localllm.cli.selection import select_resumed
 from localllm.config import user_directories
-from localllm.engine.overflow import without
 from localllm.errors import (
-    ContextOverflowError,
     HistoryError,
     LocalLLMError,
     ModelNotFoundError,
-    SettingsError,
-    TemplateError,
     UsageError,
 )
+from localllm.frontend import dialogue, slash
+from localllm.frontend.answer import Answer, statistics
+from localllm.frontend.context import evicted_text, usage_lines
+from localllm.frontend.dialogue import Dialogue
+from localllm.frontend.keeping import Keeper, Resumed, keeper_of, look_up
+from localllm.frontend.miss import Explanation
+from localllm.frontend.opening import Opening
+from localllm.frontend.origins import with_origins
+from localllm.frontend.selection import Selection, named
+from localllm.frontend.talk import Talk, mended_in_chat
+from localllm.frontend.text_file import read_text_file
 from localllm.registry import BUILT_IN
 
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine
-    from localllm.engine.events import FinishedEvent
     from localllm.engine.service import EngineService
 
 _LISTED = 10  # by /sessions
+_SHOWN_LINES = 12  # of each message that a resumed chat begins with
 
 EXAMPLES = """Examples:
 
@@ -121,9 +124,9 @@ def chat_command(
         flags["system"] = argument_text(system, "--system")
     resumed = _resumed(front, resume) if resume is not None else None
     selection = _select(front, model, flags, resumed)
-    selection.sampling(flags)  # what is wrong with it is said before the model is loaded
+    selection.sampling(extra_sampling(flags))  # what is wrong with it is said before the model is loaded
     reader = LineReader(front.output, user_directories().data / "history")
-    with loading(front, selection, keeps_pages=True) as load, contextlib.ExitStack() as stack:
+    with loading(front, selection, Opening(keeps_pages=True)) as load, contextlib.ExitStack() as stack:
         keeper = keeper_of(front.output, selection, resumed)
         stack.callback(keeper.close)
         if not selection.private:
@@ -132,7 +135,7 @@ def chat_command(
         chat = Chat(front, selection, load.service, engine, reader, flags, keeper)
         if resumed is not None:
             resumed.restore(chat.dialogue, system and flags["system"])
-            resumed.show(front.output)
+            _show_resumed(front.output, resumed)
         chat.run()
 
 
@@ -155,6 +158,24 @@ def _select(front: Front, word: str | None, flags: Mapping[str, Any], resumed: R
         raise
 
 
+def _show_resumed(output: Output, resumed: Resumed) -> None:
+    """Tells which chat it is, and how it ended."""
+    from localllm.history import content_of
+
+    output.note(f"going on with {resumed.session.id}: {resumed.session.title}")
+    last = [turn for turn, _ in resumed.turns][-2:]
+    for turn in last:
+        lines = content_of(turn)[0].strip().splitlines()
+        for index, line in enumerate(lines[:_SHOWN_LINES]):
+            output.note((">>> " if index == 0 else "... ") + line if turn["role"] == "user" else line)
+        if len(lines) > _SHOWN_LINES:
+            output.note(f"({len(lines) - _SHOWN_LINES} more lines: localllm sessions show {resumed.session.id})")
+    if resumed.is_cut:
+        output.note("(interrupted: /regen answers anew)")
+    elif last and last[-1]["role"] == "user":
+        output.note("(not answered: /regen answers it)")
+
+
 class Chat:
     """The loop: a message or a command in, an answer out; an error is told and the conversation goes on."""
 
@@ -168,22 +189,20 @@ class Chat:
         flags: dict[str, Any],
         keeper: Keeper,
     ) -> None:
-        _ = engine.template  # raises TemplateError where there is none to talk through
         self._front = front
         self._output = front.output
         self._selection = selection
         self._service = service
         self._engine = engine
         self._reader = reader
-        self._flags = flags
         self._keeper = keeper
         self._shows_statistics = bool(flags["stats"])
         self._last: Answer | None = None
         self._why_missed: Callable[[], Explanation | None] | None = None
-        self._meter = Meter()
         self._leaving = False
         self._exit_code = 0
         self.dialogue = Dialogue(selection.resolved, selection.settings.system)
+        self._talk = Talk(selection.files, engine, self.dialogue, keeper, extra_sampling(flags))
 
     def run(self) -> None:
         if self._reader.interactive:
@@ -216,7 +235,7 @@ class Chat:
             except LocalLLMError as error:
                 error = named(error, self._selection.files)
                 with_origins(error, self.dialogue.resolved)
-                self._output.error(_mended_here(error))
+                self._output.error(mended_in_chat(error))
                 self._exit_code = error.exit_code
             if self._terminated:
                 raise typer.Exit(self._front.interrupts.exit_code or 0)
@@ -235,7 +254,7 @@ class Chat:
 
     def _take(self, message: str) -> None:
         if message.startswith("/"):
-            name, rest = dialogue.split_command(message)
+            name, rest = slash.split_command(message)
             getattr(self, f"_do_{name}")(rest)
             self._keeper.sync(self.dialogue)
         elif message.strip():
@@ -245,58 +264,27 @@ class Chat:
     def _reply(self) -> None:
         """Answers the last question. One that cannot be answered is taken back, and the conversation kept; of an
         answer that an error ended what was said stays."""
-        from localllm.engine.chat_template import ChatInput
+        asked = self._talk.ask()
+        if asked.evicted.turns:
+            self._output.note(evicted_text(asked.evicted))
+        printing = Printing(statistics=self._shows_statistics, explain=asked.explain, evicted=asked.evicted)
 
-        selection = Selection(self._selection.files, self.dialogue.resolved)
-        try:
-            request, fitted = self._conversation().request(self._engine, selection.sampling(self._flags))
-        except LocalLLMError:
-            self.dialogue.take_back_question()
-            raise
-        self.dialogue.leave(fitted.floor)
-        if fitted.evicted.turns:
-            self._output.note(evicted_text(fitted.evicted))
-        given = ChatInput(joined(without(self.dialogue.messages, fitted.floor)))
-        why = partial(explain, self._engine, given, request.prompt_ids, num_out=fitted.floor)
-        printing = Printing(statistics=self._shows_statistics, explain=why, evicted=fitted.evicted)
-        try:
-            answer = print_kept(self._front, selection, self._service, request, printing, self.dialogue, self._keeper)
-        except ContextOverflowError as error:  # it could not grow
-            offer_policies(error, ["evict"], "/set overflow")
-            raise
+        def show(hear: Callable[[str], None]) -> Answer:
+            stream = self._service.submit(asked.request)
+            files, session_id = self._selection.files, self._keeper.session_id
+            return print_answer(self._front, files, stream, asked.request, printing, hear, session_id)
+
+        answer = self._talk.answer(show)
         self._last = answer
         self._why_missed = partial(explained, answer.finished, printing) if answer.finished is not None else None
-        if answer.finished is not None and answer.finished.ctx is not None:
-            self._tell_fullness(answer.finished, answer.finished.ctx)
-
-    def _tell_fullness(self, finished: FinishedEvent, ctx: int) -> None:
-        is_longest = not can_be_longer(self._engine)
-        policy = "stop" if self._policy == "grow" and is_longest else self._policy
-        note = self._meter.note(context_used(finished), ctx, policy)
-        if is_cut_by_context(finished, ctx):
-            larger = "" if is_longest else ", or start with a larger --ctx"
-            remedy = f"{REMEDIES['stop']}{larger}" if policy == "stop" else REMEDIES[policy]
-            self._output.warn(f"the context of {ctx} tokens is full: {remedy}")
-        elif note is not None:
-            self._output.note(note)
-
-    @property
-    def _policy(self) -> str:
-        return self.dialogue.resolved.settings.overflow
-
-    def _conversation(self) -> Conversation:
-        said = self.dialogue
-        return Conversation(
-            said.messages, self._encoded, self._policy, "/set overflow", said.num_out, looks=said.has_room
-        )
-
-    def _encoded(self, messages: Sequence[Message]) -> list[int]:
-        return self._engine.encode(joined(messages))
+        fullness = self._talk.fullness(answer.finished) if answer.finished is not None else None
+        if fullness is not None:
+            (self._output.warn if fullness.is_full else self._output.note)(fullness.text)
 
     # Slash commands
 
     def _do_help(self, _: str) -> None:
-        for line in dialogue.command_list():
+        for line in slash.command_list():
             self._output.note(line)
 
     def _do_system(self, text: str) -> None:
@@ -404,11 +392,7 @@ class Chat:
             self._output.note(str(explanation))
 
     def _do_tokens(self, _: str) -> None:
-        num_out = self.dialogue.num_out if self._policy == "evict" else 0
-        given = without(self.dialogue.messages, num_out)
-        used = len(self._encoded(given)) if given else 0
-        count = self._engine.tokenizer.encode
-        for line in usage_lines(given, used, self._engine.ctx, lambda text: len(count(text)), num_out):
+        for line in usage_lines(self._talk.usage()):
             self._output.note(line)
 
     def _do_bye(self, _: str) -> None:
@@ -416,20 +400,3 @@ class Chat:
 
     def _confirms(self, question: str) -> bool:
         return (self._reader.line(question) or "").strip().lower() in ("y", "yes")
-
-
-def _mended_here(error: LocalLLMError) -> LocalLLMError:
-    """The error with a fix that can be typed in a chat."""
-    if error.fix.startswith("--"):
-        error.fix = f"start again with {error.fix}"
-    match error:
-        case ContextOverflowError():
-            *others, last = error.fix.split(", or ")
-            error.fix = f"{', '.join(['/undo', '/clear', *others])}, or {last}"
-        case SettingsError():
-            error.fix = "/set shows every setting"
-        case TemplateError():
-            error.fix = "/undo, /clear, or /system -"
-        case UsageError() if not error.fix:
-            error.fix = "/help"
-    return error

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 
 from localllm.cli.findings import Finding, fail, ok, warn
-from localllm.cli.origins import with_origins
 from localllm.cli.output import Output
 from localllm.config import load_settings, user_directories
 from localllm.errors import LocalLLMError
+from localllm.frontend.origins import with_origins
 
 
 def check_python() -> Finding:

@@ -14,11 +14,11 @@ import typer
 
 from localllm.cli.front import Front
 from localllm.cli.interrupts import Interrupts
-from localllm.cli.origins import with_origins
 from localllm.cli.output import Output, ReaderGoneError
 from localllm.cli.prompt import THIS_COMMAND
-from localllm.cli.selection import named
 from localllm.errors import LocalLLMError, UsageError
+from localllm.frontend.origins import with_origins
+from localllm.frontend.selection import named
 
 if TYPE_CHECKING:
     from localllm.hub import ModelFiles

@@ -7,19 +7,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from localllm.cache.miss import CacheMiss
-from localllm.cli.answer import Answer, Stream, context_used, finished_fields, follow, logprob_fields, statistics
-from localllm.cli.context import evicted_fields, grown_fields, grown_text
+from localllm.cli.following import follow
 from localllm.cli.front import Front
-from localllm.cli.miss import NEW, Explanation, miss_fields
 from localllm.cli.output import SCHEMA_VERSION
-from localllm.cli.selection import named
 from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent, TokenEvent
 from localllm.engine.overflow import NOTHING_EVICTED, Evicted
 from localllm.engine.request import Request
 from localllm.errors import LocalLLMError
+from localllm.frontend.answer import Answer, Stream, finished_fields, logprob_fields, statistics
+from localllm.frontend.context import evicted_fields, grown_fields, grown_text
+from localllm.frontend.dialogue import Dialogue
+from localllm.frontend.keeping import Keeper, kept_answer
+from localllm.frontend.miss import NEW, Explanation, miss_fields
+from localllm.frontend.selection import named
 
 if TYPE_CHECKING:
-    from localllm.engine.engine import Engine
+    from localllm.engine.service import EngineService
     from localllm.hub import ModelFiles
 
 
@@ -86,6 +89,23 @@ def print_answer(
     return answer
 
 
+def print_kept(
+    front: Front,
+    files: ModelFiles,
+    service: EngineService,
+    request: Request,
+    printing: Printing,
+    dialogue: Dialogue,
+    keeper: Keeper,
+) -> Answer:
+    """`print_answer` of the answer to the dialogue's last question; both are kept."""
+
+    def answer(hear: Callable[[str], None]) -> Answer:
+        return print_answer(front, files, service.submit(request), request, printing, hear, keeper.session_id)
+
+    return kept_answer(dialogue, keeper, answer)
+
+
 def explained(finished: FinishedEvent, printing: Printing) -> Explanation | None:
     """Why the prompt was not found whole, in words; None where nothing more was known."""
     if finished.miss is None or printing.explain is None:
@@ -142,13 +162,3 @@ def error_fields(files: ModelFiles, error: Exception) -> Mapping[str, str]:
         named(error, files)
         return {"code": error.code, "what": error.what, "why": error.why, "fix": error.fix, "more": error.more}
     return {"code": "bug", "what": type(error).__name__, "why": str(error), "fix": "", "more": "localllm help bug"}
-
-
-def is_cut_by_context(finished: FinishedEvent, ctx: int) -> bool:
-    """Whether the answer ended because the context was full, which nobody asked for."""
-    return finished.finish_reason == "length" and context_used(finished) >= ctx
-
-
-def can_be_longer(engine: Engine) -> bool:
-    """Whether a larger --ctx would give this model more room."""
-    return engine.ctx < engine.config.longest_context

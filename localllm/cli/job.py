@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from localllm.cli.answer import Answer
 from localllm.cli.batch_input import BatchLine, Prompts
 from localllm.cli.front import Front
 from localllm.cli.generate import answer_fields
@@ -22,6 +21,7 @@ from localllm.cli.source import Encoder
 from localllm.config import format_figure
 from localllm.engine.events import Event, FinishedEvent, TokenEvent
 from localllm.engine.request import Request, SamplingParams
+from localllm.frontend.answer import Answer
 
 if TYPE_CHECKING:
     from localllm.engine.service import EngineService, Inbox

@@ -15,6 +15,7 @@ import typer
 from localllm.cli.names import complete_installed, complete_models, complete_speculate, complete_weights
 from localllm.config import ACCEPTED, DRAFT_TOKENS, MOST_DRAFT_TOKENS, Accepts
 from localllm.errors import UsageError
+from localllm.registry import SAMPLING_SETTINGS
 
 Model = Annotated[
     str | None,
@@ -240,8 +241,7 @@ Stop = Annotated[
 _SETTING_NAMES = (
     "system", "ctx", "ram", "vram", "cache_disk", "device", "dtype", "weights", "kv", "speculate",
     "draft_tokens", "threads", "offline",
-    "private", "overflow", "max_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty",
-    "frequency_penalty", "presence_penalty", "seed", "stop",
+    "private", "overflow", *SAMPLING_SETTINGS,
 )  # fmt: skip
 _MOST_TOKENS = 1 << 30  # of a measurement: no cache holds as many; beyond, sizes leave the range of a float
 # What a flag that takes a number accepts, by the name of its parameter: every one of every command.
@@ -262,7 +262,6 @@ NUMBERS: Mapping[str, Accepts] = MappingProxyType(
 )
 _MOST_BIAS = Accepts("number", -1e6, 1e6)
 _DRY_NAMES = ("dry_multiplier", "dry_base", "dry_allowed_length")
-SAMPLING_SETTING_NAMES = _SETTING_NAMES[_SETTING_NAMES.index("max_tokens") :]
 
 
 def setting_flags(flags: Mapping[str, Any]) -> dict[str, Any]:

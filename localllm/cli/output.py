@@ -9,7 +9,6 @@ import contextlib
 import io
 import json
 import os
-import re
 import sys
 import threading
 import time
@@ -19,60 +18,17 @@ from typing import Any, Literal, TextIO
 
 from localllm.cli.wrap import WordWrap
 from localllm.config import format_bytes
-from localllm.errors import FETCH_ANEW, LocalLLMError
+from localllm.errors import LocalLLMError, UnwrittenError
+from localllm.frontend.text import UNSAFE, error_rows, format_seconds, one_line, printable
 
 SCHEMA_VERSION = 1
 
-# Everything that could move the cursor, retitle the window, reach the clipboard or reorder what is read: C0 but tab and
-# newline, DEL, C1, and the bidirectional overrides.
-_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _BOLD, _DIM, _RED, _YELLOW, _RESET = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[33m", "\x1b[0m"
 Tone = Literal["plain", "good", "fair", "poor"]
 _TONE_STYLES: Mapping[Tone, str] = {"good": "\x1b[32m", "fair": _YELLOW, "poor": _RED}
 _CLEAR_LINE = "\r\x1b[2K"
 _RATE_WINDOW_S = 10.0
 _NARROWEST_BAR = 5  # columns; where a terminal has no room for it, the time that is left goes first
-
-_OTHER_COMMAND = re.compile(", or (?=localllm |the same command )")  # each is pasted from a line of its own
-# What an error says where its raiser had no more to tell: an error always has its four lines.
-_GENERIC: Mapping[str, tuple[str, str]] = {
-    "failure": ("the command could not be finished", "localllm doctor"),
-    "usage": ("the command line asks for something that cannot be honoured", "localllm --help"),
-    "settings": ("a setting is unknown or out of range", "localllm config show --origin"),
-    "model-not-found": ("no file of that model is on this disk", "localllm list --all"),
-    "does-not-fit": ("it needs more memory or disk than there is", "localllm doctor"),
-    "context-overflow": ("the prompt has more tokens than the context holds", "raise --ctx, or shorten the prompt"),
-    "download": ("the hub did not answer as promised", "localllm pull MODEL"),
-    "access": ("the repository is not open to everyone", "HF_TOKEN=... localllm pull MODEL"),
-    "schema": ("the answer does not meet the schema", "raise --max-tokens"),
-    "checkpoint": ("a file of the model cannot be used as it is", FETCH_ANEW),
-    "unsupported-model": ("this version has no such architecture", "localllm list --all"),
-    "tokenizer": ("the tokenizer's files cannot be used as they are", FETCH_ANEW),
-    "template": ("the chat template did not render", "localllm run MODEL --raw -p TEXT"),
-    "history": ("the file of the history refused", "localllm sessions list"),
-    "non-finite": ("the model computed a value that is not a number", "localllm run MODEL --dtype fp32 -p TEXT"),
-}
-
-
-def printable(text: str) -> str:
-    """The text without control characters: what a terminal may be shown of a model's or a stranger's words."""
-    return _UNSAFE.sub("", text)
-
-
-def one_line(text: str) -> str:
-    """The text on one line, control characters shown as escapes: for names and messages inside a line of ours."""
-    return _UNSAFE.sub(lambda match: match.group().encode("unicode_escape").decode(), text.replace("\n", " "))
-
-
-def format_seconds(seconds: float) -> str:
-    """75 -> "1:15"."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-class UnwrittenError(LocalLLMError):
-    """Standard output took no more."""
 
 
 class ReaderGoneError(Exception):
@@ -142,7 +98,7 @@ class Output:
     def json(self, value: Mapping[str, Any], *, indent: int | None = None) -> None:
         """One JSON object, on one line unless `indent` is given; what a terminal could obey is escaped everywhere."""
         text = json.dumps(value, ensure_ascii=False, indent=indent, allow_nan=False)
-        self._write_stdout(_UNSAFE.sub(lambda match: f"\\u{ord(match.group()):04x}", text) + "\n")
+        self._write_stdout(UNSAFE.sub(lambda match: f"\\u{ord(match.group()):04x}", text) + "\n")
 
     def settle(self) -> None:
         """Waits until the disk has what was printed, where stdout is a file."""
@@ -198,14 +154,9 @@ class Output:
 
     def error(self, error: LocalLLMError) -> None:
         """Four lines: what, why, what to do, where to read more; and one for each other command that would do."""
-        why, fix = _GENERIC.get(error.code, _GENERIC["failure"])
-        first, *others = _OTHER_COMMAND.split(error.fix or fix)
-        fixes = [("fix:", first), *(("or:", other) for other in others)]
-        rows = [("why:", error.why or why), *fixes, ("more:", error.more)]
-        text = self._styled(_RED + _BOLD, "error:") + f" {one_line(error.what)}\n"
-        text += "".join(
-            f"{self._styled(_DIM, label)}{' ' * (7 - len(label))}{one_line(value)}\n" for label, value in rows
-        )
+        (label, what), *rows = error_rows(error)
+        text = self._styled(_RED + _BOLD, f"{label}:") + f" {what}\n"
+        text += "".join(f"{self._styled(_DIM, f'{label}:')}{' ' * (6 - len(label))}{value}\n" for label, value in rows)
         self._write_stderr(text)
 
     def traceback(self, text: str) -> None:

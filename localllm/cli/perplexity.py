@@ -15,6 +15,7 @@ from localllm.cli.front import front_of
 from localllm.cli.output import SCHEMA_VERSION, ProgressLine
 from localllm.cli.prompt import read_input
 from localllm.cli.selection import select
+from localllm.frontend.opening import Opening
 
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine
@@ -54,7 +55,7 @@ def perplexity_command(
     text = read_input(file, "--file", front.output)
     selection = select(front, model, flags)
     with (
-        loading(front, selection, probes_kv=False, speculates=False) as load,  # what is asked for is measured
+        loading(front, selection, Opening(probes_kv=False, speculates=False)) as load,  # what is asked for is measured
         front.output.progress("measuring") as line,
     ):
         result = _measure(load.wait(), text, selection.settings.ctx, line)

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from localllm.cli import options
-from localllm.cli.front import Front, front_of
-from localllm.cli.origins import read_settings, vram_cap, with_origins
+from localllm.cli.front import front_of
 from localllm.cli.output import SCHEMA_VERSION, Output, ProgressLine, Tone
-from localllm.config import Settings, format_bytes, format_figure
+from localllm.cli.settings import read_settings
+from localllm.config import ResolvedSettings, format_bytes, format_figure
+from localllm.frontend.origins import with_origins
+from localllm.frontend.vram import vram_cap
 
 if TYPE_CHECKING:
     from localllm.engine.planning import Guessing, Planned, Prediction
@@ -80,7 +82,7 @@ def plan_command(
     front = front_of(context)
     resolved = read_settings(front, flags)
     with front.output.progress("planning") as line:
-        planned = _planned(front, model, resolved.settings, goal, line)
+        planned = _planned(model, resolved, goal, line)
     if as_json:
         if planned.refusal is not None:
             with_origins(planned.refusal, resolved)
@@ -93,7 +95,8 @@ def plan_command(
     _show(front.output, planned)
 
 
-def _planned(front: Front, word: str | None, settings: Settings, goal: str, line: ProgressLine) -> Planned:
+def _planned(word: str | None, resolved: ResolvedSettings, goal: str, line: ProgressLine) -> Planned:
+    settings = resolved.settings
     from localllm.offload.machine_memory import require_address_space
 
     require_address_space()  # before torch is imported
@@ -112,7 +115,7 @@ def _planned(front: Front, word: str | None, settings: Settings, goal: str, line
     except ModelNotFoundError:
         files = None
     wishes = {field: getattr(settings, field) for field in Wishes.__dataclass_fields__ if field != "job"}
-    wishes["vram"] = vram_cap(front, line.interject, has_gpu=has_card(choose_device(settings.device)))
+    wishes["vram"] = vram_cap(resolved, line.interject, has_gpu=has_card(choose_device(settings.device)))
     tokens = min(_JOB_TOKENS, settings.ctx or _JOB_TOKENS)
     job = JobShape(options.DEFAULT_PARALLEL, tokens, tokens) if goal == "throughput" else None
     return plan_model(shape, files, Wishes(**wishes, job=job), line.show)

@@ -6,7 +6,6 @@ Knows no tokenizer and no template.
 from __future__ import annotations
 
 import os
-import shlex
 import stat
 import sys
 import threading
@@ -16,13 +15,11 @@ from pathlib import Path
 from typing import TextIO
 
 from localllm.cli.output import Output
-from localllm.config import format_bytes
 from localllm.errors import UsageError
+from localllm.frontend.text_file import ICONV, MAX_INPUT_BYTES, as_text, read_text_file
 
 THIS_COMMAND = "this command"  # in a fix: `dispatch` puts the line there that was typed
-MAX_INPUT_BYTES = 16 << 20  # about four million tokens: more than any context
 _PATIENCE_S = 2.0  # a pipe that stays silent for longer is mentioned, for nobody may know that it is waited for
-_ICONV = "iconv -f ISO-8859-1 -t UTF-8"
 
 
 def split_positionals(
@@ -78,24 +75,6 @@ def read_input(path: Path, flag: str, output: Output) -> str:
     return text
 
 
-def read_text_file(path: Path, flag: str) -> str:
-    """The whole of a text file. Raises UsageError, naming it, for one that is absent, binary or too large.
-
-    flag: who wants it, `--file` on a command line or `/file` in a chat.
-    """
-    try:
-        with path.open("rb") as stream:
-            data = stream.read(MAX_INPUT_BYTES + 1)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        why = getattr(error, "strerror", None) or str(error)
-        fix = f"{flag} PATH" if flag.startswith("/") else shlex.join(["ls", "-l", str(path.parent)])
-        raise UsageError(f"{flag} cannot read {str(path)!r}", why=why, fix=fix) from error
-    again = f"{flag} {shlex.quote(f'{path}.utf8')}"
-    then = again if flag.startswith("/") else f"the same command with {again}"
-    convert = f"{_ICONV} {shlex.quote(str(path))} > {shlex.quote(f'{path}.utf8')}, then {then}"
-    return _as_text(data, f"{flag} {path}", convert, nul_allowed=False)
-
-
 def read_stdin(output: Output, *, encoding: str = "utf-8-sig") -> str | None:
     """All of standard input, or None where it is a terminal or closed. Raises UsageError as `read_text_file` does."""
     stream = sys.stdin
@@ -103,7 +82,7 @@ def read_stdin(output: Output, *, encoding: str = "utf-8-sig") -> str | None:
         return None
     with patience(stream, output):
         data = stream.buffer.read(MAX_INPUT_BYTES + 1)
-    return _as_text(data, "standard input", f"{_ICONV} FILE | {THIS_COMMAND}", encoding=encoding)
+    return as_text(data, "standard input", f"{ICONV} FILE | {THIS_COMMAND}", encoding=encoding)
 
 
 @contextmanager
@@ -132,17 +111,3 @@ def _is_pipe(stream: TextIO) -> bool:
 def join_parts(parts: Sequence[str]) -> str:
     """The parts in their order, a blank line between each two."""
     return "".join(part.rstrip("\n") + "\n\n" for part in parts[:-1]) + "".join(parts[-1:])
-
-
-def _as_text(data: bytes, source: str, convert: str, *, nul_allowed: bool = True, encoding: str = "utf-8-sig") -> str:
-    if len(data) > MAX_INPUT_BYTES:
-        why = f"it has more than {format_bytes(MAX_INPUT_BYTES)}; no context holds that"
-        raise UsageError(f"{source} is too large", why=why, fix="use a part of it: head -c 1000000 FILE")
-    if not nul_allowed and b"\0" in data:
-        why = f"it has a NUL byte at offset {data.index(0)}: it is no text"
-        raise UsageError(f"{source} is binary", why=why, fix="use its text alone: strings FILE")
-    try:
-        return data.decode(encoding)  # utf-8-sig: the mark that an editor puts in front is no part of the text
-    except UnicodeDecodeError as error:
-        why = f"{error.reason} at byte {error.start}"
-        raise UsageError(f"{source} is no UTF-8 text", why=why, fix=convert) from error

@@ -13,20 +13,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from localllm.cli import options
-from localllm.cli.answer import Answer
-from localllm.cli.context import Conversation, evicted_text, explain_text
-from localllm.cli.dialogue import Dialogue
 from localllm.cli.front import Front, front_of
-from localllm.cli.generate import Printing, can_be_longer, is_cut_by_context
-from localllm.cli.keeping import Keeper, Resumed, keeper_of, look_up, print_kept, select_resumed
-from localllm.cli.miss import explain
+from localllm.cli.generate import Printing, print_kept
 from localllm.cli.names import complete_sessions, is_model
-from localllm.cli.options import DEFAULT_MAX_TOKENS, DEFAULT_PARALLEL, refuse_together
+from localllm.cli.options import DEFAULT_MAX_TOKENS, DEFAULT_PARALLEL, extra_sampling, refuse_together
 from localllm.cli.prompt import argument_text, has_blanks, split_positionals
-from localllm.cli.selection import Selection, select_text_only
+from localllm.cli.selection import select_resumed, select_text_only
 from localllm.cli.source import Encoder, Source, read_source
 from localllm.engine.overflow import Fitted, Message
 from localllm.errors import ContextOverflowError, ModelNotFoundError, UsageError
+from localllm.frontend.answer import Answer
+from localllm.frontend.context import Conversation, can_be_longer, evicted_text, explain_text, is_cut_by_context
+from localllm.frontend.dialogue import Dialogue
+from localllm.frontend.keeping import Keeper, Resumed, keeper_of, look_up
+from localllm.frontend.miss import explain
+from localllm.frontend.opening import Opening
+from localllm.frontend.selection import Selection
 from localllm.registry import BUILT_IN
 
 if TYPE_CHECKING:
@@ -203,7 +205,7 @@ def run_command(
         if source.chat is not None and source.chat.add_generation_prompt is None:
             front.output.note("shown as the file has it; to answer it, add_generation_prompt is taken as true")
         return
-    sampling = selection.sampling(flags)
+    sampling = selection.sampling(extra_sampling(flags))
     keeper = keeper_of(front.output, selection, resumed, keeps=dialogue is not None)
     with contextlib.closing(keeper):
         said = dialogue or Dialogue(selection.resolved)
@@ -309,7 +311,7 @@ def _answer(
         statistics=flags["stats"],
         logprobs=flags["logprobs"] is not None,
     )
-    with loading(front, selection, keeps_pages=True) as load:
+    with loading(front, selection, Opening(keeps_pages=True)) as load:
         encoder = Encoder.load(selection.files.directory, is_raw=source.chat is None)
         ids = encoder.encode(source)
         engine = load.wait()
@@ -318,7 +320,7 @@ def _answer(
             front.output.note(evicted_text(fitted.evicted))
         why = partial(explain, engine, _given(source, fitted), fitted.prompt_ids, num_out=fitted.floor)
         printing = replace(printing, evicted=fitted.evicted, explain=why)
-        answer = print_kept(front, selection, load.service, request, printing, dialogue, keeper)
+        answer = print_kept(front, selection.files, load.service, request, printing, dialogue, keeper)
         if (
             answer.finished is not None
             and answer.finished.usage.completion_tokens != sampling.max_tokens

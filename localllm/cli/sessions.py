@@ -17,10 +17,10 @@ from localllm.cli import options
 from localllm.cli.commands import PlainCommand, PlainGroup
 from localllm.cli.consent import ask_to_delete
 from localllm.cli.front import Front, front_of
-from localllm.cli.keeping import moved_text
 from localllm.cli.names import complete_sessions
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.errors import HistoryError, UsageError
+from localllm.frontend.keeping import moved_text
 
 if TYPE_CHECKING:
     from localllm.history import History, Hit, Session

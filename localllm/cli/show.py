@@ -11,8 +11,9 @@ from localllm.cli import options
 from localllm.cli.front import Front, front_of
 from localllm.cli.list import packed_fields, packed_text
 from localllm.cli.output import SCHEMA_VERSION
-from localllm.cli.selection import sampling_defaults, select_text_only
+from localllm.cli.selection import select_text_only
 from localllm.config import format_bytes
+from localllm.frontend.selection import sampling_defaults
 
 if TYPE_CHECKING:
     from localllm.hub import ModelDescription

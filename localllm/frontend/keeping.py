@@ -1,6 +1,6 @@
 """Keeps a dialogue in the history as it happens. What the history refuses is told once, and the chat goes on without.
 
-Knows dialogues and the history. Knows no model and no terminal but for what it has to tell.
+Knows dialogues and the history. Knows no model and no terminal.
 """
 
 from __future__ import annotations
@@ -10,23 +10,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from localllm.cli.answer import Answer
-from localllm.cli.dialogue import Dialogue, Message
-from localllm.cli.front import Front
-from localllm.cli.generate import Printing, print_answer
-from localllm.cli.output import Output, UnwrittenError
-from localllm.cli.selection import Selection, select
-from localllm.errors import HistoryError, LocalLLMError, ModelNotFoundError, UsageError
+from localllm.errors import HistoryError, LocalLLMError, UnwrittenError, UsageError
+from localllm.frontend.answer import Answer
+from localllm.frontend.dialogue import Dialogue, Message
+from localllm.frontend.selection import Selection
+from localllm.frontend.telling import Teller
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from localllm.engine.request import Request
-    from localllm.engine.service import EngineService
     from localllm.history import History, Recording, Session, State
 
 _PATIENCE_S = 0.2  # with a history that has failed before
-_SHOWN_LINES = 12  # of each message that a resumed chat begins with
 _T = TypeVar("_T")
 
 
@@ -43,25 +38,8 @@ class Resumed:
         dialogue.system = self.session.system if system is None else system
         dialogue.turns = [turn for turn, _ in self.turns]
 
-    def show(self, output: Output) -> None:
-        """Tells which chat it is, and how it ended."""
-        from localllm.history import content_of
 
-        output.note(f"going on with {self.session.id}: {self.session.title}")
-        last = [turn for turn, _ in self.turns][-2:]
-        for turn in last:
-            lines = content_of(turn)[0].strip().splitlines()
-            for index, line in enumerate(lines[:_SHOWN_LINES]):
-                output.note((">>> " if index == 0 else "... ") + line if turn["role"] == "user" else line)
-            if len(lines) > _SHOWN_LINES:
-                output.note(f"({len(lines) - _SHOWN_LINES} more lines: localllm sessions show {self.session.id})")
-        if self.is_cut:
-            output.note("(interrupted: /regen answers anew)")
-        elif last and last[-1]["role"] == "user":
-            output.note("(not answered: /regen answers it)")
-
-
-def look_up(output: Output, word: str) -> Resumed:
+def look_up(teller: Teller, word: str) -> Resumed:
     """The chat that `word` names: an id, the beginning of one, a part of a title, or `last`. Raises HistoryError."""
     from localllm.history import History, history_file, nothing_is_kept
 
@@ -69,36 +47,19 @@ def look_up(output: Output, word: str) -> Resumed:
         raise HistoryError("no chat is kept yet", why=f"there is no {history_file()}", fix="localllm chat")
     with History.open_to_read(history_file()) as history:
         if history.moved_to is not None:
-            output.warn(moved_text(history.moved_to, history.num_rescued))
+            teller.warn(moved_text(history.moved_to, history.num_rescued))
         session = history.find(word)
         path = history.path(session)
     turns = tuple((message.as_turn, message.number) for message in path)
     return Resumed(session, turns, bool(path) and path[-1].state != "complete")
 
 
-def select_resumed(
-    front: Front, word: str | None, flags: Mapping[str, Any], resumed: Resumed | None, again: str
-) -> Selection:
-    """As `select`: the model `word`, or the one that the resumed chat was held with.
-
-    again: the line that would go on with the chat by the built-in model. Raises what `select` does.
-    """
-    held_with = resumed.session.model if resumed is not None and word is None else None
-    try:
-        return select(front, held_with or word, flags)
-    except ModelNotFoundError as error:
-        if held_with is not None:
-            error.why = f"the chat was held with it; {error.why}"
-            error.fix = f"{error.fix}, or {again}"
-        raise
-
-
-def keeper_of(output: Output, selection: Selection, resumed: Resumed | None, *, keeps: bool = True) -> Keeper:
+def keeper_of(teller: Teller, selection: Selection, resumed: Resumed | None, *, keeps: bool = True) -> Keeper:
     """What keeps the chat with this model; nothing where the user wants it private, or where it is none (`keeps`)."""
     from localllm.history import history_file
 
     is_kept = keeps and not selection.private
-    return Keeper(output, history_file() if is_kept else None, selection.model_name, resumed)
+    return Keeper(teller, history_file() if is_kept else None, selection.model_name, resumed)
 
 
 class Keeper:
@@ -108,8 +69,8 @@ class Keeper:
     first. path: of the history; None: nothing is kept.
     """
 
-    def __init__(self, output: Output, path: Path | None, model: str, resumed: Resumed | None = None) -> None:
-        self._output = output
+    def __init__(self, teller: Teller, path: Path | None, model: str, resumed: Resumed | None = None) -> None:
+        self._teller = teller
         self._path = path
         self._model = model
         self._history: History | None = None
@@ -200,7 +161,7 @@ class Keeper:
     def close(self) -> None:
         """Ends it. Where the history had refused and then had not, tells that nothing is missing after all."""
         if self._has_failed and self.session_id is not None:
-            self._output.note(f"the history could be written again: all of this chat is kept, as {self.session_id}")
+            self._teller.note(f"the history could be written again: all of this chat is kept, as {self.session_id}")
         self._close()
 
     def _close(self) -> None:
@@ -273,7 +234,7 @@ class Keeper:
             result = action(self._opened(self._path))
         except GoneError:
             self._is_removed = True
-            self._output.warn("this chat was removed from the history: it goes on, but is not kept any more")
+            self._teller.warn("this chat was removed from the history: it goes on, but is not kept any more")
             return None
         except HistoryError as error:
             self._fail(error)
@@ -291,7 +252,7 @@ class Keeper:
         if self._history is None:
             self._history = History.open(path, patience_s=_PATIENCE_S if self._has_failed else PATIENCE_S)
             if self._history.moved_to is not None:
-                self._output.warn(moved_text(self._history.moved_to, self._history.num_rescued))
+                self._teller.warn(moved_text(self._history.moved_to, self._history.num_rescued))
             before, self._identity = self._identity, self._history.identity
             if self._history.moved_to is not None or not (before is None or os.path.samestat(before, self._identity)):
                 self._session, self._kept = None, []
@@ -302,19 +263,12 @@ class Keeper:
         self._is_behind = True
         if not self._has_failed:
             self._has_failed = True
-            self._output.warn(f"this chat goes on, but is not kept: {error.what} ({error.why}); {error.fix}")
+            self._teller.warn(f"this chat goes on, but is not kept: {error.what} ({error.why}); {error.fix}")
 
 
-def print_kept(
-    front: Front,
-    selection: Selection,
-    service: EngineService,
-    request: Request,
-    printing: Printing,
-    dialogue: Dialogue,
-    keeper: Keeper,
-) -> Answer:
-    """Shows the answer to the dialogue's last question, and keeps both: the question before the model begins.
+def kept_answer(dialogue: Dialogue, keeper: Keeper, answer: Callable[[Callable[[str], None]], Answer]) -> Answer:
+    """The answer to the dialogue's last question. Keeps both: the question before the model begins, and of what
+    `answer` brings about each text as soon as the function that it is given has heard it.
 
     Raises the error that ended it; what was said by then stays, and a question of which nothing was said is taken back.
     """
@@ -327,8 +281,7 @@ def print_kept(
     try:
         keeper.sync(dialogue)
         keeper.begin_answer()
-        stream = service.submit(request)
-        answer = print_answer(front, selection.files, stream, request, printing, hear, keeper.session_id)
+        found = answer(hear)
     except BaseException as error:  # the reader of a pipe that is gone, too
         if any(said):
             dialogue.answer("".join(said))
@@ -337,12 +290,12 @@ def print_kept(
             dialogue.take_back_question()
             keeper.sync(dialogue)
         raise
-    if answer.text or _is_whole(answer):
-        dialogue.answer(answer.text)
-        keeper.end_answer(dialogue, answer)
+    if found.text or _is_whole(found):
+        dialogue.answer(found.text)
+        keeper.end_answer(dialogue, found)
     else:  # stopped before the first word: the question waits for its answer
         keeper.drop_answer()
-    return answer
+    return found
 
 
 def moved_text(moved_to: Path, num_rescued: int) -> str:

@@ -6,11 +6,10 @@ Knows messages, counts and what is told of them. Knows no terminal.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from localllm.cli.answer import filled
 from localllm.engine.events import GrownEvent
 from localllm.engine.overflow import (
     Encode,
@@ -23,9 +22,11 @@ from localllm.engine.overflow import (
     turns_too_many,
 )
 from localllm.errors import ContextOverflowError
+from localllm.frontend.answer import context_used, filled
 
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine
+    from localllm.engine.events import FinishedEvent
     from localllm.engine.request import Request, SamplingParams
 
 _WARNED = 80  # percent of the context: from here on a chat tells how full it is
@@ -187,23 +188,46 @@ class Meter:
         return f"the context is {filled(used, limit)}; {REMEDIES[policy]}"
 
 
-def usage_lines(
-    messages: Sequence[Message], used: int, limit: int, count: Callable[[str], int], num_out: int
-) -> list[str]:
-    """For `/tokens`: how full the context is, a bar, and who has how much of it.
+@dataclass(frozen=True)
+class ContextUsage:
+    """Who has how many tokens of a context. parts: system, history, last turn, template. num_out: messages that have
+    left it."""
 
-    messages: that the model is given, `used` tokens with its template. count: the tokens of a text. num_out: messages
-    that have left.
-    """
+    used: int
+    limit: int
+    parts: Mapping[str, int]
+    num_out: int = 0
+
+
+def context_usage(
+    messages: Sequence[Message], used: int, limit: int, count: Callable[[str], int], num_out: int
+) -> ContextUsage:
+    """messages: that the model is given, `used` tokens with its template. count: the tokens of a text."""
     front, starts = num_in_front(messages), turn_starts(messages)
     last = starts[-1] if starts else len(messages)
     parts = {"system": messages[:front], "history": messages[front:last], "last turn": messages[last:]}
     counts = {name: sum(count(text_of(message)) for message in some) for name, some in parts.items()}
     counts["template"] = max(0, used - sum(counts.values()))
+    return ContextUsage(used, limit, counts, num_out)
+
+
+def usage_lines(usage: ContextUsage) -> list[str]:
+    """For `/tokens`: how full the context is, a bar, and of what."""
+    used, limit = usage.used, usage.limit
     cells = min(_BAR_CELLS, -(-_BAR_CELLS * used // limit))
     lines = [
         f"{used:,} of {limit:,} tokens of the context are used",
         f"[{'#' * cells}{'.' * (_BAR_CELLS - cells)}] {used / limit:.0%}: "
-        + ", ".join(f"{name} {amount:,}" for name, amount in counts.items()),
+        + ", ".join(f"{name} {amount:,}" for name, amount in usage.parts.items()),
     ]
-    return [*lines, f"the oldest {num_out} messages have left it"] if num_out else lines
+    return [*lines, f"the oldest {usage.num_out} messages have left it"] if usage.num_out else lines
+
+
+def is_cut_by_context(finished: FinishedEvent, ctx: int) -> bool:
+    """Whether the answer ended because the context was full, which nobody asked for."""
+    return finished.finish_reason == "length" and context_used(finished) >= ctx
+
+
+def can_be_longer(engine: Engine) -> bool:
+    """Whether a larger --ctx would give this model more room."""
+    return engine.ctx < engine.config.longest_context

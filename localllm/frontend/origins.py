@@ -1,63 +1,13 @@
-"""Where the settings of a command come from, and what an error says of one that nobody typed.
-
-Knows flags, variables and the lines of files. Knows nothing of what a setting does.
-"""
+"""What an error says of a setting that nobody typed: where it is stored, in the place of its flag."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
 
-from localllm.cli.front import Front
-from localllm.cli.options import setting_flags
-from localllm.config import Origin, ResolvedSettings, load_settings
+from localllm.config import Origin, ResolvedSettings
 from localllm.errors import LocalLLMError
 
 _FLAG = re.compile(r"(?<!\S)--([a-z][a-z-]*)(?![\w-])")
-
-
-def read_settings(front: Front, flags: Mapping[str, Any]) -> ResolvedSettings:
-    """The settings under the flags of a command; `front` hears of them. Raises SettingsError, UsageError."""
-    front.resolved = load_settings(setting_flags(flags))
-    _warn_of_idle_guessing(front, flags)
-    if front.resolved.settings.device == "cpu":  # whether there is a GPU is known when torch is there
-        _refuse_idle_vram(front.resolved)
-    return front.resolved
-
-
-def _warn_of_idle_guessing(front: Front, flags: Mapping[str, Any]) -> None:
-    """Of two flags one of which says that nobody guesses. They are no error: both mean plain decoding."""
-    who, count = flags.get("speculate"), flags.get("draft_tokens")
-    if who is None or count is None or (who == "off") == (count == 0):
-        return
-    off, idle = f"--speculate {who}", f"--draft-tokens {count}"
-    if count == 0:
-        off, idle = idle, off
-    front.output.warn(f"{idle} has no effect: with {off} nothing is guessed")
-
-
-def vram_cap(front: Front, tell: Callable[[str], None], *, has_gpu: bool) -> int | None:
-    """The cap on the GPU's memory. One of a file or a variable is left aside where no GPU is used, which `tell` hears
-    of: machines with a GPU and without share such files.
-
-    Raises UsageError for one that was typed there.
-    """
-    assert front.resolved is not None
-    cap, origin = front.resolved.settings.vram, front.resolved.origins["vram"]
-    if cap is None or has_gpu:
-        return cap
-    _refuse_idle_vram(front.resolved)
-    front.resolved = front.resolved.overlaid({"vram": (None, origin)})
-    tell(f"the setting vram from {origin.where} is left aside: no GPU is used")
-    return None
-
-
-def _refuse_idle_vram(resolved: ResolvedSettings) -> None:
-    if resolved.origins["vram"].kind == "flag":
-        from localllm.offload.refusal import idle_vram
-
-        raise idle_vram()
 
 
 def with_origins(error: LocalLLMError, resolved: ResolvedSettings) -> None:

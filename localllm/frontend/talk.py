@@ -1,0 +1,148 @@
+"""A conversation with a loaded model: the next question as the context has room for it, and its answer as it is kept.
+
+Knows engines, dialogues and the history. Knows no terminal: what an answer looks like is its caller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from localllm.engine.overflow import without
+from localllm.errors import ContextOverflowError, LocalLLMError, SettingsError, TemplateError, UsageError
+from localllm.frontend.answer import Answer, context_used
+from localllm.frontend.context import (
+    REMEDIES,
+    ContextUsage,
+    Conversation,
+    Meter,
+    can_be_longer,
+    context_usage,
+    is_cut_by_context,
+    offer_policies,
+)
+from localllm.frontend.dialogue import Dialogue, Message, joined
+from localllm.frontend.keeping import Keeper, kept_answer
+from localllm.frontend.miss import Explanation, explain
+from localllm.frontend.selection import Selection
+
+if TYPE_CHECKING:
+    from localllm.cache.miss import CacheMiss
+    from localllm.engine.engine import Engine
+    from localllm.engine.events import FinishedEvent
+    from localllm.engine.overflow import Evicted
+    from localllm.engine.request import Request
+    from localllm.hub import ModelFiles
+
+_SWITCH = "/set overflow"  # what a policy is chosen with in a chat
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question on its way. evicted: what left the context for it. explain: why its prompt was not found whole."""
+
+    request: Request
+    evicted: Evicted
+    explain: Callable[[CacheMiss], Explanation]
+
+
+@dataclass(frozen=True)
+class Fullness:
+    """What is to be told of a context that is nearly full. is_full: the answer was cut for it."""
+
+    text: str
+    is_full: bool
+
+
+class Talk:
+    """Of one thread at a time. extra: sampling parameters that are no settings."""
+
+    def __init__(
+        self, files: ModelFiles, engine: Engine, dialogue: Dialogue, keeper: Keeper, extra: Mapping[str, Any]
+    ) -> None:
+        _ = engine.template  # raises TemplateError where there is none to talk through
+        self.files = files
+        self.engine = engine
+        self.dialogue = dialogue
+        self.keeper = keeper
+        self._extra = extra
+        self._meter = Meter()
+
+    @property
+    def policy(self) -> str:
+        """The setting `overflow`."""
+        return self.dialogue.resolved.settings.overflow
+
+    def ask(self) -> Asked:
+        """The last question, with what was said before it.
+
+        Raises ContextOverflowError, TemplateError or UsageError where it cannot be asked; it is then taken back.
+        """
+        from localllm.engine.chat_template import ChatInput
+
+        dialogue = self.dialogue
+        try:
+            sampling = Selection(self.files, dialogue.resolved).sampling(self._extra)
+            conversation = Conversation(
+                dialogue.messages, self.encode, self.policy, _SWITCH, dialogue.num_out, looks=dialogue.has_room
+            )
+            request, fitted = conversation.request(self.engine, sampling)
+        except LocalLLMError:
+            dialogue.take_back_question()
+            raise
+        dialogue.leave(fitted.floor)
+        given = ChatInput(joined(without(dialogue.messages, fitted.floor)))
+        why = partial(explain, self.engine, given, request.prompt_ids, num_out=fitted.floor)
+        return Asked(request, fitted.evicted, why)
+
+    def answer(self, show: Callable[[Callable[[str], None]], Answer]) -> Answer:
+        """The answer that `show` brings about, kept as `kept_answer` has it. Raises the error that ended it."""
+        try:
+            return kept_answer(self.dialogue, self.keeper, show)
+        except ContextOverflowError as error:  # it could not grow
+            offer_policies(error, ["evict"], _SWITCH)
+            raise
+
+    def fullness(self, finished: FinishedEvent) -> Fullness | None:
+        """What is to be told after an answer, if anything is."""
+        if finished.ctx is None:
+            return None
+        is_longest = not can_be_longer(self.engine)
+        policy = "stop" if self.policy == "grow" and is_longest else self.policy
+        note = self._meter.note(context_used(finished), finished.ctx, policy)
+        if is_cut_by_context(finished, finished.ctx):
+            larger = "" if is_longest else ", or start with a larger --ctx"
+            remedy = f"{REMEDIES['stop']}{larger}" if policy == "stop" else REMEDIES[policy]
+            return Fullness(f"the context of {finished.ctx} tokens is full: {remedy}", is_full=True)
+        return None if note is None else Fullness(note, is_full=False)
+
+    def usage(self) -> ContextUsage:
+        """Who has how much of the context now."""
+        num_out = self.dialogue.num_out if self.policy == "evict" else 0
+        given = without(self.dialogue.messages, num_out)
+        used = len(self.encode(given)) if given else 0
+        count = self.engine.tokenizer.encode
+        return context_usage(given, used, self.engine.ctx, lambda text: len(count(text)), num_out)
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        """The ids of a prompt."""
+        return self.engine.encode(joined(messages))
+
+
+def mended_in_chat(error: LocalLLMError) -> LocalLLMError:
+    """The error with a fix that can be typed in a chat."""
+    if error.fix.startswith("--"):
+        error.fix = f"start again with {error.fix}"
+    match error:
+        case ContextOverflowError():
+            *others, last = error.fix.split(", or ")
+            error.fix = f"{', '.join(['/undo', '/clear', *others])}, or {last}"
+        case SettingsError():
+            error.fix = "/set shows every setting"
+        case TemplateError():
+            error.fix = "/undo, /clear, or /system -"
+        case UsageError() if not error.fix:
+            error.fix = "/help"
+    return error

@@ -1,0 +1,59 @@
+"""What a person is shown of a model's or a stranger's words, and of an error: text that no terminal obeys."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from localllm.errors import FETCH_ANEW, LocalLLMError
+
+# Everything that could move the cursor, retitle the window, reach the clipboard or reorder what is read: C0 but tab and
+# newline, DEL, C1, and the bidirectional overrides.
+UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+_OTHER_COMMAND = re.compile(", or (?=localllm |the same command )")  # each is pasted from a line of its own
+# What an error says where its raiser had no more to tell: an error always has its four lines.
+_GENERIC: Mapping[str, tuple[str, str]] = {
+    "failure": ("the command could not be finished", "localllm doctor"),
+    "usage": ("the command line asks for something that cannot be honoured", "localllm --help"),
+    "settings": ("a setting is unknown or out of range", "localllm config show --origin"),
+    "model-not-found": ("no file of that model is on this disk", "localllm list --all"),
+    "does-not-fit": ("it needs more memory or disk than there is", "localllm doctor"),
+    "context-overflow": ("the prompt has more tokens than the context holds", "raise --ctx, or shorten the prompt"),
+    "download": ("the hub did not answer as promised", "localllm pull MODEL"),
+    "access": ("the repository is not open to everyone", "HF_TOKEN=... localllm pull MODEL"),
+    "schema": ("the answer does not meet the schema", "raise --max-tokens"),
+    "checkpoint": ("a file of the model cannot be used as it is", FETCH_ANEW),
+    "unsupported-model": ("this version has no such architecture", "localllm list --all"),
+    "tokenizer": ("the tokenizer's files cannot be used as they are", FETCH_ANEW),
+    "template": ("the chat template did not render", "localllm run MODEL --raw -p TEXT"),
+    "history": ("the file of the history refused", "localllm sessions list"),
+    "non-finite": ("the model computed a value that is not a number", "localllm run MODEL --dtype fp32 -p TEXT"),
+}
+
+
+def printable(text: str) -> str:
+    """The text without control characters: what a terminal may be shown of a model's or a stranger's words."""
+    return UNSAFE.sub("", text)
+
+
+def one_line(text: str) -> str:
+    """The text on one line, control characters shown as escapes: for names and messages inside a line of ours."""
+    return UNSAFE.sub(lambda match: match.group().encode("unicode_escape").decode(), text.replace("\n", " "))
+
+
+def format_seconds(seconds: float) -> str:
+    """75 -> "1:15"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def error_rows(error: LocalLLMError) -> list[tuple[str, str]]:
+    """An error as (label, line): what, why, what to do, where to read more; and one for each other command that would
+    do."""
+    why, fix = _GENERIC.get(error.code, _GENERIC["failure"])
+    first, *others = _OTHER_COMMAND.split(error.fix or fix)
+    fixes = [("fix", first), *(("or", other) for other in others)]
+    rows = [("error", error.what), ("why", error.why or why), *fixes, ("more", error.more)]
+    return [(label, one_line(value)) for label, value in rows]

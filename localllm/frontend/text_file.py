@@ -1,0 +1,48 @@
+"""Text files that a person names: read whole, or refused with what helps."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from localllm.config import format_bytes
+from localllm.errors import UsageError
+
+MAX_INPUT_BYTES = 16 << 20  # about four million tokens: more than any context
+ICONV = "iconv -f ISO-8859-1 -t UTF-8"
+
+
+def read_text_file(path: Path, flag: str) -> str:
+    """The whole of a text file. Raises UsageError, naming it, for one that is absent, binary or too large.
+
+    flag: who wants it, `--file` on a command line or `/file` in a chat.
+    """
+    try:
+        with path.open("rb") as stream:
+            data = stream.read(MAX_INPUT_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        why = getattr(error, "strerror", None) or str(error)
+        fix = f"{flag} PATH" if flag.startswith("/") else shlex.join(["ls", "-l", str(path.parent)])
+        raise UsageError(f"{flag} cannot read {str(path)!r}", why=why, fix=fix) from error
+    again = f"{flag} {shlex.quote(f'{path}.utf8')}"
+    then = again if flag.startswith("/") else f"the same command with {again}"
+    convert = f"{ICONV} {shlex.quote(str(path))} > {shlex.quote(f'{path}.utf8')}, then {then}"
+    return as_text(data, f"{flag} {path}", convert, nul_allowed=False)
+
+
+def as_text(data: bytes, source: str, convert: str, *, nul_allowed: bool = True, encoding: str = "utf-8-sig") -> str:
+    """Bytes as text. convert: the command that makes UTF-8 of them.
+
+    Raises UsageError, naming the source, for what is too large or no text.
+    """
+    if len(data) > MAX_INPUT_BYTES:
+        why = f"it has more than {format_bytes(MAX_INPUT_BYTES)}; no context holds that"
+        raise UsageError(f"{source} is too large", why=why, fix="use a part of it: head -c 1000000 FILE")
+    if not nul_allowed and b"\0" in data:
+        why = f"it has a NUL byte at offset {data.index(0)}: it is no text"
+        raise UsageError(f"{source} is binary", why=why, fix="use its text alone: strings FILE")
+    try:
+        return data.decode(encoding)  # utf-8-sig: the mark that an editor puts in front is no part of the text
+    except UnicodeDecodeError as error:
+        why = f"{error.reason} at byte {error.start}"
+        raise UsageError(f"{source} is no UTF-8 text", why=why, fix=convert) from error
