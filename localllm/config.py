@@ -44,6 +44,8 @@ class Settings:
     offline: bool = False
     private: bool = False  # nothing of a chat is kept
     overflow: str = "stop"  # what is done where a chat is longer than the context
+    theme: str = "auto"  # of the full-screen chat; auto: as the terminal is, dark or light
+    keys: Mapping[str, str] = field(default_factory=dict)  # of the full-screen chat, by what they do
     system: str | None = None
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
@@ -66,7 +68,7 @@ class Accepts:
     """The values that a key takes. `low` and `high` are inclusive and bound numbers; `usual` is one that often does.
     prefix: of texts that are accepted beside the choices, whatever follows it."""
 
-    kind: Literal["text", "texts", "switch", "integer", "number", "bytes", "bytes or off"]
+    kind: Literal["text", "texts", "table", "switch", "integer", "number", "bytes", "bytes or off"]
     low: float = 0
     high: float = math.inf
     choices: tuple[str, ...] = ()
@@ -83,6 +85,7 @@ class Accepts:
         return {
             "text": "a text that is not empty",
             "texts": "a list of texts, none empty",
+            "table": "a table of texts, none empty; in a variable NAME=TEXT;NAME=TEXT",
             "switch": "true or false",
             "bytes": "an amount of memory above 0, with its unit: 8GiB, 1.5GiB, 600MiB",
             "bytes or off": "an amount with its unit, 8GiB, 600MiB, or off",
@@ -127,6 +130,8 @@ class Accepts:
                 return isinstance(value, str) and bool(value) and (is_known or self._has_prefix(value))
             case "texts":
                 return isinstance(value, list | tuple) and all(isinstance(text, str) and text for text in value)
+            case "table":
+                return isinstance(value, Mapping) and all(isinstance(text, str) and text for text in value.values())
             case "switch":
                 return isinstance(value, bool)
             case "integer":
@@ -182,6 +187,8 @@ ACCEPTED: Mapping[str, Accepts] = MappingProxyType(
         "offline": Accepts("switch"),
         "private": Accepts("switch"),
         "overflow": Accepts("text", choices=OVERFLOW_POLICIES),
+        "theme": Accepts("text"),
+        "keys": Accepts("table"),
         "system": Accepts("text"),
         "max_tokens": Accepts("integer", 1, 2**31, usual="512"),
         "stop": Accepts("texts"),
@@ -249,6 +256,19 @@ def format_bytes(count: int, digits: int = 1) -> str:
             return f"{value:.{behind}f} {unit}"
         value /= 1024
     return f"{value:.{digits}f} TiB"
+
+
+def shown_setting(value: object) -> str:
+    """A setting's value for a person: `-` where the model decides."""
+    if value is None or value == ():
+        return "-"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, tuple):
+        return ", ".join(repr(item) for item in value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} = {item!r}" for name, item in value.items()) or "-"
+    return str(value)
 
 
 @dataclass(frozen=True)
@@ -374,6 +394,8 @@ def _parsed(name: str, text: str) -> object:
             "off": False,
         }
         return words.get(text.lower(), text)
+    if kind == "table":  # name=text;name=text
+        return dict(part.strip().partition("=")[::2] for part in text.split(";") if part.strip())
     return [text] if kind == "texts" else text
 
 

@@ -121,3 +121,9 @@ class HistoryError(LocalLLMError):
 
 class UnwrittenError(LocalLLMError):
     """Standard output took no more of an answer."""
+
+
+class BugError(LocalLLMError):
+    """An exception that nobody foresaw."""
+
+    code = "bug"

@@ -29,6 +29,7 @@ REPOSITORY = Path(__file__).parent.parent
 VALUES = {
     "text": "words",
     "texts": ["a"],
+    "table": {"chat.stop": "ctrl+x"},
     "switch": True,
     "integer": 7,
     "number": 0.5,
@@ -143,7 +144,7 @@ def test_what_is_no_room_on_the_disk_is_refused_with_one_that_is(config_file, ty
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_every_setting_can_be_set_in_the_file(config_file, name):
     value = ACCEPTED[name].choices[1] if ACCEPTED[name].choices else VALUES[ACCEPTED[name].kind]
-    text = str(value).lower() if isinstance(value, bool) else repr(value)
+    text = str(value).lower() if isinstance(value, bool) else repr(value).replace("': ", "' = ")
     write(config_file, f"# first\n\n{name} = {text}\n")
     resolved = load_settings(environ={}, config_file=config_file)
     assert getattr(resolved.settings, name) == meant(name, value)
@@ -154,6 +155,8 @@ def test_every_setting_can_be_set_in_the_file(config_file, name):
 def test_every_setting_can_be_set_by_a_variable(config_file, name):
     value = ACCEPTED[name].choices[1] if ACCEPTED[name].choices else VALUES[ACCEPTED[name].kind]
     text = value[0] if isinstance(value, list) else str(value)
+    if isinstance(value, dict):
+        text = ";".join(f"{key}={item}" for key, item in value.items())
     variable = f"LOCALLLM_{name.upper()}"
     resolved = load_settings(environ={variable: text}, config_file=config_file)
     assert getattr(resolved.settings, name) == meant(name, value)

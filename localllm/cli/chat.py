@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from localllm.cli import options
-from localllm.cli.config import shown_setting
 from localllm.cli.front import Front, front_of
 from localllm.cli.generate import Printing, explained, print_answer
 from localllm.cli.interrupts import Interrupted
@@ -22,8 +21,9 @@ from localllm.cli.names import complete_sessions, is_model
 from localllm.cli.options import extra_sampling
 from localllm.cli.output import Output
 from localllm.cli.prompt import argument_text, has_blanks
+from localllm.cli.screen import has_screen, run_screen
 from localllm.cli.selection import select_resumed
-from localllm.config import user_directories
+from localllm.config import shown_setting, user_directories
 from localllm.errors import (
     HistoryError,
     LocalLLMError,
@@ -66,7 +66,10 @@ def chat_command(
     context: typer.Context,
     model: options.Model = None,
     plain: Annotated[
-        bool, typer.Option("--plain", help="Line by line; also for screen readers, ssh and pipes.")
+        bool, typer.Option("--plain", help="Line by line; for screen readers, simple terminals and pipes.")
+    ] = False,
+    inline: Annotated[
+        bool, typer.Option("--inline", help="The full-screen chat below the prompt, not in the place of the screen.")
     ] = False,
     system: options.System = None,
     resume: Annotated[
@@ -109,7 +112,7 @@ def chat_command(
     cache_disk: options.CacheDisk = None,
     threads: options.Threads = None,
 ) -> None:
-    """Talk with a model, line by line.
+    """Talk with a model, on the full screen, or line by line.
 
     What was said before is part of each question. The chat is kept as it happens, on this disk alone.
     """
@@ -118,13 +121,18 @@ def chat_command(
 
     front = front_of(context)
     options.refuse_together(flags, "--private", "--cache-disk")
-    if not plain:
-        front.output.note("there is no full-screen chat yet: this is the line mode, `chat --plain`")
+    options.refuse_together(flags, "--plain", "--inline")
+    if not plain and not has_screen():
+        front.output.note("no terminal that shows a screen: this is the line mode, as with --plain")
+        plain = True
     if system is not None:
         flags["system"] = argument_text(system, "--system")
     resumed = _resumed(front, resume) if resume is not None else None
     selection = _select(front, model, flags, resumed)
     selection.sampling(extra_sampling(flags))  # what is wrong with it is said before the model is loaded
+    if not plain:
+        assert front.resolved is not None
+        run_screen(front, selection, front.resolved, flags, resumed)
     reader = LineReader(front.output, user_directories().data / "history")
     with loading(front, selection, Opening(keeps_pages=True)) as load, contextlib.ExitStack() as stack:
         keeper = keeper_of(front.output, selection, resumed)

@@ -11,7 +11,7 @@ from localllm.cli import options
 from localllm.cli.commands import PlainCommand, PlainGroup
 from localllm.cli.front import front_of
 from localllm.cli.output import SCHEMA_VERSION
-from localllm.config import load_settings, user_directories
+from localllm.config import load_settings, shown_setting, user_directories
 
 config_app = typer.Typer(
     name="config",
@@ -52,14 +52,3 @@ def show_settings(
     rows = [(name, shown_setting(value), *([origins[name]] if origin else [])) for name, value in values.items()]
     output.table(("SETTING", "VALUE", *(["ORIGIN"] if origin else [])), rows)
     output.note(f"settings file: {file}")
-
-
-def shown_setting(value: object) -> str:
-    """A setting's value for a person: `-` where the model decides."""
-    if value is None or value == ():
-        return "-"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, tuple):
-        return ", ".join(repr(item) for item in value)
-    return str(value)

@@ -16,7 +16,7 @@ from localllm.cli.front import Front
 from localllm.cli.interrupts import Interrupts
 from localllm.cli.output import Output, ReaderGoneError
 from localllm.cli.prompt import THIS_COMMAND
-from localllm.errors import LocalLLMError, UsageError
+from localllm.errors import BugError, LocalLLMError, UsageError
 from localllm.frontend.origins import with_origins
 from localllm.frontend.selection import named
 
@@ -34,12 +34,6 @@ _OTHER_NAMES = {
     ("run", "--resume"): "--session last", ("chat", "-c"): "--resume", ("chat", "--continue"): "--resume",
     ("chat", "--session"): "--resume",
 }  # fmt: skip
-
-
-class BugError(LocalLLMError):
-    """An exception that nobody foresaw."""
-
-    code = "bug"
 
 
 def dispatch(arguments: Sequence[str], interrupts: Interrupts) -> int:

@@ -40,10 +40,12 @@ class Interrupts:
     def __init__(self) -> None:
         self.exit_code: int | None = None  # of the last signal; None: none came
         self.farewell = ""  # what leaving by force still says
+        self.terminal_reset = ""  # and writes first, to leave a full screen
         self._stop: Callable[[], None] | None = None
         self._stop_called = False
         self._unsettled = False  # Interrupted was raised, and nobody has said that it was dealt with
         self._handled_at = 0.0
+        self._is_elsewhere = False
         self._terminal_mode = _terminal_mode()
 
     def install(self) -> None:
@@ -67,6 +69,15 @@ class Interrupts:
         finally:
             self._stop = None
 
+    @contextlib.contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """While it lasts, Ctrl-C is meant for another program on this terminal."""
+        self._is_elsewhere = True
+        try:
+            yield
+        finally:
+            self._is_elsewhere = False
+
     def settle(self) -> None:
         """The signals so far are dealt with: the next is a first one again."""
         self._unsettled = False
@@ -74,13 +85,16 @@ class Interrupts:
     def leave(self) -> NoReturn:
         """Ends the process at once, with the terminal as it was found."""
         _restore(self._terminal_mode)
-        if self.farewell:
+        said = self.terminal_reset + (f"\n{self.farewell}\n" if self.farewell else "")
+        if said:
             with contextlib.suppress(OSError):
-                os.write(2, f"\n{self.farewell}\n".encode())
+                os.write(2, said.encode())
         os._exit(self.exit_code or 130)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._handled_at = time.monotonic()
+        if self._is_elsewhere and number == signal.SIGINT:
+            return
         self.exit_code = 128 + number
         if self._unsettled or (self._stop is not None and self._stop_called):
             self.leave()

@@ -341,6 +341,7 @@ _WHY = {
     ("--continue", "--session"): "--continue goes on with the last chat, --session with the one that it names",
     ("--batch", "--private"): _KEPT_JOB,
     ("--batch", "--cache-disk"): "a job keeps no pages on the disk",
+    ("--plain", "--inline"): "one is line by line, the other a screen below the prompt",
     ("--private", "--cache-disk"): "what is private is not kept on the disk",
     ("--show-prompt", "--private"): "nothing is computed, and nothing kept",
     ("--show-prompt", "--cache-disk"): "nothing is computed, and nothing kept",

@@ -103,7 +103,7 @@ class Dialogue:
     def set(self, key: str, text: str) -> object:
         """Changes a sampling setting; returns its new value. Raises SettingsError for an unknown key or a bad value,
         UsageError for what is decided before."""
-        if key in ACCEPTED and key not in (*SETTABLE, "model", "system"):
+        if key in ACCEPTED and key not in (*SETTABLE, "model", "system", "theme", "keys"):
             flag = f"--{key.replace('_', '-')}"
             why = f"{key} is decided when a chat begins; /set changes {', '.join(SETTABLE)}"
             raise UsageError(

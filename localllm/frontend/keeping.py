@@ -91,6 +91,11 @@ class Keeper:
         return self._path is None
 
     @property
+    def title(self) -> str:
+        """Under which the chat is kept; "" where there is none."""
+        return self._title or (self._session.title if self._session is not None else "")
+
+    @property
     def session_id(self) -> str | None:
         """The id of the kept chat; None where nothing is kept of it (yet)."""
         is_kept = self._session is not None and not (self.is_private or self._is_behind or self._is_removed)
@@ -138,6 +143,10 @@ class Keeper:
         """Nothing was said."""
         self._recording = None
 
+    def use_model(self, name: str) -> None:
+        """The answers from now on are of another model."""
+        self._model = name
+
     def begin_anew(self) -> None:
         """What is said next begins another chat."""
         self._session, self._kept, self._title = None, [], None
@@ -151,7 +160,7 @@ class Keeper:
         if title:
             self._title = " ".join(title.split())
             self.sync(dialogue)
-        return self._title or (self._session.title if self._session is not None else "none yet")
+        return self.title or "none yet"
 
     def fork(self, dialogue: Dialogue) -> str | None:
         """Goes on in a copy of the chat; returns its id, None where nothing was said yet. Raises UsageError."""

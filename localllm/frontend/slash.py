@@ -39,20 +39,20 @@ COMMANDS: Mapping[str, Command] = {
 _ALIASES = {"exit": "bye", "quit": "bye", "?": "help"}
 
 
-def split_command(line: str) -> tuple[str, str]:
+def split_command(line: str, commands: Mapping[str, Command] = COMMANDS) -> tuple[str, str]:
     """`/set top_k 5` -> ("set", "top_k 5"). Raises UsageError naming the nearest for one that does not exist."""
     name, _, rest = line[1:].strip().partition(" ")
     name = _ALIASES.get(name, name)
-    if name not in COMMANDS:
-        nearest = difflib.get_close_matches(name, [*COMMANDS, *_ALIASES], n=1)
+    if name not in commands:
+        nearest = difflib.get_close_matches(name, [*commands, *_ALIASES], n=1)
         raise UsageError(
             f"there is no command /{name}",
             why=f"the nearest is /{nearest[0]}" if nearest else "no command is like it",
             fix="/help; a blank before the slash sends the line to the model",
         )
-    if rest.strip() and not COMMANDS[name].parameters:
+    if rest.strip() and not commands[name].parameters:
         raise UsageError(f"/{name} takes nothing behind it", why=f"there is {rest.strip()[:80]!r}", fix=f"/{name}")
-    if not rest.strip() and COMMANDS[name].parameters == "PATH":
+    if not rest.strip() and commands[name].parameters == "PATH":
         raise UsageError(f"/{name} needs a path", why="nothing is behind it", fix=f"/{name} chat.json")
     return name, rest.strip()
 

@@ -41,11 +41,13 @@ _SWITCH = "/set overflow"  # what a policy is chosen with in a chat
 
 @dataclass(frozen=True)
 class Asked:
-    """A question on its way. evicted: what left the context for it. explain: why its prompt was not found whole."""
+    """A question on its way. evicted: what left the context for it. explain: why its prompt was not found whole. said:
+    the beginning of the answer, which is gone on with."""
 
     request: Request
     evicted: Evicted
     explain: Callable[[CacheMiss], Explanation]
+    said: str = ""
 
 
 @dataclass(frozen=True)
@@ -80,22 +82,44 @@ class Talk:
 
         Raises ContextOverflowError, TemplateError or UsageError where it cannot be asked; it is then taken back.
         """
+        try:
+            return self._asked("")
+        except LocalLLMError:
+            self.dialogue.take_back_question()
+            raise
+
+    def go_on(self) -> Asked:
+        """The last question with the beginning of its answer, which is the last turn and is taken back.
+
+        Raises UsageError where the last turn is none, and as `ask`; the answer then stays.
+        """
+        turns = self.dialogue.turns
+        if not turns or turns[-1]["role"] != "assistant" or not isinstance(turns[-1].get("content"), str):
+            raise UsageError("there is no answer to go on with", why="the last message is none", fix="/regen")
+        answer = turns.pop()
+        try:
+            return self._asked(answer["content"])
+        except LocalLLMError:
+            turns.append(answer)
+            raise
+
+    def _asked(self, said: str) -> Asked:
         from localllm.engine.chat_template import ChatInput
 
-        dialogue = self.dialogue
-        try:
-            sampling = Selection(self.files, dialogue.resolved).sampling(self._extra)
-            conversation = Conversation(
-                dialogue.messages, self.encode, self.policy, _SWITCH, dialogue.num_out, looks=dialogue.has_room
-            )
-            request, fitted = conversation.request(self.engine, sampling)
-        except LocalLLMError:
-            dialogue.take_back_question()
-            raise
+        dialogue, tail = self.dialogue, self.engine.tokenizer.encode(said) if said else []
+        sampling = Selection(self.files, dialogue.resolved).sampling(self._extra)
+
+        def encode(messages: Sequence[Message]) -> list[int]:
+            return [*self.encode(messages), *tail]
+
+        conversation = Conversation(
+            dialogue.messages, encode, self.policy, _SWITCH, dialogue.num_out, looks=dialogue.has_room
+        )
+        request, fitted = conversation.request(self.engine, sampling)
         dialogue.leave(fitted.floor)
         given = ChatInput(joined(without(dialogue.messages, fitted.floor)))
         why = partial(explain, self.engine, given, request.prompt_ids, num_out=fitted.floor)
-        return Asked(request, fitted.evicted, why)
+        return Asked(request, fitted.evicted, why, said)
 
     def answer(self, show: Callable[[Callable[[str], None]], Answer]) -> Answer:
         """The answer that `show` brings about, kept as `kept_answer` has it. Raises the error that ended it."""

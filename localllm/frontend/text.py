@@ -11,6 +11,9 @@ from localllm.errors import FETCH_ANEW, LocalLLMError
 # newline, DEL, C1, and the bidirectional overrides.
 UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
+# Those, half surrogates, and what Python takes for the end of a line beside a newline.
+_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
 _OTHER_COMMAND = re.compile(", or (?=localllm |the same command )")  # each is pasted from a line of its own
 # What an error says where its raiser had no more to tell: an error always has its four lines.
 _GENERIC: Mapping[str, tuple[str, str]] = {
@@ -35,6 +38,21 @@ _GENERIC: Mapping[str, tuple[str, str]] = {
 def printable(text: str) -> str:
     """The text without control characters: what a terminal may be shown of a model's or a stranger's words."""
     return UNSAFE.sub("", text)
+
+
+def visible(text: str) -> str:
+    """The text with a sign in the place of whatever a terminal could obey, or a screen count as a line of its own: for
+    a stranger's words that are to be read as they are."""
+    return _UNSEEN.sub(_sign, text)
+
+
+def _sign(match: re.Match[str]) -> str:
+    number = ord(match.group())
+    if 0xD800 <= number <= 0xDFFF:
+        return "\ufffd"
+    if number < 0x20:
+        return chr(0x2400 + number)  # the picture of a control character
+    return "\u2421" if number == 0x7F else f"\\u{number:04x}"
 
 
 def one_line(text: str) -> str:

@@ -253,6 +253,15 @@ class History:
         rows = self._database.rows("SELECT * FROM messages WHERE session = ? ORDER BY number", (session.number,))
         return [_as_message(row) for row in rows]
 
+    def questions(self, limit: int) -> list[str]:
+        """What was asked, the latest first; each text once."""
+        found = self._database.rows(
+            "SELECT content, max(number) AS latest FROM messages WHERE role = 'user' AND content <> '' "
+            "GROUP BY content ORDER BY latest DESC LIMIT ?",
+            (limit,),
+        )
+        return [row["content"] for row in found]
+
     def search(self, query: str, limit: int) -> list[Hit]:
         """Titles and messages with all words of `query`, the latest first; words in double quotes are one phrase."""
         numbers = search.sessions(self._database, query, limit)

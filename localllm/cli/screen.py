@@ -1,0 +1,68 @@
+"""Starts the full-screen chat, and tells of its end. Imports textual when asked."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from localllm.cli.front import Front
+from localllm.cli.options import extra_sampling
+from localllm.config import ResolvedSettings
+
+if TYPE_CHECKING:
+    from localllm.frontend.keeping import Resumed
+    from localllm.frontend.selection import Selection
+
+_END_S = 2.0  # in which the threads may end
+# Mouse reports, pasting, the keyboard's protocol and the alternate screen off, the cursor on.
+_RESET = "\x1b[?1000l\x1b[?1002l\x1b[?1003l\x1b[?1006l\x1b[?1015l\x1b[?2004l\x1b[<u\x1b[?1049l\x1b[?25h"
+
+
+def has_screen(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether there is a terminal on both ends that can show a screen."""
+    return sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty() and environ.get("TERM", "") != "dumb"
+
+
+def run_screen(
+    front: Front,
+    selection: Selection,
+    resolved: ResolvedSettings,
+    flags: Mapping[str, Any],
+    resumed: Resumed | None,
+) -> None:
+    """Shows it until it is left. resolved: the settings without what the model adds. Raises what nobody foresaw."""
+    from localllm.tui.app import ChatApp, Start
+    from localllm.tui.background import is_light
+    from localllm.tui.keys import checked_keys, checked_theme
+
+    keys = checked_keys(resolved)
+    theme, draft = checked_theme(resolved), ""
+    if theme is None:
+        light, draft = is_light()
+        theme = "textual-light" if light else None
+    start = Start(
+        selection,
+        resolved,
+        resumed,
+        flags["system"],
+        extra_sampling(flags),
+        theme,
+        keys,
+        draft,
+        shows_statistics=flags["stats"],
+    )
+    app = ChatApp(start, away=front.interrupts.elsewhere)
+    front.interrupts.terminal_reset = "" if flags["inline"] else _RESET
+    with front.interrupts.stopping(app.leave_soon):
+        app.run(inline=flags["inline"])
+    front.interrupts.terminal_reset = ""
+    app.desk.close(_END_S)
+    if app.failure is not None:
+        raise app.failure
+    if app.chat.session_id is not None:
+        front.output.note(f"localllm chat --resume {app.chat.session_id} goes on with this chat")
+    raise typer.Exit(front.interrupts.exit_code or 0)

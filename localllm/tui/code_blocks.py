@@ -1,0 +1,20 @@
+"""The fenced code blocks of a text in Markdown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CodeBlock:
+    language: str
+    code: str
+
+
+def code_blocks(text: str) -> list[CodeBlock]:
+    """In the order of the text; the last may have no end yet."""
+    from markdown_it import MarkdownIt
+
+    tokens = MarkdownIt("commonmark", {"html": False}).parse(text)
+    fences = [token for token in tokens if token.type in ("fence", "code_block")]
+    return [CodeBlock((token.info.split() or [""])[0], token.content) for token in fences]

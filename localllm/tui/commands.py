@@ -1,0 +1,42 @@
+"""The slash commands of the full-screen chat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from localllm.frontend.slash import COMMANDS as SHARED
+from localllm.frontend.slash import Command
+
+COMMANDS: Mapping[str, Command] = {
+    **{name: SHARED[name] for name in ("help", "system", "regen")},
+    "continue": Command("", "go on with the last answer where it ends"),
+    "edit": Command("", "write the last question anew"),
+    **{name: SHARED[name] for name in ("undo", "clear", "fork", "title")},
+    "copy": Command("[NUMBER]", "copy the last answer, or its code block of this number"),
+    "code": Command("[NUMBER PATH]", "the code blocks, to copy; or save one into a file"),
+    "file": SHARED["file"],
+    "detach": Command("", "take the files back that wait for the next question"),
+    "model": Command("[NAME]", "choose a model; the conversation stays"),
+    "sessions": Command("", "all chats that are kept: search, open, rename, delete, export"),
+    "plan": Command("", "where the model rests and how fast it would be otherwise"),
+    "save": SHARED["save"],
+    "export": Command("PATH", "write the conversation as Markdown (.md) or with all its branches (.json)"),
+    "load": SHARED["load"],
+    "set": SHARED["set"],
+    "show": Command("", "model, context, system message and settings"),
+    "stats": Command("", "rates and times of the last answer"),
+    **{name: SHARED[name] for name in ("tokens", "cache")},
+    "theme": Command("[NAME]", "choose the colours"),
+    "bye": Command("", "leave (also Ctrl-D)"),
+}
+
+
+def completions(text: str) -> list[tuple[str, str]]:
+    """(what the line becomes, what the command does) for a line that begins so; none where it is no command."""
+    if not text.startswith("/") or "\n" in text or " " in text:
+        return []
+    return [
+        (f"/{name}{' ' if command.parameters else ''}", f"/{name} {command.parameters}".ljust(22) + command.summary)
+        for name, command in COMMANDS.items()
+        if name.startswith(text[1:].casefold())
+    ]

@@ -1,0 +1,499 @@
+"""The conversation on a thread of its own: what it is told to do it does in order, and posts what comes of it.
+
+Nothing here waits for a model that is being loaded: a question that comes meanwhile is kept and answered then.
+Knows no widgets.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from localllm.config import Origin, ResolvedSettings, accepted, shown_setting
+from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent, TokenEvent
+from localllm.errors import BugError, LocalLLMError, UsageError
+from localllm.frontend.answer import Answer
+from localllm.frontend.context import evicted_text, grown_text
+from localllm.frontend.dialogue import SETTABLE, Dialogue
+from localllm.frontend.exporting import export_chat
+from localllm.frontend.keeping import Keeper, Resumed, keeper_of, look_up
+from localllm.frontend.miss import NEW
+from localllm.frontend.origins import with_origins
+from localllm.frontend.selection import Selection, locate, named, with_defaults
+from localllm.frontend.talk import Asked, Talk, mended_in_chat
+from localllm.frontend.text_file import read_text_file
+from localllm.frontend.thinking import opens_thought
+from localllm.tui.loading import Post, Serve, Service
+from localllm.tui.messages import (
+    AnswerBegan,
+    AnswerEnded,
+    Counted,
+    Facts,
+    Failed,
+    Loading,
+    ModelFailed,
+    ModelReady,
+    Prefilled,
+    Said,
+    Shown,
+    Told,
+)
+
+if TYPE_CHECKING:
+    from localllm.engine.engine import Engine
+    from localllm.engine.service import RequestStream
+
+_FLUSH_S = 0.05  # between two messages of an answer: what an eye follows, and a fifth of a core at 200 tok/s
+_TAIL_IDS = 12  # of a prompt, in which a template opens a thought
+
+Job = Callable[[], None]
+
+
+class Desk:
+    """resolved: the settings under which models are chosen. extra: sampling parameters that are no settings."""
+
+    def __init__(self, resolved: ResolvedSettings, extra: dict[str, Any], serve: Serve, post: Post) -> None:
+        self._resolved = resolved
+        self._extra = extra
+        self._serve = serve
+        self._post = post
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._dialogue = Dialogue(resolved, resolved.settings.system)
+        self._attached: list[tuple[str, int]] = []
+        self._selection: Selection | None = None
+        self._keeper: Keeper | None = None
+        self._service: Service | None = None
+        self._talk: Talk | None = None
+        self._waits = False  # the last question, for a model that is on its way
+        self._stream: RequestStream | None = None
+        self._stops = threading.Event()
+        self._is_cut = False
+        self.last: Answer | None = None
+        self._asked: Asked | None = None
+        self._thread = threading.Thread(target=self._run, name="conversation", daemon=True)
+        self._thread.start()
+
+    # Teller, for what keeps the conversation
+
+    def note(self, text: str) -> None:
+        self._post(Told(text))
+
+    def warn(self, text: str) -> None:
+        self._post(Told(text, "warning"))
+
+    # What the screen asks for; each returns at once
+
+    def do(self, job: Job) -> None:
+        """Has it done after what was asked for before; what it raises is posted."""
+        self._jobs.put(job)
+
+    def stop(self) -> None:
+        """Ends the answer that is being written; what was said stays."""
+        self._stops.set()
+        stream = self._stream
+        if stream is not None:
+            stream.abort()
+
+    def close(self, timeout_s: float) -> None:
+        """Ends the thread and the engine; what was said is kept."""
+        self.stop()
+        self._jobs.put(None)
+        self._thread.join(timeout_s)
+        if self._service is not None:
+            self._service.close(timeout_s=0 if self._talk is None else timeout_s)
+
+    # Jobs
+
+    def begin(self, selection: Selection, resumed: Resumed | None, system: str | None) -> None:
+        """The first conversation: a new one, or one that is gone on with."""
+        self._dialogue = Dialogue(selection.resolved, selection.settings.system)
+        if resumed is not None:
+            resumed.restore(self._dialogue, system)
+        self._keeper = keeper_of(self, selection, resumed)
+        self._is_cut = resumed is not None and resumed.is_cut
+        self._show()
+        self._load(selection)
+
+    def say(self, text: str) -> None:
+        self._dialogue.ask(text)
+        self._attached.clear()
+        self._is_cut = False
+        self._kept.sync(self._dialogue)
+        self._show()
+        self._reply()
+
+    def regenerate(self) -> None:
+        """Answers the last question again; the answer before stands beside the new one in the history."""
+        before = list(self._dialogue.turns)
+        if not (self._dialogue.take_back_answer() or self._dialogue.is_asked):
+            raise UsageError("there is no answer yet", why="nothing was asked", fix="write a message first")
+        self._or_else(before, self._reply)
+
+    def edit(self, index: int, text: str) -> None:
+        """Says a question anew; what followed it stays in the history beside the new."""
+        before = list(self._dialogue.turns)
+        del self._dialogue.turns[index:]
+        self._dialogue.has_room = True
+        self._dialogue.ask(text)
+        self._show()
+        self._or_else(before, self._reply)
+
+    def go_on(self) -> None:
+        """Has the last answer continued where it ends."""
+        if self._talk is None:
+            raise UsageError("there is no model yet", why="it is being loaded", fix="wait for it, or /model NAME")
+        before = list(self._dialogue.turns)
+        self._or_else(before, lambda: self._answered(self._talk_now.go_on))
+
+    def undo(self) -> None:
+        if self._dialogue.take_back_question():
+            self._kept.sync(self._dialogue)
+            self._show()
+        else:
+            self.note("there is nothing to take back")
+
+    def fork(self, length: int | None = None) -> None:
+        """Goes on in a copy of the conversation, or of its first `length` messages."""
+        name = self._kept.fork(self._dialogue)
+        if length is not None and name is not None:
+            del self._dialogue.turns[length:]
+            self._kept.sync(self._dialogue)
+        self._show()
+        self.note(f"a copy: {name}" if name is not None else "there is nothing to copy: no question stands")
+
+    def new(self) -> None:
+        self._kept.catch_up(self._dialogue)
+        self._dialogue.clear()
+        self._attached.clear()
+        self._kept.begin_anew()
+        self._is_cut = self._waits = False
+        self._show()
+
+    def open(self, word: str) -> None:
+        """Goes on with a kept conversation, by the model that is loaded."""
+        resumed = look_up(self, word)
+        self._kept.catch_up(self._dialogue)
+        self._kept.close()
+        self._dialogue.clear()
+        self._attached.clear()
+        resumed.restore(self._dialogue, None)
+        self._keeper = keeper_of(self, self._chosen, resumed)
+        self._is_cut, self._waits = resumed.is_cut, False
+        if self._talk is not None:
+            self._talk = Talk(self._talk.files, self._talk.engine, self._dialogue, self._kept, self._extra)
+        self._show()
+        self._count()
+
+    def forget(self, session_id: str) -> None:
+        """The session was removed from the history: where it is this one, it goes on without being kept."""
+        if self._kept.session_id == session_id:
+            self._kept.sync(self._dialogue)
+
+    def use(self, word: str | None, changes: dict[str, Any] | None = None) -> None:
+        """Goes on with another model, or with this one under other settings: `changes`, as a file would have them."""
+        resolved = self._resolved
+        if changes:
+            values = {
+                key: (None if value is None else accepted(key, value, "the plan"), Origin("flag", "the plan"))
+                for key, value in changes.items()
+            }
+            resolved = resolved.overlaid(values)
+        word = word if word is not None else self._chosen.model_name
+        selection = with_defaults(resolved, locate(resolved, word))
+        self._resolved = resolved
+        self._dialogue.resolved = _with_chosen(selection.resolved, self._dialogue.resolved)
+        self._kept.use_model(selection.model_name)
+        self._load(selection)
+
+    def set(self, key: str, value: str) -> None:
+        self.note(f"{key} = {shown_setting(self._dialogue.set(key, value))}")
+
+    def system(self, text: str) -> None:
+        if text:
+            self._dialogue.system = None if text == "-" else text
+            self._kept.sync(self._dialogue)
+        self.note(f"system message: {self._dialogue.system or 'none'}")
+        self._count()
+
+    def rename(self, text: str) -> None:
+        self.note(f"title: {self._kept.rename(self._dialogue, text)}")
+        self._show()
+
+    def attach(self, path: Path) -> None:
+        self._attached.append((str(path), self._dialogue.attach(path.expanduser())))
+        self._show()
+
+    def detach(self) -> None:
+        """Takes the files back that wait for the next question."""
+        self._attached.clear()
+        self._dialogue.attached.clear()
+        self._show()
+
+    def save(self, path: Path, *, overwrite: bool) -> None:
+        try:
+            self._dialogue.save(path.expanduser(), overwrite=overwrite)
+        except FileExistsError:
+            why = "it would be lost"
+            raise UsageError(f"{str(path)!r} is there already", why=why, fix=f"/save! {path}") from None
+        self.note(f"wrote {path}")
+
+    def load(self, path: Path) -> None:
+        """Goes on from messages in a file."""
+        from localllm.engine.chat_template import parse_messages_file
+
+        text = read_text_file(path.expanduser(), "/load")
+        self._kept.catch_up(self._dialogue)
+        self._dialogue.load(list(parse_messages_file(text).messages))
+        self._kept.begin_anew()
+        self._show()
+        self._count()
+
+    def export(self, path: Path) -> None:
+        """Writes the kept chat: Markdown, or JSON with every branch where the name ends so."""
+        if self._kept.session_id is None:
+            raise UsageError("/export needs a chat that is kept", why="this one is not", fix="/save chat.json")
+        self._kept.sync(self._dialogue)
+        export_chat(self._kept.session_id, path.expanduser())
+        self.note(f"wrote {path}")
+
+    def tell_settings(self, names: Sequence[str]) -> None:
+        settings = self._dialogue.resolved.settings
+        shown = [f"{name} {shown_setting(getattr(settings, name))}" for name in names]
+        self.note(", ".join(shown))
+
+    def tell_all(self) -> None:
+        """For `/show`."""
+        files = self._chosen.files
+        self.note(f"model {files.name} in {files.directory}")
+        self.note(f"system message: {self._dialogue.system or 'none'}")
+        self.tell_settings(SETTABLE)
+
+    # Inside
+
+    @property
+    def _kept(self) -> Keeper:
+        assert self._keeper is not None
+        return self._keeper
+
+    @property
+    def _chosen(self) -> Selection:
+        assert self._selection is not None
+        return self._selection
+
+    @property
+    def _talk_now(self) -> Talk:
+        assert self._talk is not None
+        return self._talk
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception as error:
+                self._post(Failed(self._told(error)))
+        if self._keeper is not None:
+            self._keeper.catch_up(self._dialogue)
+            self._keeper.close()
+
+    def _told(self, error: Exception) -> LocalLLMError:
+        if not isinstance(error, LocalLLMError):
+            return BugError(f"this is a bug in localllm: {type(error).__name__}", why=str(error))
+        error = named(error, self._selection.files if self._selection is not None else None)
+        with_origins(error, self._dialogue.resolved)
+        return mended_in_chat(error)
+
+    def _or_else(self, before: list[dict[str, Any]], job: Job) -> None:
+        """Does it; where nothing was said in the place of what was taken back, that is there again."""
+        try:
+            job()
+        except LocalLLMError:
+            if len(self._dialogue.turns) < len(before):
+                self._dialogue.turns[:] = before
+            raise
+        finally:
+            self._kept.sync(self._dialogue)
+            self._show()
+
+    def _show(self) -> None:
+        keeper = self._kept
+        self._post(
+            Shown(
+                tuple(self._dialogue.turns),
+                keeper.title,
+                keeper.session_id,
+                keeper.is_private,
+                self._dialogue.system,
+                tuple(self._attached),
+                self._is_cut,
+            )
+        )
+
+    # Models
+
+    def _load(self, selection: Selection) -> None:
+        """Begins to load, after the model that is there has been given up. A thread waits for the end of it."""
+        before = self._service
+        service = self._serve(selection, self._post, lambda: before.close() if before is not None else None)
+        self._selection, self._talk, self._asked, self._service = selection, None, None, service
+        self._post(Loading(f"loading {selection.files.name}"))
+        threading.Thread(target=self._await, args=(service,), name="loading", daemon=True).start()
+
+    def _await(self, service: Service) -> None:
+        try:
+            engine = service.wait_loaded()
+        except Exception as error:
+            failure = error
+            self.do(lambda: self._not_loaded(service, failure))
+            return
+        assert engine is not None
+        self.do(lambda: self._loaded(service, engine))
+
+    def _loaded(self, service: Service, engine: Engine) -> None:
+        if service is not self._service:  # another was chosen meanwhile, which has closed this one
+            return
+        self._talk = Talk(self._chosen.files, engine, self._dialogue, self._kept, self._extra)
+        self._post(ModelReady(facts_of(self._chosen.files.name, engine)))
+        self._count()
+        if self._waits:
+            self._reply()
+
+    def _not_loaded(self, service: Service, error: Exception) -> None:
+        if service is self._service:
+            self._service = None
+            self._post(ModelFailed(self._told(error)))
+
+    # Answers
+
+    def _reply(self) -> None:
+        if self._talk is None:
+            self._waits = True
+            return
+        self._waits = False
+        self._answered(self._talk.ask)
+
+    def _answered(self, ask: Callable[[], Asked]) -> None:
+        talk, service = self._talk_now, self._service
+        assert service is not None
+        self._stops.clear()
+        try:
+            asked = ask()
+        except LocalLLMError:
+            self._kept.sync(self._dialogue)
+            self._show()
+            raise
+        self._asked = asked
+        if asked.evicted.turns:
+            self.note(evicted_text(asked.evicted))
+        tail = talk.engine.tokenizer.decode(list(asked.request.prompt_ids[-_TAIL_IDS:]), skip_special=False)
+        self._post(AnswerBegan(asked.said, opens_thought(tail) and not asked.said))
+        answer = Answer(len(asked.request.prompt_ids), asked.request.sampling.seed, [asked.said])
+
+        def follow(hear: Callable[[str], None]) -> Answer:
+            hear(asked.said)
+            self._follow(service.submit(asked.request), answer, hear)
+            if answer.finished is not None and answer.finished.error is not None:
+                raise answer.finished.error
+            return answer
+
+        try:
+            talk.answer(follow)
+        finally:
+            self.last = answer
+            finished = answer.finished
+            self._is_cut = finished is None or finished.finish_reason in ("cancelled", "error")
+            self._post(AnswerEnded(answer.text, finished, answer.seed))
+            self._show()
+        self._tell_of(talk, answer)
+
+    def _tell_of(self, talk: Talk, answer: Answer) -> None:
+        finished = answer.finished
+        if finished is None:
+            return
+        if finished.ctx is not None and talk.engine.plan is not None:  # blocks may have moved, the context grown
+            self._post(ModelReady(facts_of(talk.files.name, talk.engine)))
+        if (fullness := talk.fullness(finished)) is not None:
+            self._post(Told(fullness.text, "warning" if fullness.is_full else "information"))
+        self._count()
+
+    def why_missed(self) -> str:
+        """What of the last prompt had to be computed, and why."""
+        if self.last is None or self.last.finished is None:
+            return "there is no answer yet"
+        usage, miss = self.last.finished.usage, self.last.finished.miss
+        text = f"{usage.cached_tokens} of the last prompt's {usage.prompt_tokens} tokens were found"
+        if miss is None or self._asked is None:
+            return text
+        explanation = self._asked.explain(miss)
+        return text if explanation.cause == NEW else f"{text}; {explanation}"
+
+    def _follow(self, stream: RequestStream, answer: Answer, hear: Callable[[str], None]) -> None:
+        """Takes in an answer to its end, and posts it in pieces."""
+        self._stream = stream
+        if self._stops.is_set():
+            stream.abort()
+        began = 0.0
+        try:
+            for events in _batches(stream):
+                words = []
+                for event in events:
+                    text = answer.take(event)
+                    hear(text)
+                    words.append(text)
+                    if isinstance(event, TokenEvent):
+                        began = began or time.monotonic()
+                self._post_progress(events)
+                if any(words):
+                    elapsed_s = time.monotonic() - began if began else 0.0
+                    self._post(Said("".join(words), len(answer.token_ids), elapsed_s))
+        finally:
+            self._stream = None
+
+    def _post_progress(self, events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, GrownEvent):
+                self.note(grown_text(event))
+        prefilled = [event for event in events if isinstance(event, PrefillEvent)]
+        if prefilled:
+            self._post(Prefilled(prefilled[-1].done, prefilled[-1].total))
+
+    def _count(self) -> None:
+        if self._talk is not None:
+            self._post(Counted(self._talk.usage()))
+
+
+def _batches(stream: RequestStream) -> Iterator[list[Event]]:
+    """The events as they come, those of `_FLUSH_S` together; the first at once."""
+    events, flushed_at = iter(stream), 0.0
+    for event in events:
+        batch = [event]
+        while not isinstance(batch[-1], FinishedEvent) and not stream.events.empty():
+            batch.append(next(events))
+        rest_s = flushed_at + _FLUSH_S - time.monotonic()
+        if rest_s > 0 and not isinstance(batch[-1], FinishedEvent):
+            time.sleep(rest_s)
+            while not isinstance(batch[-1], FinishedEvent) and not stream.events.empty():
+                batch.append(next(events))
+        flushed_at = time.monotonic()
+        yield batch
+
+
+def facts_of(name: str, engine: Engine) -> Facts:
+    """What the status line says of a loaded model."""
+    plan = engine.residency.plan or engine.plan
+    if plan is None:
+        return Facts(name, engine.weights, engine.kv_format.name, engine.ctx)
+    ledger = {str(tier): dict(owners) for tier, owners in plan.ledger.items()}
+    limits = {str(tier): count for tier, count in plan.limits.items()}
+    return Facts(
+        name, engine.weights, engine.kv_format.name, engine.ctx, ledger, limits, plan.bound_by, plan.streamed_bytes
+    )
+
+
+def _with_chosen(resolved: ResolvedSettings, before: ResolvedSettings) -> ResolvedSettings:
+    """Another model's settings, with what `/set` has changed since the beginning."""
+    changed = {name: origin for name, origin in before.origins.items() if origin.where == "/set"}
+    return resolved.overlaid({name: (getattr(before.settings, name), origin) for name, origin in changed.items()})

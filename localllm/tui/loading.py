@@ -1,0 +1,94 @@
+"""A model on its way, told of as it comes: what a service does before its engine is there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from textual.message import Message
+
+from localllm.config import format_bytes
+from localllm.frontend.opening import Opening, check, open_engine
+from localllm.frontend.selection import Selection
+from localllm.tui.messages import Loading, Told
+
+if TYPE_CHECKING:
+    from localllm.engine.engine import Engine
+    from localllm.engine.loading import Watcher
+    from localllm.engine.request import Request
+    from localllm.engine.service import RequestStream
+
+Post = Callable[[Message], object]
+_PAUSE_S = 0.1  # between two messages of progress
+
+
+class Service(Protocol):
+    """`EngineService`, and what stands in for it in a test."""
+
+    def wait_loaded(self, timeout_s: float | None = None) -> Engine | None: ...
+
+    def submit(self, request: Request) -> RequestStream: ...
+
+    def close(self, timeout_s: float = 4.0) -> None: ...
+
+
+class Serve(Protocol):
+    """Begins to load a model, after `before` has given up what was there."""
+
+    def __call__(self, selection: Selection, post: Post, before: Callable[[], None]) -> Service: ...
+
+
+def serve(selection: Selection, post: Post, before: Callable[[], None]) -> Service:
+    """The service of a model. Raises what can be known at once: that it cannot run."""
+    from localllm.engine.service import EngineService
+
+    check(selection)
+
+    def load() -> Engine:
+        before()
+        return open_engine(selection, Opening(keeps_pages=True), _Watch(selection.files.name, post).watcher(), warn)
+
+    def warn(text: str) -> None:
+        post(Told(text, "warning"))
+
+    return EngineService(load)
+
+
+class _Watch:
+    """Turns what a load tells into messages, ten a second."""
+
+    def __init__(self, name: str, post: Post) -> None:
+        self._name = name
+        self._post = post
+        self._posted_at = 0.0
+        self._waits_for = ""
+
+    def watcher(self) -> Watcher:
+        """What `Engine.load` is given; imports torch."""
+        from localllm.engine.loading import Watcher
+
+        return Watcher(self._reading, self._packing, self._waiting, self._measuring, self._noting)
+
+    def _reading(self, done: int, total: int) -> None:
+        self._progress(f"loading {self._name}", done, total)
+
+    def _packing(self, done: int, total: int) -> None:
+        self._progress(f"packing {self._name}, once: {format_bytes(total)}", done, total)
+
+    def _waiting(self, process: str) -> None:
+        if process != self._waits_for:
+            self._waits_for = process
+            self._post(Told(f"process {process} is packing {self._name}; waiting for that"))
+
+    def _measuring(self, text: str) -> None:
+        self._post(Loading(text))
+
+    def _noting(self, text: str) -> None:
+        self._post(Told(text))
+
+    def _progress(self, text: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self._posted_at >= _PAUSE_S or done >= total:
+            self._posted_at = now
+            self._post(Loading(text, done, total))

@@ -1,0 +1,137 @@
+"""What a block of Markdown looks like: lines of content with hanging indents, and tables. Knows widths, no widgets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from rich.segment import Segment
+from textual.content import Content
+from textual.css.styles import RulesMap
+from textual.strip import Strip
+from textual.style import Style
+from textual.visual import RenderOptions, Visual
+
+_GAP = 2  # columns between two of a table
+_NARROWEST = 3  # column of a table; a terminal that has no room for that cuts
+_NO_RULES: RulesMap = {}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text that is wrapped within `first` and `rest`: what stands in front of its first line, and of the others.
+
+    is_code: every blank counts, and the background reaches to the end of the line.
+    """
+
+    content: Content
+    first: Content = field(default_factory=Content)
+    rest: Content = field(default_factory=Content)
+    is_code: bool = False
+
+    def indented(self, first: Content, rest: Content) -> Piece:
+        """The same further in."""
+        return replace(self, first=first + self.first, rest=rest + self.rest)
+
+    def lines(self, width: int) -> Iterator[Content]:
+        """Its lines in so many columns."""
+        room = max(1, width - max(self.first.cell_length, self.rest.cell_length))
+        prefix = self.first
+        for line in self.content.split(allow_blank=True):
+            wrapped = line.expand_tabs(4).fold(room) if self.is_code else line.wrap(room)
+            for part in wrapped or [Content()]:
+                yield prefix + (part.stylize_before(".code_block") if self.is_code else part)
+                prefix = self.rest
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells, the header in front. Columns share what room there is, and cells are wrapped."""
+
+    rows: Sequence[Sequence[Content]]
+    first: Content = field(default_factory=Content)
+    rest: Content = field(default_factory=Content)
+
+    def indented(self, first: Content, rest: Content) -> Table:
+        """The same further in."""
+        return replace(self, first=first + self.first, rest=rest + self.rest)
+
+    def lines(self, width: int) -> Iterator[Content]:
+        """Its lines in so many columns."""
+        count = max(map(len, self.rows), default=0)
+        wanted = [max((row[i].cell_length for row in self.rows if i < len(row)), default=0) for i in range(count)]
+        room = width - max(self.first.cell_length, self.rest.cell_length) - _GAP * (count - 1)
+        widths = _shared_out(wanted, room)
+        prefix = self.first
+        for number, row in enumerate(self.rows):
+            for line in _row_lines(row, widths):
+                yield prefix + (line.stylize_before(".strong") if number == 0 else line)
+                prefix = self.rest
+            if number == 0:
+                rule = "  ".join("─" * column for column in widths)
+                yield prefix + Content(rule).stylize(".dim")
+
+
+def _shared_out(wanted: Sequence[int], room: int) -> list[int]:
+    """Widths of columns: what each wants, as far as there is room; the widest give first."""
+    widths = [max(1, column) for column in wanted]
+    excess = sum(widths) - room
+    while excess > 0 and max(widths, default=0) > _NARROWEST:
+        widest = max(widths)
+        second = max((column for column in widths if column < widest), default=_NARROWEST)
+        at = [index for index, column in enumerate(widths) if column == widest]
+        cut = max(1, min(widest - max(second, _NARROWEST), -(-excess // len(at))))
+        for index in at:
+            taken = min(cut, excess)
+            widths[index] -= taken
+            excess -= taken
+    return widths
+
+
+def _row_lines(row: Sequence[Content], widths: Sequence[int]) -> Iterator[Content]:
+    cells = [cell.wrap(width) or [Content()] for cell, width in zip(row, widths, strict=False)]
+    for number in range(max(map(len, cells), default=0)):
+        parts = [cell[number] if number < len(cell) else Content() for cell in cells]
+        padded = [part.pad_right(width - part.cell_length) for part, width in zip(parts, widths, strict=False)]
+        yield Content("  ").join(padded).rstrip()
+
+
+@dataclass
+class Block(Visual):
+    """Pieces below each other. Selected by lines as they are shown."""
+
+    pieces: Sequence[Piece | Table]
+    _lines: list[Content] = field(default_factory=list)
+    _width: int = -1
+
+    def lines(self, width: int) -> list[Content]:
+        """As they are shown in so many columns."""
+        if width != self._width:
+            self._lines = [line for piece in self.pieces for line in piece.lines(width)]
+            self._width = width
+        return self._lines
+
+    @property
+    def shown(self) -> list[Content]:
+        """The lines, as they were shown last."""
+        return self._lines
+
+    def get_optimal_width(self, rules: RulesMap, container_width: int) -> int:
+        return container_width
+
+    def get_height(self, rules: RulesMap, width: int) -> int:
+        return len(self.lines(width))
+
+    def render_strips(self, width: int, height: int | None, style: Style, options: RenderOptions) -> list[Strip]:
+        strips = []
+        for y, line in enumerate(self.lines(width)[:height]):
+            span = options.selection.get_span(y) if options.selection is not None else None
+            if span is not None and options.selection_style is not None:
+                start, end = span
+                line = line.stylize(options.selection_style, start, len(line.plain) if end == -1 else end)
+            x, segments = 0, []
+            for text, text_style in line.render(style, end="", parse_style=options.get_style):
+                segments.append(Segment(text, (style + text_style).rich_style_with_offset(x, y)))
+                x += len(text)
+            strips.append(Strip(segments, line.cell_length))
+        return strips

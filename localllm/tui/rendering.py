@@ -1,0 +1,173 @@
+"""From the tokens of a Markdown parser to what is shown. Every character of the source that says something is shown.
+
+A link shows where it leads, raw HTML is text, and nothing can be clicked: a model's words are a stranger's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+from textual.content import Content, Span
+from textual.highlight import highlight
+
+from localllm.tui.pieces import Piece, Table
+
+_BULLETS = ("• ", "◦ ", "▪ ")
+_STYLES = {"em": ".em", "strong": ".strong", "s": ".s"}
+
+
+def parser() -> MarkdownIt:
+    """CommonMark with tables and strikethrough. Raw HTML stays text, and so do definitions of links, which CommonMark
+    would take out of what is shown."""
+    return MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"]).disable(["reference"])
+
+
+def groups(tokens: Sequence[Token]) -> Iterator[list[Token]]:
+    """The tokens of each block of the top level."""
+    group: list[Token] = []
+    depth = 0
+    for token in tokens:
+        group.append(token)
+        depth += token.nesting
+        if depth == 0:
+            yield group
+            group = []
+
+
+def pieces(tokens: Sequence[Token]) -> list[Piece | Table]:
+    """What the tokens of a block look like."""
+    return list(_Walk(tokens).blocks(0))
+
+
+def inline(token: Token) -> Content:
+    """The text of a paragraph, a heading or a cell, styled."""
+    texts: list[str] = []
+    spans: list[Span] = []
+    opened: list[tuple[str, int, str]] = []
+    length = 0
+
+    def add(text: str, style: str = "") -> None:
+        nonlocal length
+        texts.append(text)
+        if style:
+            spans.append(Span(length, length + len(text), style))
+        length += len(text)
+
+    for child in token.children or ():
+        kind = child.type
+        if kind == "text":
+            add(child.content)
+        elif kind == "softbreak":
+            add(" ")
+        elif kind == "hardbreak":
+            add("\n")
+        elif kind == "code_inline":
+            add(child.content, ".code_inline")
+        elif kind == "image":
+            add(child.content or "image", ".link")
+            add(f" ({child.attrGet('src')})", ".dim")
+        elif kind == "link_open":
+            opened.append((".link", length, str(child.attrGet("href") or "")))
+        elif kind == "link_close":
+            style, begin, href = opened.pop()
+            spans.append(Span(begin, length, style))
+            if "".join(texts)[begin:] != href:
+                add(f" ({href})", ".dim")
+        elif kind.endswith("_open"):
+            opened.append((_STYLES.get(kind.removesuffix("_open"), ""), length, ""))
+        elif kind.endswith("_close"):
+            style, begin, _ = opened.pop()
+            if style:
+                spans.append(Span(begin, length, style))
+        else:
+            add(child.content)
+    return Content("".join(texts), spans=spans)
+
+
+class _Walk:
+    """Reads tokens from the front."""
+
+    def __init__(self, tokens: Sequence[Token]) -> None:
+        self._tokens = tokens
+        self._at = 0
+
+    def blocks(self, depth: int, *, is_tight: bool = False) -> Iterator[Piece | Table]:
+        """The blocks up to the end of what was opened; depth: of lists around them."""
+        is_first = True
+        while self._at < len(self._tokens):
+            token = self._tokens[self._at]
+            self._at += 1
+            if token.nesting < 0:
+                return
+            if not is_first and not is_tight and token.type != "list_item_open":
+                yield Piece(Content())
+            is_first = False
+            yield from self._block(token, depth)
+
+    def _block(self, token: Token, depth: int) -> Iterator[Piece | Table]:
+        match token.type:
+            case "inline":
+                yield Piece(inline(token))
+            case "paragraph_open":
+                yield from self.blocks(depth)
+            case "heading_open":
+                style = f".{token.tag}"
+                for piece in self.blocks(depth):
+                    yield Piece(piece.content.stylize_before(style)) if isinstance(piece, Piece) else piece
+            case "fence" | "code_block":
+                yield _code(token)
+            case "hr":
+                yield Piece(Content("─" * 12).stylize(".dim"))
+            case "blockquote_open":
+                bar = Content("▎ ").stylize(".quote")
+                for piece in self.blocks(depth):
+                    yield piece.indented(bar, bar)
+            case "bullet_list_open" | "ordered_list_open":
+                yield from self._list(token, depth)
+            case "table_open":
+                yield self._table()
+            case _:
+                if token.content:
+                    yield Piece(Content(token.content))
+
+    def _list(self, token: Token, depth: int) -> Iterator[Piece | Table]:
+        is_ordered = token.type == "ordered_list_open"
+        is_tight, is_first = _is_tight(self._tokens, self._at), True
+        while self._at < len(self._tokens):
+            item = self._tokens[self._at]
+            self._at += 1
+            if item.type != "list_item_open":
+                return
+            bullet = f"{item.info}. " if is_ordered else _BULLETS[depth % len(_BULLETS)]
+            first, rest = Content(bullet).stylize(".bullet"), Content(" " * len(bullet))
+            if not is_first and not is_tight:
+                yield Piece(Content())
+            is_first = False
+            for number, piece in enumerate(self.blocks(depth + 1, is_tight=is_tight)):
+                yield piece.indented(first if number == 0 else rest, rest)
+
+    def _table(self) -> Table:
+        rows: list[list[Content]] = []
+        while (token := self._tokens[self._at]).type != "table_close":
+            self._at += 1
+            if token.type == "tr_open":
+                rows.append([])
+            elif token.type == "inline":
+                rows[-1].append(inline(token))
+        self._at += 1
+        return Table(rows)
+
+
+def _is_tight(tokens: Sequence[Token], at: int) -> bool:
+    """Whether a list's items stand without blank lines between them: CommonMark hides their paragraphs then."""
+    paragraph = next((token for token in tokens[at:] if token.type == "paragraph_open"), None)
+    return paragraph is None or paragraph.hidden
+
+
+def _code(token: Token) -> Piece:
+    language = token.info.split()[0] if token.info.split() else ""
+    margin = Content("  ")
+    code = token.content.removesuffix("\n")
+    return Piece(highlight(code, language=language or None), margin, margin, is_code=True)

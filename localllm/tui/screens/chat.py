@@ -1,0 +1,502 @@
+"""The conversation: what was said, what is being said, and where the next message is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from textual import on, work
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.content import Content
+from textual.screen import Screen
+from textual.widgets import OptionList, Static, TextArea
+
+from localllm.errors import LocalLLMError
+from localllm.frontend import slash
+from localllm.frontend.answer import statistics
+from localllm.frontend.exporting import write_new
+from localllm.frontend.text import one_line, printable, visible
+from localllm.history import content_of
+from localllm.tui import messages
+from localllm.tui.code_blocks import code_blocks
+from localllm.tui.commands import COMMANDS, completions
+from localllm.tui.editor import edited
+from localllm.tui.screens.slash_commands import SlashCommands
+from localllm.tui.widgets.activity import Activity
+from localllm.tui.widgets.composer import Composer
+from localllm.tui.widgets.message_view import AnswerView, MessageView
+from localllm.tui.widgets.notice import Notice
+from localllm.tui.widgets.status import Run, Status
+from localllm.tui.widgets.suggestions import Suggestions
+from localllm.tui.widgets.thought import Thought
+from localllm.tui.widgets.transcript import Transcript
+
+if TYPE_CHECKING:
+    from localllm.tui.app import ChatApp
+    from localllm.tui.desk import Desk
+
+_MOST_FOUND = 30  # questions that a search lists
+_LEAVE_S = 3.0  # in which a second Ctrl-C leaves
+
+
+class ChatScreen(Screen[None]):
+    CSS = """
+    ChatScreen {
+        & > #title { height: 1; padding: 0 1; background: $panel; color: $text-muted; }
+        & > #keys { height: 1; padding: 0 1; color: $text-muted; }
+        & > #attached { height: auto; padding: 0 1; color: $text-accent; display: none; }
+    }
+    """
+    BINDINGS = [
+        Binding("escape", "escape", "stop, close", id="chat.stop"),
+        Binding("ctrl+c", "interrupt", "stop; twice: leave", id="chat.interrupt", priority=True),
+        Binding("ctrl+d", "leave", "leave", id="chat.leave", priority=True),
+        Binding("ctrl+up", "select(-1)", "earlier message", id="chat.earlier", priority=True),
+        Binding("ctrl+down", "select(1)", "later message", id="chat.later", priority=True),
+        Binding("pageup", "page(-1)", "scroll up", id="chat.page_up", priority=True),
+        Binding("pagedown", "page(1)", "scroll down", id="chat.page_down", priority=True),
+        Binding("ctrl+home", "home", "to the first message", id="chat.home", priority=True),
+        Binding("ctrl+end", "end", "to the last message", id="chat.end", priority=True),
+        Binding("ctrl+t", "thoughts", "unfold or fold thoughts", id="chat.thoughts"),
+        Binding("ctrl+n", "new", "new conversation", id="chat.new"),
+        Binding("f5", "regenerate", "answer again", id="chat.regenerate"),
+        Binding("f6", "continue", "go on with the answer", id="chat.continue"),
+        Binding("f7", "code", "code blocks", id="chat.code"),
+    ]
+    AUTO_FOCUS = "Composer"
+
+    def __init__(self, desk: Desk, *, shows_statistics: bool = False) -> None:
+        super().__init__()
+        self.desk = desk
+        self._shows_statistics = shows_statistics
+        self._turns: tuple[messages.Turn, ...] = ()
+        self._is_answering = False
+        self._editing: int | None = None  # the question that is written anew
+        self._is_finding = False
+        self._interrupted_at = 0.0
+        self._session_id: str | None = None
+        self._commands = SlashCommands(self)
+
+    def compose(self) -> ComposeResult:
+        yield Static("", id="title")
+        yield Transcript()
+        yield Activity()
+        yield Notice()
+        yield Suggestions()
+        yield Static("", id="attached")
+        yield Composer()
+        yield Status()
+        yield Static("", id="keys")
+
+    @property
+    def chat_app(self) -> ChatApp:
+        from localllm.tui.app import ChatApp
+
+        assert isinstance(self.app, ChatApp)
+        return self.app
+
+    @property
+    def transcript(self) -> Transcript:
+        return self.query_one(Transcript)
+
+    @property
+    def composer(self) -> Composer:
+        return self.query_one(Composer)
+
+    @property
+    def notice(self) -> Notice:
+        return self.query_one(Notice)
+
+    @property
+    def status(self) -> Status:
+        return self.query_one(Status)
+
+    @property
+    def num_turns(self) -> int:
+        """Messages of the conversation."""
+        return len(self._turns)
+
+    @property
+    def is_answering(self) -> bool:
+        return self._is_answering
+
+    @property
+    def session_id(self) -> str | None:
+        """The kept chat's; None where nothing is kept (yet)."""
+        return self._session_id
+
+    def on_mount(self) -> None:
+        self._tell_keys()
+
+    # What the conversation's thread tells
+
+    @on(messages.Loading)
+    def _on_loading(self, message: messages.Loading) -> None:
+        self.status.facts = None
+        self.status.model_text = one_line(message.text)
+        self.query_one(Activity).progress(message.text, message.done, message.total)
+
+    @on(messages.ModelReady)
+    def _on_ready(self, message: messages.ModelReady) -> None:
+        if self.status.facts is None:
+            self.query_one(Activity).clear()
+        self.status.facts = message.facts
+
+    @on(messages.ModelFailed)
+    def _on_model_failed(self, message: messages.ModelFailed) -> None:
+        self.query_one(Activity).clear()
+        self.status.model_text = "no model (F3 chooses one)"
+        self.notice.tell(message.error)
+
+    @on(messages.Shown)
+    async def _on_shown(self, message: messages.Shown) -> None:
+        self._turns = message.turns
+        self._session_id = message.session_id
+        await self.transcript.show(message.turns)
+        private = "  private: nothing is kept" if message.is_private else ""
+        title = message.title or "new conversation"
+        self.query_one("#title", Static).update(Content(f"localllm  {visible(one_line(title))}{private}"))
+        attached = self.query_one("#attached", Static)
+        attached.update(
+            Content("  ".join(f"+ {one_line(name)} ({count:,} characters)" for name, count in message.attached))
+        )
+        attached.display = bool(message.attached)
+        if message.is_cut and self._turns:
+            view = self._last_answer()
+            if view is not None and not self._is_answering and not view.is_told_of:
+                view.tell("interrupted: F6 goes on, F5 answers anew")
+
+    @on(messages.AnswerBegan)
+    async def _on_began(self, message: messages.AnswerBegan) -> None:
+        self._is_answering = True
+        self.status.run_now = Run()
+        view = await self.transcript.begin_answer(is_thinking=message.is_thinking)
+        self.query_one(Activity).progress("reading the prompt")
+        if message.said:
+            await view.hear(message.said)
+        self._tell_keys()
+
+    @on(messages.Prefilled)
+    def _on_prefilled(self, message: messages.Prefilled) -> None:
+        if message.done < message.total:
+            text = f"reading the prompt: {message.done:,} of {message.total:,} tokens"
+            self.query_one(Activity).progress(text, message.done, message.total)
+
+    @on(messages.Said)
+    async def _on_said(self, message: messages.Said) -> None:
+        self.query_one(Activity).clear()
+        view = self.transcript.live
+        if view is not None:
+            await view.hear(message.text)
+        self.status.run_now = Run(message.num_tokens, message.elapsed_s)
+
+    @on(messages.AnswerEnded)
+    async def _on_ended(self, message: messages.AnswerEnded) -> None:
+        self._is_answering = False
+        self.query_one(Activity).clear()
+        view = self.transcript.live
+        if view is not None and not message.text and message.finished is not None:
+            is_blank = message.finished.finish_reason not in ("stop", "length")
+            view = None if is_blank else view
+        if view is None or (message.finished is None and not message.text):
+            await self.transcript.drop_answer()
+        else:
+            await view.end()
+            view.tell(self._told_of(message))
+        if message.finished is not None:
+            self.status.run_now = Run(message.finished.usage.completion_tokens, 0.0, message.finished)
+        self._tell_keys()
+
+    def _told_of(self, message: messages.AnswerEnded) -> str:
+        """The line below an answer."""
+        parts = [_how_it_ended(message)]
+        if self._shows_statistics and self.desk.last is not None and self.desk.last.finished is not None:
+            parts.append(statistics(self.desk.last))
+        return "\n".join(part for part in parts if part)
+
+    @on(messages.Counted)
+    def _on_counted(self, message: messages.Counted) -> None:
+        self.status.usage = message.usage
+
+    @on(messages.Told)
+    def _on_told(self, message: messages.Told) -> None:
+        self.notice.note(message.text, is_warning=message.severity == "warning")
+
+    @on(messages.Failed)
+    def _on_failed(self, message: messages.Failed) -> None:
+        self.notice.tell(message.error)
+
+    # The composer
+
+    @on(Composer.Sent)
+    async def _on_sent(self, event: Composer.Sent) -> None:
+        suggestions, composer = self.query_one(Suggestions), self.composer
+        if (
+            suggestions.is_shown
+            and suggestions.chosen is not None
+            and (self._is_finding or suggestions.chosen.strip() != composer.text.strip())
+        ):
+            self._complete()
+            return
+        if event.text.startswith("/") and self._editing is None:
+            self._take_command(event.text)
+            return
+        if self._is_answering:
+            self.notice.note("an answer is being written: esc stops it")
+            return
+        self.notice.close()
+        composer.remember([event.text, *[text for text in composer.asked if text != event.text]])
+        composer.clear_all()
+        index, self._editing = self._editing, None
+        self._tell_keys()
+        await self.transcript.go_end()
+        text = event.text.strip()
+        self.desk.do(lambda: self.desk.say(text) if index is None else self.desk.edit(index, text))
+
+    @on(TextArea.Changed)
+    def _on_written(self, event: TextArea.Changed) -> None:
+        text = self.composer.text
+        if self._is_finding:
+            words = text.casefold()
+            found = [asked for asked in self.composer.asked if words in asked.casefold()][:_MOST_FOUND]
+            self.query_one(Suggestions).suggest([(asked, asked[:200]) for asked in found])
+        else:
+            self.query_one(Suggestions).suggest(completions(text) if self._editing is None else [])
+
+    @on(Composer.Find)
+    def _on_find(self) -> None:
+        self._is_finding = not self._is_finding
+        self._on_written(TextArea.Changed(self.composer))
+        self._tell_keys()
+
+    @on(Composer.Complete)
+    def _on_complete(self) -> None:
+        if self.query_one(Suggestions).is_shown:
+            self._complete()
+        else:
+            self.focus_next()
+
+    @on(OptionList.OptionSelected)
+    def _on_suggestion(self, event: OptionList.OptionSelected) -> None:
+        self._complete(self.query_one(Suggestions).value_of(event.option_index))
+
+    @on(Composer.Edit)
+    def _on_edit(self) -> None:
+        composer = self.composer
+        try:
+            with self.app.suspend(), self.chat_app.away():
+                text = edited(composer.whole)
+        except LocalLLMError as error:
+            self.notice.tell(error)
+            return
+        composer.write(text)
+        self.refresh(layout=True)
+
+    def _complete(self, value: str | None = None) -> None:
+        chosen = self.query_one(Suggestions).chosen if value is None else value
+        self._is_finding = False
+        if chosen is not None:
+            self.composer.write(chosen)
+        self._tell_keys()
+        self.composer.focus()
+
+    def suggestion(self, step: int) -> bool:
+        """Another of the list is chosen; False where none is shown."""
+        suggestions = self.query_one(Suggestions)
+        if not suggestions.is_shown:
+            return False
+        (suggestions.action_cursor_down if step > 0 else suggestions.action_cursor_up)()
+        return True
+
+    def _take_command(self, line: str) -> None:
+        try:
+            name, rest = slash.split_command(line.strip(), COMMANDS)
+            self.composer.clear_all()
+            getattr(self._commands, f"do_{name}")(rest)
+        except LocalLLMError as error:
+            self.notice.tell(error)
+
+    # Keys
+
+    def action_escape(self) -> None:
+        if self._is_finding or self.query_one(Suggestions).is_shown:
+            self._is_finding = False
+            self.query_one(Suggestions).suggest([])
+        elif self._is_answering:
+            self.desk.stop()
+        elif self._editing is not None:
+            self._editing = None
+            self.composer.clear_all()
+        elif not self.notice.close():
+            self.composer.focus()
+        self._tell_keys()
+
+    def action_interrupt(self) -> None:
+        """Copies what is selected; else stops the answer, else empties the composer, else leaves at the second time."""
+        selected = self.get_selected_text()
+        composer = self.composer
+        if selected or (composer.has_focus and composer.selected_text):
+            self.copy(selected or composer.selected_text, "the selection")
+            self.clear_selection()
+        elif self._is_answering:
+            self.desk.stop()
+        elif composer.text:
+            composer.clear_all()
+        elif self.chat_app.time - self._interrupted_at < _LEAVE_S:
+            self.chat_app.leave()
+        else:
+            self._interrupted_at = self.chat_app.time
+            self.notice.note("Ctrl-C again leaves; so do /bye and Ctrl-D")
+
+    def action_leave(self) -> None:
+        if self.composer.text and self.composer.has_focus:
+            self.composer.action_delete_right()
+        else:
+            self.chat_app.leave()
+
+    def action_select(self, step: int) -> None:
+        """Focuses the message before or after; behind the last one is the composer."""
+        views = self.transcript.views
+        at = next((number for number, view in enumerate(views) if view.has_focus), len(views))
+        target = at + step
+        if 0 <= target < len(views):
+            views[target].focus()
+        elif target >= len(views):
+            self.composer.focus()
+        else:
+            self.transcript.scroll_home(animate=False)
+
+    def action_page(self, step: int) -> None:
+        transcript = self.transcript
+        transcript.scroll_relative(y=step * max(1, transcript.size.height - 2), animate=False)
+
+    async def action_home(self) -> None:
+        await self.transcript.go_home()
+
+    async def action_end(self) -> None:
+        await self.transcript.go_end()
+
+    def action_thoughts(self) -> None:
+        thoughts = self.query(Thought)
+        is_open = not any(thought.is_open for thought in thoughts)
+        for thought in thoughts:
+            thought.is_open = is_open
+
+    def action_new(self) -> None:
+        self.unless_answering(self.desk.new)
+
+    def action_regenerate(self) -> None:
+        self.unless_answering(self.desk.regenerate)
+
+    def action_continue(self) -> None:
+        self.unless_answering(self.desk.go_on)
+
+    def action_code(self) -> None:
+        self.pick_code(self.answer_text)
+
+    def unless_answering(self, job: Callable[[], None]) -> None:
+        if self._is_answering:
+            self.notice.note("an answer is being written: esc stops it")
+        else:
+            self.notice.close()
+            self.desk.do(job)
+
+    def _tell_keys(self) -> None:
+        keys = {"enter": "send", "ctrl+p": "commands", "F1": "help", "F2": "plan", "F3": "models", "F4": "chats"}
+        if self._is_answering:
+            keys = {"esc": "stop", **{key: what for key, what in keys.items() if key != "enter"}}
+        elif self._is_finding:
+            keys = {"type": "to search what was asked", "enter": "take it", "esc": "close"}
+        elif self._editing is not None:
+            keys = {"enter": "say it anew", "esc": "leave it as it was"}
+        shown = [Content.styled(key, "bold $text-accent") + Content(f" {what}") for key, what in keys.items()]
+        self.query_one("#keys", Static).update(Content("  ").join(shown))
+
+    # Messages
+
+    @on(MessageView.Wanted)
+    def _on_wanted(self, event: MessageView.Wanted) -> None:
+        view = event.view
+        match event.what:
+            case "copy":
+                self.copy(view.text, "the message")
+            case "code":
+                self.pick_code(view.text)
+            case "fork":
+                self.unless_answering(lambda: self.desk.fork(view.index + 1))
+            case "edit":
+                self.begin_edit(view.index)
+            case "regenerate":
+                if view.index >= len(self._turns) - 2:
+                    self.action_regenerate()
+                else:
+                    self.notice.note("the last answer alone can be had anew; fork here (f) goes on from this one")
+
+    def begin_edit(self, index: int) -> None:
+        while index >= 0 and self._turns[index]["role"] != "user":
+            index -= 1
+        if index < 0 or self._is_answering:
+            self.notice.note("an answer is being written: esc stops it" if index >= 0 else "there is no question")
+            return
+        self._editing = index
+        self.composer.clear_all()
+        self.composer.write(content_of(self._turns[index])[0])
+        self.composer.focus()
+        self._tell_keys()
+
+    def copy(self, text: str, what: str) -> None:
+        """To the clipboard, by the terminal (OSC 52); without control characters, which a paste could make obeyed."""
+        self.app.copy_to_clipboard(printable(text))
+        self.notice.note(f"copied {what}: {len(text):,} characters")
+
+    def _last_answer(self) -> AnswerView | None:
+        return next((view for view in reversed(self.transcript.views) if isinstance(view, AnswerView)), None)
+
+    @property
+    def answer_text(self) -> str:
+        """Of the last answer."""
+        found = (turn for turn in reversed(self._turns) if turn["role"] == "assistant")
+        return next((content_of(turn)[0] for turn in found), "")
+
+    @work
+    async def pick_code(self, text: str) -> None:
+        from localllm.tui.screens.code import CodePicker
+
+        blocks = code_blocks(text)
+        if not blocks:
+            self.notice.note("there is no code block")
+            return
+        picked = await self.app.push_screen_wait(CodePicker(blocks))
+        if picked is None:
+            return
+        number, path = picked
+        if path is None:
+            self.copy(blocks[number].code, f"code block {number + 1}")
+        else:
+            self.save_code(blocks[number].code, path)
+
+    def save_code(self, code: str, path: Path) -> None:
+        """Writes a code block into a file that was not there."""
+        try:
+            write_new(path.expanduser(), code)
+        except LocalLLMError as error:
+            self.notice.tell(error)
+        else:
+            self.notice.note(f"wrote {path}: {len(code):,} characters")
+
+
+def _how_it_ended(message: messages.AnswerEnded) -> str:
+    """The line below an answer."""
+    finished = message.finished
+    if finished is None:
+        return "interrupted: F6 goes on, F5 answers anew"
+    match finished.finish_reason:
+        case "cancelled":
+            return "stopped: F6 goes on, F5 answers anew"
+        case "length":
+            return "cut by its length: F6 goes on"
+        case "error":
+            return "ended by an error: F6 goes on, F5 answers anew"
+    return ""

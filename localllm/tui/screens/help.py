@@ -1,0 +1,60 @@
+"""The keys and commands that work here, read from the bindings themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import VerticalScroll
+from textual.content import Content
+from textual.dom import DOMNode
+from textual.screen import ModalScreen
+from textual.widgets import Static
+
+from localllm.tui.commands import COMMANDS
+
+_COLUMN = 26
+
+
+class HelpScreen(ModalScreen[None]):
+    CSS = """
+    HelpScreen {
+        align: center middle;
+        & > VerticalScroll { width: 90%; max-width: 100; height: 90%; border: round $border; background: $surface; }
+        & Static { padding: 0 1; }
+    }
+    """
+    BINDINGS = [Binding("escape,f1,q", "close", "close")]
+
+    def __init__(self, rooms: Mapping[str, type[DOMNode]], keymap: Mapping[str, str]) -> None:
+        """rooms: what has keys, by the title under which they are told. keymap: the user's own, by a binding's id."""
+        super().__init__()
+        self._rooms = rooms
+        self._keymap = keymap
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll() as box:
+            box.border_title = "help"
+            box.border_subtitle = "esc closes"
+            yield Static(Content("\n").join([*self._keys(), *_commands()]))
+
+    def _keys(self) -> Iterator[Content]:
+        for title, room in self._rooms.items():
+            yield Content.styled(title, "bold")
+            for binding in room.BINDINGS:
+                if isinstance(binding, Binding) and binding.id is not None:
+                    keys = self._keymap.get(binding.id, binding.key).split(",")
+                    shown = ", ".join(self.app.get_key_display(binding.with_key(key.strip())) for key in keys)
+                    yield Content.styled(shown.ljust(_COLUMN), "$text-accent") + Content(binding.description)
+            yield Content()
+
+    def action_close(self) -> None:
+        self.dismiss(None)
+
+
+def _commands() -> Iterator[Content]:
+    yield Content.styled("Commands", "bold")
+    for name, command in COMMANDS.items():
+        line = f"/{name} {command.parameters}".ljust(_COLUMN)
+        yield Content.styled(line, "$text-accent") + Content(command.summary)

@@ -1,0 +1,149 @@
+"""Where a message is written: several lines, large pastes folded, what was asked before, commands completed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from textual import events
+from textual.binding import Binding
+from textual.message import Message
+from textual.widgets import TextArea
+
+from localllm.frontend.text import printable
+
+_FOLDED_LINES = 12  # of a paste, from which on it is folded
+_FOLDED_CHARACTERS = 1500
+_FOLD = re.compile(r"\[pasted text (\d+): [^\]\n]*\]")
+
+
+class Composer(TextArea):
+    DEFAULT_CSS = """
+    Composer {
+        height: auto;
+        max-height: 40%;
+        min-height: 3;
+        border: round $border-blurred;
+        padding: 0 1;
+        background: transparent;
+        &:focus { border: round $border; background: transparent; }
+        & .text-area--cursor-line { background: transparent; }
+    }
+    """
+    BINDINGS = [
+        Binding("enter", "send", "send", id="composer.send"),
+        Binding("shift+enter,alt+enter,ctrl+j", "newline", "new line", id="composer.newline"),
+        Binding("ctrl+r", "find", "search what was asked", id="composer.find"),
+        Binding("ctrl+g", "edit", "write it in $EDITOR", id="composer.editor"),
+        Binding("tab", "complete", "complete", show=False),
+    ]
+
+    class Sent(Message):
+        """The message is finished."""
+
+        def __init__(self, text: str) -> None:
+            super().__init__()
+            self.text = text
+
+    class Find(Message):
+        """What was asked before is to be searched."""
+
+    class Edit(Message):
+        """The text is to be written in an editor."""
+
+    class Complete(Message):
+        """The chosen completion is to be taken."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            soft_wrap=True, show_line_numbers=False, compact=False, tab_behavior="focus", highlight_cursor_line=False,
+            placeholder="Write a message. / for commands, F1 for help",
+        )  # fmt: skip
+        self._asked: Sequence[str] = ()  # before, the latest first
+        self._at = -1  # of those that is shown; -1: what is being written
+        self._draft = ""
+        self._pasted: list[str] = []
+
+    @property
+    def whole(self) -> str:
+        """The text with its folded pastes unfolded."""
+
+        def paste(match: re.Match[str]) -> str:
+            number = int(match[1])
+            return self._pasted[number - 1] if 0 < number <= len(self._pasted) else match[0]
+
+        return _FOLD.sub(paste, self.text)
+
+    def write(self, text: str) -> None:
+        """Replaces what is there; the cursor is at its end. Control characters, which a terminal would obey, go."""
+        self.text = printable(text)
+        self.move_cursor(self.document.end)
+
+    def clear_all(self) -> None:
+        """Empties it, the pastes too."""
+        self.write("")
+        self._pasted.clear()
+        self._at = -1
+
+    def remember(self, asked: Sequence[str]) -> None:
+        """What was asked before, the latest first."""
+        self._asked = asked
+        self._at = -1
+
+    @property
+    def asked(self) -> Sequence[str]:
+        return self._asked
+
+    def action_send(self) -> None:
+        if self.whole.strip():
+            self.post_message(self.Sent(self.whole))
+
+    def action_newline(self) -> None:
+        self.insert("\n")
+
+    def action_find(self) -> None:
+        self.post_message(self.Find())
+
+    def action_edit(self) -> None:
+        self.post_message(self.Edit())
+
+    def action_complete(self) -> None:
+        self.post_message(self.Complete())
+
+    def action_cursor_up(self, select: bool = False) -> None:
+        if not select and self.cursor_at_first_line:
+            self._recall(self._at + 1)
+        else:
+            super().action_cursor_up(select)
+
+    def action_cursor_down(self, select: bool = False) -> None:
+        if not select and self.cursor_at_last_line and self._at >= 0:
+            self._recall(self._at - 1)
+        else:
+            super().action_cursor_down(select)
+
+    def _recall(self, at: int) -> None:
+        if at >= len(self._asked):
+            return
+        if self._at < 0:
+            self._draft = self.text
+        self._at = at
+        self.write(self._asked[at] if at >= 0 else self._draft)
+
+    async def _on_key(self, event: events.Key) -> None:
+        # Enter sends and tab completes: the area's own handler would insert them before a binding is asked.
+        if event.key in ("enter", "tab"):
+            event.prevent_default()
+            return
+        await super()._on_key(event)
+
+    async def _on_paste(self, event: events.Paste) -> None:
+        event.prevent_default()
+        event.stop()
+        text = printable(event.text.replace("\r\n", "\n").replace("\r", "\n"))
+        lines = text.count("\n") + 1
+        if lines > _FOLDED_LINES or len(text) > _FOLDED_CHARACTERS:
+            self._pasted.append(text)
+            size = f"{lines} lines" if lines > _FOLDED_LINES else f"{len(text):,} characters"
+            text = f"[pasted text {len(self._pasted)}: {size}]"
+        self.insert(text)

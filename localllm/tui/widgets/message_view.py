@@ -1,0 +1,168 @@
+"""One message of the conversation: a question as it was typed, or an answer as Markdown."""
+
+from __future__ import annotations
+
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import Vertical
+from textual.content import Content
+from textual.message import Message
+from textual.widgets import Markdown, Static
+from textual.widgets.markdown import MarkdownStream
+
+from localllm.frontend.text import visible
+from localllm.frontend.thinking import Splitter, split
+from localllm.history import content_of
+from localllm.tui.messages import Turn
+from localllm.tui.widgets.document import Document
+from localllm.tui.widgets.thought import Thought
+
+_MOST_LINES = 16  # of a question, before it is folded
+
+
+class MessageView(Vertical, can_focus=True):
+    """turn: what it shows; None while it is being written. index: its place among the turns."""
+
+    DEFAULT_CSS = """
+    MessageView {
+        height: auto;
+        padding: 0 1;
+        margin: 0 0 1 0;
+        border-left: blank;
+        & > .meta { color: $text-muted; height: auto; }
+        &:focus { border-left: outer $accent; background: $boost; }
+    }
+    """
+
+    class Wanted(Message):
+        """Something is to be done with the message: "edit", "copy", "fork", "regenerate", "code"."""
+
+        def __init__(self, view: MessageView, what: str) -> None:
+            super().__init__()
+            self.view = view
+            self.what = what
+
+    BINDINGS = [
+        Binding("c", "want('copy')", "copy", id="message.copy"),
+        Binding("y", "want('code')", "code", id="message.code"),
+        Binding("e", "want('edit')", "edit", id="message.edit"),
+        Binding("r", "want('regenerate')", "regenerate", id="message.regenerate"),
+        Binding("f", "want('fork')", "fork here", id="message.fork"),
+    ]
+
+    def __init__(self, index: int, turn: Turn | None) -> None:
+        super().__init__()
+        self.index = index
+        self.turn = turn
+
+    @property
+    def role(self) -> str:
+        return "assistant" if self.turn is None else str(self.turn["role"])
+
+    @property
+    def text(self) -> str:
+        """What was said."""
+        return "" if self.turn is None else content_of(self.turn)[0]
+
+    def action_want(self, what: str) -> None:
+        self.post_message(self.Wanted(self, what))
+
+
+class QuestionView(MessageView):
+    """A question, or whatever else is no answer."""
+
+    DEFAULT_CSS = """
+    QuestionView {
+        border-left: outer $primary;
+        background: $primary-muted;
+        & > Static { height: auto; width: 1fr; }
+    }
+    """
+
+    def compose(self) -> ComposeResult:
+        lines = visible(self.text).split("\n")
+        if self.role != "user":
+            yield Static(Content(self.role), classes="meta")
+        yield Static(Content("\n".join(lines[:_MOST_LINES])))
+        if len(lines) > _MOST_LINES:
+            yield Static(Content(f"… {len(lines) - _MOST_LINES} more lines"), classes="meta")
+
+
+class AnswerView(MessageView):
+    """An answer. While it is being written `hear` takes its words."""
+
+    def __init__(self, index: int, turn: Turn | None, *, is_thinking: bool = False) -> None:
+        super().__init__(index, turn)
+        self._splitter = Splitter(is_thinking=is_thinking)
+        self._said: list[str] = []
+        self._thought: Thought | None = None
+        self._document = Document()
+        self._meta = Static("", classes="meta")
+        self._streams: list[MarkdownStream] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(self._said) if self.turn is None else super().text
+
+    @property
+    def document(self) -> Document:
+        """Where the answer is shown, without what was thought."""
+        return self._document
+
+    def compose(self) -> ComposeResult:
+        if self.turn is not None:
+            thought, answer = split(self.text)
+            if thought.strip():
+                self._thought = Thought(visible(thought))
+                yield self._thought
+            self._document = Document(visible(answer))
+        yield self._document
+        yield self._meta
+
+    def on_mount(self) -> None:
+        self._meta.display = False
+
+    async def hear(self, text: str) -> None:
+        """The next words."""
+        self._said.append(text)
+        await self._take(self._splitter.feed(text))
+
+    async def end(self, turn: Turn | None = None) -> None:
+        """It has ended; all that was said is shown when this returns."""
+        await self._take(self._splitter.end())
+        for stream in self._streams:
+            await stream.stop()
+        self._streams.clear()
+        if self._thought is not None:
+            self._thought.end()
+        self.turn = turn
+
+    @property
+    def is_told_of(self) -> bool:
+        """Whether there is a line below it."""
+        return self._meta.display
+
+    def tell(self, text: str) -> None:
+        """What is known about it: a line below it."""
+        self._meta.update(Content(text))
+        self._meta.display = bool(text)
+
+    async def _take(self, parts: list[tuple[bool, str]]) -> None:
+        for is_thought, text in parts:
+            if is_thought:
+                if self._thought is None:
+                    self._thought = Thought(is_open=True)
+                    await self.mount(self._thought, before=self._document)
+                self._thought.hear(text)
+                await self._stream_of(self._thought.document).write(visible(text))
+            else:
+                if self._thought is not None:
+                    self._thought.end()
+                await self._stream_of(self._document).write(visible(text))
+
+    def _stream_of(self, document: Document) -> MarkdownStream:
+        for stream in self._streams:
+            if stream.markdown_widget is document:
+                return stream
+        self._streams.append(Markdown.get_stream(document))
+        return self._streams[-1]

@@ -1,0 +1,124 @@
+"""What is always to be seen: model, context, speed, memory, and why it is slow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from textual.content import Content
+from textual.reactive import reactive
+from textual.widget import Widget
+
+from localllm.config import format_bytes, format_figure
+from localllm.engine.events import FinishedEvent
+from localllm.frontend.context import ContextUsage
+from localllm.frontend.text import one_line
+from localllm.tui.bars import bar, fitting, split_bar
+from localllm.tui.messages import Facts
+
+_BAR = 10  # columns
+_SLOW = 0.1  # of the time of the steps, from which on waiting is told of
+_PARTS = {"system": "$secondary", "history": "$primary", "last turn": "$accent", "template": "$primary-darken-2"}
+_TIERS = {"vram": "VRAM", "ram": "RAM"}
+_BOUND = {"disk": "reading blocks from the disk", "link": "copying blocks to the GPU"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """An answer: as it goes, or how it went. num_tokens in elapsed_s: since its first."""
+
+    num_tokens: int = 0
+    elapsed_s: float = 0.0
+    finished: FinishedEvent | None = None
+
+    @property
+    def tok_s(self) -> float | None:
+        if self.finished is not None and self.finished.timings.decode_tok_s is not None:
+            return self.finished.timings.decode_tok_s
+        return (self.num_tokens - 1) / self.elapsed_s if self.num_tokens > 1 and self.elapsed_s > 0 else None
+
+
+def first_line(facts: Facts | None, loading: str, usage: ContextUsage | None, run: Run, columns: int) -> Content:
+    """Model, context and speed, as far as there is room."""
+    model = Content(loading) if facts is None else Content(f"{one_line(facts.name)} {facts.weights}")
+    parts = [(0, model.stylize("bold"))]
+    if usage is not None:
+        parts.append((1, _context(usage)))
+        share = usage.used / usage.limit
+        style = "$text-error" if share > 0.95 else "$text-warning" if share >= 0.8 else ""
+        parts.append((1, Content.styled(f"{usage.used:,}/{usage.limit:,}", style)))
+        named = {"system": "sys", "history": "hist", "last turn": "turn"}
+        split = " ".join(f"{short} {usage.parts[name]:,}" for name, short in named.items() if usage.parts.get(name))
+        parts.append((6, Content.styled(split, "$text-muted")))
+    if (rate := run.tok_s) is not None:
+        parts.append((2, Content(f"{format_figure(rate)} tok/s")))
+    if run.finished is not None:
+        parts += _finished(run.finished)
+    return fitting(parts, columns)
+
+
+def _context(usage: ContextUsage) -> Content:
+    return split_bar({name: count / usage.limit for name, count in usage.parts.items()}, _BAR, _PARTS)
+
+
+def _finished(finished: FinishedEvent) -> list[tuple[int, Content]]:
+    parts = []
+    if finished.timings.ttft_s is not None:
+        parts.append((3, Content(f"first {finished.timings.ttft_s:.2f} s")))
+    parts.append((4, Content(f"cached {finished.usage.cached_tokens:,}/{finished.usage.prompt_tokens:,}")))
+    speculation = finished.speculation
+    if speculation is not None and speculation.drafted and speculation.tokens_per_pass is not None:
+        parts.append((5, Content(f"{format_figure(speculation.tokens_per_pass)}/pass")))
+    return parts
+
+
+def second_line(facts: Facts | None, run: Run, columns: int) -> Content:
+    """Memory by tier, and why it is slow."""
+    if facts is None:
+        return Content()
+    parts = []
+    for tier, name in _TIERS.items():
+        if limit := facts.limits.get(tier):
+            used = sum(facts.ledger.get(tier, {}).values())
+            figures = Content(f" {format_bytes(used)}/{format_bytes(limit)}")
+            parts.append((1, Content.styled(f"{name} ", "$text-muted") + bar(used / limit, _BAR) + figures))
+    on_disk = Content.styled("disk ", "$text-muted") + Content(f"{format_bytes(facts.streamed_bytes)} a step")
+    if facts.streamed_bytes:
+        parts.append((2, on_disk.stylize("$text-warning")))
+    elif parts:
+        parts.append((5, Content.styled("disk –", "$text-muted")))
+    if why := why_slow(facts, run.finished):
+        parts.append((0, Content.styled(why, "$text-warning")))
+    return fitting(parts, columns)
+
+
+def why_slow(facts: Facts, finished: FinishedEvent | None) -> str:
+    """What a step waits for, measured if an answer was written; "" where it is neither the disk nor the link."""
+    if finished is None:
+        return f"each token waits for {_BOUND[facts.bound_by]}" if facts.bound_by in _BOUND else ""
+    split = finished.timings.split
+    total_s = split.compute_s + split.wait_s + split.sample_s
+    if not total_s or split.wait_s < _SLOW * total_s:
+        return ""
+    what = _BOUND.get(facts.bound_by, "blocks on their way")
+    rate = f" at {split.copied_bytes / split.copy_s / 1e9:.1f} GB/s" if split.copy_s else ""
+    return f"{split.wait_s / total_s:.0%} of the time waits for {what}{rate}"
+
+
+class Status(Widget):
+    DEFAULT_CSS = """
+    Status {
+        height: 2;
+        padding: 0 1;
+        background: $panel;
+        color: $foreground;
+    }
+    """
+    facts: reactive[Facts | None] = reactive(None)
+    usage: reactive[ContextUsage | None] = reactive(None)
+    run_now: reactive[Run] = reactive(Run())
+    model_text: reactive[str] = reactive("no model")
+
+    def render(self) -> Content:
+        columns = self.content_size.width
+        first = first_line(self.facts, self.model_text, self.usage, self.run_now, columns)
+        return first + Content("\n") + second_line(self.facts, self.run_now, columns)

@@ -1,0 +1,77 @@
+"""What a model thought before it answered: a line that unfolds."""
+
+from __future__ import annotations
+
+from textual import events
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import Vertical
+from textual.content import Content
+from textual.reactive import reactive
+from textual.widgets import Static
+
+from localllm.tui.widgets.document import Document
+
+
+class Thought(Vertical):
+    """Open while it is being written, folded after."""
+
+    DEFAULT_CSS = """
+    Thought {
+        height: auto;
+        margin: 0 0 1 0;
+        color: $text-muted;
+        & > .fold { width: auto; color: $text-muted; }
+        & > .fold:hover { text-style: underline; }
+        & > .fold:focus { text-style: reverse; }
+        & > Document { padding: 0 0 0 2; display: none; color: $text-muted; }
+        &.-open > Document { display: block; }
+    }
+    """
+    is_open = reactive(False)
+
+    def __init__(self, text: str = "", *, is_open: bool = False) -> None:
+        super().__init__()
+        self._fold = _Fold()
+        self.document = Document(text or None)
+        self._num_words = len(text.split())
+        self._is_thinking = is_open
+        self.set_reactive(Thought.is_open, is_open)
+
+    def compose(self) -> ComposeResult:
+        yield self._fold
+        yield self.document
+
+    def on_mount(self) -> None:
+        self._refold()
+
+    def hear(self, text: str) -> None:
+        """More of it came; the document is written by its stream."""
+        self._num_words += len(text.split())
+        self._refold()
+
+    def end(self) -> None:
+        """The answer begins."""
+        self._is_thinking = self.is_open = False
+        self._refold()
+
+    def watch_is_open(self) -> None:
+        if self.is_mounted:
+            self._refold()
+
+    def _refold(self) -> None:
+        self.set_class(self.is_open, "-open")
+        sign = "▾" if self.is_open else "▸"
+        self._fold.update(Content(f"{sign} {'thinking' if self._is_thinking else 'thought'}: {self._num_words} words"))
+
+
+class _Fold(Static, can_focus=True):
+    BINDINGS = [Binding("enter,space", "refold", "unfold or fold", show=False)]
+
+    def on_click(self, event: events.Click) -> None:
+        event.stop()
+        self.action_refold()
+
+    def action_refold(self) -> None:
+        thought = self.query_ancestor(Thought)
+        thought.is_open = not thought.is_open

@@ -1,0 +1,181 @@
+"""The messages of a conversation. A window of them has widgets: the rest is mounted when it is scrolled to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from textual.app import ComposeResult
+from textual.containers import VerticalScroll
+from textual.content import Content
+from textual.widget import Widget
+from textual.widgets import Static
+
+from localllm.tui.messages import Turn
+from localllm.tui.widgets.message_view import AnswerView, MessageView, QuestionView
+
+_FIRST = 16  # messages that are mounted at once
+_MORE = 12  # when an end of the window is scrolled to
+_MOST = 64  # mounted; those at the other end go
+_NEAR = 4  # lines from the end of what is mounted
+
+
+class Transcript(VerticalScroll, can_focus=False):
+    DEFAULT_CSS = """
+    Transcript {
+        height: 1fr;
+        padding: 0 1;
+        scrollbar-size-vertical: 1;
+        & > .edge { color: $text-muted; text-align: center; width: 1fr; }
+    }
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._turns: list[Turn] = []
+        self._first = 0  # of the turns that are mounted
+        self._last = 0  # behind them
+        self._live: AnswerView | None = None
+        self._earlier = Static("", classes="edge")
+        self._is_moving = False
+
+    def compose(self) -> ComposeResult:
+        yield self._earlier
+
+    def on_mount(self) -> None:
+        self._earlier.display = False
+        self.anchor()
+
+    @property
+    def views(self) -> list[MessageView]:
+        """What is mounted, in order."""
+        return [child for child in self.children if isinstance(child, MessageView)]
+
+    @property
+    def live(self) -> AnswerView | None:
+        """The answer that is being written."""
+        return self._live
+
+    async def show(self, turns: Sequence[Turn]) -> None:
+        """Shows these; turns that are shown already stay as they are."""
+        same = 0
+        while same < min(len(turns), len(self._turns)) and turns[same] is self._turns[same]:
+            same += 1
+        with self.app.batch_update():
+            if self._live is not None and len(turns) > same and turns[same]["role"] == "assistant":
+                self._live.turn, self._live.index = turns[same], same
+                self._live, same, self._last = None, same + 1, same + 1
+            self._turns = list(turns)
+            if not self._first <= same <= self._last or same == 0 or len(turns) - self._first > _MOST:
+                await self._window(max(0, len(turns) - _FIRST))
+                return
+            await self._remove([view for view in self.views if view.index >= same and view is not self._live])
+            await self.mount_all(map(self._view, range(same, len(turns))))
+            self._last = len(turns)
+            self._tell_of_earlier()
+
+    async def begin_answer(self, *, is_thinking: bool) -> AnswerView:
+        """A new answer behind the last message; `hear` it."""
+        await self.drop_answer()
+        await self._to_end()
+        self._live = AnswerView(len(self._turns), None, is_thinking=is_thinking)
+        await self.mount(self._live)
+        self.anchor()
+        return self._live
+
+    async def drop_answer(self) -> None:
+        """Takes an answer away of which nothing came."""
+        if self._live is not None:
+            await self._live.remove()
+            self._live = None
+
+    def _view(self, index: int) -> MessageView:
+        turn = self._turns[index]
+        return AnswerView(index, turn) if turn["role"] == "assistant" else QuestionView(index, turn)
+
+    def _tell_of_earlier(self) -> None:
+        self._earlier.update(Content(f"↑ {self._first} earlier messages"))
+        self._earlier.display = self._first > 0
+
+    # The window
+
+    def watch_scroll_y(self, old_value: float, new_value: float) -> None:
+        super().watch_scroll_y(old_value, new_value)
+        if self._is_moving or not self.is_mounted:
+            return
+        if new_value <= _NEAR and self._first > 0:
+            self._is_moving = True
+            self.call_later(self._mount_earlier)
+        elif new_value >= self.max_scroll_y - _NEAR and self._last < len(self._turns):
+            self._is_moving = True
+            self.call_later(self._mount_later)
+
+    async def _mount_earlier(self) -> None:
+        first = max(0, self._first - _MORE)
+        anchor = next(iter(self.views), None)
+        offset = anchor.virtual_region.y - self.scroll_y if anchor is not None else 0
+        with self.app.batch_update():
+            await self.mount_all(map(self._view, range(first, self._first)), after=self._earlier)
+            self._first = first
+            if self._last - self._first > _MOST and self._live is None:
+                self._last = self._first + _MOST
+                await self._remove([view for view in self.views if view.index >= self._last])
+            self._tell_of_earlier()
+        self.call_after_refresh(self._keep, anchor, offset)
+
+    async def _mount_later(self) -> None:
+        last = min(len(self._turns), self._last + _MORE)
+        anchor = next(reversed(self.views), None)
+        offset = anchor.virtual_region.y - self.scroll_y if anchor is not None else 0
+        with self.app.batch_update():
+            await self.mount_all(map(self._view, range(self._last, last)))
+            self._last = last
+            if self._last - self._first > _MOST:
+                self._first = self._last - _MOST
+                await self._remove([view for view in self.views if view.index < self._first])
+            self._tell_of_earlier()
+        self.call_after_refresh(self._keep, anchor, offset)
+
+    def _keep(self, anchor: Widget | None, offset: float) -> None:
+        """What was seen stays where it was."""
+        if anchor is not None and anchor.is_mounted:
+            self.scroll_to(y=anchor.virtual_region.y - offset, animate=False, immediate=True)
+        self._is_moving = False
+
+    async def _remove(self, views: Sequence[MessageView]) -> None:
+        await self.remove_children(views)
+
+    async def go_to(self, index: int) -> MessageView | None:
+        """Mounts the message and scrolls to it."""
+        if not 0 <= index < len(self._turns):
+            return None
+        if not self._first <= index < self._last:
+            await self._window(max(0, index - _FIRST // 2))
+        view = next((view for view in self.views if view.index == index), None)
+        if view is not None:
+            self.scroll_to_widget(view, animate=False, top=True)
+        return view
+
+    async def go_home(self) -> None:
+        """To the first message."""
+        if self._first > 0:
+            await self._window(0)
+        self.scroll_home(animate=False)
+
+    async def go_end(self) -> None:
+        """To the last message, and on with what comes."""
+        await self._to_end()
+        self.anchor()
+        self.scroll_end(animate=False)
+
+    async def _to_end(self) -> None:
+        if self._last < len(self._turns):
+            await self._window(max(0, len(self._turns) - _FIRST))
+
+    async def _window(self, first: int) -> None:
+        self._is_moving = True
+        with self.app.batch_update():
+            await self._remove([view for view in self.views if view is not self._live])
+            self._first, self._last = first, min(len(self._turns), first + _FIRST)
+            await self.mount_all(map(self._view, range(self._first, self._last)), after=self._earlier)
+            self._tell_of_earlier()
+        self._is_moving = False

@@ -1,0 +1,186 @@
+"""A full-screen chat for tests: a service that says what it is told to, and a wait for what the screen is to show."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from textual.pilot import Pilot
+
+from localllm.config import load_settings
+from localllm.engine.events import FinishedEvent, PrefillEvent, Timings, TokenEvent, Usage
+from localllm.engine.request import Request
+from localllm.engine.service import RequestStream
+from localllm.frontend.keeping import Resumed
+from localllm.frontend.selection import Selection, locate, with_defaults
+from localllm.tui.app import ChatApp, Start
+from localllm.tui.loading import Post
+
+PATIENCE_S = 15.0  # a loaded machine
+
+
+def pieces(text: str, length: int = 4) -> list[str]:
+    """A text as tokens."""
+    return [text[begin : begin + length] for begin in range(0, len(text), length)]
+
+
+class FakeTokenizer:
+    """A token a character."""
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return [ord(character) for character in text]
+
+    def decode(self, ids: Sequence[int], **_: Any) -> str:
+        return "".join(map(chr, ids))
+
+
+@dataclass
+class FakeEngine:
+    ctx: int = 4096
+    plan: Any = None
+    template: str = "a template"
+    weights: str = "int4-g64"
+    tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
+    kv_format: Any = field(default_factory=lambda: SimpleNamespace(name="int8"))
+    residency: Any = field(default_factory=lambda: SimpleNamespace(plan=None))
+    config: Any = field(default_factory=lambda: SimpleNamespace(longest_context=8192))
+
+    def encode(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        return self.tokenizer.encode("".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>")
+
+    def check(self, request: Request) -> None:
+        """Everything fits."""
+
+    def flags_for(self, ctx: int) -> str:
+        return f"--ctx {ctx}"
+
+
+class FakeService:
+    """Says `answers` in turn, the last again and again; one may be a function of the request, or an error.
+
+    pause_s: between two tokens. gate: nothing is loaded before it is set.
+    """
+
+    def __init__(self, answers: Iterable[Any] = ("Hello.",), pause_s: float = 0.0, prefill: int = 0) -> None:
+        self.answers = list(answers)
+        self.pause_s = pause_s
+        self.prefill = prefill
+        self.engine = FakeEngine()
+        self.requests: list[Request] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.failure: Exception | None = None
+        self.is_closed = False
+        self.loads: list[str] = []
+        self._aborted: set[int] = set()
+
+    def __call__(self, selection: Selection, post: Post, before: Callable[[], None]) -> FakeService:
+        """As `loading.serve`."""
+        before()
+        self.loads.append(selection.files.name)
+        self.is_closed = False
+        return self
+
+    def wait_loaded(self, timeout_s: float | None = None) -> Any:
+        if not self.gate.wait(timeout_s):
+            return None
+        if self.failure is not None:
+            raise self.failure
+        return self.engine
+
+    def submit(self, request: Request) -> RequestStream:
+        number = len(self.requests)
+        self.requests.append(request)
+        stream = RequestStream(number, self._aborted.add)
+        answer = self.answers[min(number, len(self.answers) - 1)]
+        threading.Thread(target=self._say, args=(number, request, answer, stream.events), daemon=True).start()
+        return stream
+
+    def close(self, timeout_s: float = 4.0) -> None:
+        self.is_closed = True
+
+    def _say(self, number: int, request: Request, answer: Any, events: queue.SimpleQueue[Any]) -> None:
+        text = answer(request) if callable(answer) else answer
+        began, count, reason = time.monotonic(), 0, "stop"
+        error = text if isinstance(text, Exception) else None
+        for done in range(0, self.prefill, max(1, self.prefill // 8)):
+            events.put(PrefillEvent(number, done, self.prefill))
+            time.sleep(self.pause_s)
+        for piece in [] if error is not None else (text if isinstance(text, list) else pieces(text)):
+            if number in self._aborted:
+                reason = "cancelled"
+                break
+            events.put(TokenEvent(number, 1, piece))
+            count += 1
+            due = began + count * self.pause_s
+            if self.pause_s and (rest := due - time.monotonic()) > 0:
+                time.sleep(rest)
+        usage = Usage(len(request.prompt_ids), 0, count)
+        timings = Timings(ttft_s=0.01, decode_tok_s=count / max(1e-3, time.monotonic() - began))
+        events.put(
+            FinishedEvent(
+                number,
+                "error" if error is not None else reason,
+                usage,
+                timings,
+                error=error,
+                ctx=self.engine.ctx,  # type: ignore[arg-type]
+            )
+        )
+
+
+def chat_app(service: Any = None, resumed: Resumed | None = None, **settings: Any) -> ChatApp:
+    """A chat with `tiny`, under these settings."""
+    start = {name: settings.pop(name) for name in ("theme", "draft", "system", "keys") if name in settings}
+    resolved = load_settings(settings)
+    selection = with_defaults(resolved, locate(resolved, None))
+    return ChatApp(Start(selection, resolved, resumed, **start), service if service is not None else FakeService())
+
+
+@asynccontextmanager
+async def running(app: ChatApp, size: tuple[int, int] = (100, 30)) -> AsyncIterator[Pilot[None]]:
+    """The app on a screen of its own, with its model loaded unless it is held up."""
+    try:
+        async with app.run_test(size=size) as pilot:
+            await pilot.pause()
+            yield pilot
+    finally:
+        app.desk.close(2.0)
+    if app.failure is not None:
+        raise app.failure
+
+
+async def until(pilot: Pilot[Any], condition: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
+    """Waits for what the screen is to show."""
+    end = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < end, "it did not come"
+        await pilot.pause(0.01)
+    await pilot.pause()
+
+
+async def say(pilot: Pilot[Any], text: str) -> None:
+    """Writes a message and waits for the whole answer."""
+    app = pilot.app
+    assert isinstance(app, ChatApp)
+    before = app.chat.num_turns
+    app.chat.composer.write(text)
+    await pilot.press("enter")
+    await until(pilot, lambda: app.chat.num_turns >= before + 2 and not app.chat.is_answering)
+
+
+def shown(app: ChatApp) -> str:
+    """What is on the screen, as text."""
+    lines = app.screen._compositor.render_strips(app.size)
+    return "\n".join("".join(segment.text for segment in line) for line in lines)
+
+
+def texts(app: ChatApp) -> list[tuple[str, str]]:
+    """(role, text) of the messages that are mounted."""
+    return [(view.role, view.text) for view in app.chat.transcript.views]
