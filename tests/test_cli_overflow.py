@@ -98,7 +98,7 @@ def test_a_chat_tells_once_that_the_context_is_nearly_full_and_statistics_each_t
 def test_tokens_shows_a_bar_and_who_has_how_much(talk) -> None:
     lines = talk("one", "two", "/tokens", flags=("-s", "be brief")).err.splitlines()
     (bar,) = (line for line in lines if line.startswith("["))
-    counts = {name: int(count) for name, count in re.findall(r"(system|history|last turn|template) (\d+)", bar)}
+    counts = {name: int(count) for name, count in re.findall(r"(system|history|question|answer|template) (\d+)", bar)}
     (total,) = (int(line.split()[0]) for line in lines if "of the context are used" in line)
     assert sum(counts.values()) == total and all(counts.values())
     assert len(bar[1 : bar.index("]")]) == 40

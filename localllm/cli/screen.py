@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Mapping
@@ -55,6 +56,9 @@ def run_screen(
         draft,
         shows_statistics=flags["stats"],
     )
+    # A picture makes thousands of short-lived objects: with Python's own thresholds a full collection, 100 to 400 ms of
+    # it, came every second while one scrolled.
+    gc.set_threshold(10_000, 20, 100)
     app = ChatApp(start, away=front.interrupts.elsewhere)
     front.interrupts.terminal_reset = "" if flags["inline"] else _RESET
     with front.interrupts.stopping(app.leave_soon):

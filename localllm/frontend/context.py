@@ -190,8 +190,8 @@ class Meter:
 
 @dataclass(frozen=True)
 class ContextUsage:
-    """Who has how many tokens of a context. parts: system, history, last turn, template. num_out: messages that have
-    left it."""
+    """Who has how many tokens of a context. parts: system, history, question, answer, template. num_out: messages that
+    have left it."""
 
     used: int
     limit: int
@@ -205,7 +205,12 @@ def context_usage(
     """messages: that the model is given, `used` tokens with its template. count: the tokens of a text."""
     front, starts = num_in_front(messages), turn_starts(messages)
     last = starts[-1] if starts else len(messages)
-    parts = {"system": messages[:front], "history": messages[front:last], "last turn": messages[last:]}
+    parts = {
+        "system": messages[:front],
+        "history": messages[front:last],
+        "question": messages[last : last + 1],
+        "answer": messages[last + 1 :],
+    }
     counts = {name: sum(count(text_of(message)) for message in some) for name, some in parts.items()}
     counts["template"] = max(0, used - sum(counts.values()))
     return ContextUsage(used, limit, counts, num_out)

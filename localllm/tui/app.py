@@ -57,13 +57,14 @@ class ChatApp(App[None]):
         Binding("f2", "plan", "plan", id="app.plan"),
         Binding("f3", "models", "models", id="app.models"),
         Binding("f4", "chats", "chats", id="app.chats"),
-        Binding("ctrl+q", "leave", "leave", id="app.leave", priority=True),
+        Binding("ctrl+q", "leave", "leave", id="app.leave", show=False, priority=True),
     ]
     ENABLE_COMMAND_PALETTE = True
 
     def __init__(self, start: Start, serve: Serve = serve, away: Callable[[], Away] = nullcontext) -> None:
         """away: entered while another program has the terminal."""
         super().__init__()
+        self.animation_level = "none"  # each frame of a scroll is a picture more over ssh
         self._start = start
         self._loop: asyncio.AbstractEventLoop | None = None
         self.away = away

@@ -394,7 +394,9 @@ class Desk:
 
         def follow(hear: Callable[[str], None]) -> Answer:
             hear(asked.said)
-            self._follow(service.submit(asked.request), answer, hear)
+            stream = service.submit(asked.request)
+            self._count()  # while the prompt is being read
+            self._follow(stream, answer, hear)
             if answer.finished is not None and answer.finished.error is not None:
                 raise answer.finished.error
             return answer

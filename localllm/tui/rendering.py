@@ -6,6 +6,7 @@ A link shows where it leads, raw HTML is text, and nothing can be clicked: a mod
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
@@ -18,6 +19,7 @@ _BULLETS = ("• ", "◦ ", "▪ ")
 _STYLES = {"em": ".em", "strong": ".strong", "s": ".s"}
 
 
+@cache
 def parser() -> MarkdownIt:
     """CommonMark with tables and strikethrough. Raw HTML stays text, and so do definitions of links, which CommonMark
     would take out of what is shown."""

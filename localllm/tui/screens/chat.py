@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from textual import on, work
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.content import Content
 from textual.screen import Screen
-from textual.widgets import OptionList, Static, TextArea
+from textual.widgets import Footer, OptionList, Static, TextArea
 
 from localllm.errors import LocalLLMError
 from localllm.frontend import slash
@@ -39,31 +39,32 @@ if TYPE_CHECKING:
 
 _MOST_FOUND = 30  # questions that a search lists
 _LEAVE_S = 3.0  # in which a second Ctrl-C leaves
+_QUIET: Any = {"show": False, "priority": True}  # before the composer, and not among the keys at the bottom
 
 
 class ChatScreen(Screen[None]):
     CSS = """
     ChatScreen {
         & > #title { height: 1; padding: 0 1; background: $panel; color: $text-muted; }
-        & > #keys { height: 1; padding: 0 1; color: $text-muted; }
         & > #attached { height: auto; padding: 0 1; color: $text-accent; display: none; }
     }
     """
     BINDINGS = [
-        Binding("escape", "escape", "stop, close", id="chat.stop"),
-        Binding("ctrl+c", "interrupt", "stop; twice: leave", id="chat.interrupt", priority=True),
-        Binding("ctrl+d", "leave", "leave", id="chat.leave", priority=True),
-        Binding("ctrl+up", "select(-1)", "earlier message", id="chat.earlier", priority=True),
-        Binding("ctrl+down", "select(1)", "later message", id="chat.later", priority=True),
-        Binding("pageup", "page(-1)", "scroll up", id="chat.page_up", priority=True),
-        Binding("pagedown", "page(1)", "scroll down", id="chat.page_down", priority=True),
-        Binding("ctrl+home", "home", "to the first message", id="chat.home", priority=True),
-        Binding("ctrl+end", "end", "to the last message", id="chat.end", priority=True),
-        Binding("ctrl+t", "thoughts", "unfold or fold thoughts", id="chat.thoughts"),
-        Binding("ctrl+n", "new", "new conversation", id="chat.new"),
-        Binding("f5", "regenerate", "answer again", id="chat.regenerate"),
-        Binding("f6", "continue", "go on with the answer", id="chat.continue"),
-        Binding("f7", "code", "code blocks", id="chat.code"),
+        Binding("escape", "stop", "stop", id="chat.stop"),
+        Binding("escape", "close", "close", id="chat.close", show=False),
+        Binding("ctrl+c", "interrupt", "copy what is selected, stop, or leave", id="chat.interrupt", **_QUIET),
+        Binding("ctrl+d", "leave", "leave", id="chat.leave", **_QUIET),
+        Binding("ctrl+up", "select(-1)", "earlier message", id="chat.earlier", **_QUIET),
+        Binding("ctrl+down", "select(1)", "later message", id="chat.later", **_QUIET),
+        Binding("pageup", "page(-1)", "scroll up", id="chat.page_up", **_QUIET),
+        Binding("pagedown", "page(1)", "scroll down", id="chat.page_down", **_QUIET),
+        Binding("ctrl+home", "home", "to the first message", id="chat.home", **_QUIET),
+        Binding("ctrl+end", "end", "to the last message", id="chat.end", **_QUIET),
+        Binding("ctrl+t", "thoughts", "unfold or fold thoughts", id="chat.thoughts", show=False),
+        Binding("ctrl+n", "new", "new conversation", id="chat.new", show=False),
+        Binding("f5", "regenerate", "answer again", id="chat.regenerate", show=False),
+        Binding("f6", "continue", "go on with the answer", id="chat.continue", show=False),
+        Binding("f7", "code", "code blocks", id="chat.code", show=False),
     ]
     AUTO_FOCUS = "Composer"
 
@@ -88,7 +89,7 @@ class ChatScreen(Screen[None]):
         yield Static("", id="attached")
         yield Composer()
         yield Status()
-        yield Static("", id="keys")
+        yield Footer(show_command_palette=True, compact=True)
 
     @property
     def chat_app(self) -> ChatApp:
@@ -127,8 +128,8 @@ class ChatScreen(Screen[None]):
         """The kept chat's; None where nothing is kept (yet)."""
         return self._session_id
 
-    def on_mount(self) -> None:
-        self._tell_keys()
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        return self._is_answering if action == "stop" else True
 
     # What the conversation's thread tells
 
@@ -176,7 +177,7 @@ class ChatScreen(Screen[None]):
         self.query_one(Activity).progress("reading the prompt")
         if message.said:
             await view.hear(message.said)
-        self._tell_keys()
+        self._tell_mode()
 
     @on(messages.Prefilled)
     def _on_prefilled(self, message: messages.Prefilled) -> None:
@@ -204,10 +205,11 @@ class ChatScreen(Screen[None]):
             await self.transcript.drop_answer()
         else:
             await view.end()
-            view.tell(self._told_of(message))
+            if told := self._told_of(message):
+                view.tell(told)
         if message.finished is not None:
             self.status.run_now = Run(message.finished.usage.completion_tokens, 0.0, message.finished)
-        self._tell_keys()
+        self._tell_mode()
 
     def _told_of(self, message: messages.AnswerEnded) -> str:
         """The line below an answer."""
@@ -250,7 +252,7 @@ class ChatScreen(Screen[None]):
         composer.remember([event.text, *[text for text in composer.asked if text != event.text]])
         composer.clear_all()
         index, self._editing = self._editing, None
-        self._tell_keys()
+        self._tell_mode()
         await self.transcript.go_end()
         text = event.text.strip()
         self.desk.do(lambda: self.desk.say(text) if index is None else self.desk.edit(index, text))
@@ -261,15 +263,15 @@ class ChatScreen(Screen[None]):
         if self._is_finding:
             words = text.casefold()
             found = [asked for asked in self.composer.asked if words in asked.casefold()][:_MOST_FOUND]
-            self.query_one(Suggestions).suggest([(asked, asked[:200]) for asked in found])
+            self._suggest([(asked, asked[:200]) for asked in found])
         else:
-            self.query_one(Suggestions).suggest(completions(text) if self._editing is None else [])
+            self._suggest(completions(text) if self._editing is None else [])
 
     @on(Composer.Find)
     def _on_find(self) -> None:
         self._is_finding = not self._is_finding
         self._on_written(TextArea.Changed(self.composer))
-        self._tell_keys()
+        self._tell_mode()
 
     @on(Composer.Complete)
     def _on_complete(self) -> None:
@@ -299,16 +301,17 @@ class ChatScreen(Screen[None]):
         self._is_finding = False
         if chosen is not None:
             self.composer.write(chosen)
-        self._tell_keys()
+        self._tell_mode()
         self.composer.focus()
 
-    def suggestion(self, step: int) -> bool:
-        """Another of the list is chosen; False where none is shown."""
+    @on(Composer.Step)
+    def _on_step(self, event: Composer.Step) -> None:
         suggestions = self.query_one(Suggestions)
-        if not suggestions.is_shown:
-            return False
-        (suggestions.action_cursor_down if step > 0 else suggestions.action_cursor_up)()
-        return True
+        (suggestions.action_cursor_down if event.step > 0 else suggestions.action_cursor_up)()
+
+    def _suggest(self, found: Sequence[tuple[str, str]]) -> None:
+        self.query_one(Suggestions).suggest(found)
+        self.composer.is_suggesting = bool(found)
 
     def _take_command(self, line: str) -> None:
         try:
@@ -320,18 +323,20 @@ class ChatScreen(Screen[None]):
 
     # Keys
 
-    def action_escape(self) -> None:
+    def action_stop(self) -> None:
+        self.desk.stop()
+
+    def action_close(self) -> None:
+        """Closes what is open, and comes back to the composer."""
         if self._is_finding or self.query_one(Suggestions).is_shown:
             self._is_finding = False
-            self.query_one(Suggestions).suggest([])
-        elif self._is_answering:
-            self.desk.stop()
+            self._suggest([])
         elif self._editing is not None:
             self._editing = None
-            self.composer.clear_all()
+            self.composer.put_away()
         elif not self.notice.close():
             self.composer.focus()
-        self._tell_keys()
+        self._tell_mode()
 
     def action_interrupt(self) -> None:
         """Copies what is selected; else stops the answer, else empties the composer, else leaves at the second time."""
@@ -343,7 +348,7 @@ class ChatScreen(Screen[None]):
         elif self._is_answering:
             self.desk.stop()
         elif composer.text:
-            composer.clear_all()
+            composer.put_away()
         elif self.chat_app.time - self._interrupted_at < _LEAVE_S:
             self.chat_app.leave()
         else:
@@ -403,16 +408,15 @@ class ChatScreen(Screen[None]):
             self.notice.close()
             self.desk.do(job)
 
-    def _tell_keys(self) -> None:
-        keys = {"enter": "send", "ctrl+p": "commands", "F1": "help", "F2": "plan", "F3": "models", "F4": "chats"}
-        if self._is_answering:
-            keys = {"esc": "stop", **{key: what for key, what in keys.items() if key != "enter"}}
-        elif self._is_finding:
-            keys = {"type": "to search what was asked", "enter": "take it", "esc": "close"}
+    def _tell_mode(self) -> None:
+        """What enter does now, on the composer's border."""
+        mode = ""
+        if self._is_finding:
+            mode = "search what was asked: type, enter takes it, esc closes"
         elif self._editing is not None:
-            keys = {"enter": "say it anew", "esc": "leave it as it was"}
-        shown = [Content.styled(key, "bold $text-accent") + Content(f" {what}") for key, what in keys.items()]
-        self.query_one("#keys", Static).update(Content("  ").join(shown))
+            mode = "written anew: enter says it, esc leaves it as it was"
+        self.composer.border_title = Content(mode)
+        self.refresh_bindings()
 
     # Messages
 
@@ -444,7 +448,7 @@ class ChatScreen(Screen[None]):
         self.composer.clear_all()
         self.composer.write(content_of(self._turns[index])[0])
         self.composer.focus()
-        self._tell_keys()
+        self._tell_mode()
 
     def copy(self, text: str, what: str) -> None:
         """To the clipboard, by the terminal (OSC 52); without control characters, which a paste could make obeyed."""

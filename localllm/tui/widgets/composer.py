@@ -32,9 +32,9 @@ class Composer(TextArea):
     """
     BINDINGS = [
         Binding("enter", "send", "send", id="composer.send"),
-        Binding("shift+enter,alt+enter,ctrl+j", "newline", "new line", id="composer.newline"),
-        Binding("ctrl+r", "find", "search what was asked", id="composer.find"),
-        Binding("ctrl+g", "edit", "write it in $EDITOR", id="composer.editor"),
+        Binding("shift+enter,alt+enter,ctrl+j", "newline", "new line", id="composer.newline", show=False),
+        Binding("ctrl+r", "find", "search what was asked", id="composer.find", show=False),
+        Binding("ctrl+g", "edit", "write it in $EDITOR", id="composer.editor", show=False),
         Binding("tab", "complete", "complete", show=False),
     ]
 
@@ -54,11 +54,20 @@ class Composer(TextArea):
     class Complete(Message):
         """The chosen completion is to be taken."""
 
+    class Step(Message):
+        """Another suggestion is to be chosen: the one `step` further down."""
+
+        def __init__(self, step: int) -> None:
+            super().__init__()
+            self.step = step
+
     def __init__(self) -> None:
         super().__init__(
             soft_wrap=True, show_line_numbers=False, compact=False, tab_behavior="focus", highlight_cursor_line=False,
             placeholder="Write a message. / for commands, F1 for help",
         )  # fmt: skip
+        self.is_suggesting = False  # the arrows move in what is suggested
+        self.cursor_blink = False  # each blink is a picture more over ssh
         self._asked: Sequence[str] = ()  # before, the latest first
         self._at = -1  # of those that is shown; -1: what is being written
         self._draft = ""
@@ -84,6 +93,11 @@ class Composer(TextArea):
         self.write("")
         self._pasted.clear()
         self._at = -1
+
+    def put_away(self) -> None:
+        """Empties it; the arrow up brings it back."""
+        self.remember([self.whole, *self._asked])
+        self.clear_all()
 
     def remember(self, asked: Sequence[str]) -> None:
         """What was asked before, the latest first."""
@@ -111,13 +125,17 @@ class Composer(TextArea):
         self.post_message(self.Complete())
 
     def action_cursor_up(self, select: bool = False) -> None:
-        if not select and self.cursor_at_first_line:
+        if self.is_suggesting and not select:
+            self.post_message(self.Step(-1))
+        elif not select and self.cursor_at_first_line:
             self._recall(self._at + 1)
         else:
             super().action_cursor_up(select)
 
     def action_cursor_down(self, select: bool = False) -> None:
-        if not select and self.cursor_at_last_line and self._at >= 0:
+        if self.is_suggesting and not select:
+            self.post_message(self.Step(1))
+        elif not select and self.cursor_at_last_line and self._at >= 0:
             self._recall(self._at - 1)
         else:
             super().action_cursor_down(select)

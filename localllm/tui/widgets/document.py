@@ -9,38 +9,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from markdown_it.token import Token
+from textual import events
+from textual.app import ComposeResult
 from textual.selection import Selection
 from textual.widgets import Markdown
 from textual.widgets._markdown import MarkdownBlock
 
 from localllm.tui import rendering
 from localllm.tui.pieces import Block
+from localllm.tui.widgets.clear import Clear
 
 
 class DocumentBlock(MarkdownBlock):
     """A paragraph, a heading, a list, a table or code: one block of the top level."""
 
-    COMPONENT_CLASSES = {
-        "em", "strong", "s", "code_inline", "code_block", "link", "dim", "quote", "bullet", "h1", "h2", "h3", "h4",
-        "h5", "h6",
-    }  # fmt: skip
+    COMPONENT_CLASSES = set()
     DEFAULT_CSS = """
-    DocumentBlock {
-        width: 1fr;
-        height: auto;
-        margin: 0 0 1 0;
-        & > .em { text-style: italic; }
-        & > .strong { text-style: bold; }
-        & > .s { text-style: strike; }
-        & > .code_inline { background: $boost; color: $text-warning; }
-        & > .link { text-style: underline; color: $text-primary; }
-        & > .dim { color: $text-muted; }
-        & > .bullet { color: $text-primary; }
-        & > .quote { color: $text-secondary; }
-        & > .h1 { text-style: bold underline; color: $markdown-h1-color; }
-        & > .h2 { text-style: bold; color: $markdown-h2-color; }
-        & > .h3, & > .h4, & > .h5, & > .h6 { text-style: bold; color: $text; }
-    }
+    DocumentBlock { width: 1fr; height: auto; margin: 0 0 1 0; }
     """
 
     def __init__(self, document: Markdown, tokens: Sequence[Token]) -> None:
@@ -58,15 +43,42 @@ class DocumentBlock(MarkdownBlock):
         return selection.extract("\n".join(line.plain for line in self.block.shown)), "\n"
 
 
-class Document(Markdown):
-    """A model's Markdown."""
+class Document(Clear, Markdown):
+    """A model's Markdown: whole, or without a text at first and then written by its stream."""
 
+    COMPONENT_CLASSES = {
+        "em", "strong", "s", "code_inline", "code_block", "link", "dim", "quote", "bullet", "h1", "h2", "h3", "h4",
+        "h5", "h6",
+    }  # fmt: skip
     DEFAULT_CSS = """
-    Document { padding: 0; }
+    Document {
+        padding: 0;
+        & > .em { text-style: italic; }
+        & > .strong { text-style: bold; }
+        & > .s { text-style: strike; }
+        & > .code_inline { background: $boost; color: $text-warning; }
+        & > .link { text-style: underline; color: $text-primary; }
+        & > .dim { color: $text-muted; }
+        & > .bullet { color: $text-primary; }
+        & > .quote { color: $text-secondary; }
+        & > .h1 { text-style: bold underline; color: $markdown-h1-color; }
+        & > .h2 { text-style: bold; color: $markdown-h2-color; }
+        & > .h3, & > .h4, & > .h5, & > .h6 { text-style: bold; color: $text; }
+    }
     """
 
-    def __init__(self, text: str | None = None, *, classes: str | None = None) -> None:
-        super().__init__(text, classes=classes, parser_factory=rendering.parser, open_links=False)
+    def __init__(self, text: str = "", *, classes: str | None = None) -> None:
+        super().__init__(classes=classes, parser_factory=rendering.parser, open_links=False)
+        self._text = text
+
+    def compose(self) -> ComposeResult:
+        # What is whole is one block: a conversation that is scrolled through mounts a third of the widgets.
+        if self._text:
+            self._markdown = self._text
+            yield DocumentBlock(self, rendering.parser().parse(self._text))
+
+    async def _on_mount(self, event: events.Mount) -> None:  # type: ignore[override]
+        event.prevent_default()
 
     def _parse_markdown(self, tokens: Iterable[Token]) -> Iterable[MarkdownBlock]:
         for group in rendering.groups(list(tokens)):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from textual.app import ComposeResult
 from textual.binding import Binding
-from textual.containers import Vertical
 from textual.content import Content
 from textual.message import Message
+from textual.widget import Widget
 from textual.widgets import Markdown, Static
 from textual.widgets.markdown import MarkdownStream
 
@@ -14,13 +14,14 @@ from localllm.frontend.text import visible
 from localllm.frontend.thinking import Splitter, split
 from localllm.history import content_of
 from localllm.tui.messages import Turn
+from localllm.tui.widgets.clear import Clear
 from localllm.tui.widgets.document import Document
 from localllm.tui.widgets.thought import Thought
 
 _MOST_LINES = 16  # of a question, before it is folded
 
 
-class MessageView(Vertical, can_focus=True):
+class MessageView(Widget, can_focus=True):
     """turn: what it shows; None while it is being written. index: its place among the turns."""
 
     DEFAULT_CSS = """
@@ -72,24 +73,25 @@ class QuestionView(MessageView):
     """A question, or whatever else is no answer."""
 
     DEFAULT_CSS = """
-    QuestionView {
-        border-left: outer $primary;
-        background: $primary-muted;
-        & > Static { height: auto; width: 1fr; }
-    }
+    QuestionView { border-left: outer $primary; background: $primary-muted; }
     """
 
-    def compose(self) -> ComposeResult:
+    def render(self) -> Content:
         lines = visible(self.text).split("\n")
+        parts = [Content("\n".join(lines[:_MOST_LINES]))]
         if self.role != "user":
-            yield Static(Content(self.role), classes="meta")
-        yield Static(Content("\n".join(lines[:_MOST_LINES])))
+            parts.insert(0, Content.styled(visible(self.role), "$text-muted"))
         if len(lines) > _MOST_LINES:
-            yield Static(Content(f"… {len(lines) - _MOST_LINES} more lines"), classes="meta")
+            parts.append(Content.styled(f"… {len(lines) - _MOST_LINES} more lines", "$text-muted"))
+        return Content("\n").join(parts)
 
 
-class AnswerView(MessageView):
+class AnswerView(Clear, MessageView):
     """An answer. While it is being written `hear` takes its words."""
+
+    DEFAULT_CSS = """
+    AnswerView { layout: vertical; }
+    """
 
     def __init__(self, index: int, turn: Turn | None, *, is_thinking: bool = False) -> None:
         super().__init__(index, turn)
@@ -97,7 +99,7 @@ class AnswerView(MessageView):
         self._said: list[str] = []
         self._thought: Thought | None = None
         self._document = Document()
-        self._meta = Static("", classes="meta")
+        self._meta: Static | None = None
         self._streams: list[MarkdownStream] = []
 
     @property
@@ -117,10 +119,6 @@ class AnswerView(MessageView):
                 yield self._thought
             self._document = Document(visible(answer))
         yield self._document
-        yield self._meta
-
-    def on_mount(self) -> None:
-        self._meta.display = False
 
     async def hear(self, text: str) -> None:
         """The next words."""
@@ -140,12 +138,15 @@ class AnswerView(MessageView):
     @property
     def is_told_of(self) -> bool:
         """Whether there is a line below it."""
-        return self._meta.display
+        return self._meta is not None
 
     def tell(self, text: str) -> None:
         """What is known about it: a line below it."""
-        self._meta.update(Content(text))
-        self._meta.display = bool(text)
+        if self._meta is None:
+            self._meta = Static(Content(text), classes="meta")
+            self.mount(self._meta)
+        else:
+            self._meta.update(Content(text))
 
     async def _take(self, parts: list[tuple[bool, str]]) -> None:
         for is_thought, text in parts:

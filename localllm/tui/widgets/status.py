@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from textual.content import Content
 from textual.reactive import reactive
@@ -17,7 +17,13 @@ from localllm.tui.messages import Facts
 
 _BAR = 10  # columns
 _SLOW = 0.1  # of the time of the steps, from which on waiting is told of
-_PARTS = {"system": "$secondary", "history": "$primary", "last turn": "$accent", "template": "$primary-darken-2"}
+_PARTS = {  # in their order on the bar
+    "template": "$primary-darken-2",
+    "system": "$secondary",
+    "history": "$primary",
+    "question": "$primary-lighten-2",
+    "answer": "$accent",
+}
 _TIERS = {"vram": "VRAM", "ram": "RAM"}
 _BOUND = {"disk": "reading blocks from the disk", "link": "copying blocks to the GPU"}
 
@@ -46,9 +52,8 @@ def first_line(facts: Facts | None, loading: str, usage: ContextUsage | None, ru
         share = usage.used / usage.limit
         style = "$text-error" if share > 0.95 else "$text-warning" if share >= 0.8 else ""
         parts.append((1, Content.styled(f"{usage.used:,}/{usage.limit:,}", style)))
-        named = {"system": "sys", "history": "hist", "last turn": "turn"}
-        split = " ".join(f"{short} {usage.parts[name]:,}" for name, short in named.items() if usage.parts.get(name))
-        parts.append((6, Content.styled(split, "$text-muted")))
+        shown = [f"{name} {usage.parts[name]:,}" for name in ("system", "history", "answer") if usage.parts.get(name)]
+        parts.append((6, Content.styled(" ".join(shown), "$text-muted")))
     if (rate := run.tok_s) is not None:
         parts.append((2, Content(f"{format_figure(rate)} tok/s")))
     if run.finished is not None:
@@ -56,8 +61,15 @@ def first_line(facts: Facts | None, loading: str, usage: ContextUsage | None, ru
     return fitting(parts, columns)
 
 
+def growing(usage: ContextUsage, run: Run) -> ContextUsage:
+    """While an answer is being written: with its tokens so far. What was the last turn is history."""
+    if run.finished is not None or not run.num_tokens:
+        return usage
+    return replace(usage, used=usage.used + run.num_tokens, parts={**usage.parts, "answer": run.num_tokens})
+
+
 def _context(usage: ContextUsage) -> Content:
-    return split_bar({name: count / usage.limit for name, count in usage.parts.items()}, _BAR, _PARTS)
+    return split_bar({name: usage.parts.get(name, 0) / usage.limit for name in _PARTS}, _BAR, _PARTS)
 
 
 def _finished(finished: FinishedEvent) -> list[tuple[int, Content]]:
@@ -120,5 +132,6 @@ class Status(Widget):
 
     def render(self) -> Content:
         columns = self.content_size.width
-        first = first_line(self.facts, self.model_text, self.usage, self.run_now, columns)
+        usage = None if self.usage is None else growing(self.usage, self.run_now)
+        first = first_line(self.facts, self.model_text, usage, self.run_now, columns)
         return first + Content("\n") + second_line(self.facts, self.run_now, columns)

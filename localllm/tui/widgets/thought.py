@@ -10,10 +10,11 @@ from textual.content import Content
 from textual.reactive import reactive
 from textual.widgets import Static
 
+from localllm.tui.widgets.clear import Clear
 from localllm.tui.widgets.document import Document
 
 
-class Thought(Vertical):
+class Thought(Clear, Vertical):
     """Open while it is being written, folded after."""
 
     DEFAULT_CSS = """
@@ -33,7 +34,7 @@ class Thought(Vertical):
     def __init__(self, text: str = "", *, is_open: bool = False) -> None:
         super().__init__()
         self._fold = _Fold()
-        self.document = Document(text or None)
+        self.document = Document(text)
         self._num_words = len(text.split())
         self._is_thinking = is_open
         self.set_reactive(Thought.is_open, is_open)

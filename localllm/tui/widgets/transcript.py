@@ -11,15 +11,15 @@ from textual.widget import Widget
 from textual.widgets import Static
 
 from localllm.tui.messages import Turn
+from localllm.tui.widgets.clear import Clear
 from localllm.tui.widgets.message_view import AnswerView, MessageView, QuestionView
 
 _FIRST = 16  # messages that are mounted at once
-_MORE = 12  # when an end of the window is scrolled to
+_MORE = 4  # when an end of the window is near: 80 ms
 _MOST = 64  # mounted; those at the other end go
-_NEAR = 4  # lines from the end of what is mounted
 
 
-class Transcript(VerticalScroll, can_focus=False):
+class Transcript(Clear, VerticalScroll, can_focus=False):
     DEFAULT_CSS = """
     Transcript {
         height: 1fr;
@@ -102,10 +102,11 @@ class Transcript(VerticalScroll, can_focus=False):
         super().watch_scroll_y(old_value, new_value)
         if self._is_moving or not self.is_mounted:
             return
-        if new_value <= _NEAR and self._first > 0:
+        near = self.size.height  # more is there before it is scrolled to
+        if new_value <= near and self._first > 0:
             self._is_moving = True
             self.call_later(self._mount_earlier)
-        elif new_value >= self.max_scroll_y - _NEAR and self._last < len(self._turns):
+        elif new_value >= self.max_scroll_y - near and self._last < len(self._turns):
             self._is_moving = True
             self.call_later(self._mount_later)
 
