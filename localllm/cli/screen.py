@@ -36,15 +36,17 @@ def run_screen(
     resumed: Resumed | None,
 ) -> None:
     """Shows it until it is left. resolved: the settings without what the model adds. Raises what nobody foresaw."""
+    from localllm.tui import draft
     from localllm.tui.app import ChatApp, Start
     from localllm.tui.background import is_light
     from localllm.tui.keys import checked_keys, checked_theme
 
     keys = checked_keys(resolved)
-    theme, draft = checked_theme(resolved), ""
+    theme, typed = checked_theme(resolved), ""
     if theme is None:
-        light, draft = is_light()
+        light, typed = is_light()
         theme = "textual-light" if light else None
+    unsent = "" if selection.private else draft.take()
     start = Start(
         selection,
         resolved,
@@ -53,7 +55,7 @@ def run_screen(
         extra_sampling(flags),
         theme,
         keys,
-        draft,
+        unsent + typed,
         shows_statistics=flags["stats"],
     )
     # A picture makes thousands of short-lived objects: with Python's own thresholds a full collection, 100 to 400 ms of
@@ -64,6 +66,8 @@ def run_screen(
     with front.interrupts.stopping(app.leave_soon):
         app.run(inline=flags["inline"])
     front.interrupts.terminal_reset = ""
+    if app.unsent.strip() and not selection.private:
+        draft.keep(app.unsent)
     app.desk.close(_END_S)
     if app.failure is not None:
         raise app.failure

@@ -57,7 +57,7 @@ def _sign(match: re.Match[str]) -> str:
 
 def one_line(text: str) -> str:
     """The text on one line, control characters shown as escapes: for names and messages inside a line of ours."""
-    return UNSAFE.sub(lambda match: match.group().encode("unicode_escape").decode(), text.replace("\n", " "))
+    return _UNSEEN.sub(lambda match: match.group().encode("unicode_escape").decode(), re.sub(r"[\n\t]", " ", text))
 
 
 def format_seconds(seconds: float) -> str:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from textual.app import App
+from textual.app import App, SystemCommand
 from textual.binding import Binding
 from textual.message import Message
+from textual.screen import Screen
 
 from localllm.config import ResolvedSettings
 from localllm.errors import UsageError
 from localllm.frontend.keeping import Resumed
 from localllm.frontend.selection import Selection
 from localllm.tui import messages
+from localllm.tui.commands import COMMANDS
 from localllm.tui.desk import Desk
 from localllm.tui.loading import Serve, serve
 from localllm.tui.screens.chat import ChatScreen
@@ -71,6 +74,7 @@ class ChatApp(App[None]):
         self.desk = Desk(start.resolved, dict(start.extra), serve, self._hear)
         self.chat = ChatScreen(self.desk, shows_statistics=start.shows_statistics)
         self.failure: Exception | None = None
+        self.unsent = ""  # what stands in the composer
 
     @property
     def time(self) -> float:
@@ -121,6 +125,21 @@ class ChatApp(App[None]):
 
     def action_chats(self) -> None:
         self.chat.notice.note("not there yet")
+
+    def get_system_commands(self, screen: Screen[Any]) -> Iterator[SystemCommand]:
+        """The palette: every slash command, by what it does."""
+        for name, command in COMMANDS.items():
+            yield SystemCommand(f"/{name} {command.parameters}".strip(), command.summary, partial(self._command, name))
+
+    def _command(self, name: str) -> None:
+        """Does it, or where something has to stand behind it, begins it in the composer."""
+        while self.screen is not self.chat:
+            self.pop_screen()
+        if COMMANDS[name].parameters and not COMMANDS[name].parameters.startswith("["):
+            self.chat.composer.write(f"/{name} ")
+            self.chat.composer.focus()
+        else:
+            self.chat.take_command(f"/{name}")
 
     def choose_theme(self, name: str) -> None:
         if not name:

@@ -15,22 +15,25 @@ from typing import TYPE_CHECKING, Any
 
 from localllm.config import Origin, ResolvedSettings, accepted, shown_setting
 from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent, TokenEvent
-from localllm.errors import BugError, LocalLLMError, UsageError
+from localllm.errors import BugError, HistoryError, LocalLLMError, UsageError
 from localllm.frontend.answer import Answer
 from localllm.frontend.context import evicted_text, grown_text
 from localllm.frontend.dialogue import SETTABLE, Dialogue
 from localllm.frontend.exporting import export_chat
 from localllm.frontend.keeping import Keeper, Resumed, keeper_of, look_up
+from localllm.frontend.machine_line import machine_line
 from localllm.frontend.miss import NEW
 from localllm.frontend.origins import with_origins
 from localllm.frontend.selection import Selection, locate, named, with_defaults
 from localllm.frontend.talk import Asked, Talk, mended_in_chat
 from localllm.frontend.text_file import read_text_file
 from localllm.frontend.thinking import opens_thought
+from localllm.history import History, history_file, nothing_is_kept
 from localllm.tui.loading import Post, Serve, Service
 from localllm.tui.messages import (
     AnswerBegan,
     AnswerEnded,
+    Begun,
     Counted,
     Facts,
     Failed,
@@ -40,6 +43,7 @@ from localllm.tui.messages import (
     Prefilled,
     Said,
     Shown,
+    TakenBack,
     Told,
 )
 
@@ -48,6 +52,7 @@ if TYPE_CHECKING:
     from localllm.engine.service import RequestStream
 
 _FLUSH_S = 0.05  # between two messages of an answer: what an eye follows, and a fifth of a core at 200 tok/s
+_MOST_ASKED, _LONGEST_ASKED = 500, 4000  # questions, characters, for the arrows and the search
 _TAIL_IDS = 12  # of a prompt, in which a template opens a thought
 
 Job = Callable[[], None]
@@ -72,6 +77,7 @@ class Desk:
         self._stream: RequestStream | None = None
         self._stops = threading.Event()
         self._is_cut = False
+        self._typed = ""  # the last question, without what was attached
         self.last: Answer | None = None
         self._asked: Asked | None = None
         self._thread = threading.Thread(target=self._run, name="conversation", daemon=True)
@@ -117,9 +123,11 @@ class Desk:
         self._is_cut = resumed is not None and resumed.is_cut
         self._show()
         self._load(selection)
+        self._post(Begun(_asked_before(), machine_line()))
 
     def say(self, text: str) -> None:
         self._dialogue.ask(text)
+        self._typed = text
         self._attached.clear()
         self._is_cut = False
         self._kept.sync(self._dialogue)
@@ -131,6 +139,7 @@ class Desk:
         before = list(self._dialogue.turns)
         if not (self._dialogue.take_back_answer() or self._dialogue.is_asked):
             raise UsageError("there is no answer yet", why="nothing was asked", fix="write a message first")
+        self._show()
         self._or_else(before, self._reply)
 
     def edit(self, index: int, text: str) -> None:
@@ -139,6 +148,7 @@ class Desk:
         del self._dialogue.turns[index:]
         self._dialogue.has_room = True
         self._dialogue.ask(text)
+        self._typed = text
         self._show()
         self._or_else(before, self._reply)
 
@@ -379,13 +389,17 @@ class Desk:
         talk, service = self._talk_now, self._service
         assert service is not None
         self._stops.clear()
+        question = self._dialogue.turns[-1:]
         try:
             asked = ask()
         except LocalLLMError:
             self._kept.sync(self._dialogue)
             self._show()
+            self._give_back(question)
             raise
         self._asked = asked
+        if asked.said:
+            self._show()
         if asked.evicted.turns:
             self.note(evicted_text(asked.evicted))
         tail = talk.engine.tokenizer.decode(list(asked.request.prompt_ids[-_TAIL_IDS:]), skip_special=False)
@@ -409,7 +423,14 @@ class Desk:
             self._is_cut = finished is None or finished.finish_reason in ("cancelled", "error")
             self._post(AnswerEnded(answer.text, finished, answer.seed))
             self._show()
+            self._give_back(question)
         self._tell_of(talk, answer)
+
+    def _give_back(self, question: list[dict[str, Any]]) -> None:
+        """Of a question that was taken back, what was typed: it is not to be lost."""
+        stands = any(turn is question[0] for turn in self._dialogue.turns) if question else True
+        if not stands and question[0]["role"] == "user":
+            self._post(TakenBack(self._typed))
 
     def _tell_of(self, talk: Talk, answer: Answer) -> None:
         finished = answer.finished
@@ -481,6 +502,18 @@ def _batches(stream: RequestStream) -> Iterator[list[Event]]:
                 batch.append(next(events))
         flushed_at = time.monotonic()
         yield batch
+
+
+def _asked_before() -> tuple[str, ...]:
+    """The questions of all kept chats, the latest first; those that nobody would want to write again are left out."""
+    try:
+        if nothing_is_kept():
+            return ()
+        with History.peek(history_file()) as history:
+            found = history.questions(_MOST_ASKED)
+    except HistoryError:  # of which whatever is kept next tells
+        return ()
+    return tuple(text for text in found if len(text) <= _LONGEST_ASKED)
 
 
 def facts_of(name: str, engine: Engine) -> Facts:

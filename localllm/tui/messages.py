@@ -64,6 +64,21 @@ class Shown(Message):
 
 
 @dataclass
+class Begun(Message):
+    """What is known before a model is there. asked: before, the latest first. machine: in a line."""
+
+    asked: tuple[str, ...]
+    machine: str
+
+
+@dataclass
+class TakenBack(Message):
+    """A question that could not be answered, as it was typed."""
+
+    text: str
+
+
+@dataclass
 class AnswerBegan(Message):
     """said: the beginning that is gone on with. is_thinking: the template has opened a thought."""
 

@@ -14,7 +14,7 @@ from textual.visual import RenderOptions, Visual
 
 _GAP = 2  # columns between two of a table
 _NARROWEST = 3  # column of a table; a terminal that has no room for that cuts
-_NO_RULES: RulesMap = {}
+_TAB = 4  # columns
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Piece:
         """Its lines in so many columns."""
         room = max(1, width - max(self.first.cell_length, self.rest.cell_length))
         prefix = self.first
-        for line in self.content.split(allow_blank=True):
-            wrapped = line.expand_tabs(4).fold(room) if self.is_code else line.wrap(room)
+        for line in self.content.expand_tabs(_TAB).split(allow_blank=True):
+            wrapped = line.fold(room) if self.is_code else line.wrap(room)
             for part in wrapped or [Content()]:
                 yield prefix + (part.stylize_before(".code_block") if self.is_code else part)
                 prefix = self.rest

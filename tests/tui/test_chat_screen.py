@@ -2,14 +2,47 @@
 
 from __future__ import annotations
 
-import pytest
+import subprocess
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 
-from localllm.errors import DoesNotFitError
+import pytest
+from textual import events
+from textual.pilot import Pilot
+from textual.widgets import Input
+
+from localllm.errors import ContextOverflowError, DoesNotFitError
+from localllm.frontend.keeping import look_up
 from localllm.history import History, history_file
+from localllm.tui.app import ChatApp
+from localllm.tui.screens.code import CodePicker
+from localllm.tui.screens.help import HelpScreen
+from localllm.tui.widgets.suggestions import Suggestions
+from localllm.tui.widgets.thought import Thought
 from tests.history_support import said
 from tests.tui.support import FakeService, chat_app, running, say, shown, texts, until
 
 pytestmark = pytest.mark.usefixtures("home")
+
+CODE = "Look:\n\n```python\nprint('fox')\n```\n\nand\n\n```sh\nls -l\n```\n"
+
+
+def kept() -> list[tuple[str, str, str]]:
+    """What the chat that was gone on with last shows, in the history."""
+    with History.peek(history_file()) as history:
+        session, _ = history.sessions()[0]
+        return said(history, session)
+
+
+async def begin(pilot: Pilot[Any], app: ChatApp, text: str, length: int = 50) -> None:
+    """Asks, and waits until so many characters were said."""
+    app.chat.composer.write(text)
+    await pilot.press("enter")
+    await until(pilot, lambda: app.chat.transcript.live is not None and len(app.chat.transcript.live.text) > length)
+
+
+# Answers
 
 
 async def test_a_question_is_answered_and_kept() -> None:
@@ -18,12 +51,10 @@ async def test_a_question_is_answered_and_kept() -> None:
         await say(pilot, "Where did the fox go?")
         assert texts(app) == [("user", "Where did the fox go?"), ("assistant", "It went **home**.")]
         assert "It went home." in shown(app)
-    with History.peek(history_file()) as history:
-        ((session, _),) = history.sessions()
-        assert [text for _, text, _ in said(history, session)] == ["Where did the fox go?", "It went **home**."]
+    assert [text for _, text, _ in kept()] == ["Where did the fox go?", "It went **home**."]
 
 
-async def test_a_question_that_comes_before_the_model_is_answered_when_it_is_there() -> None:
+async def test_a_question_that_comes_before_the_model_is_kept_and_answered_when_it_is_there() -> None:
     service = FakeService(["At last."])
     service.gate.clear()
     app = chat_app(service)
@@ -31,42 +62,469 @@ async def test_a_question_that_comes_before_the_model_is_answered_when_it_is_the
         app.chat.composer.write("Hello?")
         await pilot.press("enter")
         await until(pilot, lambda: app.chat.num_turns == 1)
-        assert "loading" in shown(app)
+        assert "loading" in shown(app) and kept() == [("user", "Hello?", "complete")]
         service.gate.set()
         await until(pilot, lambda: app.chat.num_turns == 2)
         assert texts(app)[-1] == ("assistant", "At last.")
 
 
-async def test_escape_stops_an_answer_and_keeps_what_was_said() -> None:
+@pytest.mark.parametrize("key", ["escape", "ctrl+c"])
+async def test_a_key_stops_an_answer_and_keeps_what_was_said(key: str) -> None:
     app = chat_app(FakeService(["word " * 2000], pause_s=0.005))
     async with running(app) as pilot:
-        app.chat.composer.write("Go on")
-        await pilot.press("enter")
-        await until(pilot, lambda: app.chat.transcript.live is not None and len(app.chat.transcript.live.text) > 50)
-        await pilot.press("escape")
+        await begin(pilot, app, "Go on")
+        await pilot.press(key)
         await until(pilot, lambda: not app.chat.is_answering and app.chat.num_turns == 2)
-        kept = texts(app)[-1][1]
-        assert 50 < len(kept) < 10000
-        assert "stopped" in shown(app)
-    with History.peek(history_file()) as history:
-        ((session, _),) = history.sessions()
-        assert said(history, session)[-1] == ("assistant", kept, "interrupted")
+        text = texts(app)[-1][1]
+        assert 50 < len(text) < 10000
+        assert "stopped: F6 goes on" in shown(app)
+    assert kept()[-1] == ("assistant", text, "interrupted")
 
 
-async def test_an_error_is_a_notice_with_four_lines_and_the_question_can_be_sent_again() -> None:
+async def test_what_is_typed_while_an_answer_is_written_waits_in_the_composer() -> None:
+    app = chat_app(FakeService(["word " * 2000], pause_s=0.05))
+    async with running(app) as pilot:
+        await begin(pilot, app, "Go on", 0)
+        await pilot.press(*"next", "enter")
+        assert app.chat.composer.text == "next" and "esc stops it" in shown(app)
+        await pilot.press("escape")
+        await until(pilot, lambda: not app.chat.is_answering)
+        await pilot.press("enter")
+        await until(pilot, lambda: app.chat.num_turns == 3)
+        assert texts(app)[2] == ("user", "next")
+
+
+async def test_how_far_the_prompt_was_read_is_shown() -> None:
+    app = chat_app(FakeService(["Done."], pause_s=0.05, prefill=4096))
+    async with running(app) as pilot:
+        app.chat.composer.write("a long text")
+        await pilot.press("enter")
+        await until(pilot, lambda: "of 4,096 tokens" in shown(app))
+        await until(pilot, lambda: app.chat.num_turns == 2)
+        assert "of 4,096 tokens" not in shown(app)
+
+
+async def test_an_error_is_a_notice_with_four_lines_and_the_question_is_in_the_composer_again() -> None:
     error = DoesNotFitError("the model [b +] does not fit", why="it needs 9 GiB", fix="localllm plan tiny")
     app = chat_app(FakeService([error, "Now."]))
     async with running(app) as pilot:
         app.chat.composer.write("Hello")
         await pilot.press("enter")
         await until(pilot, lambda: app.chat.notice.error is not None)
-        screen = shown(app)
         for line in (
             "error: the model [b +] does not fit",
             "why:   it needs 9 GiB",
             "fix:   localllm plan tiny",
             "more:  localllm help does-not-fit",
         ):
-            assert line in screen
-        await say(pilot, "Hello again")
-        assert texts(app)[-1][1] == "Now."
+            assert line in shown(app)
+        await until(pilot, lambda: app.chat.composer.text == "Hello")
+        await pilot.press("enter")
+        await until(pilot, lambda: app.chat.num_turns == 2)
+        assert app.chat.notice.error is None and texts(app)[-1][1] == "Now."
+
+
+async def test_a_prompt_that_is_too_long_is_refused_and_nothing_of_it_is_lost() -> None:
+    service = FakeService(["Now."])
+
+    def refuse(_: object) -> None:
+        raise ContextOverflowError("the prompt has 9 tokens, the context 8", why="too long", fix="shorten the prompt")
+
+    service.engine.check = refuse  # type: ignore[method-assign]
+    app = chat_app(service)
+    async with running(app) as pilot:
+        app.chat.composer.write("much too long")
+        await pilot.press("enter")
+        await until(pilot, lambda: app.chat.notice.error is not None and app.chat.composer.text != "")
+        assert app.chat.composer.text == "much too long" and app.chat.num_turns == 0
+        assert "the prompt has 9 tokens" in shown(app)
+
+
+async def test_a_model_that_cannot_be_loaded_is_told_of_and_the_question_waits_for_another() -> None:
+    service = FakeService(["By the other."])
+    service.failure = DoesNotFitError("tiny does not fit", why="0 bytes are free", fix="localllm doctor")
+    app = chat_app(service)
+    async with running(app) as pilot:
+        await until(pilot, lambda: app.chat.notice.error is not None)
+        assert "no model" in shown(app) and "tiny does not fit" in shown(app)
+        app.chat.composer.write("Anyone?")
+        await pilot.press("enter")
+        await until(pilot, lambda: app.chat.num_turns == 1)
+        service.failure = None
+        app.chat.composer.write("/model tiny")
+        await pilot.press("enter")
+        await until(pilot, lambda: app.chat.num_turns == 2)
+        assert texts(app)[-1][1] == "By the other."
+
+
+# What was said, said otherwise
+
+
+async def test_an_answer_is_had_again_and_the_first_stays_in_the_history() -> None:
+    app = chat_app(FakeService(["One.", "Two."]))
+    async with running(app) as pilot:
+        await say(pilot, "Count")
+        await pilot.press("f5")
+        await until(pilot, lambda: texts(app)[-1][1] == "Two." and not app.chat.is_answering)
+        assert len(texts(app)) == 2
+    with History.peek(history_file()) as history:
+        session, _ = history.sessions()[0]
+        assert [message.content for message in history.tree(session)] == ["Count", "One.", "Two."]
+
+
+async def test_an_answer_that_cannot_be_had_again_stays() -> None:
+    app = chat_app(FakeService(["One.", DoesNotFitError("no", why="no", fix="no")]))
+    async with running(app) as pilot:
+        await say(pilot, "Count")
+        await pilot.press("f5")
+        await until(pilot, lambda: app.chat.notice.error is not None and app.chat.num_turns == 2)
+        assert texts(app)[-1][1] == "One."
+
+
+async def test_an_earlier_question_is_edited_and_what_followed_it_leaves_the_screen() -> None:
+    app = chat_app(FakeService(["A.", "B.", "C."]))
+    async with running(app) as pilot:
+        await say(pilot, "first")
+        await say(pilot, "second")
+        await pilot.press("ctrl+up", "ctrl+up", "ctrl+up", "ctrl+up", "e")
+        assert app.chat.composer.text == "first" and "written anew" in shown(app)
+        app.chat.composer.write("other")
+        await pilot.press("enter")
+        await until(pilot, lambda: texts(app) == [("user", "other"), ("assistant", "C.")])
+    with History.peek(history_file()) as history:
+        session, _ = history.sessions()[0]
+        assert len(history.tree(session)) == 6
+
+
+async def test_an_edit_is_given_up_with_escape() -> None:
+    app = chat_app()
+    async with running(app) as pilot:
+        await say(pilot, "first")
+        await pilot.press("ctrl+up", "ctrl+up", "e", "escape")
+        assert app.chat.composer.text == "" and len(texts(app)) == 2
+        await say(pilot, "second")
+        assert len(texts(app)) == 4
+
+
+async def test_a_fork_goes_on_from_a_message_in_a_copy() -> None:
+    app = chat_app(FakeService(["A.", "B.", "C."]))
+    async with running(app) as pilot:
+        await say(pilot, "first")
+        await say(pilot, "second")
+        original = app.chat.session_id
+        await pilot.press("ctrl+up", "ctrl+up", "ctrl+up", "f")
+        await until(pilot, lambda: app.chat.session_id != original)
+        assert [text for _, text in texts(app)] == ["first", "A."]
+        await say(pilot, "third")
+    with History.peek(history_file()) as history:
+        assert [len(said(history, session)) for session, _ in history.sessions()] == [4, 4]
+
+
+async def test_an_answer_is_continued_where_it_ends() -> None:
+    service = FakeService(["It was a", " fox."])
+    app = chat_app(service)
+    async with running(app) as pilot:
+        await say(pilot, "Who?")
+        await pilot.press("f6")
+        await until(pilot, lambda: texts(app)[-1][1] == "It was a fox." and not app.chat.is_answering)
+        assert len(texts(app)) == 2
+        assert "".join(map(chr, service.requests[-1].prompt_ids)).endswith("<assistant>It was a")
+
+
+async def test_the_last_question_is_taken_back() -> None:
+    app = chat_app()
+    async with running(app) as pilot:
+        await say(pilot, "first")
+        app.chat.take_command("/undo")
+        await until(pilot, lambda: app.chat.num_turns == 0)
+        assert "localllm" in shown(app) and texts(app) == []
+
+
+async def test_a_new_conversation_leaves_the_old_one_in_the_history() -> None:
+    app = chat_app()
+    async with running(app) as pilot:
+        await say(pilot, "first")
+        await pilot.press("ctrl+n")
+        await until(pilot, lambda: app.chat.num_turns == 0)
+        await say(pilot, "second")
+    with History.peek(history_file()) as history:
+        assert [session.title for session, _ in history.sessions()] == ["second", "first"]
+
+
+# Writing
+
+
+@pytest.mark.parametrize("key", ["shift+enter", "alt+enter", "ctrl+j"])
+async def test_a_key_breaks_the_line_and_enter_sends(key: str) -> None:
+    app = chat_app()
+    async with running(app) as pilot:
+        await pilot.press("a", key, "b", "enter")
+        await until(pilot, lambda: app.chat.num_turns == 2)
+        assert texts(app)[0][1] == "a\nb"
+
+
+async def test_a_large_paste_is_folded_and_sent_whole() -> None:
+    app, pasted = chat_app(), "\n".join(f"line {number}" for number in range(40))
+    async with running(app) as pilot:
+        await pilot.press(*"see ")
+        app.chat.composer.post_message(events.Paste(pasted))
+        await until(pilot, lambda: "[pasted text 1: 40 lines]" in app.chat.composer.text)
+        await pilot.press("enter")
+        await until(pilot, lambda: app.chat.num_turns == 2)
+        assert texts(app)[0][1] == f"see {pasted}"
+
+
+async def test_a_small_paste_of_several_lines_is_one_message() -> None:
+    app = chat_app()
+    async with running(app) as pilot:
+        app.chat.composer.post_message(events.Paste("a\r\nb\x1b[2Jc\rd"))
+        await until(pilot, lambda: app.chat.composer.text == "a\nb[2Jc\nd")
+        await pilot.press("enter")
+        await until(pilot, lambda: app.chat.num_turns == 2)
+        assert texts(app)[0][1] == "a\nb[2Jc\nd"
+
+
+async def test_the_arrows_bring_back_what_was_asked_also_in_an_earlier_chat() -> None:
+    app = chat_app()
+    async with running(app) as pilot:
+        await say(pilot, "first")
+    app = chat_app()
+    async with running(app) as pilot:
+        await say(pilot, "second")
+        await pilot.press(*"third", "up")
+        assert app.chat.composer.text == "second"
+        await pilot.press("up")
+        assert app.chat.composer.text == "first"
+        await pilot.press("down", "down")
+        assert app.chat.composer.text == "third"
+
+
+async def test_what_was_asked_is_searched() -> None:
+    app = chat_app()
+    async with running(app) as pilot:
+        for question in ("the red fox", "an owl", "a grey fox"):
+            await say(pilot, question)
+        await pilot.press("ctrl+r", *"red")
+        assert app.chat.query_one(Suggestions).chosen == "the red fox"
+        await pilot.press("enter")
+        assert app.chat.composer.text == "the red fox" and app.chat.num_turns == 6
+        await pilot.press("ctrl+c", "ctrl+r", *"fox", "down", "tab")
+        assert app.chat.composer.text == "a grey fox"
+
+
+async def test_what_ctrl_c_takes_out_of_the_composer_comes_back_with_the_arrow() -> None:
+    app = chat_app()
+    async with running(app) as pilot:
+        await pilot.press(*"half a thought", "ctrl+c")
+        assert app.chat.composer.text == ""
+        await pilot.press("up")
+        assert app.chat.composer.text == "half a thought"
+
+
+async def test_a_slash_lists_the_commands_and_tab_completes() -> None:
+    app = chat_app()
+    async with running(app) as pilot:
+        await pilot.press("/", "t", "i")
+        assert "/title [TEXT]" in shown(app)
+        await pilot.press("tab")
+        assert app.chat.composer.text == "/title "
+        await pilot.press("ctrl+c", "/", "escape")
+        assert not app.chat.query_one(Suggestions).is_shown
+
+
+async def test_a_command_that_there_is_not_names_the_nearest() -> None:
+    app = chat_app()
+    async with running(app) as pilot:
+        app.chat.composer.write("/regem now")
+        await pilot.press("enter")
+        assert "there is no command /regem" in shown(app) and "the nearest is /regen" in shown(app)
+
+
+async def test_the_editor_writes_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(command: list[str], check: bool) -> None:
+        path = Path(command[-1])
+        path.write_text(path.read_text() + " and more\n")
+
+    monkeypatch.setattr(subprocess, "run", write)
+    monkeypatch.setattr(ChatApp, "suspend", lambda _: nullcontext())
+    app = chat_app()
+    async with running(app) as pilot:
+        await pilot.press(*"this", "ctrl+g")
+        assert app.chat.composer.text == "this and more"
+
+
+async def test_an_editor_that_is_not_there_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VISUAL", "/no/such/editor")
+    monkeypatch.setattr(ChatApp, "suspend", lambda _: nullcontext())
+    app = chat_app()
+    async with running(app) as pilot:
+        await pilot.press(*"this", "ctrl+g")
+        assert app.chat.composer.text == "this" and "the editor '/no/such/editor' did not work" in shown(app)
+
+
+async def test_a_file_is_put_before_the_question(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("the notes")
+    app = chat_app()
+    async with running(app) as pilot:
+        app.chat.take_command(f"/file {tmp_path / 'notes.txt'}")
+        await until(pilot, lambda: "(9 characters)" in shown(app))
+        await say(pilot, "What of it?")
+        assert texts(app)[0][1] == "the notes\n\nWhat of it?"
+        assert "(9 characters)" not in shown(app)
+        app.chat.take_command("/file /no/such/file")
+        await until(pilot, lambda: app.chat.notice.error is not None)
+
+
+# Copying and saving
+
+
+async def test_the_last_answer_a_code_block_and_the_selection_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[str] = []
+    monkeypatch.setattr(ChatApp, "copy_to_clipboard", lambda _, text: copied.append(text))
+    app = chat_app(FakeService([CODE]))
+    async with running(app) as pilot:
+        await say(pilot, "Code")
+        app.chat.take_command("/copy")
+        app.chat.take_command("/copy 2")
+        app.chat.take_command("/copy 3")
+        await pilot.pause()
+        assert copied == [CODE, "ls -l\n"] and "there is no code block '3'" in shown(app)
+        await pilot.press("escape", "ctrl+up", "c")
+        assert copied[-1] == CODE
+        app.chat.transcript.views[-1].text_select_all()
+        await pilot.press("ctrl+c")
+        assert "print('fox')" in copied[-1]
+
+
+async def test_the_picker_copies_or_saves_a_code_block(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    copied: list[str] = []
+    monkeypatch.setattr(ChatApp, "copy_to_clipboard", lambda _, text: copied.append(text))
+    app = chat_app(FakeService([CODE]))
+    async with running(app) as pilot:
+        await say(pilot, "Code")
+        await pilot.press("f7")
+        await until(pilot, lambda: isinstance(app.screen, CodePicker))
+        assert "2  sh, 1 lines: ls -l" in shown(app)
+        await pilot.press("down", "enter")
+        await until(pilot, lambda: copied == ["ls -l\n"])
+        for expected in ("wrote", "is there already"):
+            await pilot.press("f7")
+            await until(pilot, lambda: isinstance(app.screen, CodePicker))
+            await pilot.press("s")
+            app.screen.query_one(Input).value = str(tmp_path / "a.py")
+            await pilot.press("enter")
+            await until(pilot, lambda expected=expected: expected in shown(app))
+        assert (tmp_path / "a.py").read_text() == "print('fox')\n"
+
+
+async def test_the_conversation_is_saved_and_exported(tmp_path: Path) -> None:
+    app = chat_app()
+    async with running(app) as pilot:
+        await say(pilot, "Hello")
+        for line in (f"/save {tmp_path / 'a.json'}", f"/export {tmp_path / 'a.md'}"):
+            app.chat.take_command(line)
+        await until(pilot, lambda: (tmp_path / "a.md").exists())
+        assert "## You\n\nHello" in (tmp_path / "a.md").read_text()
+        app.chat.take_command(f"/export {tmp_path / 'a.md'}")
+        await until(pilot, lambda: app.chat.notice.error is not None)
+        app.chat.take_command("/clear")
+        app.chat.take_command(f"/load {tmp_path / 'a.json'}")
+        await until(pilot, lambda: app.chat.num_turns == 2)
+
+
+# The rest of the screen
+
+
+async def test_thoughts_are_folded_when_the_answer_begins_and_unfold() -> None:
+    app = chat_app(FakeService(["<think>\nIt may be a fox.\n</think>\n\nA fox."]))
+    async with running(app) as pilot:
+        await say(pilot, "Who?")
+        assert "thought: 5 words" in shown(app) and "It may be" not in shown(app) and "A fox." in shown(app)
+        await pilot.press("ctrl+t")
+        assert "It may be a fox." in shown(app)
+        await pilot.press("ctrl+t")
+        await pilot.click(app.chat.query_one(Thought).query_one("_Fold"))
+        assert "It may be a fox." in shown(app)
+    assert kept()[-1][1].startswith("<think>")
+
+
+async def test_a_resumed_chat_shows_what_was_said_and_that_it_was_interrupted() -> None:
+    app = chat_app(FakeService(["word " * 2000], pause_s=0.005))
+    async with running(app) as pilot:
+        await begin(pilot, app, "Go on")
+    app = chat_app(FakeService(["Again."]), resumed=look_up(app.desk, "last"))
+    async with running(app) as pilot:
+        await until(pilot, lambda: len(texts(app)) == 2)
+        assert texts(app)[0] == ("user", "Go on") and "interrupted: F6 goes on" in shown(app)
+        await pilot.press("f5")
+        await until(pilot, lambda: texts(app)[-1][1] == "Again.")
+
+
+async def test_the_status_tells_of_model_context_and_speed() -> None:
+    app = chat_app(FakeService(["A long answer about a fox."]))
+    async with running(app, (120, 30)) as pilot:
+        await say(pilot, "Who?")
+        screen = shown(app)
+        for part in ("tiny int4-g64", "/4,096", "tok/s", "first 0.01 s", "cached 0/"):
+            assert part in screen
+
+
+async def test_the_help_has_every_key_and_command_and_the_users_own_keys() -> None:
+    app = chat_app(keys={"chat.regenerate": "ctrl+y"})
+    async with running(app, (100, 100)) as pilot:
+        await pilot.press("f1")
+        await until(pilot, lambda: isinstance(app.screen, HelpScreen))
+        screen = shown(app)
+        assert "^y                        answer again" in screen
+        assert "search what was asked" in screen and "/export PATH" in screen
+        await pilot.press("escape")
+        await say(pilot, "one")
+        await pilot.press("ctrl+y")
+        await until(pilot, lambda: app.chat.is_answering or len(app.desk._dialogue.turns) == 2)
+
+
+async def test_the_palette_does_what_a_command_does() -> None:
+    app = chat_app()
+    async with running(app) as pilot:
+        await say(pilot, "one")
+        await pilot.press("ctrl+p", *"/clear")
+        await pilot.pause(0.3)
+        await pilot.press("enter")
+        await until(pilot, lambda: app.chat.num_turns == 0)
+
+
+async def test_ctrl_c_leaves_at_the_second_time_and_ctrl_d_at_once() -> None:
+    app = chat_app()
+    async with running(app) as pilot:
+        await pilot.press("ctrl+c")
+        assert app.is_running and "Ctrl-C again leaves" in shown(app)
+        await pilot.press("ctrl+c")
+        assert app._exit
+    app = chat_app()
+    async with running(app) as pilot:
+        await pilot.press("x", "home", "ctrl+d")
+        assert app.chat.composer.text == "" and not app._exit
+        await pilot.press("ctrl+d")
+        assert app._exit
+
+
+async def test_settings_and_the_system_message_are_changed() -> None:
+    service = FakeService()
+    app = chat_app(service)
+    async with running(app) as pilot:
+        for line in ("/set temperature 0.25", "/system Be brief."):
+            app.chat.take_command(line)
+        await say(pilot, "one")
+        request = service.requests[-1]
+        assert request.sampling.temperature == 0.25
+        assert "".join(map(chr, request.prompt_ids)).startswith("<system>Be brief.")
+        app.chat.take_command("/set temperature hot")
+        await until(pilot, lambda: app.chat.notice.error is not None)
+
+
+async def test_a_private_chat_is_not_kept_and_says_so() -> None:
+    app = chat_app(private=True)
+    async with running(app) as pilot:
+        await say(pilot, "one")
+        assert "private: nothing is kept" in shown(app)
+    assert not history_file().exists()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from textual import on, work
-from textual.app import ComposeResult
+from textual.app import ComposeResult, SuspendNotSupported
 from textual.binding import Binding
 from textual.content import Content
 from textual.screen import Screen
@@ -60,11 +60,11 @@ class ChatScreen(Screen[None]):
         Binding("pagedown", "page(1)", "scroll down", id="chat.page_down", **_QUIET),
         Binding("ctrl+home", "home", "to the first message", id="chat.home", **_QUIET),
         Binding("ctrl+end", "end", "to the last message", id="chat.end", **_QUIET),
-        Binding("ctrl+t", "thoughts", "unfold or fold thoughts", id="chat.thoughts", show=False),
-        Binding("ctrl+n", "new", "new conversation", id="chat.new", show=False),
-        Binding("f5", "regenerate", "answer again", id="chat.regenerate", show=False),
-        Binding("f6", "continue", "go on with the answer", id="chat.continue", show=False),
-        Binding("f7", "code", "code blocks", id="chat.code", show=False),
+        Binding("ctrl+t", "thoughts", "unfold or fold thoughts", id="chat.thoughts", **_QUIET),
+        Binding("ctrl+n", "new", "new conversation", id="chat.new", **_QUIET),
+        Binding("f5", "regenerate", "answer again", id="chat.regenerate", **_QUIET),
+        Binding("f6", "continue", "go on with the answer", id="chat.continue", **_QUIET),
+        Binding("f7", "code", "code blocks", id="chat.code", **_QUIET),
     ]
     AUTO_FOCUS = "Composer"
 
@@ -133,6 +133,11 @@ class ChatScreen(Screen[None]):
 
     # What the conversation's thread tells
 
+    @on(messages.Begun)
+    def _on_begun(self, message: messages.Begun) -> None:
+        self.composer.remember([*self.composer.asked, *message.asked])
+        self.transcript.welcome.machine = message.machine
+
     @on(messages.Loading)
     def _on_loading(self, message: messages.Loading) -> None:
         self.status.facts = None
@@ -144,6 +149,7 @@ class ChatScreen(Screen[None]):
         if self.status.facts is None:
             self.query_one(Activity).clear()
         self.status.facts = message.facts
+        self.transcript.welcome.model = message.facts.name
 
     @on(messages.ModelFailed)
     def _on_model_failed(self, message: messages.ModelFailed) -> None:
@@ -168,6 +174,11 @@ class ChatScreen(Screen[None]):
             view = self._last_answer()
             if view is not None and not self._is_answering and not view.is_told_of:
                 view.tell("interrupted: F6 goes on, F5 answers anew")
+
+    @on(messages.TakenBack)
+    def _on_taken_back(self, message: messages.TakenBack) -> None:
+        if not self.composer.text:
+            self.composer.write(message.text)
 
     @on(messages.AnswerBegan)
     async def _on_began(self, message: messages.AnswerBegan) -> None:
@@ -243,7 +254,7 @@ class ChatScreen(Screen[None]):
             self._complete()
             return
         if event.text.startswith("/") and self._editing is None:
-            self._take_command(event.text)
+            self.take_command(event.text)
             return
         if self._is_answering:
             self.notice.note("an answer is being written: esc stops it")
@@ -260,6 +271,7 @@ class ChatScreen(Screen[None]):
     @on(TextArea.Changed)
     def _on_written(self, event: TextArea.Changed) -> None:
         text = self.composer.text
+        self.chat_app.unsent = self.composer.whole
         if self._is_finding:
             words = text.casefold()
             found = [asked for asked in self.composer.asked if words in asked.casefold()][:_MOST_FOUND]
@@ -293,6 +305,10 @@ class ChatScreen(Screen[None]):
         except LocalLLMError as error:
             self.notice.tell(error)
             return
+        except SuspendNotSupported:
+            why = "it cannot be lent to another program"
+            self.notice.tell(LocalLLMError("an editor has no place on this terminal", why=why, fix="localllm chat"))
+            return
         composer.write(text)
         self.refresh(layout=True)
 
@@ -313,10 +329,12 @@ class ChatScreen(Screen[None]):
         self.query_one(Suggestions).suggest(found)
         self.composer.is_suggesting = bool(found)
 
-    def _take_command(self, line: str) -> None:
+    def take_command(self, line: str) -> None:
+        """Does what a line says that begins with a slash."""
         try:
             name, rest = slash.split_command(line.strip(), COMMANDS)
-            self.composer.clear_all()
+            if self.composer.text.startswith("/"):
+                self.composer.clear_all()
             getattr(self._commands, f"do_{name}")(rest)
         except LocalLLMError as error:
             self.notice.tell(error)
@@ -429,10 +447,12 @@ class ChatScreen(Screen[None]):
             case "code":
                 self.pick_code(view.text)
             case "fork":
+                self.composer.focus()
                 self.unless_answering(lambda: self.desk.fork(view.index + 1))
             case "edit":
                 self.begin_edit(view.index)
             case "regenerate":
+                self.composer.focus()
                 if view.index >= len(self._turns) - 2:
                     self.action_regenerate()
                 else:

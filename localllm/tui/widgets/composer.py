@@ -101,7 +101,7 @@ class Composer(TextArea):
 
     def remember(self, asked: Sequence[str]) -> None:
         """What was asked before, the latest first."""
-        self._asked = asked
+        self._asked = list(dict.fromkeys(asked))
         self._at = -1
 
     @property

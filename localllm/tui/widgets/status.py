@@ -45,7 +45,7 @@ class Run:
 
 def first_line(facts: Facts | None, loading: str, usage: ContextUsage | None, run: Run, columns: int) -> Content:
     """Model, context and speed, as far as there is room."""
-    model = Content(loading) if facts is None else Content(f"{one_line(facts.name)} {facts.weights}")
+    model = Content(loading) if facts is None else Content(one_line(f"{facts.name} {facts.weights}"))
     parts = [(0, model.stylize("bold"))]
     if usage is not None:
         parts.append((1, _context(usage)))

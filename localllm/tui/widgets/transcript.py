@@ -13,6 +13,7 @@ from textual.widgets import Static
 from localllm.tui.messages import Turn
 from localllm.tui.widgets.clear import Clear
 from localllm.tui.widgets.message_view import AnswerView, MessageView, QuestionView
+from localllm.tui.widgets.welcome import Welcome
 
 _FIRST = 16  # messages that are mounted at once
 _MORE = 4  # when an end of the window is near: 80 ms
@@ -36,9 +37,11 @@ class Transcript(Clear, VerticalScroll, can_focus=False):
         self._last = 0  # behind them
         self._live: AnswerView | None = None
         self._earlier = Static("", classes="edge")
+        self.welcome = Welcome()
         self._is_moving = False
 
     def compose(self) -> ComposeResult:
+        yield self.welcome
         yield self._earlier
 
     def on_mount(self) -> None:
@@ -60,6 +63,7 @@ class Transcript(Clear, VerticalScroll, can_focus=False):
         same = 0
         while same < min(len(turns), len(self._turns)) and turns[same] is self._turns[same]:
             same += 1
+        self.welcome.display = not turns
         with self.app.batch_update():
             if self._live is not None and len(turns) > same and turns[same]["role"] == "assistant":
                 self._live.turn, self._live.index = turns[same], same
