@@ -64,13 +64,20 @@ class FakeEngine:
 class FakeService:
     """Says `answers` in turn, the last again and again; one may be a function of the request, or an error.
 
-    pause_s: between two tokens. gate: nothing is loaded before it is set.
+    pause_s: between two tokens. gate: nothing is loaded before it is set. finished: fields of the last event.
     """
 
-    def __init__(self, answers: Iterable[Any] = ("Hello.",), pause_s: float = 0.0, prefill: int = 0) -> None:
+    def __init__(
+        self,
+        answers: Iterable[Any] = ("Hello.",),
+        pause_s: float = 0.0,
+        prefill: int = 0,
+        finished: dict[str, Any] | None = None,
+    ) -> None:
         self.answers = list(answers)
         self.pause_s = pause_s
         self.prefill = prefill
+        self.finished = finished or {}
         self.engine = FakeEngine()
         self.requests: list[Request] = []
         self.gate = threading.Event()
@@ -121,18 +128,15 @@ class FakeService:
             due = began + count * self.pause_s
             if self.pause_s and (rest := due - time.monotonic()) > 0:
                 time.sleep(rest)
-        usage = Usage(len(request.prompt_ids), 0, count)
         timings = Timings(ttft_s=0.01, decode_tok_s=count / max(1e-3, time.monotonic() - began))
-        events.put(
-            FinishedEvent(
-                number,
-                "error" if error is not None else reason,
-                usage,
-                timings,
-                error=error,
-                ctx=self.engine.ctx,  # type: ignore[arg-type]
-            )
-        )
+        fields: dict[str, Any] = {
+            "finish_reason": "error" if error is not None else reason,
+            "usage": Usage(len(request.prompt_ids), 0, count),
+            "timings": timings,
+            "error": error,
+            "ctx": self.engine.ctx,
+        }
+        events.put(FinishedEvent(number, **{**fields, **self.finished}))
 
 
 def chat_app(service: Any = None, resumed: Resumed | None = None, **settings: Any) -> ChatApp:
