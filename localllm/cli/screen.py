@@ -61,6 +61,7 @@ def run_screen(
         app.run(inline=flags["inline"])
     front.interrupts.terminal_reset = ""
     app.desk.close(_END_S)
+    app.archive.close(_END_S)
     if app.failure is not None:
         raise app.failure
     if app.chat.session_id is not None:

@@ -298,10 +298,11 @@ class History:
     def search(self, query: str, limit: int) -> list[Hit]:
         """Titles and messages with all words of `query`, the latest first; words in double quotes are one phrase."""
         numbers = search.sessions(self._database, query, limit)
-        hits = [Hit(self._session(number), None) for number in numbers]
-        for session, message in search.messages(self._database, query, limit - len(hits)):
-            row = self._database.rows("SELECT * FROM messages WHERE number = ?", (message,))[0]
-            hits.append(Hit(self._session(session), _as_message(row)))
+        # What another process removes meanwhile is left out.
+        hits = [Hit(session, None) for number in numbers for session in self._where("number = ?", number)]
+        for number, message in search.messages(self._database, query, limit - len(hits)):
+            for row in self._database.rows("SELECT * FROM messages WHERE number = ?", (message,)):
+                hits += [Hit(session, _as_message(row)) for session in self._where("number = ?", number)]
         return hits
 
     # Conversations on their way

@@ -18,9 +18,11 @@ from localllm.errors import UsageError
 from localllm.frontend.keeping import Resumed
 from localllm.frontend.selection import Selection
 from localllm.tui import messages
+from localllm.tui.archive import Archive
 from localllm.tui.desk import Desk
 from localllm.tui.loading import Serve, serve
 from localllm.tui.screens.chat import ChatScreen
+from localllm.tui.screens.chats import ChatsScreen
 from localllm.tui.widgets.composer import Composer
 from localllm.tui.widgets.message_view import MessageView
 
@@ -68,8 +70,14 @@ class ChatApp(App[None]):
         self._loop: asyncio.AbstractEventLoop | None = None
         self.away = away
         self.desk = Desk(start.resolved, dict(start.extra), serve, self._hear)
+        self.archive = Archive()
         self.chat = ChatScreen(self.desk, shows_statistics=start.shows_statistics)
         self.failure: Exception | None = None
+
+    @property
+    def keys(self) -> Mapping[str, str]:
+        """The user's own, by a binding's id."""
+        return self._start.keys
 
     @property
     def time(self) -> float:
@@ -119,7 +127,10 @@ class ChatApp(App[None]):
         self.chat.notice.note("not there yet")
 
     def action_chats(self) -> None:
-        self.chat.notice.note("not there yet")
+        if isinstance(self.screen, ChatsScreen):
+            self.screen.dismiss()
+        else:
+            self.push_screen(ChatsScreen(self.chat, self.archive))
 
     def choose_theme(self, name: str) -> None:
         if not name:
@@ -149,5 +160,6 @@ def rooms() -> dict[str, type[DOMNode]]:
         "Chat": ChatScreen,
         "Writing": Composer,
         "A message (ctrl+up)": MessageView,
+        "Chats (F4)": ChatsScreen,
     }
     return found

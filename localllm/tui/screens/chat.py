@@ -168,6 +168,12 @@ class ChatScreen(Screen[None]):
             if view is not None and not self._is_answering and not view.is_told_of:
                 view.tell("interrupted: F6 goes on, F5 answers anew")
 
+    @on(messages.GoTo)
+    async def _on_go_to(self, message: messages.GoTo) -> None:
+        view = await self.transcript.go_to(message.index)
+        if view is not None:
+            view.focus(scroll_visible=False)
+
     @on(messages.AnswerBegan)
     async def _on_began(self, message: messages.AnswerBegan) -> None:
         self._is_answering = True
