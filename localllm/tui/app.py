@@ -23,6 +23,7 @@ from localllm.tui.desk import Desk
 from localllm.tui.loading import Serve, serve
 from localllm.tui.screens.chat import ChatScreen
 from localllm.tui.screens.chats import ChatsScreen
+from localllm.tui.screens.prompt import Prompt
 from localllm.tui.widgets.composer import Composer
 from localllm.tui.widgets.message_view import MessageView
 
@@ -161,5 +162,6 @@ def rooms() -> dict[str, type[DOMNode]]:
         "Writing": Composer,
         "A message (ctrl+up)": MessageView,
         "Chats (F4)": ChatsScreen,
+        "Asked for a line": Prompt,
     }
     return found

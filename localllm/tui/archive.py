@@ -27,7 +27,7 @@ _MOST_SHOWN = 40  # messages of a preview
 _BEFORE = 1  # messages in front of one that was found
 
 Hear = Callable[[Message], object]
-_Job = Callable[[Hear], None]
+_Job = Callable[[Hear], object]
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,13 @@ class ChatsScreen(Screen[None]):
 
     def _hear(self, message: Message) -> None:
         """From the archive's thread. What comes after this screen was left is told on the chat."""
+        desk = self._chat.desk
+        if isinstance(message, archive.TakenOut):
+            taken = message.session
+            desk.do(lambda: desk.forget(taken.id))
+        elif isinstance(message, archive.PutBack) and message.session is not None:
+            back = message.session
+            desk.do(lambda: desk.recall(back.uid))
         if not self.post_message(message):
             self._chat.post_message(message)
 
@@ -214,10 +221,8 @@ class ChatsScreen(Screen[None]):
 
     @on(archive.TakenOut)
     def _on_taken_out(self, message: archive.TakenOut) -> None:
-        session = message.session
-        self._leaving.discard(session.uid)
-        self._chat.desk.do(lambda: self._chat.desk.forget(session.id))
-        self.notice.note(f"deleted: {session.title} (u brings it back)")
+        self._leaving.discard(message.session.uid)
+        self.notice.note(f"deleted: {message.session.title} (u brings it back)")
 
     @on(archive.PutBack)
     def _on_put_back(self, message: archive.PutBack) -> None:
@@ -225,7 +230,6 @@ class ChatsScreen(Screen[None]):
         if session is None:
             self.notice.note("nothing was deleted here that could be brought back")
             return
-        self._chat.desk.do(lambda: self._chat.desk.recall(session.uid))
         self.notice.note(f"back again: {session.title}")
         self._list()
 
