@@ -246,6 +246,7 @@ async def test_a_chat_is_renamed_from_its_old_title_and_keeps_the_new_one_when_i
         await enter(pilot, app)
         await pilot.press("r")
         await until(pilot, lambda: isinstance(app.screen, Prompt))
+        assert "▸ Hello" in shown(app)
         field = app.screen.query_one(Input)
         assert field.value == "Hello"
         field.value = "  The   [red] fox "

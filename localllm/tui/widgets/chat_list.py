@@ -186,7 +186,8 @@ class ChatList(ScrollView, can_focus=True):
         then = row.message.created if row.message is not None else session.updated
         right = Content(format_ago(then, time.time()).rjust(_WHEN))
         if columns >= _WITH_MODEL:
-            model = Content(_short(session.model)).truncate(self._model_columns, ellipsis=True, pad=True)
+            room = min(self._model_columns, columns // 5)
+            model = Content(_short(session.model)).truncate(room, ellipsis=True, pad=True)
             right = model + "  " + right
         if columns >= _WITH_COUNT and row.num_messages is not None:
             right = Content(f"{row.num_messages:,}".rjust(_COUNT)) + "  " + right
