@@ -23,6 +23,7 @@ from localllm.history import Message as Kept
 from localllm.tui.messages import Failed, Told
 
 _MOST_FOUND = 200  # hits that are listed
+_FIRST = 200  # chats that are listed before all are: a screenful, where thousands take a quarter of a second
 _MOST_SHOWN = 40  # messages of a preview
 _BEFORE = 1  # messages in front of one that was found
 
@@ -45,11 +46,13 @@ class Row:
 
 @dataclass
 class Listed(Message):
-    """What there is, in its order: all chats, or what was found of `query`. is_cut: there is more."""
+    """What there is, in its order: all chats, or what was found of `query`. is_cut: there is more. is_first: these are
+    the latest, the whole list is on its way."""
 
     query: str
     rows: tuple[Row, ...]
     is_cut: bool = False
+    is_first: bool = False
 
 
 @dataclass
@@ -235,8 +238,15 @@ def _listed(query: str, tell: Hear) -> Listed:
             hits = history.search(query, _MOST_FOUND)
             rows = tuple(Row(hit.session, None, hit.message) for hit in hits)
             return Listed(query, rows, len(hits) == _MOST_FOUND)
-        found = [Row(*one) for one in history.sessions()]
-    return Listed(query, tuple(sorted(found, key=lambda row: not row.session.is_pinned)))
+        if history.count() > _FIRST:
+            tell(Listed(query, _rows(history, _FIRST), is_first=True))
+        return Listed(query, _rows(history, -1))
+
+
+def _rows(history: History, limit: int) -> tuple[Row, ...]:
+    """The latest first, but pinned ones above them."""
+    found = [Row(*one) for one in history.sessions(limit)]
+    return tuple(sorted(found, key=lambda row: not row.session.is_pinned))
 
 
 def _previewed(row: Row, tell: Hear) -> Previewed:

@@ -138,13 +138,14 @@ class ChatsScreen(Screen[None]):
 
     @on(archive.Listed)
     def _on_listed(self, message: archive.Listed) -> None:
-        if message.query != self._query:
+        if message.query != self._query or (message.is_first and self.chats.rows):
             return
         rows = [row for row in message.rows if row.session.uid not in self._leaving]
         self.chats.open_id = self._chat.session_id
         self.chats.show(rows, self._query)
         self._previewed = None
-        self._tell_count(is_cut=message.is_cut)
+        if not message.is_first:
+            self._tell_count(is_cut=message.is_cut)
 
     def _tell_count(self, *, is_cut: bool = False) -> None:
         count = len(self.chats.rows)
