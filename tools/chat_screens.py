@@ -74,30 +74,37 @@ def _service() -> FakeService:
     return service
 
 
-async def _welcome(app: ChatApp, pilot: Pilot[Any]) -> None:
-    await until(pilot, lambda: app.chat.transcript.welcome.machine != "")
+def _app(pilot: Pilot[Any]) -> ChatApp:
+    assert isinstance(pilot.app, ChatApp)
+    return pilot.app
 
 
-async def _chat(app: ChatApp, pilot: Pilot[Any]) -> None:
+async def _welcome(pilot: Pilot[Any]) -> None:
+    await until(pilot, lambda: _app(pilot).chat.transcript.welcome.machine != "")
+
+
+async def _chat(pilot: Pilot[Any]) -> None:
     await say(pilot, "How do I compute Fibonacci numbers in Python, and how fast is it?")
 
 
-async def _error(app: ChatApp, pilot: Pilot[Any]) -> None:
-    await _chat(app, pilot)
+async def _error(pilot: Pilot[Any]) -> None:
+    await _chat(pilot)
     why = "36.9 GiB are needed, 11.2 GiB of GPU memory and 24 GiB of memory are free"
-    app.chat.notice.tell(DoesNotFitError("llama-3.3-70b does not fit", why=why, fix="localllm plan llama-3.3-70b"))
+    _app(pilot).chat.notice.tell(
+        DoesNotFitError("llama-3.3-70b does not fit", why=why, fix="localllm plan llama-3.3-70b")
+    )
 
 
-async def _commands(app: ChatApp, pilot: Pilot[Any]) -> None:
-    await _chat(app, pilot)
+async def _commands(pilot: Pilot[Any]) -> None:
+    await _chat(pilot)
     await pilot.press("/", "s")
 
 
-async def _help(app: ChatApp, pilot: Pilot[Any]) -> None:
+async def _help(pilot: Pilot[Any]) -> None:
     await pilot.press("f1")
 
 
-Scene = Callable[[ChatApp, Pilot[Any]], Awaitable[None]]
+Scene = Callable[[Pilot[Any]], Awaitable[None]]
 SCENES: dict[str, Scene] = {
     "welcome": _welcome, "chat": _chat, "error": _error, "commands": _commands, "help": _help,
 }  # fmt: skip
@@ -106,11 +113,13 @@ SCENES: dict[str, Scene] = {
 async def pictures(name: str) -> dict[str, str]:
     """A scene's pictures as SVG, by the names of their files. Run it with a home folder that is empty."""
     found = {}
-    with patch("localllm.tui.desk.machine_line", lambda: "8 cores; 24.1 GiB of 31.2 GiB memory free; RTX 4070, 8 GiB free"):
+    with patch(
+        "localllm.tui.desk.machine_line", lambda: "8 cores; 24.1 GiB of 31.2 GiB memory free; RTX 4070, 8 GiB free"
+    ):
         app = chat_app(_service())
         async with running(app, SIZES["160x50"]) as pilot:
             await until(pilot, lambda: app.chat.status.facts is not None)
-            await SCENES[name](app, pilot)
+            await SCENES[name](pilot)
             for size, (columns, rows) in SIZES.items():
                 await pilot.resize_terminal(columns, rows)
                 for tone, theme in THEMES.items():

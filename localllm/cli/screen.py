@@ -69,6 +69,7 @@ def run_screen(
     if app.unsent.strip() and not selection.private:
         draft.keep(app.unsent)
     app.desk.close(_END_S)
+    app.archive.close(_END_S)
     if app.failure is not None:
         raise app.failure
     if app.chat.session_id is not None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -20,6 +18,7 @@ from localllm.cli.front import Front, front_of
 from localllm.cli.names import complete_sessions
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.errors import HistoryError, UsageError
+from localllm.frontend.exporting import replace_file
 from localllm.frontend.keeping import moved_text
 
 if TYPE_CHECKING:
@@ -198,7 +197,9 @@ def export_sessions(
     if file is None:
         front.output.verbatim(text)
         return
-    _write(file, text, force=force)
+    if not force and not file.is_dir() and file.exists():
+        raise UsageError(f"{str(file)!r} is there already", why="nothing is overwritten unasked", fix="--force")
+    replace_file(file, text)
     front.output.note(f"wrote {_counted(found)} to {file}")
 
 
@@ -331,30 +332,6 @@ def _ask(front: Front, found: Sequence[Session], *, everything: bool) -> None:
     if len(found) > _MOST_LISTED:
         shown.append(f"and {len(found) - _MOST_LISTED} more")
     ask_to_delete(front, _counted(found), shlex.join(["localllm", "sessions", "rm", *ids, "--yes"]), shown)
-
-
-def _write(path: Path, text: str, *, force: bool) -> None:
-    """Writes beside the name first, so that no half file ever has it. Raises UsageError."""
-    unfinished = path.parent / f".{path.name}.{os.getpid()}.tmp"
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if path.exists() and not force:
-            raise UsageError(f"{str(path)!r} is there already", why="nothing is overwritten unasked", fix="--force")
-        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        unfinished.replace(path)
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        look = "df -h" if path.parent.is_dir() else "mkdir -p"
-        fix = f"{look} {shlex.quote(str(path.parent))}"
-        raise UsageError(f"{str(path)!r} cannot be written", why=why, fix=fix) from error
-    finally:
-        with suppress(OSError):
-            unfinished.unlink(missing_ok=True)
 
 
 def _counted(found: Sequence[Session]) -> str:

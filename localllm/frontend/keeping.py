@@ -154,6 +154,13 @@ class Keeper:
         self._is_own = self._is_gone_on_with = True
         self._is_removed = False
 
+    def come_back(self, dialogue: Dialogue, uid: str) -> None:
+        """A session was put back after it was removed: where it is this one, it is kept again, with what was said
+        meanwhile."""
+        if self._is_removed and self._session is not None and self._session.uid == uid:
+            self._is_removed = False
+            self.sync(dialogue)
+
     def rename(self, dialogue: Dialogue, title: str) -> str:
         """Gives the chat a title, where there is one; returns the one that it has. Raises UsageError, HistoryError."""
         self._require_kept("/title")

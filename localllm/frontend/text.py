@@ -67,6 +67,19 @@ def format_seconds(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+def format_ago(then: float, now: float) -> str:
+    """When something was, both in seconds since 1970: "5 min ago", "2 h ago", or after a day its date; "" for 0, which
+    is not known."""
+    from localllm.history.exchange import format_time
+
+    elapsed_s = now - then
+    if not 0 <= elapsed_s < 86400:
+        return format_time(then)[:10]
+    if elapsed_s < 60:
+        return "just now"
+    return f"{int(elapsed_s // 60)} min ago" if elapsed_s < 3600 else f"{int(elapsed_s // 3600)} h ago"
+
+
 def error_rows(error: LocalLLMError) -> list[tuple[str, str]]:
     """An error as (label, line): what, why, what to do, where to read more; and one for each other command that would
     do."""

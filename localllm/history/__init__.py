@@ -11,6 +11,7 @@ from localllm.config import user_directories
 from localllm.history.database import BusyError, DamagedError
 from localllm.history.recording import Recording
 from localllm.history.records import Conversation, Hit, Message, Said, Session, State, clean, content_of, title_of
+from localllm.history.removal import Removed
 from localllm.history.store import LAST, GoneError, History
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "Hit",
     "Message",
     "Recording",
+    "Removed",
     "Said",
     "Session",
     "State",

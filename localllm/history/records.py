@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeGuard
 
 State = Literal["writing", "complete", "interrupted"]
 TITLE_CHARACTERS = 60
+PINNED = "pinned"  # among a session's facts
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,11 @@ class Session:
     updated: float
     head: int | None
     facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether it stands above the others in a list."""
+        return self.facts.get(PINNED) is True
 
 
 @dataclass(frozen=True)

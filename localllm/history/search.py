@@ -6,6 +6,7 @@ The index knows words as most scripts write them; a part of a word, or Chinese, 
 from __future__ import annotations
 
 import re
+import unicodedata
 
 from localllm.errors import HistoryError
 from localllm.history.database import Database
@@ -36,11 +37,17 @@ def messages(database: Database, query: str, limit: int) -> list[tuple[int, int]
 
 def excerpt(text: str, query: str) -> str:
     """The part of `text` around the first word of `query` in it, on one line."""
-    found = [text.casefold().find(term.casefold()) for term in terms(query)]
-    begin = min((place for place in found if place >= 0), default=0)
+    begin = min((begin for begin, _ in places(text, query)), default=0)
     first, last = max(0, begin - _CONTEXT), begin + 2 * _CONTEXT
     shown = " ".join(text[first:last].split())
     return f"{'…' if first else ''}{shown}{'…' if last < len(text) else ''}"
+
+
+def places(text: str, query: str) -> list[tuple[int, int]]:
+    """(begin, end) of each place where a word or phrase of `query` stands in `text`, whatever its accents and case."""
+    folded = _folded(text)
+    found = [re.finditer(re.escape(_folded(term)), folded) for term in terms(query)]
+    return sorted(match.span() for matches in found for match in matches)
 
 
 def terms(query: str) -> list[str]:
@@ -51,6 +58,20 @@ def terms(query: str) -> list[str]:
 def like(text: str) -> str:
     r"""The text inside a LIKE pattern of ESCAPE '\'."""
     return re.sub(r"([\\%_])", r"\\\1", text)
+
+
+def _folded(text: str) -> str:
+    """Without accents and case, each character where it was."""
+    if text.isascii():
+        return text.lower()
+    plain = {letter: _plain(letter) for letter in set(text)}
+    return "".join(map(plain.__getitem__, text))
+
+
+def _plain(letter: str) -> str:
+    # Above are scripts whose letters come apart into others: a syllable of Hangul into its sounds.
+    base = unicodedata.normalize("NFD", letter)[0] if letter < "\u2000" else letter
+    return base.lower()[0]
 
 
 def _found(

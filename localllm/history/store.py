@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from localllm.errors import HistoryError
-from localllm.history import rescue, search
+from localllm.history import removal, rescue, search
 from localllm.history.database import PATIENCE_S, BusyError, DamagedError, Database
-from localllm.history.records import Conversation, Hit, Message, Said, Session, State, clean
+from localllm.history.records import PINNED, Conversation, Hit, Message, Said, Session, State, clean
+from localllm.history.removal import Removed
 
 LAST = "last"
 _ID_SYLLABLES = 3  # half a million ids that can be said and typed
@@ -175,6 +176,21 @@ class History:
             if not done.rowcount:
                 raise _gone(session.id)
 
+    def rename(self, session: Session, title: str) -> Session:
+        """Gives it another title; its place in the list stays. Raises GoneError."""
+        with self._database.writing() as connection:
+            self.refresh(session)
+            connection.execute("UPDATE sessions SET title = ? WHERE number = ?", (clean(title), session.number))
+            return self._session(session.number)
+
+    def pin(self, session: Session, is_pinned: bool) -> Session:
+        """Pins it, or takes the pin away; its place in the list stays. Raises GoneError."""
+        with self._database.writing() as connection:
+            facts = {name: fact for name, fact in self.refresh(session).facts.items() if name != PINNED}
+            facts |= {PINNED: True} if is_pinned else {}
+            connection.execute("UPDATE sessions SET facts = ? WHERE number = ?", (json.dumps(facts), session.number))
+            return self._session(session.number)
+
     def show(self, session: Session, head: int | None) -> None:
         """Makes `head` the message that is shown last. Raises GoneError."""
         with self._database.writing() as connection:
@@ -199,9 +215,26 @@ class History:
         """Deletes them with all that was said in them, also from the index and the log."""
         with self._database.writing() as connection:
             for session in sessions:
-                connection.execute("DELETE FROM messages WHERE session = ?", (session.number,))
-                connection.execute("DELETE FROM sessions WHERE number = ?", (session.number,))
+                removal.delete(connection, session.number)
         self._database.forget_deleted()
+
+    def take_out(self, session: Session) -> Removed:
+        """Deletes it as `remove` does; returns what `put_back` needs to undo that. Raises GoneError."""
+        with self._database.writing() as connection:
+            removed = removal.rows_of(connection, self.conversation(session), session.number)
+            removal.delete(connection, session.number)
+        self._database.forget_deleted()
+        return removed
+
+    def put_back(self, removed: Removed) -> Session:
+        """Undoes `take_out`: every branch, id, pin and place in the list is as it was, also for whoever has it open.
+
+        Where something has its place meanwhile, it is taken in as an import would be.
+        """
+        with self._database.writing() as connection:
+            if removal.put_back(connection, removed):
+                return self._session(removed.session["number"])
+            return self.add(removed.conversation)[0]
 
     # Messages
 
@@ -265,10 +298,11 @@ class History:
     def search(self, query: str, limit: int) -> list[Hit]:
         """Titles and messages with all words of `query`, the latest first; words in double quotes are one phrase."""
         numbers = search.sessions(self._database, query, limit)
-        hits = [Hit(self._session(number), None) for number in numbers]
-        for session, message in search.messages(self._database, query, limit - len(hits)):
-            row = self._database.rows("SELECT * FROM messages WHERE number = ?", (message,))[0]
-            hits.append(Hit(self._session(session), _as_message(row)))
+        # What another process removes meanwhile is left out.
+        hits = [Hit(session, None) for number in numbers for session in self._where("number = ?", number)]
+        for number, message in search.messages(self._database, query, limit - len(hits)):
+            for row in self._database.rows("SELECT * FROM messages WHERE number = ?", (message,)):
+                hits += [Hit(session, _as_message(row)) for session in self._where("number = ?", number)]
         return hits
 
     # Conversations on their way

@@ -20,10 +20,13 @@ from localllm.errors import UsageError
 from localllm.frontend.keeping import Resumed
 from localllm.frontend.selection import Selection
 from localllm.tui import messages
+from localllm.tui.archive import Archive
 from localllm.tui.commands import COMMANDS
 from localllm.tui.desk import Desk
 from localllm.tui.loading import Serve, serve
 from localllm.tui.screens.chat import ChatScreen
+from localllm.tui.screens.chats import ChatsScreen
+from localllm.tui.screens.prompt import Prompt
 from localllm.tui.widgets.composer import Composer
 from localllm.tui.widgets.message_view import MessageView
 
@@ -72,9 +75,15 @@ class ChatApp(App[None]):
         self._loop: asyncio.AbstractEventLoop | None = None
         self.away = away
         self.desk = Desk(start.resolved, dict(start.extra), serve, self._hear)
+        self.archive = Archive()
         self.chat = ChatScreen(self.desk, shows_statistics=start.shows_statistics)
         self.failure: Exception | None = None
         self.unsent = ""  # what stands in the composer
+
+    @property
+    def keys(self) -> Mapping[str, str]:
+        """The user's own, by a binding's id."""
+        return self._start.keys
 
     @property
     def time(self) -> float:
@@ -124,7 +133,10 @@ class ChatApp(App[None]):
         self.chat.notice.note("not there yet")
 
     def action_chats(self) -> None:
-        self.chat.notice.note("not there yet")
+        if isinstance(self.screen, ChatsScreen):
+            self.screen.dismiss()
+        else:
+            self.push_screen(ChatsScreen(self.chat, self.archive))
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterator[SystemCommand]:
         """The palette: every slash command, by what it does."""
@@ -169,5 +181,7 @@ def rooms() -> dict[str, type[DOMNode]]:
         "Chat": ChatScreen,
         "Writing": Composer,
         "A message (ctrl+up)": MessageView,
+        "Chats (F4)": ChatsScreen,
+        "Asked for a line": Prompt,
     }
     return found

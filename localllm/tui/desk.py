@@ -37,6 +37,7 @@ from localllm.tui.messages import (
     Counted,
     Facts,
     Failed,
+    GoTo,
     Loading,
     ModelFailed,
     ModelReady,
@@ -183,8 +184,8 @@ class Desk:
         self._is_cut = self._waits = False
         self._show()
 
-    def open(self, word: str) -> None:
-        """Goes on with a kept conversation, by the model that is loaded."""
+    def open(self, word: str, message: int | None = None) -> None:
+        """Goes on with a kept conversation, by the model that is loaded. message: the number of the one to go to."""
         resumed = look_up(self, word)
         self._kept.catch_up(self._dialogue)
         self._kept.close()
@@ -197,11 +198,25 @@ class Desk:
             self._talk = Talk(self._talk.files, self._talk.engine, self._dialogue, self._kept, self._extra)
         self._show()
         self._count()
+        if (before := resumed.session.model) not in (None, self._chosen.model_name):
+            self.note(f"this chat was held with {before}: /model {before} goes on with that")
+        if message is not None:
+            index = next((index for index, (_, number) in enumerate(resumed.turns) if number == message), None)
+            if index is None:
+                self.note("what was found is in a branch of this chat that is not shown")
+            else:
+                self._post(GoTo(index))
 
     def forget(self, session_id: str) -> None:
         """The session was removed from the history: where it is this one, it goes on without being kept."""
         if self._kept.session_id == session_id:
             self._kept.sync(self._dialogue)
+            self._show()
+
+    def recall(self, uid: str) -> None:
+        """The session was put back into the history: where it is this one, it is kept again."""
+        self._kept.come_back(self._dialogue, uid)
+        self._show()
 
     def use(self, word: str | None, changes: dict[str, Any] | None = None) -> None:
         """Goes on with another model, or with this one under other settings: `changes`, as a file would have them."""

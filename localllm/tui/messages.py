@@ -79,6 +79,13 @@ class TakenBack(Message):
 
 
 @dataclass
+class GoTo(Message):
+    """A message of the conversation, by its place among the turns, is to be seen."""
+
+    index: int
+
+
+@dataclass
 class AnswerBegan(Message):
     """said: the beginning that is gone on with. is_thinking: the template has opened a thought."""
 

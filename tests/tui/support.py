@@ -156,6 +156,7 @@ async def running(app: ChatApp, size: tuple[int, int] = (100, 30)) -> AsyncItera
             yield pilot
     finally:
         app.desk.close(2.0)
+        app.archive.close(2.0)
     if app.failure is not None:
         raise app.failure
 

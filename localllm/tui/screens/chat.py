@@ -180,6 +180,12 @@ class ChatScreen(Screen[None]):
         if not self.composer.text:
             self.composer.write(message.text)
 
+    @on(messages.GoTo)
+    async def _on_go_to(self, message: messages.GoTo) -> None:
+        view = await self.transcript.go_to(message.index)
+        if view is not None:
+            view.focus(scroll_visible=False)
+
     @on(messages.AnswerBegan)
     async def _on_began(self, message: messages.AnswerBegan) -> None:
         self._is_answering = True

@@ -54,6 +54,9 @@ class CodePicker(ModalScreen[Picked]):
             yield Input(placeholder="a file's path")
             yield Static(Content("enter copy  s save into a file  esc close"), id="hint")
 
+    def on_mount(self) -> None:
+        self.query_one(OptionList).highlighted = 0
+
     @on(OptionList.OptionHighlighted)
     def _preview(self, event: OptionList.OptionHighlighted) -> None:
         block = self._blocks[event.option_index]

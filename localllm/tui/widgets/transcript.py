@@ -69,6 +69,8 @@ class Transcript(Clear, VerticalScroll, can_focus=False):
                 self._live.turn, self._live.index = turns[same], same
                 self._live, same, self._last = None, same + 1, same + 1
             self._turns = list(turns)
+            if same == 0:  # another conversation
+                self.anchor()
             if not self._first <= same <= self._last or same == 0 or len(turns) - self._first > _MOST:
                 await self._window(max(0, len(turns) - _FIRST))
                 return
@@ -157,7 +159,8 @@ class Transcript(Clear, VerticalScroll, can_focus=False):
             await self._window(max(0, index - _FIRST // 2))
         view = next((view for view in self.views if view.index == index), None)
         if view is not None:
-            self.scroll_to_widget(view, animate=False, top=True)
+            self.release_anchor()
+            self.call_after_refresh(self.scroll_to_widget, view, animate=False, top=True, immediate=True)
         return view
 
     async def go_home(self) -> None:

@@ -1,0 +1,338 @@
+"""All chats that are kept: to search, read, open, rename, pin, delete and export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from textual import events, on, work
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import Horizontal
+from textual.content import Content
+from textual.message import Message
+from textual.screen import Screen
+from textual.timer import Timer
+from textual.widgets import Input, Static
+
+from localllm.frontend.exporting import proposed_name
+from localllm.frontend.text import one_line
+from localllm.history import GoneError, Session
+from localllm.tui import archive, messages
+from localllm.tui.archive import Archive
+from localllm.tui.screens.prompt import Prompt
+from localllm.tui.widgets.chat_list import ChatList
+from localllm.tui.widgets.chat_preview import ChatPreview
+from localllm.tui.widgets.key_bar import KeyBar
+from localllm.tui.widgets.notice import Notice
+
+if TYPE_CHECKING:
+    from localllm.tui.screens.chat import ChatScreen
+
+_SEARCH_S = 0.15  # after the last letter
+_PREVIEW_S = 0.1  # after the last step through the list
+_WIDE = 110  # columns, from which on list and preview have room beside each other
+_ENDINGS = (".md", ".json")
+
+
+class ChatsScreen(Screen[None]):
+    CSS = """
+    ChatsScreen {
+        & > #head { height: 1; background: $panel; }
+        & #title { width: 1fr; height: 1; padding: 0 1; color: $text-muted; }
+        & #head KeyBar { width: 12; }
+        & > Input { height: 1; border: none; padding: 0 1; background: $surface; }
+        & > Input:focus { border: none; background: $boost; }
+        & #empty { padding: 1 2; color: $text-muted; width: 1fr; height: 1fr; display: none; }
+        & ChatPreview { width: 1fr; display: none; }
+        &.-wide ChatPreview { display: block; }
+        &.-wide.-turned ChatPreview { display: none; }
+        &.-narrow.-turned ChatPreview { display: block; border-left: none; }
+        &.-narrow.-turned ChatList, &.-empty ChatList { display: none; }
+        &.-empty #empty { display: block; }
+    }
+    """
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (_WIDE, "-wide")]
+    BINDINGS = [
+        Binding("enter", "open", "go on with the chat", id="chats.open"),
+        Binding("slash,ctrl+f", "search", "search titles and messages", id="chats.search"),
+        Binding("r", "rename", "give it another title", id="chats.rename"),
+        Binding("p", "pin", "pin it above the others, or not", id="chats.pin"),
+        Binding("d,delete", "delete", "delete it", id="chats.delete"),
+        Binding("u", "undo", "bring the last deleted one back", id="chats.undo"),
+        Binding("e", "export", "write it into a file", id="chats.export"),
+        Binding("n", "new", "new conversation", id="chats.new"),
+        Binding("space", "turn", "read it, or hide what was said", id="chats.preview"),
+        Binding("escape", "back", "back", id="chats.back"),
+    ]
+    AUTO_FOCUS = "ChatList"
+
+    def __init__(self, chat: ChatScreen, archive: Archive) -> None:
+        super().__init__()
+        self._chat = chat
+        self._archive = archive
+        self._query = ""
+        self._leaving: set[str] = set()  # uids of sessions that are being removed
+        self._delays: dict[str, Timer] = {}
+        self._previewed: tuple[str, int | None] | None = None
+
+    def compose(self) -> ComposeResult:
+        with Horizontal(id="head"):
+            yield Static("", id="title")
+            yield KeyBar({"chats.back": "back"})
+        yield Input(placeholder="search titles and messages (/)")
+        with Horizontal():
+            yield ChatList()
+            yield Static("", id="empty")
+            yield ChatPreview()
+        yield Notice()
+        yield KeyBar(
+            {
+                "chats.open": "open", "chats.delete": "delete", "chats.undo": "undo", "chats.rename": "rename",
+                "chats.export": "export", "chats.pin": "pin", "chats.new": "new", "chats.preview": "read",
+            }
+        )  # fmt: skip
+
+    def on_mount(self) -> None:
+        self._title("reading …")
+        self._list()
+
+    @property
+    def chats(self) -> ChatList:
+        return self.query_one(ChatList)
+
+    @property
+    def notice(self) -> Notice:
+        return self.query_one(Notice)
+
+    @property
+    def preview(self) -> ChatPreview:
+        return self.query_one(ChatPreview)
+
+    def _title(self, text: str) -> None:
+        self.query_one("#title", Static).update(Content(f"chats  {text}"))
+
+    def _hear(self, message: Message) -> None:
+        """From the archive's thread. What comes after this screen was left is told on the chat."""
+        desk = self._chat.desk
+        if isinstance(message, archive.TakenOut):
+            taken = message.session
+            desk.do(lambda: desk.forget(taken.id))
+        elif isinstance(message, archive.PutBack) and message.session is not None:
+            back = message.session
+            desk.do(lambda: desk.recall(back.uid))
+        if not self.post_message(message):
+            self._chat.post_message(message)
+
+    def _list(self) -> None:
+        self._archive.find(self._query, self._hear)
+
+    def _after(self, name: str, delay_s: float, action: Callable[[], None]) -> None:
+        """Does it once nothing of that name was asked for during `delay_s`."""
+        if name in self._delays:
+            self._delays[name].stop()
+        self._delays[name] = self.set_timer(delay_s, action)
+
+    # The list
+
+    @on(archive.Listed)
+    def _on_listed(self, message: archive.Listed) -> None:
+        if message.query != self._query or (message.is_first and self.chats.rows):
+            return
+        rows = [row for row in message.rows if row.session.uid not in self._leaving]
+        self.chats.open_id = self._chat.session_id
+        self.chats.show(rows, self._query)
+        self._previewed = None
+        if not message.is_first:
+            self._tell_count(is_cut=message.is_cut)
+
+    def _tell_count(self, *, is_cut: bool = False) -> None:
+        count = len(self.chats.rows)
+        if self._query:
+            self._title(f"the latest {count:,} places; more words find fewer" if is_cut else f"{count:,} found")
+        else:
+            self._title(f"{count:,} kept")
+        empty = self.query_one("#empty", Static)
+        none = "nothing was found" if self._query else "no chat is kept yet: what is said is, unless it is private"
+        empty.update(Content(none))
+        self.set_class(not count, "-empty")
+
+    @on(Input.Changed)
+    def _on_typed(self) -> None:
+        self._after("search", _SEARCH_S, self._search)
+
+    def _search(self) -> None:
+        self._query = self.query_one(Input).value.strip()
+        self._list()
+
+    @on(ChatList.Highlighted)
+    def _on_highlighted(self, event: ChatList.Highlighted) -> None:
+        if event.row is None:
+            self.preview.clear()
+        else:
+            self._after("preview", _PREVIEW_S, self._read)
+
+    def _read(self) -> None:
+        row = self.chats.row
+        if row is not None and self.preview.display and row.key != self._previewed:
+            self._previewed = row.key
+            self._archive.preview(row, self._hear)
+
+    @on(archive.Previewed)
+    def _on_previewed(self, message: archive.Previewed) -> None:
+        row = self.chats.row
+        if row is not None and row.key == message.row.key:
+            self.preview.show(message, self._query)
+
+    def on_resize(self, event: events.Resize) -> None:
+        self._after("preview", _PREVIEW_S, self._read)
+
+    def on_key(self, event: events.Key) -> None:
+        """The list can be gone through while words are typed."""
+        if self.query_one(Input).has_focus and event.key in ("up", "down", "pageup", "pagedown"):
+            event.stop()
+            step = -1 if event.key.endswith("up") else 1
+            (self.chats.action_page if event.key.startswith("page") else self.chats.action_move)(step)
+
+    # What came of it
+
+    @on(messages.Failed)
+    def _on_failed(self, message: messages.Failed) -> None:
+        self.notice.tell(message.error)
+        if self._leaving or isinstance(message.error, GoneError):
+            self._leaving.clear()
+            self._list()
+
+    @on(messages.Told)
+    def _on_told(self, message: messages.Told) -> None:
+        self.notice.note(message.text, is_warning=message.severity == "warning")
+
+    @on(archive.Checked)
+    def _on_checked(self, message: archive.Checked) -> None:
+        session, found = message.row.session, message.row.message
+        number = found.number if found is not None else None
+        if session.id != self._chat.session_id or number is not None:
+            self._chat.desk.do(lambda: self._chat.desk.open(session.id, number))
+        self.dismiss()
+
+    @on(archive.Changed)
+    def _on_changed(self, message: archive.Changed) -> None:
+        self._list()
+
+    @on(archive.TakenOut)
+    def _on_taken_out(self, message: archive.TakenOut) -> None:
+        self._leaving.discard(message.session.uid)
+        self.notice.note(f"deleted: {message.session.title} (u brings it back)")
+
+    @on(archive.PutBack)
+    def _on_put_back(self, message: archive.PutBack) -> None:
+        session = message.session
+        if session is None:
+            self.notice.note("nothing was deleted here that could be brought back")
+            return
+        self.notice.note(f"back again: {session.title}")
+        self._list()
+
+    @on(archive.Exported)
+    def _on_exported(self, message: archive.Exported) -> None:
+        self.notice.note(f"wrote {message.path}")
+
+    @on(archive.Refused)
+    def _on_refused(self, message: archive.Refused) -> None:
+        self._ask_to_overwrite(message.row, message.path)
+
+    # Keys
+
+    @on(Input.Submitted)
+    @on(ChatList.Opened)
+    def action_open(self) -> None:
+        row = self.chats.row
+        if row is None:
+            return
+        if row.message is None and row.session.id == self._chat.session_id:
+            self.dismiss()
+        elif self._is_free():
+            self._archive.check(row, self._hear)
+
+    def action_new(self) -> None:
+        if self._is_free():
+            self._chat.desk.do(self._chat.desk.new)
+            self.dismiss()
+
+    def _is_free(self) -> bool:
+        if self._chat.is_answering:
+            self.notice.note("an answer is being written: esc stops it, in the chat")
+        return not self._chat.is_answering
+
+    def action_search(self) -> None:
+        self.query_one(Input).focus()
+
+    def action_turn(self) -> None:
+        self.toggle_class("-turned")
+        self.call_after_refresh(self._turned)
+
+    def _turned(self) -> None:
+        (self.chats if self.chats.display else self.preview).focus()
+        self._previewed = None
+        self._read()
+
+    def action_back(self) -> None:
+        field = self.query_one(Input)
+        if self.has_class("-turned") and self.has_class("-narrow"):
+            self.action_turn()
+        elif field.value or field.has_focus:
+            field.value = ""
+            self.chats.focus()
+        elif self.notice.error is not None:
+            self.notice.close()
+        else:
+            self.dismiss()
+
+    def action_pin(self) -> None:
+        if (session := self._session) is not None:
+            self._archive.pin(session, not session.is_pinned, self._hear)
+
+    def action_delete(self) -> None:
+        if (session := self._session) is not None:
+            self._leaving.add(session.uid)
+            self.chats.drop(session.uid)
+            self._tell_count()
+            self._archive.take_out(session, self._hear)
+
+    def action_undo(self) -> None:
+        self._archive.put_back(self._hear)
+
+    @work
+    async def action_rename(self) -> None:
+        if (session := self._session) is None:
+            return
+        title = await self.app.push_screen_wait(Prompt("another title", session.title))
+        if title is None:
+            return
+        title = " ".join(title.split())
+        self._archive.rename(session, title, self._hear)
+        if session.id == self._chat.session_id:  # which would else give it its own again
+            self._chat.desk.do(lambda: self._chat.desk.rename(title))
+
+    @work
+    async def action_export(self) -> None:
+        if (row := self.chats.row) is None:
+            return
+        hint = "in this folder; .md is to be read, .json has every branch and can be imported"
+        name = f"{proposed_name(row.session.title)}{_ENDINGS[0]}"
+        path = await self.app.push_screen_wait(Prompt("write the chat into", name, hint, endings=_ENDINGS))
+        if path is not None:
+            self._archive.export(row, Path(path), self._hear)
+
+    @work
+    async def _ask_to_overwrite(self, row: archive.Row, path: Path) -> None:
+        title = f"{one_line(str(path))} is there already"
+        hint = "accept, and what is in it is lost; or another name"
+        wanted = await self.app.push_screen_wait(Prompt(title, str(path), hint, endings=_ENDINGS))
+        if wanted is not None:
+            self._archive.export(row, Path(wanted), self._hear, overwrites=Path(wanted) == path)
+
+    @property
+    def _session(self) -> Session | None:
+        return self.chats.row.session if self.chats.row is not None else None

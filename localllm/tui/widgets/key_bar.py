@@ -1,0 +1,53 @@
+"""The keys that work on a screen, as a line: each can be clicked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from textual.binding import Binding
+from textual.content import Content
+from textual.style import Style
+from textual.widget import Widget
+
+from localllm.tui.bars import fitting
+
+
+class KeyBar(Widget):
+    """words: what each key does, in a word, by its binding's id on the screen; the last go first where room is short.
+    Keys that the focused field would take for letters are muted; a click does what they do all the same."""
+
+    DEFAULT_CSS = """
+    KeyBar { height: 1; padding: 0 1; color: $text-muted; }
+    """
+
+    def __init__(self, words: Mapping[str, str]) -> None:
+        super().__init__()
+        self.auto_links = False
+        self._words = words
+
+    def on_mount(self) -> None:
+        self.screen.bindings_updated_signal.subscribe(self, lambda _: self.refresh())
+
+    def render(self) -> Content:
+        bound = {binding.id: binding for binding in self.screen.BINDINGS if isinstance(binding, Binding)}
+        parts = []
+        for rank, (name, word) in enumerate(self._words.items()):
+            binding = bound[name]
+            key = self._keys.get(name, binding.key).split(",")[0].strip()
+            shown = Content.styled(self.app.get_key_display(binding.with_key(key)), self._style(key))
+            action = Style.from_meta({"@click": f"screen.{binding.action}"})
+            parts.append((rank, (shown + Content(f" {word}")).stylize(action)))
+        return fitting(parts, self.content_size.width)
+
+    def _style(self, key: str) -> str:
+        focused = self.screen.focused
+        is_letter = len(key) == 1 or key in ("slash", "space")
+        taken = focused is not None and is_letter and focused.check_consume_key(key, key[0])
+        return "bold" if taken else "bold $text-accent"
+
+    @property
+    def _keys(self) -> Mapping[str, str]:
+        from localllm.tui.app import ChatApp
+
+        assert isinstance(self.app, ChatApp)
+        return self.app.keys
