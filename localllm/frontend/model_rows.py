@@ -21,18 +21,18 @@ class ModelRow:
 
     name: str
     state: State
-    repo: str | None
-    revision: str | None
-    directory: str | None
-    size_bytes: int | None
-    partial_bytes: int
-    packed: tuple[PackedWeights, ...]
-    model_type: str | None
-    aliases: tuple[str, ...]
-    licence: str | None
-    gated: bool | None
-    context: int | None
-    parameters: float | None
+    repo: str | None = None
+    revision: str | None = None
+    directory: str | None = None
+    size_bytes: int | None = None
+    partial_bytes: int = 0
+    packed: tuple[PackedWeights, ...] = ()
+    model_type: str | None = None
+    aliases: tuple[str, ...] = ()
+    licence: str | None = None
+    gated: bool | None = None
+    context: int | None = None
+    parameters: float | None = None
 
     @property
     def is_here(self) -> bool:
@@ -111,11 +111,6 @@ def _of_entry(entry: ModelEntry) -> ModelRow:
         state="available",
         repo=entry.repo,
         revision=entry.revision,
-        directory=None,
-        size_bytes=None,
-        partial_bytes=0,
-        packed=(),
-        model_type=None,
         aliases=entry.aliases,
         licence=entry.licence,
         gated=entry.gated,

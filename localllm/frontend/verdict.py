@@ -37,6 +37,11 @@ class Verdict:
                 return "not known"
 
     @property
+    def short_text(self) -> str:
+        """For a narrow screen."""
+        return self.text.replace("fits with offload, about", "fits, offload ~").replace("~ ", "~")
+
+    @property
     def details(self) -> str:
         """With what it would be run, and how fast."""
         if self.tok_s is None:

@@ -163,7 +163,7 @@ class Transfers:
 
     @property
     def all(self) -> tuple[Transfer, ...]:
-        return tuple(run.transfer for run in self._runs.values())
+        return tuple(run.transfer for run in list(self._runs.values()))
 
     @property
     def is_running(self) -> bool:

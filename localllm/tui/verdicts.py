@@ -43,7 +43,7 @@ class Verdicts:
         self._is_busy = is_busy
         self._known: dict[_Key, Verdict] = {}
         self._asked: set[_Key] = set()
-        self._queue: queue.SimpleQueue[tuple[_Key, ResolvedSettings]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[_Key, ResolvedSettings] | None] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         self._is_measuring = False
@@ -65,13 +65,11 @@ class Verdicts:
 
     def close(self) -> None:
         self._closed.set()
+        self._queue.put(None)
 
     def _run(self) -> None:
-        while not self._closed.is_set():
-            try:
-                key, resolved = self._queue.get(timeout=_PAUSE_S)
-            except queue.Empty:
-                continue
+        while (wanted := self._queue.get()) is not None:
+            key, resolved = wanted
             try:
                 self._known[key] = judge(key[0], resolved, self._wait_for_quiet)
             except _ClosedError:
