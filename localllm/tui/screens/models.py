@@ -17,6 +17,7 @@ from textual.widgets import Input, OptionList, Static
 from localllm import hub
 from localllm.config import format_bytes
 from localllm.errors import LocalLLMError
+from localllm.frontend.deleting import freed_by
 from localllm.frontend.model_facts import fact_lines
 from localllm.frontend.model_rows import ModelRow, model_rows
 from localllm.frontend.text import one_line
@@ -55,10 +56,6 @@ class _Sized(Message):
     row: ModelRow
     checkpoint_bytes: int
     packed_bytes: int
-
-
-class _OnlyAskedError(Exception):
-    """Nothing is to be deleted yet."""
 
 
 class ModelsScreen(Screen[None]):
@@ -350,21 +347,8 @@ class ModelsScreen(Screen[None]):
 
     @work(thread=True, exclusive=True, group="delete")
     def _size_up(self, row: ModelRow) -> None:
-        """Finds out what a deletion would free: of everything, or where that is refused, of what is packed."""
-
-        def hear(checkpoint_bytes: int, packed_bytes: int) -> None:
-            self.post_message(_Sized(row, checkpoint_bytes, packed_bytes))
-            raise _OnlyAskedError
-
         try:
-            try:
-                hub.remove(row.name, confirm=hear)
-            except LocalLLMError:
-                if not row.packed:
-                    raise
-                hub.remove(row.name, packed_only=True, confirm=hear)
-        except _OnlyAskedError:
-            pass
+            self.post_message(_Sized(row, *freed_by(row)))
         except LocalLLMError as error:
             self.post_message(messages.Failed(error))
 

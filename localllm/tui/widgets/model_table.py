@@ -18,7 +18,7 @@ from localllm.frontend.verdict import Verdict
 from localllm.tui.transfers import Transfer
 
 _GAP = "  "
-_LONGEST_NAME = 44  # columns; a folder's path is cut
+_SHORTEST_NAME, _LONGEST_NAME = 12, 44  # columns; a folder's path is cut
 _CHECKPOINT_BYTES = 2  # of a parameter: what nearly all makers publish
 _STATE_STYLES = {"installed": "$text-success", "folder": "$text-success", "partial": "$text-warning"}
 _VERDICT_STYLES = {"fits": "$text-success", "offloads": "$text-warning", "too large": "$text-error"}
@@ -118,7 +118,8 @@ class ModelTable(OptionList):
 
     DEFAULT_CSS = """
     ModelTable {
-        height: 1fr; border: none; padding: 0 1; background: $background; scrollbar-gutter: stable;
+        height: 1fr; background: $background; scrollbar-gutter: stable;
+        &.-textual-compact { padding: 0 1; }
         &:focus { background-tint: $foreground 0%; }
     }
     """
@@ -182,7 +183,7 @@ class ModelTable(OptionList):
 
     def _redraw(self) -> None:
         name = self.line.name if self.line is not None else None
-        self._columns = _fitting_columns(self._every, self.scrollable_content_region.width - 2)
+        self._columns = _fitting_columns(self._every, self.scrollable_content_region.width)
         self._shown = [line for line in self._every if line.matches(self._words)]
         self._marked = None
         self.clear_options()
@@ -214,7 +215,10 @@ def _fitting_columns(lines: Sequence[Line], columns: int) -> list[tuple[_Column,
         widths = {column: column.least if column is _NAME else column.width(lines) for column in wanted}
         kept = list(wanted)
         while len(kept) > 1 and _total(kept, widths) > columns:
-            kept.remove(max(kept, key=lambda column: column.rank))
+            if len(kept) == 2 and widths[_NAME] > _SHORTEST_NAME:
+                widths[_NAME] = _SHORTEST_NAME
+            else:
+                kept.remove(max(kept, key=lambda column: column.rank))
         if _SIZE in kept:
             break
     longest = min(_NAME.width(lines), _LONGEST_NAME)
