@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from localllm.errors import LocalLLMError
 from localllm.frontend.model_rows import ModelRow
 
@@ -32,8 +34,6 @@ def _asked(name: str, *, packed_only: bool) -> tuple[int, int]:
         sizes.append((checkpoint_bytes, packed_bytes))
         raise _OnlyAskedError
 
-    try:
+    with suppress(_OnlyAskedError):
         hub.remove(name, packed_only=packed_only, confirm=hear)
-    except _OnlyAskedError:
-        pass
     return sizes[0]

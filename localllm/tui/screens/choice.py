@@ -56,10 +56,7 @@ class Choice(ModalScreen[str | None]):
             box.border_title = Content(visible(one_line(self._title)))
             yield Static(Content("\n").join(self._lines), markup=False)
             width = max(len(reply.text) for reply in self._replies)
-            drawn = (
-                Content(reply.text.ljust(width)) + Content.styled(f"  {reply.note}", "$foreground-muted")
-                for reply in self._replies
-            )
+            drawn = (Content(f"{reply.text.ljust(width)}  {reply.note}") for reply in self._replies)
             yield OptionList(*map(Option, drawn), markup=False, compact=True)
             yield Static(Content("enter choose  esc close"), id="hint")
 

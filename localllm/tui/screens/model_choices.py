@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-
 from textual.content import Content
 
 from localllm.config import format_bytes
@@ -17,10 +15,10 @@ NO = "no"
 EVERYTHING = "everything"
 PACKED = "packed"
 _FORMATS = {
-    "int4-g64": "4 bits: the smallest, and on most machines the fastest",
+    "int4-g64": "4 bits: small, and mostly the fastest",
     "int8": "8 bits: nearly exact",
-    "nf4": "4 bits, of bitsandbytes",
-    "bf12": "12 bits: the same numbers as bf16, in three quarters of the bytes",
+    "nf4": "4 bits, as bitsandbytes has them",
+    "bf12": "12 bits: exact, 3/4 of the bytes",
 }
 
 
@@ -50,7 +48,9 @@ def ask_how_to_pack(row: ModelRow) -> Choice:
     replies = []
     for name, meaning in _FORMATS.items():
         there = packed.get(name)
-        known = f"; there: {packed_text(there)}" if there is not None else ""
+        known = ""
+        if there is not None:
+            known = f" ({'there' if there.state == 'whole' else 'begun'}: {format_bytes(there.size_bytes)})"
         replies.append(Reply(name, name, meaning + known))
     lines = [
         Content("The first use does it, too; ahead of time nobody waits for it."),
@@ -70,17 +70,12 @@ def ask_to_delete(row: ModelRow, checkpoint_bytes: int, packed_bytes: int, *, is
     if is_loaded:
         lines.append(Content.styled("It is the model that is loaded: the chat could not load it again.", "$text-error"))
     if checkpoint_bytes:
-        freed = format_bytes(checkpoint_bytes + packed_bytes)
-        replies.append(Reply(EVERYTHING, "delete it", f"frees {freed}; to have it again: {_pull(row)}"))
+        replies.append(Reply(EVERYTHING, "delete it", f"frees {format_bytes(checkpoint_bytes + packed_bytes)}"))
     if packed_bytes:
         text = "delete what is packed" + (" alone" if checkpoint_bytes else "")
         replies.append(Reply(PACKED, text, f"frees {format_bytes(packed_bytes)}"))
     replies.append(Reply(NO, "keep it"))
     return Choice(f"delete {row.name}?", lines, replies, chosen=len(replies) - 1)
-
-
-def _pull(row: ModelRow) -> str:
-    return f"localllm pull {shlex.quote(row.name)}"
 
 
 def _fact(label: str, text: str) -> Content:

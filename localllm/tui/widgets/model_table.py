@@ -19,6 +19,7 @@ from localllm.tui.transfers import Transfer
 
 _GAP = "  "
 _SHORTEST_NAME, _LONGEST_NAME = 12, 44  # columns; a folder's path is cut
+_SHORTEST_PACKED = 20  # columns; what has no room is cut
 _CHECKPOINT_BYTES = 2  # of a parameter: what nearly all makers publish
 _STATE_STYLES = {"installed": "$text-success", "folder": "$text-success", "partial": "$text-warning"}
 _VERDICT_STYLES = {"fits": "$text-success", "offloads": "$text-warning", "too large": "$text-error"}
@@ -210,9 +211,10 @@ class ModelTable(OptionList):
 
 def _fitting_columns(lines: Sequence[Line], columns: int) -> list[tuple[_Column, int]]:
     """Those that have room, with their widths: shorter verdicts come before that a column goes, and the least important
-    one goes first; a long name has what is left."""
+    one goes first; a long name has what is left, and then what is packed."""
     for wanted in (_ROOMY, _NARROW):
         widths = {column: column.least if column is _NAME else column.width(lines) for column in wanted}
+        widths[_PACKED] = min(widths[_PACKED], _SHORTEST_PACKED)
         kept = list(wanted)
         while len(kept) > 1 and _total(kept, widths) > columns:
             if len(kept) == 2 and widths[_NAME] > _SHORTEST_NAME:
@@ -221,8 +223,8 @@ def _fitting_columns(lines: Sequence[Line], columns: int) -> list[tuple[_Column,
                 kept.remove(max(kept, key=lambda column: column.rank))
         if _SIZE in kept:
             break
-    longest = min(_NAME.width(lines), _LONGEST_NAME)
-    widths[_NAME] = max(1, min(longest, widths[_NAME] + columns - _total(kept, widths)))
+    for column, longest in ((_NAME, min(_NAME.width(lines), _LONGEST_NAME)), (_PACKED, _PACKED.width(lines))):
+        widths[column] = max(1, min(longest, widths[column] + columns - _total(kept, widths)))
     return [(column, widths[column]) for column in kept]
 
 

@@ -76,7 +76,8 @@ class TransferView(Widget):
             yield 4, bar(step.file_done / step.file_total, _BAR // 2, "$secondary")
             figures = f"{format_bytes(step.file_done)} of {format_bytes(step.file_total)}"
             yield 5, Content.styled(figures, "$foreground-muted")
-        if note := step.note or ("" if step.total or step.file else "beginning"):
+        is_new = transfer.state == "running" and not (step.total or step.file)
+        if note := step.note or ("beginning" if is_new else ""):
             indent = "" if step.file_total else "  "
             yield 2, Content.styled(f"{indent}{visible(one_line(note))}", "$foreground-muted")
         toggle = {"running": "pause", "paused": "resume", "failed": "again"}.get(transfer.state)
