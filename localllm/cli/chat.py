@@ -17,7 +17,7 @@ from localllm.cli.front import Front, front_of
 from localllm.cli.generate import Printing, explained, print_answer
 from localllm.cli.interrupts import Interrupted
 from localllm.cli.lines import LineReader
-from localllm.cli.names import complete_sessions, is_model
+from localllm.cli.names import complete_sessions
 from localllm.cli.options import extra_sampling
 from localllm.cli.output import Output
 from localllm.cli.prompt import argument_text, has_blanks
@@ -38,7 +38,7 @@ from localllm.frontend.keeping import Keeper, Resumed, keeper_of, look_up
 from localllm.frontend.miss import Explanation
 from localllm.frontend.opening import Opening
 from localllm.frontend.origins import with_origins
-from localllm.frontend.selection import Selection, named
+from localllm.frontend.selection import Selection, is_model, named
 from localllm.frontend.talk import Talk, mended_in_chat
 from localllm.frontend.text_file import read_text_file
 from localllm.registry import BUILT_IN

@@ -1,19 +1,6 @@
-"""Which words name a model, for the command line and for the shell's completion. Imports the registry when asked."""
+"""Which words may stand on a command line, for the shell's completion. Imports the registry when asked."""
 
 from __future__ import annotations
-
-
-def is_model(word: str) -> bool:
-    """Whether the word names a model: one of the registry, ORG/REPOSITORY, or a folder that is there."""
-    from localllm.errors import ModelNotFoundError
-    from localllm.hub.names import understand
-    from localllm.registry import load_registry
-
-    try:
-        understand(word, load_registry())
-    except ModelNotFoundError:
-        return False
-    return True
 
 
 def complete_models(incomplete: str) -> list[str]:

@@ -12,13 +12,13 @@ import os
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TextIO
 
 from localllm.cli.wrap import WordWrap
 from localllm.config import format_bytes
 from localllm.errors import LocalLLMError, UnwrittenError
+from localllm.frontend.pace import Pace
 from localllm.frontend.text import UNSAFE, error_rows, format_seconds, one_line, printable
 
 SCHEMA_VERSION = 1
@@ -27,7 +27,6 @@ _BOLD, _DIM, _RED, _YELLOW, _RESET = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[33m
 Tone = Literal["plain", "good", "fair", "poor"]
 _TONE_STYLES: Mapping[Tone, str] = {"good": "\x1b[32m", "fair": _YELLOW, "poor": _RED}
 _CLEAR_LINE = "\r\x1b[2K"
-_RATE_WINDOW_S = 10.0
 _NARROWEST_BAR = 5  # columns; where a terminal has no room for it, the time that is left goes first
 
 
@@ -200,9 +199,7 @@ class ProgressLine:
         self._label = label
         self._plain_lines = plain_lines
         self._lock = threading.Lock()
-        # (time, bytes done), the oldest first. What was there before, or is verified and not made, goes by faster: only
-        # the last moments tell how long the rest will take.
-        self._samples: deque[tuple[float, int]] = deque()
+        self._pace = Pace()
         self._drawn_at = 0.0
         self._tenth = -1
         self._closed = False
@@ -247,7 +244,7 @@ class ProgressLine:
         now = time.monotonic()
         if now - self._drawn_at < 0.1 and done < total:
             return
-        rate = self._rate(now, done)
+        rate = self._pace.after(now, done)
         share = done / total if total else 1.0
         sizes, speed, left = f" {format_bytes(done)}/{format_bytes(total)}", "", ""
         if rate > 0 and 0 < done < total:
@@ -259,14 +256,6 @@ class ProgressLine:
         bar = f" [{'#' * int(room * share):<{room}}]" if room >= _NARROWEST_BAR else ""
         text = f"{self._label}{bar} {text}"
         self._put(f"{text}  {detail}" if detail else text)
-
-    def _rate(self, now: float, done: int) -> float:
-        """Bytes a second, lately."""
-        self._samples.append((now, done))
-        while len(self._samples) > 2 and now - self._samples[1][0] > _RATE_WINDOW_S:
-            self._samples.popleft()
-        began, base = self._samples[0]
-        return (done - base) / max(now - began, 1e-3)
 
     def _put(self, text: str) -> None:
         self._drawn_at = time.monotonic()

@@ -15,7 +15,7 @@ from localllm.cli.output import SCHEMA_VERSION, Output, ProgressLine, Tone
 from localllm.cli.settings import read_settings
 from localllm.config import ResolvedSettings, format_bytes, format_figure
 from localllm.frontend.origins import with_origins
-from localllm.frontend.vram import vram_cap
+from localllm.frontend.wishes import wishes_of
 
 if TYPE_CHECKING:
     from localllm.engine.planning import Guessing, Planned, Prediction
@@ -101,9 +101,7 @@ def _planned(word: str | None, resolved: ResolvedSettings, goal: str, line: Prog
 
     require_address_space()  # before torch is imported
     from localllm import hub
-    from localllm.engine.loading import has_card
-    from localllm.engine.memory import choose_device
-    from localllm.engine.planning import Wishes, plan_model
+    from localllm.engine.planning import plan_model
     from localllm.errors import ModelNotFoundError
     from localllm.models.shapes import find_shape
     from localllm.offload.plan import JobShape
@@ -114,11 +112,9 @@ def _planned(word: str | None, resolved: ResolvedSettings, goal: str, line: Prog
         files = hub.locate(name, offline=True)
     except ModelNotFoundError:
         files = None
-    wishes = {field: getattr(settings, field) for field in Wishes.__dataclass_fields__ if field != "job"}
-    wishes["vram"] = vram_cap(resolved, line.interject, has_gpu=has_card(choose_device(settings.device)))
     tokens = min(_JOB_TOKENS, settings.ctx or _JOB_TOKENS)
     job = JobShape(options.DEFAULT_PARALLEL, tokens, tokens) if goal == "throughput" else None
-    return plan_model(shape, files, Wishes(**wishes, job=job), line.show)
+    return plan_model(shape, files, wishes_of(resolved, line.interject, job), line.show)
 
 
 def _fields(planned: Planned) -> dict[str, Any]:

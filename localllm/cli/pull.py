@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from typing import TYPE_CHECKING
 
@@ -10,10 +9,9 @@ import typer
 
 from localllm.cli import options
 from localllm.cli.front import front_of
-from localllm.cli.names import is_model
 from localllm.cli.output import SCHEMA_VERSION, Output, ProgressLine
-from localllm.config import ResolvedSettings, format_bytes, load_settings
-from localllm.errors import ModelNotFoundError
+from localllm.config import format_bytes, load_settings
+from localllm.frontend.fetching import fetch
 
 if TYPE_CHECKING:
     from localllm.hub import PullProgress
@@ -37,18 +35,11 @@ def pull_command(
 
     A pull that was interrupted goes on where it stopped.
     """
-    from localllm import hub
-
     front = front_of(context)
     resolved = load_settings({"offline": offline})
     front.interrupts.farewell = f"interrupted; what was fetched is kept. To go on: localllm pull {shlex.quote(model)}"
     with front.output.progress(f"pulling {model}", plain_lines=True) as line:
-        try:
-            files = hub.pull(model, offline=resolved.settings.offline, progress=_Teller(front.output, line).tell)
-        except ModelNotFoundError as error:
-            if is_model(model):
-                error.fix = _online_again(resolved, model) or error.fix
-            raise
+        files = fetch(model, resolved, _Teller(front.output, line).tell)
     size_bytes = sum(path.stat().st_size for path in files.directory.iterdir() if path.is_file())
     if as_json:
         fields = {"model": files.name, "repo": files.repo, "revision": files.revision}
@@ -56,24 +47,6 @@ def pull_command(
         front.output.json({"schema_version": SCHEMA_VERSION, **fields, **where})
     else:
         front.output.line(f"{files.name}: {format_bytes(size_bytes)} in {files.directory}")
-
-
-def _online_again(resolved: ResolvedSettings, model: str) -> str:
-    """The command without what keeps it offline; "" where nothing does."""
-    from huggingface_hub import constants
-
-    command = f"localllm pull {shlex.quote(model)}"
-    origin = resolved.origins["offline"]
-    if resolved.settings.offline and origin.kind == "file":
-        return f"offline = false in {origin.where}, or for once: LOCALLLM_OFFLINE=0 {command}"
-    variables = [
-        name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if constants.HF_HUB_OFFLINE and os.environ.get(name)
-    ]
-    if origin.kind == "environment" and resolved.settings.offline:
-        variables.append(origin.where)
-    if variables:
-        return f"env {' '.join(f'-u {name}' for name in variables)} {command}"
-    return command if resolved.settings.offline else ""
 
 
 class _Teller:

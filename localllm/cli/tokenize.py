@@ -9,11 +9,11 @@ import typer
 
 from localllm.cli import options
 from localllm.cli.front import front_of
-from localllm.cli.names import is_model
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.cli.prompt import argument_text, read_stdin, split_positionals
 from localllm.cli.selection import select_text_only
 from localllm.errors import ModelNotFoundError, UsageError
+from localllm.frontend.selection import is_model
 from localllm.registry import BUILT_IN
 
 EXAMPLES = """Examples:

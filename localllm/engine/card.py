@@ -49,10 +49,9 @@ class CardPlanning:
         process holds, the blocks that are placed anew. Raises UsageError for a cap above what exists, DoesNotFitError
         where the card has not even room for a measurement.
         """
-        uncap_allocator(self.device)  # of the plan before, which a measurement has nothing to do with
         try:
             profile = measured(kept_profile(), recipe.name, recipe.blocks, self.dtype, self.say)
-            profile = device_measured(profile, self.device, recipe.name, recipe.blocks, self.dtype, self.say)
+            profile = device_measured(profile, self.device, recipe.name, recipe.blocks, self.dtype, self._say_uncapped)
         except RuntimeError as error:
             raise out_of_memory(self.device, error) if is_device_out_of_memory(error) else error from None
         rates, card = profile.rates(recipe.name), profile.device
@@ -69,6 +68,12 @@ class CardPlanning:
             job=self.job,
             corrections=profile.corrections(recipe.name),
         )
+
+    def _say_uncapped(self, text: str) -> None:
+        """Before a measurement, which has nothing to do with the cap of the plan before. A search without one leaves
+        the cap to the model that runs under it."""
+        self.say(text)
+        uncap_allocator(self.device)
 
 
 def _card_rates(found: FormatRates, card: DeviceRates, *, is_fused: bool) -> CardRates:

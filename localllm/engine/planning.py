@@ -35,6 +35,8 @@ from localllm.offload.profile import UNKNOWN_DISK_GBS, Profile, kept_profile, me
 from localllm.offload.search import Search, fits_whole, is_better
 from localllm.quant.recipe import DEFAULT, RECIPES, Recipe
 
+_ALL_BYTES = 1 << 62  # more than any process holds
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -101,20 +103,9 @@ def plan_model(model: Shape, files: ModelFiles | None, wishes: Wishes, say: Call
 
     Raises UsageError for what cannot be honoured.
     """
-    if wishes.threads is not None:
-        torch.set_num_threads(wishes.threads)
-    device = choose_device(wishes.device)
-    require_card(device, wishes.vram)
-    require_context(model.config, wishes.ctx)
-    dtype = choose_dtype(wishes.weights if wishes.dtype == "auto" and wishes.weights in DTYPES else wishes.dtype)
+    device, dtype = _where(model, wishes)
     unsure = _compare_tokenizers(model.name, files, wishes.guessing.draft_model)
-    packed = () if files is None else tuple(packed_recipes(files))
-    recipe = RECIPES[choose_recipe(wishes.weights, model.config, packed, dtype)]
-    search = _search(model, files, recipe, dtype, device, wishes, say)
-    if isinstance(search, Search) and not fits_whole(search):
-        compact = compact_form(recipe, model.config, packed)
-        other = None if compact is None else _search(model, files, compact, dtype, device, wishes, say)
-        search = other if isinstance(other, Search) and is_better(other, search) else search
+    search = _best_search(model, files, dtype, device, wishes, say)
     profile, others = kept_profile(), partial(_others, dtype, device, wishes.kv)
     guesses = [*_guesses(profile), *unsure]
     try:
@@ -122,10 +113,48 @@ def plan_model(model: Shape, files: ModelFiles | None, wishes: Wishes, say: Call
     except DoesNotFitError as error:
         fixes = [*search.fixes(), *(str(advice) for advice in other_model(search, others()))]
         return Planned(search.shape, None, fixes, error, guesses=guesses)
-    int4 = None if recipe.name == DEFAULT else _shape(model, files, RECIPES[DEFAULT], dtype, device, wishes.kv)
+    int4 = None if search.shape.weights == DEFAULT else _shape(model, files, RECIPES[DEFAULT], dtype, device, wishes.kv)
     advice = [str(advice) for advice in advise(search, plan, int4, others())]
     speculation = () if wishes.job is not None else tuple(_speculation(plan, search, files, wishes, dtype, device))
     return Planned(search.shape, plan, advice, None, *_predictions(plan, profile), guesses, speculation)
+
+
+def foresee(model: Shape, files: ModelFiles | None, wishes: Wishes, say: Callable[[str], None]) -> Plan:
+    """The plan alone, as a process finds it that has no model yet: what this one holds counts as free.
+
+    say: hears of each measurement before it begins, and may raise. Raises DoesNotFitError, and as `plan_model`.
+    """
+    device, dtype = _where(model, wishes)
+    return _best_search(model, files, dtype, device, wishes, say, _ALL_BYTES).best()
+
+
+def _where(model: Shape, wishes: Wishes) -> tuple[torch.device, torch.dtype]:
+    if wishes.threads is not None:
+        torch.set_num_threads(wishes.threads)
+    device = choose_device(wishes.device)
+    require_card(device, wishes.vram)
+    require_context(model.config, wishes.ctx)
+    return device, choose_dtype(wishes.weights if wishes.dtype == "auto" and wishes.weights in DTYPES else wishes.dtype)
+
+
+def _best_search(
+    model: Shape,
+    files: ModelFiles | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    wishes: Wishes,
+    say: Callable[[str], None],
+    placed_bytes: int = 0,
+) -> AnySearch:
+    """In the format that the wishes come to, or in another with the same numbers where that is faster."""
+    packed = () if files is None else tuple(packed_recipes(files))
+    recipe = RECIPES[choose_recipe(wishes.weights, model.config, packed, dtype)]
+    search = _search(model, files, recipe, dtype, device, wishes, say, placed_bytes)
+    if isinstance(search, Search) and not fits_whole(search):
+        compact = compact_form(recipe, model.config, packed)
+        other = None if compact is None else _search(model, files, compact, dtype, device, wishes, say, placed_bytes)
+        search = other if isinstance(other, Search) and is_better(other, search) else search
+    return search
 
 
 def _compare_tokenizers(name: str, files: ModelFiles | None, word: str) -> list[str]:
@@ -195,18 +224,21 @@ def _search(
     device: torch.device,
     wishes: Wishes,
     say: Callable[[str], None],
+    placed_bytes: int = 0,
 ) -> AnySearch:
+    """placed_bytes: of the memory that this process holds, what the model may have."""
     if has_card(device):
         config, packing = as_stored(files, model.name, model.config, recipe)
         card = CardPlanning(device, dtype, wishes.kv, wishes.ctx, wishes.ram, wishes.vram, wishes.job, say)
-        found = card.search(config, recipe, model.name, packing)
+        found = card.search(config, recipe, model.name, packing, placed_bytes=placed_bytes)
         return _with_guesses(found, files, wishes, dtype, device)
     require_cap(wishes.ram)  # before seconds of measuring
     profile = measured(kept_profile(), recipe.name, recipe.blocks, dtype, say)
     rates = profile.rates(recipe.name)
     assert rates is not None
     shape = _shape(model, files, recipe, dtype, device, wishes.kv)
-    memory = process_memory(wishes.ram, recipe, model.config.vocab_size, packs=shape.packing is not None)
+    vocab_size, packs = model.config.vocab_size, shape.packing is not None
+    memory = process_memory(wishes.ram, recipe, vocab_size, placed_bytes, packs=packs)
     search = Search(shape, memory, rates, wishes.ctx, wishes.job, profile.corrections(recipe.name))
     return _with_guesses(search, files, wishes, dtype, device)
 

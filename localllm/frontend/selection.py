@@ -74,6 +74,18 @@ def locate(resolved: ResolvedSettings, word: str | None, *, needs_config: bool =
         raise
 
 
+def is_model(word: str) -> bool:
+    """Whether the word names a model: one of the registry, ORG/REPOSITORY, or a folder that is there."""
+    from localllm.hub.names import understand
+    from localllm.registry import load_registry
+
+    try:
+        understand(word, load_registry())
+    except ModelNotFoundError:
+        return False
+    return True
+
+
 def with_defaults(resolved: ResolvedSettings, files: ModelFiles) -> Selection:
     """The model with what it recommends where the settings say nothing. Raises CheckpointError."""
     return Selection(files, _with_model_defaults(resolved, files.entry, files))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from textual import on
 from textual.app import App, SystemCommand
 from textual.binding import Binding
 from textual.message import Message
@@ -26,12 +27,17 @@ from localllm.tui.desk import Desk
 from localllm.tui.loading import Serve, serve
 from localllm.tui.screens.chat import ChatScreen
 from localllm.tui.screens.chats import ChatsScreen
+from localllm.tui.screens.models import ModelsScreen
 from localllm.tui.screens.prompt import Prompt
+from localllm.tui.transfers import TransferMoved, Transfers
+from localllm.tui.verdicts import Measuring, VerdictCame, Verdicts
 from localllm.tui.widgets.composer import Composer
 from localllm.tui.widgets.message_view import MessageView
 
 if TYPE_CHECKING:
     from textual.dom import DOMNode
+
+_STOP_S = 1.0  # in which pulls and conversions may end where they are; what they have is kept in any case
 
 Away = AbstractContextManager[None]
 
@@ -77,6 +83,8 @@ class ChatApp(App[None]):
         self.desk = Desk(start.resolved, dict(start.extra), serve, self._hear)
         self.archive = Archive()
         self.chat = ChatScreen(self.desk, shows_statistics=start.shows_statistics)
+        self.transfers = Transfers(self.post_message)
+        self.verdicts = Verdicts(self.post_message, lambda: self.chat.is_busy or self.transfers.is_running)
         self.failure: Exception | None = None
         self.unsent = ""  # what stands in the composer
 
@@ -118,6 +126,40 @@ class ChatApp(App[None]):
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self.leave)
 
+    def on_unmount(self) -> None:
+        self.verdicts.close()
+        self.transfers.close(_STOP_S)
+
+    @property
+    def _models(self) -> ModelsScreen | None:
+        """None also where it is not there yet, or goes with everything else."""
+        found = (screen for screen in self.screen_stack if isinstance(screen, ModelsScreen) and screen.is_mounted)
+        return next(found, None) if self.is_running else None
+
+    @on(VerdictCame)
+    def _on_verdict(self, message: VerdictCame) -> None:
+        if (models := self._models) is not None:
+            models.judged(message.name)
+
+    @on(Measuring)
+    def _on_measuring(self, message: Measuring) -> None:
+        if (models := self._models) is not None:
+            models.tell_measuring(message.text)
+
+    @on(TransferMoved)
+    def _on_transfer(self, message: TransferMoved) -> None:
+        """On the screen of the models where it is open; else the chat tells how it ended."""
+        transfer = message.transfer
+        self.transfers.settle(transfer)
+        if (models := self._models) is not None:
+            models.follow(transfer)
+        elif not self.is_running:
+            return
+        elif transfer.state == "ended":
+            self.chat.notice.note(f"{transfer.told} (F3: models)")
+        elif transfer.error is not None and transfer.state == "failed":
+            self.chat.notice.tell(transfer.error)
+
     def action_leave(self) -> None:
         self.leave()
 
@@ -130,7 +172,11 @@ class ChatApp(App[None]):
         self.chat.notice.note("not there yet")
 
     def action_models(self) -> None:
-        self.chat.notice.note("not there yet")
+        """Shows them; where they are shown, goes back."""
+        if isinstance(self.screen, ModelsScreen):
+            self.pop_screen()
+        elif not any(isinstance(screen, ModelsScreen) for screen in self.screen_stack):
+            self.push_screen(ModelsScreen(self.chat, self.transfers, self.verdicts))
 
     def action_chats(self) -> None:
         if isinstance(self.screen, ChatsScreen):
@@ -183,5 +229,6 @@ def rooms() -> dict[str, type[DOMNode]]:
         "A message (ctrl+up)": MessageView,
         "Chats (F4)": ChatsScreen,
         "Asked for a line": Prompt,
+        "Models (F3)": ModelsScreen,
     }
     return found

@@ -94,6 +94,17 @@ class Desk:
 
     # What the screen asks for; each returns at once
 
+    @property
+    def resolved(self) -> ResolvedSettings:
+        """The settings under which models are chosen."""
+        return self._resolved
+
+    @property
+    def model_name(self) -> str | None:
+        """Of the model that is loaded or on its way, as it is found again from any folder; None where there is none."""
+        selection = self._selection
+        return selection.model_name if selection is not None and self._service is not None else None
+
     def do(self, job: Job) -> None:
         """Has it done after what was asked for before; what it raises is posted."""
         self._jobs.put(job)

@@ -407,13 +407,14 @@ async def test_the_picker_copies_or_saves_a_code_block(monkeypatch: pytest.Monke
         assert "2  sh, 1 lines: ls -l" in shown(app)
         await pilot.press("down", "enter")
         await until(pilot, lambda: copied == ["ls -l\n"])
-        for expected in ("wrote", "is there already"):
+        for is_new in (True, False):
             await pilot.press("f7")
             await until(pilot, lambda: isinstance(app.screen, CodePicker))
             await pilot.press("s")
             app.screen.query_one(Input).value = str(tmp_path / "a.py")
             await pilot.press("enter")
-            await until(pilot, lambda expected=expected: expected in shown(app))
+            await until(pilot, lambda: app.screen is app.chat and (tmp_path / "a.py").exists())
+            assert is_new == (app.chat.notice.error is None)
         assert (tmp_path / "a.py").read_text() == "print('fox')\n"
 
 

@@ -74,6 +74,7 @@ class ChatScreen(Screen[None]):
         self._shows_statistics = shows_statistics
         self._turns: tuple[messages.Turn, ...] = ()
         self._is_answering = False
+        self._is_loading = False
         self._editing: int | None = None  # the question that is written anew
         self._is_finding = False
         self._interrupted_at = 0.0
@@ -124,6 +125,11 @@ class ChatScreen(Screen[None]):
         return self._is_answering
 
     @property
+    def is_busy(self) -> bool:
+        """Whether a model is loaded or computes."""
+        return self._is_answering or self._is_loading
+
+    @property
     def session_id(self) -> str | None:
         """The kept chat's; None where nothing is kept (yet)."""
         return self._session_id
@@ -140,12 +146,14 @@ class ChatScreen(Screen[None]):
 
     @on(messages.Loading)
     def _on_loading(self, message: messages.Loading) -> None:
+        self._is_loading = True
         self.status.facts = None
         self.status.model_text = one_line(message.text)
         self.query_one(Activity).progress(message.text, message.done, message.total)
 
     @on(messages.ModelReady)
     def _on_ready(self, message: messages.ModelReady) -> None:
+        self._is_loading = False
         if self.status.facts is None:
             self.query_one(Activity).clear()
         self.status.facts = message.facts
@@ -153,6 +161,7 @@ class ChatScreen(Screen[None]):
 
     @on(messages.ModelFailed)
     def _on_model_failed(self, message: messages.ModelFailed) -> None:
+        self._is_loading = False
         self.query_one(Activity).clear()
         self.status.model_text = "no model (F3 chooses one)"
         self.notice.tell(message.error)

@@ -13,14 +13,15 @@ from localllm.tui.bars import fitting
 
 
 class KeyBar(Widget):
-    """words: what each key does, in a word, by its binding's id on the screen; the last go first where room is short.
-    Keys that the focused field would take for letters are muted; a click does what they do all the same."""
+    """words: what each key does, in a word, by its binding's id on the screen; without them those that are to be shown.
+    The last go first where room is short. Keys that the focused field would take for letters are muted; a click does
+    what they do all the same."""
 
     DEFAULT_CSS = """
     KeyBar { height: 1; padding: 0 1; color: $text-muted; }
     """
 
-    def __init__(self, words: Mapping[str, str]) -> None:
+    def __init__(self, words: Mapping[str, str] | None = None) -> None:
         super().__init__()
         self.auto_links = False
         self._words = words
@@ -31,7 +32,8 @@ class KeyBar(Widget):
     def render(self) -> Content:
         bound = {binding.id: binding for binding in self.screen.BINDINGS if isinstance(binding, Binding)}
         parts = []
-        for rank, (name, word) in enumerate(self._words.items()):
+        words = self._words or {name: binding.description for name, binding in bound.items() if name and binding.show}
+        for rank, (name, word) in enumerate(words.items()):
             binding = bound[name]
             key = self._keys.get(name, binding.key).split(",")[0].strip()
             shown = Content.styled(self.app.get_key_display(binding.with_key(key)), self._style(key))

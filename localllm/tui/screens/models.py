@@ -1,0 +1,422 @@
+"""The models: chosen, fetched, packed and deleted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from textual import events, on, work
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import Container
+from textual.content import Content
+from textual.message import Message
+from textual.screen import Screen
+from textual.widgets import Input, OptionList, Static
+
+from localllm import hub
+from localllm.config import format_bytes
+from localllm.errors import LocalLLMError
+from localllm.frontend.deleting import freed_by
+from localllm.frontend.model_facts import fact_lines
+from localllm.frontend.model_rows import ModelRow, model_rows
+from localllm.frontend.text import one_line
+from localllm.registry import REPO_ID, REVISION
+from localllm.tui import messages
+from localllm.tui.screens.model_choices import EVERYTHING, NO, PACKED, ask_how_to_pack, ask_to_delete, ask_to_pull
+from localllm.tui.transfers import Transfer, Transfers
+from localllm.tui.verdicts import Verdicts
+from localllm.tui.widgets.key_bar import KeyBar
+from localllm.tui.widgets.model_details import ModelDetails
+from localllm.tui.widgets.model_table import Line, ModelTable
+from localllm.tui.widgets.notice import Notice
+from localllm.tui.widgets.transfer_list import TransferList, TransferView
+
+if TYPE_CHECKING:
+    from localllm.tui.screens.chat import ChatScreen
+
+_WIDE = 130  # columns, from which on the details have room beside the table
+
+
+@dataclass
+class _Listed(Message):
+    rows: list[ModelRow]
+
+
+@dataclass
+class _Described(Message):
+    name: str
+    facts: list[tuple[str, str]]
+
+
+@dataclass
+class _Sized(Message):
+    """What a deletion would free."""
+
+    row: ModelRow
+    checkpoint_bytes: int
+    packed_bytes: int
+
+
+class ModelsScreen(Screen[None]):
+    CSS = """
+    ModelsScreen {
+        & > #title { height: 1; padding: 0 1; background: $panel; color: $text-muted; }
+        & > #filter { height: 1; border: none; padding: 0 1; display: none; }
+        & #header { height: 1; padding: 0 1; color: $text-muted; text-style: underline; }
+        & > #body { height: 1fr; layout: vertical; }
+        & #models { height: 1fr; width: 1fr; layout: vertical; }
+        & > #measuring { height: 1; padding: 0 1; color: $text-muted; display: none; }
+        &.-details ModelDetails { display: block; height: 50%; border-left: none; border-top: solid $border-blurred; }
+        &.-wide #body { layout: horizontal; }
+        &.-wide ModelDetails { width: 38%; max-width: 70; height: 1fr; border-top: none; }
+        &.-wide.-details ModelDetails { border-left: solid $border-blurred; }
+    }
+    """
+    BINDINGS = [
+        Binding("enter", "choose", "choose", id="models.choose"),
+        Binding("slash", "filter", "filter", id="models.filter"),
+        Binding("p", "pull", "pull", id="models.pull"),
+        Binding("z", "pack", "pack", id="models.quantize"),
+        Binding("d", "delete", "delete", id="models.delete"),
+        Binding("i", "details", "info", id="models.details"),
+        Binding("c", "cancel", "cancel", id="models.cancel"),
+        Binding("escape", "back", "back", id="models.back"),
+        Binding("up", "move(-1)", "the model above", id="models.up", show=False),
+        Binding("down", "move(1)", "the model below", id="models.down", show=False),
+    ]
+    AUTO_FOCUS = "ModelTable"
+
+    def __init__(self, chat: ChatScreen, transfers: Transfers, verdicts: Verdicts) -> None:
+        super().__init__()
+        self._chat = chat
+        self._desk = chat.desk
+        self._transfers = transfers
+        self._verdicts = verdicts
+        self._rows: list[ModelRow] = []
+        self._facts: list[tuple[str, str]] = []
+        self._wants_details: bool | None = None  # None: where there is room beside the table
+
+    def compose(self) -> ComposeResult:
+        yield Static(Content("models"), id="title")
+        yield Input(placeholder="part of a name; or ORG/REPOSITORY, of the hub", id="filter")
+        with Container(id="body"):
+            with Container(id="models"):
+                yield Static("", id="header", markup=False)
+                yield ModelTable()
+            yield ModelDetails()
+        yield Static("", id="measuring", markup=False)
+        yield TransferList()
+        yield Notice()
+        yield KeyBar()
+
+    @property
+    def table(self) -> ModelTable:
+        return self.query_one(ModelTable)
+
+    @property
+    def notice(self) -> Notice:
+        return self.query_one(Notice)
+
+    @property
+    def filter_input(self) -> Input:
+        return self.query_one("#filter", Input)
+
+    def on_mount(self) -> None:
+        self.query_one(TransferList).show(self._transfers.all)
+        self._list()
+
+    def on_resize(self, event: events.Resize) -> None:
+        self.set_class(event.size.width >= _WIDE, "-wide")
+        self._show_details()
+
+    # What the threads tell
+
+    @work(thread=True, exclusive=True, group="list")
+    def _list(self) -> None:
+        try:
+            self.post_message(_Listed(model_rows(has_available=True)))
+        except LocalLLMError as error:
+            self.post_message(messages.Failed(error))
+
+    @on(_Listed)
+    def _on_listed(self, message: _Listed) -> None:
+        is_first = not self._rows
+        self._rows = message.rows
+        self._show_lines()
+        if is_first and self._desk.model_name is not None:
+            self.table.highlight(self._desk.model_name)
+        self._verdicts.want(self._rows, self._desk.resolved)
+        here = sum(row.is_here for row in self._rows)
+        self.query_one("#title", Static).update(Content(f"models: {here} on this disk, {len(self._rows)} in all"))
+        self._describe_highlighted()
+
+    def judged(self, name: str) -> None:
+        """The verdict on a model is there."""
+        row = next((row for row in self._rows if row.name == name), None)
+        if row is not None:
+            self.table.change(self._line(row))
+        if name == self.query_one(ModelDetails).model:
+            self._tell_details(name)
+
+    def tell_measuring(self, text: str) -> None:
+        """text: what of the machine is measured, "" where nothing is."""
+        line = self.query_one("#measuring", Static)
+        line.update(Content(f"{one_line(text)} …"))
+        line.display = bool(text)
+
+    def follow(self, transfer: Transfer) -> None:
+        """A pull or a conversion has moved on."""
+        self.query_one(TransferList).show(self._transfers.all)
+        row = next((row for row in self._rows if row.name == transfer.name), None)
+        if row is not None:
+            self.table.change(self._line(row))
+        match transfer.state:
+            case "ended":
+                self.notice.note(transfer.told)
+                self._list()
+            case "cancelled":
+                self.notice.note(f"{transfer.name}: what is there is kept; d deletes it")
+                self._list()
+            case "paused":
+                self._list()
+            case "failed" if transfer.error is not None:
+                self.notice.tell(transfer.error)
+                self._list()
+
+    @on(messages.Told)
+    def _on_told(self, message: messages.Told) -> None:
+        self.notice.note(message.text)
+        self._list()
+
+    @on(messages.Failed)
+    def _on_failed(self, message: messages.Failed) -> None:
+        self.notice.tell(message.error)
+
+    # The table
+
+    @on(ModelTable.Arranged)
+    def _on_arranged(self, event: ModelTable.Arranged) -> None:
+        self.query_one("#header", Static).update(event.header)
+
+    @on(OptionList.OptionHighlighted)
+    def _on_highlighted(self) -> None:
+        self._describe_highlighted()
+
+    @on(OptionList.OptionSelected)
+    @on(Input.Submitted)
+    def action_choose(self) -> None:
+        row = self._row
+        if row is None:
+            return
+        if row.is_here:
+            self._use(row)
+        else:
+            self._fetch(row)
+
+    @on(Input.Changed)
+    def _on_filter_written(self) -> None:
+        self._show_lines()
+
+    def action_filter(self) -> None:
+        self.filter_input.display = True
+        self.filter_input.focus()
+
+    def action_move(self, step: int) -> None:
+        """From the filter, which keeps the focus."""
+        (self.table.action_cursor_down if step > 0 else self.table.action_cursor_up)()
+
+    def action_back(self) -> None:
+        if self.filter_input.display:
+            self.filter_input.value = ""
+            self.filter_input.display = False
+            self.table.focus()
+        elif not self.notice.close():
+            self.dismiss()
+
+    @property
+    def _row(self) -> ModelRow | None:
+        line = self.table.line
+        if line is None:
+            self.notice.note("no model has such a name; ORG/REPOSITORY can be pulled from the hub")
+        return None if line is None else line.row
+
+    def _show_lines(self) -> None:
+        words = self.filter_input.value.strip()
+        lines = [self._line(row) for row in self._rows]
+        if not any(line.matches(words) for line in lines) and _is_repository(words):
+            lines.append(Line(ModelRow(words, "available", words.partition("@")[0])))
+        self.table.show(lines, words)
+
+    def _line(self, row: ModelRow) -> Line:
+        verdict = self._verdicts.of(row, self._desk.resolved)
+        return Line(row, verdict, self._transfers.of(row.name), row.name == self._desk.model_name)
+
+    # Choosing
+
+    def _use(self, row: ModelRow) -> None:
+        if self._chat.is_answering:
+            self.notice.note("an answer is being written: esc in the chat stops it")
+        elif row.name == self._desk.model_name:
+            self.notice.note(f"{row.name} is the model that the chat has")
+        else:
+            self._desk.do(lambda: self._desk.use(row.name))
+            self.dismiss()
+
+    # Fetching and packing
+
+    def action_pull(self) -> None:
+        """Fetches the model; pauses what is done with it, or goes on with that."""
+        row = self._row
+        if row is None:
+            return
+        if (transfer := self._transfers.of(row.name)) is not None:
+            self._toggle(transfer)
+        elif row.is_here:
+            self.notice.note(f"{row.name} is on this disk")
+        else:
+            self._fetch(row)
+
+    @work
+    async def _fetch(self, row: ModelRow) -> None:
+        transfer = self._transfers.of(row.name)
+        if transfer is not None and transfer.is_running:
+            self.notice.note(f"{row.name} is on its way")
+        elif transfer is not None:
+            self._toggle(transfer)
+        elif row.repo is None:
+            self.notice.note(f"{row.name} was a folder of yours, which is gone: d deletes what was packed of it")
+        elif await self.app.push_screen_wait(ask_to_pull(row, self._verdicts.of(row, self._desk.resolved))) == "pull":
+            self.notice.note("p pauses it, c cancels it; it goes on behind the chat, too")
+            self._transfers.pull(row.name, self._desk.resolved)
+
+    @work
+    async def action_pack(self) -> None:
+        row = self._row
+        if row is None:
+            return
+        if not row.is_here:
+            self.notice.note(f"{row.name} is not on this disk: p fetches it")
+        elif any(transfer.kind == "pack" and transfer.is_running for transfer in self._transfers.all):
+            self.notice.note("another model is being packed: two would need the memory of both")
+        elif (weights := await self.app.push_screen_wait(ask_how_to_pack(row))) is not None:
+            self.notice.close()
+            self._transfers.pack(row.name, weights, self._desk.resolved)
+
+    def action_cancel(self) -> None:
+        """Ends what is done with the model that is highlighted, or the only thing that is done."""
+        row = self._row
+        transfer = None if row is None else self._transfers.of(row.name)
+        if transfer is None and len(self._transfers.all) == 1:
+            transfer = self._transfers.all[0]
+        if transfer is not None:
+            self._transfers.cancel(transfer)
+        else:
+            self.notice.note("nothing is fetched or packed")
+
+    @on(TransferView.Toggled)
+    def _on_toggled(self, event: TransferView.Toggled) -> None:
+        self._toggle(event.transfer)
+
+    @on(TransferView.Cancelled)
+    def _on_cancelled(self, event: TransferView.Cancelled) -> None:
+        self._transfers.cancel(event.transfer)
+
+    def _toggle(self, transfer: Transfer) -> None:
+        if transfer.is_running:
+            self._transfers.pause(transfer)
+        else:
+            self.notice.close()
+            self._transfers.resume(transfer)
+
+    # Deleting
+
+    def action_delete(self) -> None:
+        row = self._row
+        if row is None:
+            return
+        transfer = self._transfers.of(row.name)
+        if transfer is not None and transfer.is_running:
+            self.notice.note(
+                f"{row.name} is being {'fetched' if transfer.kind == 'pull' else 'packed'}: c cancels that"
+            )
+        elif row.state == "available":
+            self.notice.note(f"nothing of {row.name} is on this disk")
+        else:
+            self._size_up(row)
+
+    @work(thread=True, exclusive=True, group="delete")
+    def _size_up(self, row: ModelRow) -> None:
+        try:
+            self.post_message(_Sized(row, *freed_by(row)))
+        except LocalLLMError as error:
+            self.post_message(messages.Failed(error))
+
+    @on(_Sized)
+    def _on_sized(self, message: _Sized) -> None:
+        self._ask_to_delete(message)
+
+    @work
+    async def _ask_to_delete(self, sized: _Sized) -> None:
+        row = sized.row
+        is_loaded = row.name == self._desk.model_name
+        choice = ask_to_delete(row, sized.checkpoint_bytes, sized.packed_bytes, is_loaded=is_loaded)
+        answer = await self.app.push_screen_wait(choice)
+        if answer in (EVERYTHING, PACKED):
+            if (paused := self._transfers.of(row.name)) is not None:
+                self._transfers.cancel(paused)
+            self._delete(row.name, packed_only=answer == PACKED)
+        elif answer == NO:
+            self.notice.note("nothing was deleted")
+
+    @work(thread=True, group="delete")
+    def _delete(self, name: str, *, packed_only: bool) -> None:
+        try:
+            freed_bytes = hub.remove(name, packed_only=packed_only)
+        except LocalLLMError as error:
+            self.post_message(messages.Failed(error))
+            return
+        what = f"what was packed of {name}" if packed_only else name
+        self.post_message(messages.Told(f"deleted {what}: {format_bytes(freed_bytes)} freed"))
+
+    # Details
+
+    def action_details(self) -> None:
+        self._wants_details = not self.has_class("-details")
+        self._show_details()
+
+    def _show_details(self) -> None:
+        wants = self.has_class("-wide") if self._wants_details is None else self._wants_details
+        self.set_class(wants, "-details")
+        self._describe_highlighted()
+
+    def _describe_highlighted(self) -> None:
+        line = self.table.line
+        if line is not None and self.has_class("-details"):
+            self._describe(line.name)
+
+    @work(thread=True, exclusive=True, group="details")
+    def _describe(self, name: str) -> None:
+        try:
+            facts = list(fact_lines(hub.describe(name)))
+        except LocalLLMError as error:
+            facts = [("name", name), ("error", error.what), ("why", error.why)]
+        self.post_message(_Described(name, facts))
+
+    @on(_Described)
+    def _on_described(self, message: _Described) -> None:
+        line = self.table.line
+        if line is not None and line.name == message.name:
+            self._facts = message.facts
+            self._tell_details(message.name)
+
+    def _tell_details(self, name: str) -> None:
+        line = self.table.line
+        verdict = line.verdict if line is not None and line.name == name else None
+        self.query_one(ModelDetails).tell(name, self._facts, verdict)
+
+
+def _is_repository(words: str) -> bool:
+    """Whether it is ORG/REPOSITORY, with a revision or without."""
+    repo, at, revision = words.partition("@")
+    return REPO_ID.fullmatch(repo) is not None and (not at or REVISION.fullmatch(revision) is not None)

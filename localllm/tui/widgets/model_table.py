@@ -1,0 +1,232 @@
+"""All models, a line each: name, state, size, what is packed, and whether it fits into this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from textual import events
+from textual.content import Content
+from textual.message import Message
+from textual.widgets import OptionList
+from textual.widgets.option_list import Option
+
+from localllm.config import format_bytes
+from localllm.frontend.model_rows import ModelRow, packed_text
+from localllm.frontend.text import one_line, visible
+from localllm.frontend.verdict import Verdict
+from localllm.tui.transfers import Transfer
+
+_GAP = "  "
+_SHORTEST_NAME, _LONGEST_NAME = 12, 44  # columns; a folder's path is cut
+_SHORTEST_PACKED = 20  # columns; what has no room is cut
+_CHECKPOINT_BYTES = 2  # of a parameter: what nearly all makers publish
+_STATE_STYLES = {"installed": "$text-success", "folder": "$text-success", "partial": "$text-warning"}
+_VERDICT_STYLES = {"fits": "$text-success", "offloads": "$text-warning", "too large": "$text-error"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """A model as the table has it."""
+
+    row: ModelRow
+    verdict: Verdict | None = None
+    transfer: Transfer | None = None
+    is_loaded: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.row.name
+
+    def matches(self, words: str) -> bool:
+        """Whether each word is in one of its names."""
+        names = " ".join((self.name, *self.row.aliases, self.row.repo or "")).casefold()
+        return all(word in names for word in words.casefold().split())
+
+
+@dataclass(frozen=True)
+class _Column:
+    """rank: the higher it is, the sooner the column is left out. least: columns of the terminal, for what comes
+    later."""
+
+    title: str
+    rank: int
+    cell: Callable[[Line], Content]
+    least: int = 0
+
+    def width(self, lines: Sequence[Line]) -> int:
+        return max(len(self.title), self.least, *(self.cell(line).cell_length for line in lines), 0)
+
+
+def _name(line: Line) -> Content:
+    mark = Content.styled("● ", "$text-success") if line.is_loaded else Content("  ")
+    name = Content(visible(one_line(line.name)))
+    return mark + (name.stylize("bold") if line.row.is_here else name)
+
+
+def _state(line: Line) -> Content:
+    transfer = line.transfer
+    if transfer is None:
+        return Content.styled(line.row.state, _STATE_STYLES.get(line.row.state, "$foreground-muted"))
+    share = "" if transfer.share is None else f" {transfer.share:.0%}"
+    if transfer.state == "running":
+        return Content.styled(f"{'pulling' if transfer.kind == 'pull' else 'packing'}{share}", "$text-accent")
+    return Content.styled(f"{transfer.state}{share}", "$text-error" if transfer.state == "failed" else "$text-warning")
+
+
+def about_bytes(row: ModelRow) -> int | None:
+    """What a model would take that is not here; None where nobody knows."""
+    return None if row.parameters is None else int(row.parameters * 1e9 * _CHECKPOINT_BYTES)
+
+
+def _size(line: Line) -> Content:
+    here = line.row.size_bytes or line.row.partial_bytes
+    if here or (about := about_bytes(line.row)) is None:
+        return Content(format_bytes(here) if here else "")
+    return Content.styled(f"~{format_bytes(about)}", "$foreground-muted")
+
+
+def _packed(line: Line) -> Content:
+    return Content(", ".join(one_line(packed_text(packed)) for packed in line.row.packed))
+
+
+def _verdict(line: Line) -> Content:
+    return _judged(line.verdict, "" if line.verdict is None else line.verdict.text)
+
+
+def _short_verdict(line: Line) -> Content:
+    return _judged(line.verdict, "" if line.verdict is None else line.verdict.short_text)
+
+
+def _judged(verdict: Verdict | None, text: str) -> Content:
+    if verdict is None:
+        return Content.styled("…", "$foreground-muted")
+    return Content.styled(text, _VERDICT_STYLES.get(verdict.kind, "$foreground-muted"))
+
+
+_NAME = _Column("  name", 0, _name, 22)
+_STATE = _Column("state", 2, _state, len("pulling 99%"))
+_SIZE = _Column("size", 3, _size)
+_VERDICT = _Column("on this machine", 1, _verdict, len("fits with offload, about 0.12 tok/s"))
+_SHORT_VERDICT = _Column("on this machine", 1, _short_verdict, len("fits, offload ~0.12 tok/s"))
+_PACKED = _Column("packed", 4, _packed)
+_ROOMY = (_NAME, _STATE, _SIZE, _VERDICT, _PACKED)
+_NARROW = (_NAME, _STATE, _SIZE, _SHORT_VERDICT, _PACKED)
+
+
+class ModelTable(OptionList):
+    """A click highlights a line; another one, or enter, chooses it."""
+
+    DEFAULT_CSS = """
+    ModelTable {
+        height: 1fr; background: $background; scrollbar-gutter: stable;
+        &.-textual-compact { padding: 0 1; }
+        &:focus { background-tint: $foreground 0%; }
+    }
+    """
+
+    class Arranged(Message):
+        """header: the titles over the columns that have room."""
+
+        def __init__(self, header: Content) -> None:
+            super().__init__()
+            self.header = header
+
+    def __init__(self) -> None:
+        super().__init__(markup=False, compact=True)
+        self._every: list[Line] = []
+        self._shown: list[Line] = []
+        self._words = ""
+        self._columns: list[tuple[_Column, int]] = []
+        self._marked: int | None = None  # the line that is drawn as the highlighted one
+
+    @property
+    def line(self) -> Line | None:
+        """The one that is highlighted."""
+        at = self.highlighted
+        return self._shown[at] if at is not None and at < len(self._shown) else None
+
+    @property
+    def num_shown(self) -> int:
+        return len(self._shown)
+
+    def show(self, lines: Sequence[Line], words: str = "") -> None:
+        """Those of them in whose names all the words are; the highlight stays with its model."""
+        self._every = list(lines)
+        self._words = words
+        self._redraw()
+
+    def change(self, line: Line) -> None:
+        """The line of one model."""
+        self._every = [line if other.name == line.name else other for other in self._every]
+        for index, other in enumerate(self._shown):
+            if other.name == line.name and other != line:
+                self._shown[index] = line
+                self.replace_option_prompt_at_index(index, self._drawn(index))
+
+    def highlight(self, name: str) -> None:
+        names = [line.name for line in self._shown]
+        if name in names:
+            self.highlighted = names.index(name)
+
+    def on_resize(self, event: events.Resize) -> None:
+        self._redraw()
+
+    def on_click(self, event: events.Click) -> None:
+        event.prevent_default()
+        index = event.style.meta.get("option")
+        if index is None:
+            return
+        if index == self.highlighted:
+            self.action_select()
+        else:
+            self.highlighted = index
+
+    def _redraw(self) -> None:
+        name = self.line.name if self.line is not None else None
+        self._columns = _fitting_columns(self._every, self.scrollable_content_region.width)
+        self._shown = [line for line in self._every if line.matches(self._words)]
+        self._marked = None
+        self.clear_options()
+        self.add_options([Option(self._drawn(index)) for index in range(len(self._shown))])
+        names = [line.name for line in self._shown]
+        self.highlighted = (names.index(name) if name in names else 0) if names else None
+        titles = [Content(column.title).truncate(width, pad=True) for column, width in self._columns]
+        self.post_message(self.Arranged(Content(_GAP).join(titles)))
+
+    def watch_highlighted(self, highlighted: int | None) -> None:
+        before, self._marked = self._marked, highlighted
+        for index in {before, highlighted} - {None}:
+            if index is not None and index < len(self._shown):
+                self.replace_option_prompt_at_index(index, self._drawn(index))
+        super().watch_highlighted(highlighted)
+
+    def _drawn(self, index: int) -> Content:
+        """In the colours of the highlight alone where it is that line: no others can be read there in every theme."""
+        line = self._shown[index]
+        cells = [column.cell(line).truncate(width, ellipsis=True, pad=True) for column, width in self._columns]
+        drawn = Content(_GAP).join(cells)
+        return Content(drawn.plain) if index == self._marked else drawn
+
+
+def _fitting_columns(lines: Sequence[Line], columns: int) -> list[tuple[_Column, int]]:
+    """Those that have room, with their widths: shorter verdicts come before that a column goes, and the least important
+    one goes first; a long name has what is left, and then what is packed."""
+    for wanted in (_ROOMY, _NARROW):
+        widths = {column: column.least if column is _NAME else column.width(lines) for column in wanted}
+        widths[_PACKED] = min(widths[_PACKED], _SHORTEST_PACKED)
+        kept = list(wanted)
+        while len(kept) > 1 and _total(kept, widths) > columns:
+            if len(kept) == 2 and widths[_NAME] > _SHORTEST_NAME:
+                widths[_NAME] = _SHORTEST_NAME
+            else:
+                kept.remove(max(kept, key=lambda column: column.rank))
+        if _SIZE in kept:
+            break
+    for column, longest in ((_NAME, min(_NAME.width(lines), _LONGEST_NAME)), (_PACKED, _PACKED.width(lines))):
+        widths[column] = max(1, min(longest, widths[column] + columns - _total(kept, widths)))
+    return [(column, widths[column]) for column in kept]
+
+
+def _total(columns: Sequence[_Column], widths: Mapping[_Column, int]) -> int:
+    return sum(widths[column] + len(_GAP) for column in columns) - len(_GAP)

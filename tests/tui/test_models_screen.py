@@ -1,0 +1,445 @@
+"""The screen of the models, key by key: the hub, the disk and the machine are what a test says they are."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual.pilot import Pilot
+from textual.widgets import OptionList
+
+from localllm import hub
+from localllm.errors import AccessError, LocalLLMError, ModelNotFoundError, UsageError
+from localllm.frontend.verdict import Verdict
+from localllm.hub import InstalledModel, ModelFiles, PackedWeights, PullProgress
+from localllm.registry import load_registry
+from localllm.tui.app import ChatApp
+from localllm.tui.screens.choice import Choice
+from localllm.tui.screens.models import ModelsScreen
+from localllm.tui.widgets.model_details import ModelDetails
+from localllm.tui.widgets.model_table import ModelTable
+from localllm.tui.widgets.transfer_list import TransferView
+from tests.tui.support import FakeService, chat_app, running, say, shown, texts, until
+
+pytestmark = pytest.mark.usefixtures("home", "machine")
+
+GIB = 1 << 30
+PART = 100  # bytes between two looks of a pull at its gate
+VERDICTS = {"llama-3.3-70b": Verdict("offloads", 0.184, 4096, "int4-g64"), "phi-4": Verdict("too large", why="4 GiB")}
+
+
+class FakeDisk:
+    """What is here, and what is done with it. A pull moves on a part whenever `let` allows one."""
+
+    def __init__(self) -> None:
+        packed = PackedWeights("int4-g64", Path("/packed"), 4 * GIB, "whole")
+        entry = load_registry().find("qwen3-8b")
+        self.models = [
+            InstalledModel("tiny", Path(hub.locate("tiny").directory), 13 << 20),
+            InstalledModel(
+                "qwen3-8b", Path("/qwen"), 16 * GIB, "Qwen/Qwen3-8B", "a" * 40, entry=entry, packed=(packed,)
+            ),
+        ]
+        self.let = threading.Semaphore(0)
+        self.done: dict[str, int] = {}
+        self.begun: list[str] = []
+        self.failure: LocalLLMError | None = None
+        self.removed: list[tuple[str, bool]] = []
+
+    def list_models(self) -> list[InstalledModel]:
+        return list(self.models)
+
+    def pull(self, name: str, *, offline: bool, progress: Callable[[PullProgress], None]) -> ModelFiles:
+        self.begun.append(name)
+        total = 10 * PART
+        progress(PullProgress("listing", note="https://hub"))
+        while (done := self.done.get(name, 0)) < total:
+            while not self.let.acquire(timeout=0.02):
+                progress(PullProgress("downloading", "model.safetensors", done, total, done, total))
+            if self.failure is not None:
+                raise self.failure
+            self.done[name] = done + PART
+        self.models.append(InstalledModel(name, Path("/new"), total, "org/new", "b" * 40))
+        return ModelFiles(Path("/new"), name)
+
+    def remove(self, name: str, *, packed_only: bool = False, confirm: Callable[[int, int], None] | None = None) -> int:
+        model = next(model for model in self.models if model.name == name)
+        packed_bytes = sum(packed.size_bytes for packed in model.packed)
+        if name == "tiny" and not packed_only:
+            raise UsageError("the built-in model is not removed", why="it is in the package", fix="localllm list")
+        size_bytes = 0 if packed_only else model.size_bytes
+        if confirm is not None:
+            confirm(size_bytes, packed_bytes)
+        self.removed.append((name, packed_only))
+        self.models.remove(model)
+        return size_bytes + packed_bytes
+
+
+@pytest.fixture
+def disk(home: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDisk:
+    fake = FakeDisk()
+    for name in ("list_models", "pull", "remove"):
+        monkeypatch.setattr(hub, name, getattr(fake, name))
+    return fake
+
+
+@pytest.fixture
+def machine(disk: FakeDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def judge(name: str, resolved: Any, say: Callable[[str], None]) -> Verdict:
+        return VERDICTS.get(name, Verdict("fits", 12.3, 8192, "int4-g64"))
+
+    monkeypatch.setattr("localllm.tui.verdicts.judge", judge)
+
+
+def screen_of(app: ChatApp) -> ModelsScreen:
+    screen = app.screen
+    assert isinstance(screen, ModelsScreen)
+    return screen
+
+
+def highlighted(app: ChatApp) -> str:
+    line = screen_of(app).query_one(ModelTable).line
+    return "" if line is None else line.name
+
+
+async def open_models(pilot: Pilot[None], name: str = "") -> ModelsScreen:
+    """The screen with its rows, and this model highlighted."""
+    app = pilot.app
+    assert isinstance(app, ChatApp)
+    await pilot.press("f3")
+    await until(pilot, lambda: isinstance(app.screen, ModelsScreen) and app.screen.query_one(ModelTable).num_shown > 20)
+    if name:
+        screen_of(app).query_one(ModelTable).highlight(name)
+        await pilot.pause()
+    return screen_of(app)
+
+
+async def answer(pilot: Pilot[None], text: str) -> None:
+    """Chooses the reply that begins so."""
+    await until(pilot, lambda: isinstance(pilot.app.screen, Choice))
+    replies = pilot.app.screen.query_one(OptionList)
+    drawn = [str(option.prompt) for option in replies.options]
+    replies.highlighted = next(index for index, prompt in enumerate(drawn) if prompt.startswith(text))
+    await pilot.press("enter")
+    await until(pilot, lambda: not isinstance(pilot.app.screen, Choice))
+
+
+async def begin_pull(pilot: Pilot[None], name: str, disk: FakeDisk) -> ModelsScreen:
+    screen = await open_models(pilot, name)
+    await pilot.press("p")
+    await answer(pilot, "pull it")
+    await until(pilot, lambda: name in disk.begun)
+    return screen
+
+
+async def test_all_models_are_listed_with_what_they_would_do_here_and_details_where_there_is_room() -> None:
+    app = chat_app()
+    async with running(app, (180, 50)) as pilot:
+        await open_models(pilot)
+        await until(pilot, lambda: "does not fit" in shown(app))
+        lines = {
+            line.split()[1 if line.startswith(" ●") else 0]: line for line in shown(app).splitlines() if line.split()
+        }
+        assert "installed" in lines["tiny"] and "fits" in lines["tiny"] and "●" in lines["tiny"]
+        assert "16.0 GiB" in lines["qwen3-8b"] and "int4-g64 4.0 GiB" in lines["qwen3-8b"]
+        assert "available" in lines["llama-3.3-70b"]
+        assert "fits with offload, about 0.18 tok/s" in lines["llama-3.3-70b"]
+        assert "does not fit" in lines["phi-4"]
+        await until(pilot, lambda: "attention heads" in shown(app) and "12.3 tok/s in int4-g64" in shown(app))
+
+
+async def test_the_least_important_columns_go_where_there_is_no_room() -> None:
+    app = chat_app()
+    async with running(app, (80, 24)) as pilot:
+        await open_models(pilot)
+        await until(pilot, lambda: "0.18 tok/s" in shown(app))
+        assert "size" in shown(app) and "packed" not in shown(app)
+        await pilot.resize_terminal(50, 24)
+        await until(pilot, lambda: "size" not in shown(app))
+        assert "tiny" in shown(app) and "fits" in shown(app)
+
+
+async def test_rows_are_there_before_their_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+
+    def judge(name: str, resolved: Any, say: Callable[[str], None]) -> Verdict:
+        say("measuring the disk")
+        gate.wait(10)
+        return Verdict("fits")
+
+    monkeypatch.setattr("localllm.tui.verdicts.judge", judge)
+    app = chat_app()
+    async with running(app) as pilot:
+        await open_models(pilot)
+        await until(pilot, lambda: "measuring the disk" in shown(app))
+        assert "qwen3-8b" in shown(app) and "fits" not in shown(app)
+        gate.set()
+        await until(pilot, lambda: "fits" in shown(app) and "measuring" not in shown(app))
+
+
+async def test_nothing_is_measured_and_no_other_model_chosen_while_an_answer_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measured = threading.Event()
+
+    def judge(name: str, resolved: Any, say: Callable[[str], None]) -> Verdict:
+        say("measuring the disk")
+        measured.set()
+        return Verdict("fits")
+
+    monkeypatch.setattr("localllm.tui.verdicts.judge", judge)
+    app = chat_app(FakeService(["word " * 400], pause_s=0.05))
+    async with running(app) as pilot:
+        app.chat.composer.write("Go on")
+        await pilot.press("enter")
+        await until(pilot, lambda: app.chat.is_answering)
+        await open_models(pilot, "qwen3-8b")
+        await until(pilot, lambda: "once it has nothing else to do" in shown(app))
+        await pilot.press("enter")
+        await until(pilot, lambda: "an answer is being written" in shown(app))
+        assert isinstance(app.screen, ModelsScreen) and not measured.is_set()
+        app.desk.stop()
+        await until(pilot, measured.is_set)
+
+
+async def test_a_verdict_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged: list[str] = []
+
+    def judge(name: str, resolved: Any, say: Callable[[str], None]) -> Verdict:
+        judged.append(name)
+        return Verdict("fits")
+
+    monkeypatch.setattr("localllm.tui.verdicts.judge", judge)
+    app = chat_app()
+    async with running(app) as pilot:
+        screen = await open_models(pilot)
+        count = screen.query_one(ModelTable).num_shown
+        await until(pilot, lambda: len(judged) == count)
+        await pilot.press("f3")
+        await open_models(pilot)
+        await until(pilot, lambda: "fits" in shown(app))
+        assert len(judged) == count
+
+
+async def test_what_is_typed_filters_and_enter_chooses_an_installed_model_for_the_chat() -> None:
+    service = FakeService(["One.", "Two."])
+    app = chat_app(service)
+    async with running(app) as pilot:
+        await say(pilot, "Hello")
+        await open_models(pilot)
+        await pilot.press("slash", *"wen3-8")
+        assert screen_of(app).query_one(ModelTable).num_shown == 1
+        app.desk.use = lambda word, changes=None: service.loads.append(word)  # type: ignore[method-assign, assignment]
+        await pilot.press("enter")
+        await until(pilot, lambda: app.screen is app.chat)
+        await until(pilot, lambda: service.loads[-1] == "qwen3-8b")
+        assert texts(app) == [("user", "Hello"), ("assistant", "One.")]
+
+
+async def test_escape_leaves_the_filter_then_the_screen() -> None:
+    app = chat_app()
+    async with running(app) as pilot:
+        screen = await open_models(pilot)
+        await pilot.press("slash", *"phi", "down")
+        assert highlighted(app).startswith("phi") and screen.query_one(ModelTable).num_shown == 3
+        await pilot.press("escape")
+        assert screen.query_one(ModelTable).num_shown > 20
+        await pilot.press("escape")
+        await until(pilot, lambda: app.screen is app.chat)
+
+
+async def test_a_pull_shows_how_far_it_is_and_is_paused_and_gone_on_with(disk: FakeDisk) -> None:
+    app = chat_app()
+    async with running(app) as pilot:
+        await begin_pull(pilot, "gemma-3-1b", disk)
+        disk.let.release(3)
+        await until(pilot, lambda: "pulling 30%" in shown(app) and "300 B of 1000 B" in shown(app))
+        assert "model.safetensors" in shown(app)
+        await pilot.press("p")
+        await until(pilot, lambda: "paused 30%" in shown(app))
+        await pilot.press("p")
+        disk.let.release(7)
+        await until(pilot, lambda: "gemma-3-1b is here" in shown(app))
+        assert disk.begun == ["gemma-3-1b", "gemma-3-1b"]
+        await until(pilot, lambda: not app.transfers.all and not app.screen.query(TransferView))
+
+
+async def test_a_pull_is_paused_and_cancelled_by_the_mouse(disk: FakeDisk) -> None:
+    app = chat_app()
+    async with running(app) as pilot:
+        await begin_pull(pilot, "gemma-3-1b", disk)
+        await until(pilot, lambda: "cancel" in shown(app))
+        for word, state in (("pause", "paused"), ("cancel", "what is there is kept")):
+            row = next(y for y, line in enumerate(shown(app).splitlines()) if "model.safetensors" in line)
+            await pilot.click(offset=(shown(app).splitlines()[row].index(word) + 1, row))
+            await until(pilot, lambda state=state: state in shown(app))
+        assert app.transfers.all == ()
+
+
+async def test_a_pull_goes_on_behind_the_chat_which_tells_of_its_end(disk: FakeDisk) -> None:
+    app = chat_app()
+    async with running(app) as pilot:
+        await begin_pull(pilot, "gemma-3-1b", disk)
+        await pilot.press("f3")
+        await until(pilot, lambda: app.screen is app.chat)
+        disk.let.release(10)
+        await until(pilot, lambda: "gemma-3-1b is here" in shown(app))
+
+
+async def test_a_pull_that_fails_is_told_in_four_lines_and_can_be_begun_again(disk: FakeDisk) -> None:
+    disk.failure = AccessError("[b]gated[/b] \x1b[31m", why="its licence is not accepted", fix="open the page")
+    app = chat_app()
+    async with running(app) as pilot:
+        screen = await begin_pull(pilot, "gemma-3-1b", disk)
+        disk.let.release()
+        await until(pilot, lambda: screen.notice.error is not None)
+        for line in ("[b]gated[/b] \\x1b[31m", "why:   its licence is not accepted", "fix:   open the page", "more:"):
+            assert line in shown(app)
+        disk.failure = None
+        disk.let.release(10)
+        await pilot.press("p")
+        await until(pilot, lambda: "gemma-3-1b is here" in shown(app))
+
+
+async def test_leaving_stops_a_pull_that_keeps_what_it_has(disk: FakeDisk) -> None:
+    app = chat_app()
+    async with running(app) as pilot:
+        await begin_pull(pilot, "gemma-3-1b", disk)
+        disk.let.release(2)
+        await until(pilot, lambda: "pulling 20%" in shown(app))
+    (transfer,) = app.transfers.all
+    assert transfer.state == "paused" and disk.done["gemma-3-1b"] == 2 * PART
+
+
+async def test_a_repository_that_nobody_listed_can_be_pulled(disk: FakeDisk) -> None:
+    app = chat_app()
+    async with running(app) as pilot:
+        await open_models(pilot)
+        await pilot.press("slash")
+        screen_of(app).filter_input.value = "someone/else-1b"
+        await pilot.press("enter")
+        await answer(pilot, "pull it")
+        disk.let.release(10)
+        await until(pilot, lambda: disk.begun == ["someone/else-1b"])
+
+
+async def test_a_model_is_packed_in_the_chosen_format_and_can_be_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[str] = []
+
+    def pack_model(files: ModelFiles, weights: Any, converting: Callable[[int, int], None], *_: Any) -> None:
+        packed.append(weights.name)
+        while True:
+            converting(3 * GIB, 4 * GIB)
+            threading.Event().wait(0.02)
+
+    monkeypatch.setattr("localllm.engine.weights.pack_model", pack_model)
+    app = chat_app()
+    async with running(app) as pilot:
+        await open_models(pilot, "tiny")
+        await pilot.press("z")
+        await answer(pilot, "int8")
+        await until(pilot, lambda: "packing 75%" in shown(app))
+        assert packed == ["int8"] and "3.0 GiB of 4.0 GiB" in shown(app)
+        await pilot.press("c")
+        await until(pilot, lambda: "what is there is kept" in shown(app))
+        assert app.transfers.all == ()
+
+
+async def test_delete_names_what_goes_and_tells_what_was_freed(disk: FakeDisk) -> None:
+    app = chat_app()
+    async with running(app) as pilot:
+        await open_models(pilot, "qwen3-8b")
+        await pilot.press("d")
+        await until(pilot, lambda: isinstance(app.screen, Choice))
+        assert "16.0 GiB of Qwen/Qwen3-8B" in shown(app) and "frees 20.0 GiB" in shown(app)
+        await pilot.press("enter")  # what is highlighted keeps it
+        await until(pilot, lambda: "nothing was deleted" in shown(app))
+        assert disk.removed == []
+        await pilot.press("d")
+        await answer(pilot, "delete it")
+        await until(pilot, lambda: "deleted qwen3-8b: 20.0 GiB freed" in shown(app))
+        assert disk.removed == [("qwen3-8b", False)]
+
+
+async def test_what_is_packed_can_be_deleted_alone(disk: FakeDisk) -> None:
+    app = chat_app()
+    async with running(app) as pilot:
+        await open_models(pilot, "qwen3-8b")
+        await pilot.press("d")
+        await answer(pilot, "delete what is packed alone")
+        await until(pilot, lambda: "deleted what was packed of qwen3-8b: 4.0 GiB freed" in shown(app))
+        assert disk.removed == [("qwen3-8b", True)]
+
+
+async def test_what_cannot_be_deleted_says_why(disk: FakeDisk) -> None:
+    app = chat_app()
+    async with running(app) as pilot:
+        screen = await open_models(pilot, "tiny")
+        await pilot.press("d")
+        await until(pilot, lambda: screen.notice.error is not None)
+        assert "the built-in model is not removed" in shown(app)
+
+
+async def test_the_loaded_model_is_not_deleted_without_a_word(disk: FakeDisk) -> None:
+    disk.models[0] = InstalledModel("tiny", Path("/tiny"), 1, packed=(PackedWeights("int8", Path("/p"), GIB, "whole"),))
+    app = chat_app()
+    async with running(app) as pilot:
+        await open_models(pilot, "tiny")
+        await pilot.press("d")
+        await until(pilot, lambda: isinstance(app.screen, Choice))
+        assert "It is the model that is loaded" in shown(app)
+
+
+async def test_details_tell_what_is_known_of_a_model() -> None:
+    app = chat_app()
+    async with running(app, (90, 40)) as pilot:
+        screen = await open_models(pilot, "tiny")
+        assert not screen.query_one(ModelDetails).display
+        await pilot.press("i")
+        await until(pilot, lambda: "vocabulary" in shown(app) and "apache-2.0" in shown(app))
+        await pilot.press("down")
+        await until(pilot, lambda: screen.query_one(ModelDetails).model == "qwen3-8b")
+        await pilot.press("i")
+        assert not screen.query_one(ModelDetails).display
+
+
+async def test_a_list_that_cannot_be_read_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def list_models() -> list[InstalledModel]:
+        raise ModelNotFoundError("the folder is gone", why="a disk was taken out", fix="put it in")
+
+    monkeypatch.setattr(hub, "list_models", list_models)
+    app = chat_app()
+    async with running(app) as pilot:
+        await pilot.press("f3")
+        await until(pilot, lambda: "the folder is gone" in shown(app))
+
+
+async def test_a_click_highlights_and_another_one_chooses_which_asks_where_the_model_is_not_here(
+    disk: FakeDisk,
+) -> None:
+    app = chat_app()
+    async with running(app) as pilot:
+        await open_models(pilot)
+        row = next(y for y, line in enumerate(shown(app).splitlines()) if "llama-3.3-70b" in line)
+        await pilot.click(offset=(5, row))
+        await until(pilot, lambda: highlighted(app) == "llama-3.3-70b")
+        await pilot.click(offset=(5, row))
+        await until(pilot, lambda: isinstance(app.screen, Choice))
+        for told in ("meta-llama/Llama-3.3-70B-Instruct", "llama3.3", "gated", "about 131.5 GiB", "HF_TOKEN"):
+            assert told in shown(app)
+        await pilot.press("escape")
+        await pilot.pause()
+        assert disk.begun == []
+
+
+async def test_the_line_of_keys_can_be_clicked_and_shows_the_users_own() -> None:
+    app = chat_app(keys={"models.filter": "ctrl+f"})
+    async with running(app) as pilot:
+        screen = await open_models(pilot)
+        last = shown(app).splitlines()[-1]
+        assert "^f filter" in last
+        await pilot.click(offset=(last.index("filter"), 29))
+        await until(pilot, lambda: screen.filter_input.has_focus)

@@ -1,0 +1,124 @@
+"""Pulls and conversions on their threads: stopped anywhere, they keep what they have and go on from there."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from textual.message import Message
+
+from localllm import hub
+from localllm.config import ResolvedSettings
+from localllm.errors import BugError
+from localllm.hub import HubSettings
+from localllm.hub.packed import packed_recipes
+from localllm.tui.transfers import State, Transfer, TransferMoved, Transfers
+from tests.fake_hub import FakeHub, serve
+from tests.hub.support import PIECE, QUICK, REPO, assert_whole, single_model
+
+SETTINGS = ResolvedSettings()
+
+
+class Told:
+    """What the transfers post, in order."""
+
+    def __init__(self) -> None:
+        self.messages: queue.Queue[Message] = queue.Queue()
+        self.transfers = Transfers(self.messages.put)
+
+    def until(self, state: State, least_bytes: int = 0) -> Transfer:
+        while True:
+            message = self.messages.get(timeout=20)
+            assert isinstance(message, TransferMoved)
+            transfer = message.transfer
+            if transfer.state == state and transfer.step.done >= least_bytes:
+                return transfer
+            assert state == "failed" or transfer.error is None, transfer.error
+
+
+@pytest.fixture
+def told() -> Told:
+    return Told()
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    from huggingface_hub import close_session
+
+    for variable in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy", "HF_TOKEN"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("NO_PROXY", "*")
+    with serve() as server:
+        server.reset({REPO: single_model(8 * PIECE)})
+        server.seconds_per_chunk = 0.02
+        settings = HubSettings(tmp_path / "cache", server.endpoint, retry=QUICK)
+        monkeypatch.setattr(hub, "pull", partial(hub.pull, hub=settings))
+        yield server
+    close_session()
+
+
+def test_a_paused_pull_goes_on_at_the_byte_where_it_stopped(told: Told, fake: FakeHub, tmp_path: Path) -> None:
+    told.transfers.pull(REPO, SETTINGS)
+    transfer = told.until("running", least_bytes=PIECE)
+    assert transfer.rate_bytes_s > 0 and transfer.left_s is not None and transfer.step.file == "model.safetensors"
+    told.transfers.pause(transfer)
+    told.until("paused")
+    fake.seconds_per_chunk = 0.0
+    (paused,) = told.transfers.all
+    told.transfers.resume(paused)
+    told.until("ended")
+    weights = [record for record in fake.requests if record.path.endswith("model.safetensors")]
+    assert weights[-1].range_start >= PIECE
+    (snapshot,) = (tmp_path / "cache").glob("models--*/snapshots/*")
+    assert_whole(snapshot, fake.repositories[REPO])
+
+
+def test_what_was_cancelled_is_forgotten_and_what_it_fetched_is_kept(told: Told, fake: FakeHub, tmp_path: Path) -> None:
+    told.transfers.pull(REPO, SETTINGS)
+    told.transfers.cancel(told.until("running", least_bytes=PIECE))
+    told.transfers.settle(told.until("cancelled"))
+    assert told.transfers.all == ()
+    (partial_file,) = (tmp_path / "cache").rglob("*.incomplete")
+    assert partial_file.stat().st_size >= PIECE // 2
+
+
+def test_closing_waits_until_what_runs_has_stopped(told: Told, fake: FakeHub) -> None:
+    told.transfers.pull(REPO, SETTINGS)
+    told.until("running", least_bytes=1)
+    told.transfers.close(5.0)
+    assert [transfer.state for transfer in told.transfers.all] == ["paused"]
+
+
+def test_what_is_already_on_its_way_is_not_begun_twice(told: Told, fake: FakeHub) -> None:
+    told.transfers.pull(REPO, SETTINGS)
+    told.until("running", least_bytes=1)
+    told.transfers.pull(REPO, SETTINGS)
+    assert len(told.transfers.all) == 1
+    told.transfers.close(5.0)
+    assert sum("/api/models/" in record.path for record in fake.requests) == 1
+
+
+def test_what_nobody_foresaw_is_told_as_a_bug(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pull(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("by zero")
+
+    monkeypatch.setattr(hub, "pull", pull)
+    told.transfers.pull(REPO, SETTINGS)
+    assert isinstance(told.until("failed").error, BugError)
+
+
+@pytest.mark.usefixtures("home")
+def test_a_conversion_that_was_stopped_goes_on_and_is_whole(
+    told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "cache"))
+    told.transfers.pack("tiny", "int8", SETTINGS)
+    told.transfers.pause(told.until("running", least_bytes=1))
+    paused = told.until("paused")
+    assert packed_recipes(hub.locate("tiny")) == []
+    told.transfers.resume(paused)
+    assert "tiny is packed: int8" in told.until("ended").told
+    assert packed_recipes(hub.locate("tiny")) == ["int8"]
