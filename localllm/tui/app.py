@@ -61,9 +61,6 @@ class Start:
 
 class ChatApp(App[None]):
     TITLE = "localllm"
-    CSS = """
-    Screen { background: $background; }
-    """
     BINDINGS = [
         Binding("f1", "help", "help", id="app.help"),
         Binding("f2", "plan", "plan", id="app.plan"),

@@ -27,7 +27,7 @@ def split_bar(parts: Mapping[str, float], columns: int, styles: Mapping[str, str
         end = min(columns, max(round(total * columns), used + (1 if share > 0 else 0)))
         shown += Content.styled(_EIGHTHS[8] * (end - used), styles[name])
         used = end
-    return shown + Content.styled("░" * (columns - used), "$text-muted")
+    return shown + Content.styled("░" * (columns - used), "$foreground-muted")
 
 
 def fitting(parts: Sequence[tuple[int, Content]], columns: int, gap: str = "  ") -> Content:

@@ -40,8 +40,12 @@ class Piece:
         for line in self.content.expand_tabs(_TAB).split(allow_blank=True):
             wrapped = line.fold(room) if self.is_code else line.wrap(room)
             for part in wrapped or [Content()]:
-                yield prefix + (part.stylize_before(".code_block") if self.is_code else part)
+                yield prefix + (_on_background(part, room) if self.is_code else part)
                 prefix = self.rest
+
+
+def _on_background(line: Content, columns: int) -> Content:
+    return line.pad_right(columns - line.cell_length).stylize_before(".code_block")
 
 
 @dataclass(frozen=True)

@@ -63,12 +63,12 @@ def _about(found: Previewed) -> list[Content]:
     facts = (format_time(session.updated), session.model or "", session.id)
     lines = [
         Content.styled(visible(one_line(session.title)), "bold"),
-        Content.styled("  ".join(one_line(fact) for fact in facts if fact), "$text-muted"),
+        Content.styled("  ".join(one_line(fact) for fact in facts if fact), "$foreground-muted"),
     ]
     if not found.is_shown:
         lines.append(Content.styled("in a branch that the chat does not show any more", "$text-warning"))
     if found.num_before:
-        lines.append(Content.styled(f"↑ {found.num_before:,} earlier messages", "$text-muted"))
+        lines.append(Content.styled(f"↑ {found.num_before:,} earlier messages", "$foreground-muted"))
     return lines
 
 

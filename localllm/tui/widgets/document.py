@@ -40,7 +40,7 @@ class DocumentBlock(MarkdownBlock):
         self.update(self.block)
 
     def get_selection(self, selection: Selection) -> tuple[str, str] | None:
-        return selection.extract("\n".join(line.plain for line in self.block.shown)), "\n"
+        return selection.extract("\n".join(line.plain.rstrip() for line in self.block.shown)), "\n"
 
 
 class Document(Clear, Markdown):
@@ -58,7 +58,8 @@ class Document(Clear, Markdown):
         & > .s { text-style: strike; }
         & > .code_inline { background: $boost; color: $text-warning; }
         & > .link { text-style: underline; color: $text-primary; }
-        & > .dim { color: $text-muted; }
+        & > .dim { color: $foreground-muted; }
+        & > .code_block { background: $foreground 7%; }
         & > .bullet { color: $text-primary; }
         & > .quote { color: $text-secondary; }
         & > .h1 { text-style: bold underline; color: $markdown-h1-color; }

@@ -80,9 +80,9 @@ class QuestionView(MessageView):
         lines = visible(self.text).split("\n")
         parts = [Content("\n".join(lines[:_MOST_LINES]))]
         if self.role != "user":
-            parts.insert(0, Content.styled(visible(self.role), "$text-muted"))
+            parts.insert(0, Content.styled(visible(self.role), "$foreground-muted"))
         if len(lines) > _MOST_LINES:
-            parts.append(Content.styled(f"… {len(lines) - _MOST_LINES} more lines", "$text-muted"))
+            parts.append(Content.styled(f"… {len(lines) - _MOST_LINES} more lines", "$foreground-muted"))
         return Content("\n").join(parts)
 
 

@@ -53,7 +53,7 @@ class Notice(Static):
         self.error = error
         self._stop_timer()
         rows = [Content.styled(f"{label + ':':<7}", "bold") + Content(value) for label, value in error_rows(error)]
-        self.update(Content("\n").join([*rows, Content.styled("esc closes", "$text-muted")]))
+        self.update(Content("\n").join([*rows, Content.styled("esc closes", "$foreground-muted")]))
         self.add_class("-shown", "-error")
         self.remove_class("-warning")
 

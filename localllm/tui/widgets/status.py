@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from textual.content import Content
@@ -25,7 +26,7 @@ _PARTS = {  # in their order on the bar
     "answer": "$accent",
 }
 _TIERS = {"vram": "VRAM", "ram": "RAM"}
-_BOUND = {"disk": "reading blocks from the disk", "link": "copying blocks to the GPU"}
+_BOUND = {"disk": ("disk", "reading blocks from the disk"), "link": ("link", "copying blocks to the GPU")}
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def first_line(facts: Facts | None, loading: str, usage: ContextUsage | None, ru
         style = "$text-error" if share > 0.95 else "$text-warning" if share >= 0.8 else ""
         parts.append((1, Content.styled(f"{usage.used:,}/{usage.limit:,}", style)))
         shown = [f"{name} {usage.parts[name]:,}" for name in ("system", "history", "answer") if usage.parts.get(name)]
-        parts.append((6, Content.styled(" ".join(shown), "$text-muted")))
+        parts.append((6, Content.styled(" ".join(shown), "$foreground-muted")))
     if (rate := run.tok_s) is not None:
         parts.append((2, Content(f"{format_figure(rate)} tok/s")))
     if run.finished is not None:
@@ -84,36 +85,50 @@ def _finished(finished: FinishedEvent) -> list[tuple[int, Content]]:
 
 
 def second_line(facts: Facts | None, run: Run, columns: int) -> Content:
-    """Memory by tier, and why it is slow."""
+    """Memory by tier, and why it is slow; in short where there is no room for more."""
     if facts is None:
         return Content()
-    parts = []
+    gap = Content("  ")
+    for is_short in (False, True):
+        parts = [part for part in _memory(facts, is_short=is_short) if part.cell_length]
+        why = why_slow(facts, run.finished, is_short=is_short)
+        shown = gap.join([*parts, Content.styled(why, "$text-warning")] if why else parts)
+        if shown.cell_length <= columns:
+            break
+    return shown
+
+
+def _memory(facts: Facts, *, is_short: bool) -> Iterator[Content]:
     for tier, name in _TIERS.items():
         if limit := facts.limits.get(tier):
             used = sum(facts.ledger.get(tier, {}).values())
-            figures = Content(f" {format_bytes(used)}/{format_bytes(limit)}")
-            parts.append((1, Content.styled(f"{name} ", "$text-muted") + bar(used / limit, _BAR) + figures))
-    on_disk = Content.styled("disk ", "$text-muted") + Content(f"{format_bytes(facts.streamed_bytes)} a step")
+            figures = f"{used / limit:.0%}" if is_short else f"{format_bytes(used)}/{format_bytes(limit)}"
+            shown = bar(used / limit, _BAR // 2 if is_short else _BAR)
+            yield Content.styled(f"{name} ", "$foreground-muted") + shown + Content(f" {figures}")
+    disk = Content.styled("disk ", "$foreground-muted")
     if facts.streamed_bytes:
-        parts.append((2, on_disk.stylize("$text-warning")))
-    elif parts:
-        parts.append((5, Content.styled("disk –", "$text-muted")))
-    if why := why_slow(facts, run.finished):
-        parts.append((0, Content.styled(why, "$text-warning")))
-    return fitting(parts, columns)
+        each = "" if is_short else " a step"
+        yield disk + Content.styled(f"{format_bytes(facts.streamed_bytes)}{each}", "$text-warning")
+    elif facts.limits:
+        yield disk + Content.styled("–", "$foreground-muted")
 
 
-def why_slow(facts: Facts, finished: FinishedEvent | None) -> str:
+def why_slow(facts: Facts, finished: FinishedEvent | None, *, is_short: bool = False) -> str:
     """What a step waits for, measured if an answer was written; "" where it is neither the disk nor the link."""
+    name, what = _BOUND.get(facts.bound_by, ("blocks", "blocks on their way"))
     if finished is None:
-        return f"each token waits for {_BOUND[facts.bound_by]}" if facts.bound_by in _BOUND else ""
+        if facts.bound_by not in _BOUND:
+            return ""
+        return f"waits for the {name}" if is_short else f"each token waits for {what}"
     split = finished.timings.split
     total_s = split.compute_s + split.wait_s + split.sample_s
     if not total_s or split.wait_s < _SLOW * total_s:
         return ""
-    what = _BOUND.get(facts.bound_by, "blocks on their way")
-    rate = f" at {split.copied_bytes / split.copy_s / 1e9:.1f} GB/s" if split.copy_s else ""
-    return f"{split.wait_s / total_s:.0%} of the time waits for {what}{rate}"
+    rate = f"{split.copied_bytes / split.copy_s / 1e9:.1f} GB/s" if split.copy_s else ""
+    share = f"{split.wait_s / total_s:.0%}"
+    if is_short:
+        return f"{share} waits for the {name}" + (f", {rate}" if rate else "")
+    return f"{share} of the time waits for {what}" + (f" at {rate}" if rate else "")
 
 
 class Status(Widget):

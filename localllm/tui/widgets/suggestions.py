@@ -22,7 +22,10 @@ class Suggestions(OptionList, can_focus=False):
         padding: 0 1;
         background: $surface;
         display: none;
+        text-wrap: nowrap;
+        text-overflow: ellipsis;
         &.-shown { display: block; }
+        & > .option-list--option { padding: 0 1; }
     }
     """
 

@@ -20,11 +20,13 @@ class Welcome(Widget):
     def render(self) -> Content:
         lines = [Content.styled("localllm", "bold $text-primary")]
         if self.machine:
-            lines.append(Content.styled(one_line(self.machine), "$text-muted"))
+            lines.append(Content.styled(one_line(self.machine), "$foreground-muted"))
         if self.model == BUILT_IN:
-            lines.append(Content(f"{BUILT_IN}, the model in the package, answers at once and knows nothing but tales."))
+            lines.append(Content(f"{BUILT_IN}, the model in the package, answers at once, and tells tales."))
             lines.append(Content("F3 shows the models that fit this machine."))
         elif self.model:
             lines.append(Content(f"{one_line(self.model)} answers. F3 chooses another model."))
-        lines.append(Content.styled("F4 has the chats that are kept, F1 the keys; / begins a command.", "$text-muted"))
+        lines.append(
+            Content.styled("F4 has the chats that are kept, F1 the keys; / begins a command.", "$foreground-muted")
+        )
         return Content("\n").join(lines)
