@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 _STOP_S = 1.0  # in which pulls and conversions may end where they are; what they have is kept in any case
 
 Away = AbstractContextManager[None]
+_ALONE_S = 2.0  # between two looks whether the terminal is still there
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,8 @@ class ChatApp(App[None]):
         self.set_keymap(dict(self._start.keys))
         self.push_screen(self.chat)
         self.call_after_refresh(self._begin)
+        if not self.is_headless:
+            self.set_interval(_ALONE_S, self._leave_if_alone)
 
     def _begin(self) -> None:
         """Once the first picture is there: torch's import holds Python's lock for long stretches."""
@@ -117,6 +122,11 @@ class ChatApp(App[None]):
     def leave(self) -> None:
         """Ends the program. What was said is kept."""
         self.exit()
+
+    def _leave_if_alone(self) -> None:
+        """Leaves where the terminal is gone, and no signal told of it: reading from it would spin for ever."""
+        if not os.isatty(sys.__stdin__.fileno() if sys.__stdin__ is not None else 0):
+            self.leave()
 
     def leave_soon(self) -> None:
         """`leave`, from a handler of signals."""

@@ -94,6 +94,14 @@ async def test_what_is_typed_while_an_answer_is_written_waits_in_the_composer() 
         assert texts(app)[2] == ("user", "next")
 
 
+async def test_the_keys_of_a_message_do_no_harm_while_it_is_being_written() -> None:
+    app = chat_app(FakeService(["word " * 2000], pause_s=0.02))
+    async with running(app) as pilot:
+        await begin(pilot, app, "Go on", 0)
+        await pilot.press("ctrl+up", "e", "r", "f", "c", "y", "escape")
+        await until(pilot, lambda: not app.chat.is_answering and app.chat.num_turns == 2)
+
+
 async def test_how_far_the_prompt_was_read_is_shown() -> None:
     app = chat_app(FakeService(["Done."], pause_s=0.05, prefill=4096))
     async with running(app) as pilot:

@@ -333,7 +333,7 @@ class ChatScreen(Screen[None]):
         if chosen is not None:
             self.composer.write(chosen)
         self._tell_mode()
-        self.composer.focus()
+        self.set_focus(self.composer)
 
     @on(Composer.Step)
     def _on_step(self, event: Composer.Step) -> None:
@@ -368,7 +368,7 @@ class ChatScreen(Screen[None]):
             self._editing = None
             self.composer.put_away()
         elif not self.notice.close():
-            self.composer.focus()
+            self.set_focus(self.composer)
         self._tell_mode()
 
     def action_interrupt(self) -> None:
@@ -402,7 +402,7 @@ class ChatScreen(Screen[None]):
         if 0 <= target < len(views):
             views[target].focus()
         elif target >= len(views):
-            self.composer.focus()
+            self.set_focus(self.composer)
         else:
             self.transcript.scroll_home(animate=False)
 
@@ -462,18 +462,19 @@ class ChatScreen(Screen[None]):
             case "code":
                 self.pick_code(view.text)
             case "fork":
-                self.composer.focus()
+                self.set_focus(self.composer)
                 self.unless_answering(lambda: self.desk.fork(view.index + 1))
             case "edit":
                 self.begin_edit(view.index)
             case "regenerate":
-                self.composer.focus()
+                self.set_focus(self.composer)
                 if view.index >= len(self._turns) - 2:
                     self.action_regenerate()
                 else:
                     self.notice.note("the last answer alone can be had anew; fork here (f) goes on from this one")
 
     def begin_edit(self, index: int) -> None:
+        index = min(index, len(self._turns) - 1)  # an answer that is being written is none of them
         while index >= 0 and self._turns[index]["role"] != "user":
             index -= 1
         if index < 0 or self._is_answering:
@@ -482,7 +483,7 @@ class ChatScreen(Screen[None]):
         self._editing = index
         self.composer.clear_all()
         self.composer.write(content_of(self._turns[index])[0])
-        self.composer.focus()
+        self.set_focus(self.composer)
         self._tell_mode()
 
     def copy(self, text: str, what: str) -> None:
