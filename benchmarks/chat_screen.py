@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import gc
 import json
 import os
 import pty
@@ -26,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from localllm.cli.screen import COLLECTOR
 
 _ROWS, _COLUMNS = 50, 160
 _TOKENS, _TOK_S = 2000, 200
@@ -59,20 +62,15 @@ def markdown(num_tokens: int, seed: int = 1) -> str:
     return "".join(parts)[: 4 * num_tokens]
 
 
-def child(folder: Path, num_messages: int) -> None:
+def child(folder: Path) -> None:
     """The program: on this process's terminal, until it is left."""
     os.environ["LOCALLLM_HOME"] = str(folder)
     from localllm.tui.widgets.message_view import AnswerView
     from tests.tui.support import FakeService, chat_app
 
+    gc.set_threshold(*COLLECTOR)
     answer = markdown(_TOKENS)
     app = chat_app(FakeService([answer], pause_s=1 / _TOK_S), private=True)
-    if num_messages:
-        turns = [
-            {"role": "assistant" if n % 2 else "user", "content": markdown(100, n) if n % 2 else f"question {n}"}
-            for n in range(num_messages)
-        ]
-        app.desk.do(lambda: app.desk._dialogue.turns.extend(turns))
     found: dict[str, Any] = {"is_whole": False}
     leave = app.leave
 
@@ -84,7 +82,8 @@ def child(folder: Path, num_messages: int) -> None:
 
     app.leave = look_and_leave  # type: ignore[method-assign]
     app.run()
-    found["failure"] = repr(app.failure) if app.failure else None
+    if app.failure is not None:
+        raise app.failure
     (folder / "child.json").write_text(json.dumps(found))
     os._exit(0)
 
@@ -92,14 +91,13 @@ def child(folder: Path, num_messages: int) -> None:
 class Terminal:
     """The child and its terminal; `text`: all that it has written."""
 
-    def __init__(self, folder: Path, num_messages: int = 0) -> None:
+    def __init__(self, line: list[str], **variables: str) -> None:
         self.ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", _ROWS, _COLUMNS, 0, 0))
         self.started = time.monotonic()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.chat_screen", "--child", str(folder), "--messages", str(num_messages)],
-            stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
-            env={**os.environ, "TERM": "xterm-256color"},
+            line, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+            env={**os.environ, "TERM": "xterm-256color", **variables},
         )  # fmt: skip
         os.close(theirs)
         self.text = b""
@@ -158,7 +156,7 @@ def streaming() -> dict[str, Any]:
     """One answer of 2,000 tokens."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        terminal = Terminal(folder)
+        terminal = Terminal([sys.executable, "-m", "benchmarks.chat_screen", "--child", name])
         terminal.wait_for(b"rite a message")
         terminal.wait_for(b"int4")
         terminal.drain(0.5)
@@ -182,21 +180,57 @@ def streaming() -> dict[str, Any]:
         "max_ms": 1e3 * max(busy),
         "cpu_share": cpu_s / took_s,
         "is_whole": found["is_whole"],
-        "failure": found["failure"],
     }
+
+
+def long_conversation() -> dict[str, float]:
+    """500 messages, in a process of its own: until they are there, and how long a key waits while one scrolls."""
+    with tempfile.TemporaryDirectory() as name:
+        line = [sys.executable, "-m", "benchmarks.chat_screen_long", name]
+        found = subprocess.run(line, check=True, capture_output=True, text=True).stdout
+    return dict(json.loads(found))
+
+
+def start() -> dict[str, float]:
+    """The program as it is typed: until the first picture, and until the first word of `tiny`, asked at once."""
+    with tempfile.TemporaryDirectory() as home:
+        terminal = Terminal([sys.executable, "-m", "localllm", "chat"], LOCALLLM_HOME=home)
+        painted_s = terminal.wait_for(b"rite a message")
+        terminal.send(b"A tale, please.\r")
+        terminal.wait_for(b"tok/s")
+        first_word_s = time.monotonic() - terminal.started
+        terminal.end()
+    return {"first_picture_s": painted_s, "first_word_s": first_word_s}
+
+
+def spread(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Median, least and most of each figure; of what is no figure, whether it was so in all rounds."""
+    found: dict[str, Any] = {}
+    for name in rounds[0]:
+        values = [one[name] for one in rounds]
+        if isinstance(values[0], bool):
+            found[name] = all(values)
+        else:
+            found[name] = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--child", type=Path)
-    parser.add_argument("--messages", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     if arguments.child is not None:
-        child(arguments.child, arguments.messages)
+        child(arguments.child)
         return
+    parts = {"streaming": streaming, "long": long_conversation, "start": start}
+    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in parts}
     for _ in range(arguments.rounds):
-        print(json.dumps(streaming()))
+        for name, measure in parts.items():
+            rounds[name].append(measure())
+    result = {name: spread(found) for name, found in rounds.items()}
+    _RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

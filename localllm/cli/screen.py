@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from localllm.cli.background import Background
 from localllm.cli.front import Front
 from localllm.cli.options import extra_sampling
 from localllm.config import ResolvedSettings
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from localllm.frontend.keeping import Resumed
     from localllm.frontend.selection import Selection
 
+# A picture makes thousands of short-lived objects: with Python's own thresholds a full collection, 100 to 400 ms of it,
+# came every second while one scrolled.
+COLLECTOR = (10_000, 20, 100)
 _END_S = 2.0  # in which the threads may end
 # Mouse reports, pasting, the keyboard's protocol and the alternate screen off, the cursor on.
 _RESET = "\x1b[?1000l\x1b[?1002l\x1b[?1003l\x1b[?1006l\x1b[?1015l\x1b[?2004l\x1b[<u\x1b[?1049l\x1b[?25h"
@@ -36,16 +40,15 @@ def run_screen(
     resumed: Resumed | None,
 ) -> None:
     """Shows it until it is left. resolved: the settings without what the model adds. Raises what nobody foresaw."""
-    from localllm.tui import draft
-    from localllm.tui.app import ChatApp, Start
-    from localllm.tui.background import is_light
-    from localllm.tui.keys import checked_keys, checked_theme
-
+    background = Background() if resolved.settings.theme == "auto" else None
+    try:
+        from localllm.tui import draft
+        from localllm.tui.app import ChatApp, Start
+        from localllm.tui.keys import checked_keys, checked_theme
+    finally:
+        is_light, typed = background.is_light() if background is not None else (False, "")
     keys = checked_keys(resolved)
-    theme, typed = checked_theme(resolved), ""
-    if theme is None:
-        light, typed = is_light()
-        theme = "textual-light" if light else None
+    theme = checked_theme(resolved) or ("textual-light" if is_light else None)
     unsent = "" if selection.private else draft.take()
     start = Start(
         selection,
@@ -58,9 +61,7 @@ def run_screen(
         unsent + typed,
         shows_statistics=flags["stats"],
     )
-    # A picture makes thousands of short-lived objects: with Python's own thresholds a full collection, 100 to 400 ms of
-    # it, came every second while one scrolled.
-    gc.set_threshold(10_000, 20, 100)
+    gc.set_threshold(*COLLECTOR)
     app = ChatApp(start, away=front.interrupts.elsewhere)
     front.interrupts.terminal_reset = "" if flags["inline"] else _RESET
     with front.interrupts.stopping(app.leave_soon):
