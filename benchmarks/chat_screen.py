@@ -23,17 +23,22 @@ import sys
 import tempfile
 import termios
 import time
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from benchmarks.quality_page import with_section
 from localllm.cli.screen import COLLECTOR
 
 _ROWS, _COLUMNS = 50, 160
 _TOKENS, _TOK_S = 2000, 200
 _WORDS = "the quick brown fox jumps over a lazy dog and finds lantern beneath old bridge while it rains".split()  # noqa: SIM905
 _KEYS = "abcdefghijklmnopqrstuvwxyz"
+_PAGE = Path(__file__).parent.parent / "docs" / "chat.md"
+_BEGIN, _END = "<!-- figures: written by `python -m benchmarks.chat_screen` -->", "<!-- end of the figures -->"
 _RESULT = Path(__file__).parent / "results" / "chat_screen.json"
 
 
@@ -62,9 +67,17 @@ def markdown(num_tokens: int, seed: int = 1) -> str:
     return "".join(parts)[: 4 * num_tokens]
 
 
-def child(folder: Path) -> None:
-    """The program: on this process's terminal, until it is left."""
+def child(folder: Path, *, is_peer: bool) -> None:
+    """The program: on this process's terminal, until it is left. is_peer: with Textual's own widgets for Markdown."""
     os.environ["LOCALLLM_HOME"] = str(folder)
+    if is_peer:
+        from textual.widgets import Markdown
+
+        from localllm.tui.widgets.clear import Clear
+        from localllm.tui.widgets.document import Document
+
+        Document._parse_markdown = Markdown._parse_markdown  # type: ignore[method-assign]
+        del Clear.render_lines
     from localllm.tui.widgets.message_view import AnswerView
     from tests.tui.support import FakeService, chat_app
 
@@ -152,11 +165,12 @@ def percentile(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
-def streaming() -> dict[str, Any]:
+def streaming(*, is_peer: bool = False) -> dict[str, Any]:
     """One answer of 2,000 tokens."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        terminal = Terminal([sys.executable, "-m", "benchmarks.chat_screen", "--child", name])
+        line = [sys.executable, "-m", "benchmarks.chat_screen", "--child", name]
+        terminal = Terminal([*line, "--peer"] if is_peer else line)
         terminal.wait_for(b"rite a message")
         terminal.wait_for(b"int4")
         terminal.drain(0.5)
@@ -215,22 +229,61 @@ def spread(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def figures(result: Mapping[str, Any]) -> list[str]:
+    """The tables of docs/chat.md."""
+
+    def shown(part: str, name: str, scale: float = 1.0, unit: str = "", digits: int = 2) -> str:
+        median, low, high = (scale * result[part][name][which] for which in ("median", "min", "max"))
+        return f"{median:.{digits}f} ({low:.{digits}f} to {high:.{digits}f}){unit}"
+
+    rows = {"localllm": "streaming", "the same with Textual's own Markdown": "textual"}
+    return [
+        f"On a terminal of {_COLUMNS} x {_ROWS} {_TOKENS:,} tokens of Markdown with code and tables come, {_TOK_S} a",
+        "second; what is typed meanwhile is to be seen after so many ms. Medians of five rounds, least and most.",
+        "",
+        "| | typed: median | 95 % | longest | of one core |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {name} | {shown(part, 'p50_ms', digits=0)} | {shown(part, 'p95_ms', digits=0)} "
+            f"| {shown(part, 'max_ms', digits=0)} | {shown(part, 'cpu_share', 100, ' %', 0)} |"
+            for name, part in rows.items()
+        ),
+        f"| where nothing is written | | {shown('streaming', 'quiet_p95_ms', digits=0)} | | |",
+        "",
+        "| | seconds |",
+        "|---|---|",
+        f"| `localllm chat` to the first picture | {shown('start', 'first_picture_s')} |",
+        f"| to the first word of `tiny`, asked at once | {shown('start', 'first_word_s')} |",
+        f"| a conversation of 500 messages opened | {shown('long', 'open_s')} |",
+        f"| ten pages of it a second: what a key waits, 95 % | {shown('long', 'page_p95_ms', 1e-3, digits=3)} |",
+        f"| the longest | {shown('long', 'page_max_ms', 1e-3, digits=3)} |",
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--child", type=Path)
+    parser.add_argument("--peer", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     if arguments.child is not None:
-        child(arguments.child)
+        child(arguments.child, is_peer=arguments.peer)
         return
-    parts = {"streaming": streaming, "long": long_conversation, "start": start}
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "streaming": streaming,
+        "textual": partial(streaming, is_peer=True),
+        "long": long_conversation,
+        "start": start,
+    }
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in parts}
     for _ in range(arguments.rounds):
         for name, measure in parts.items():
             rounds[name].append(measure())
     result = {name: spread(found) for name, found in rounds.items()}
     _RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+    content = "\n".join(figures(result))
+    _PAGE.write_text(with_section(_PAGE.read_text(encoding="utf-8"), _BEGIN, _END, content), encoding="utf-8")
+    print(content)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,14 @@ What they show is made up, so that each run draws the same.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import tempfile
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +23,18 @@ from unittest.mock import patch
 
 from textual.pilot import Pilot
 
+from localllm import hub
 from localllm.engine.events import SpeculationStats, StepSplit, Timings, Usage
 from localllm.errors import DoesNotFitError
+from localllm.frontend.verdict import Verdict
+from localllm.history import Conversation, History, Said, history_file
+from localllm.hub import InstalledModel, ModelDescription, ModelFiles, PackedWeights
+from localllm.registry import load_registry
 from localllm.tui.app import ChatApp
-from tests.tui.support import FakeService, chat_app, running, say, until
+from tests.tui.support import FakeService, chat_app, running, say, shown, until
 
 FOLDER = Path(__file__).parent.parent / "docs" / "screens"
+VERSIONS = FOLDER / "versions.json"
 SIZES = {"80x24": (80, 24), "160x50": (160, 50)}
 THEMES = {"dark": "textual-dark", "light": "textual-light"}
 
@@ -51,6 +61,12 @@ def fibonacci(n: int) -> int:
 - `cache` keeps each result, so that it is computed once.
 - For a very large *n* use a loop: Python's recursion ends at 1,000 calls.
 """
+_CHATS = (
+    ("Bread without kneading", "How does bread rise without kneading?", "Time does what hands do."),
+    ("Tides", "Why are there two tides a day?", "The moon pulls the near side more than the earth, and the earth more "
+     "than the far side: water stands higher on both."),
+    ("A tale for tonight", "Tell me of a fox.", "A fox lived by a pond, and the moon was in it every night."),
+)  # fmt: skip
 _GIB = 1 << 30
 _LEDGER = {
     "vram": {"weights": 5 * _GIB, "keys and values": _GIB, "workspace": 300 << 20},
@@ -104,18 +120,38 @@ async def _help(pilot: Pilot[Any]) -> None:
     await pilot.press("f1")
 
 
+async def _models(pilot: Pilot[Any]) -> None:
+    await pilot.press("f3")
+    names = [entry.name for entry in load_registry().entries]
+    await until(pilot, lambda: len(_app(pilot).verdicts._known) >= len(names))
+    await pilot.press("down")
+
+
+async def _chats(pilot: Pilot[Any]) -> None:
+    for number, (title, question, answer) in enumerate(_CHATS):
+        said = (Said(f"q{number}", None, "user", question), Said(f"a{number}", f"q{number}", "assistant", answer))
+        kept_at = time.time() - 7250 * (number + 1)
+        facts = {"pinned": True} if number == 2 else {}
+        about = (f"chat{number}", f"chat-{number}", title, "qwen3-8b", None, kept_at, kept_at, f"a{number}")
+        with History.open(history_file()) as history:
+            history.add(Conversation(*about, said, facts))
+    await pilot.press("f4")
+    await until(pilot, lambda: "Tides" in shown(_app(pilot)))
+    await pilot.press("slash", *"moon")
+    await until(pilot, lambda: "Bread" not in shown(_app(pilot)))
+
+
 Scene = Callable[[Pilot[Any]], Awaitable[None]]
 SCENES: dict[str, Scene] = {
-    "welcome": _welcome, "chat": _chat, "error": _error, "commands": _commands, "help": _help,
+    "welcome": _welcome, "chat": _chat, "error": _error, "commands": _commands, "help": _help, "models": _models,
+    "chats": _chats,
 }  # fmt: skip
 
 
 async def pictures(name: str) -> dict[str, str]:
     """A scene's pictures as SVG, by the names of their files. Run it with a home folder that is empty."""
     found = {}
-    with patch(
-        "localllm.tui.desk.machine_line", lambda: "8 cores; 24.1 GiB of 31.2 GiB memory free; RTX 4070, 8 GiB free"
-    ):
+    with _machine():
         app = chat_app(_service())
         async with running(app, SIZES["160x50"]) as pilot:
             await until(pilot, lambda: app.chat.status.facts is not None)
@@ -129,6 +165,49 @@ async def pictures(name: str) -> dict[str, str]:
     return found
 
 
+@contextmanager
+def _machine() -> Iterator[None]:
+    """A machine that is made up, and what is on its disk."""
+    line = "8 cores; 24.1 GiB of 31.2 GiB memory free; NVIDIA GeForce RTX 4070, 7.2 GiB free"
+    packed = PackedWeights("int4-g64", Path("/packed"), 4 * _GIB, "whole")
+    here = [
+        InstalledModel("tiny", Path(hub.locate("tiny").directory), 13 << 20),
+        InstalledModel("qwen3-8b", Path("/qwen"), 16 * _GIB, "Qwen/Qwen3-8B", "a" * 40, packed=(packed,)),
+    ]
+    with (
+        patch("localllm.tui.desk.machine_line", lambda: line),
+        patch.object(hub, "list_models", lambda: here),
+        patch("localllm.tui.verdicts.judge", _judged),
+        patch.object(hub, "describe", _described),
+        patch("localllm.tui.widgets.chat_preview.format_time", lambda _: "2026-11-22 14:27"),
+    ):
+        yield
+
+
+def _described(name: str) -> ModelDescription:
+    entry = load_registry().find(name)
+    packed = PackedWeights("int4-g64", Path("/packed"), 4 * _GIB, "whole")
+    files = ModelFiles(Path("/home/you/.cache/huggingface/hub/models--Qwen--Qwen3-8B"), name, "Qwen/Qwen3-8B", "a" * 40)
+    return ModelDescription(
+        name, files, entry, "Qwen/Qwen3-8B", "a" * 40, 16 * _GIB, 0, "qwen3", 36, 4096, 32, 8, 151_936, 40_960,
+        packed=(packed,),
+    )  # fmt: skip
+
+
+def _judged(name: str, _resolved: Any, _say: Any) -> Verdict:
+    billions = next((entry.parameters for entry in load_registry().entries if entry.name == name), None) or 0.007
+    if billions > 60:
+        return Verdict("too large", why="it needs 36.9 GiB")
+    if billions > 9:
+        return Verdict("offloads", 90 / billions**1.6, 8192, "int4-g64")
+    return Verdict("fits", 480 / (billions + 0.5), 8192, "int4-g64")
+
+
+def versions() -> dict[str, str]:
+    """Of the libraries that draw: others draw a line or a colour otherwise."""
+    return {name: version(name) for name in ("textual", "rich", "Pygments", "markdown-it-py")}
+
+
 def _plain(svg: str) -> str:
     """Without a font from the network, and with names that do not change from picture to picture."""
     svg = re.sub(r"@font-face\s*\{.*?\}\s*", "", svg, flags=re.DOTALL)
@@ -137,6 +216,7 @@ def _plain(svg: str) -> str:
 
 def main() -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
+    VERSIONS.write_text(json.dumps(versions(), indent=1) + "\n")
     for name in SCENES:
         with tempfile.TemporaryDirectory() as home, patch.dict(os.environ, {"LOCALLLM_HOME": home}):
             for file, svg in asyncio.run(pictures(name)).items():

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from localllm.engine.engine import Engine
     from localllm.engine.service import RequestStream
 
-_FLUSH_S = 0.05  # between two messages of an answer: what an eye follows, and a fifth of a core at 200 tok/s
+_FLUSH_S = 0.07  # between two messages of an answer: what an eye follows, and a fifth of a core at 200 tok/s
 _MOST_ASKED, _LONGEST_ASKED = 500, 4000  # questions, characters, for the arrows and the search
 _TAIL_IDS = 12  # of a prompt, in which a template opens a thought
 

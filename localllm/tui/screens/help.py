@@ -46,7 +46,8 @@ class HelpScreen(ModalScreen[None]):
                 if isinstance(binding, Binding) and binding.id is not None:
                     keys = self._keymap.get(binding.id, binding.key).split(",")
                     shown = ", ".join(self.app.get_key_display(binding.with_key(key.strip())) for key in keys)
-                    yield Content.styled(shown.ljust(_COLUMN), "$text-accent") + Content(binding.description)
+                    name = Content.styled(f"  {binding.id}", "$foreground-muted")
+                    yield Content.styled(shown.ljust(_COLUMN), "$text-accent") + Content(binding.description) + name
             yield Content()
 
     def action_close(self) -> None:
