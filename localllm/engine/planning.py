@@ -96,8 +96,28 @@ class Wishes:
         return Speculate(self.speculate, self.draft_tokens)
 
 
+@dataclass(frozen=True)
+class Considered:
+    """planned: the plan, or why there is none, without advice. advise: what would be better; it tries every model of
+    the registry, which takes many times as long."""
+
+    planned: Planned
+    advise: Callable[[], list[str]]
+
+    def advised(self) -> Planned:
+        return replace(self.planned, advice=self.advise())
+
+
 def plan_model(model: Shape, files: ModelFiles | None, wishes: Wishes, say: Callable[[str], None]) -> Planned:
+    """As `consider`, with what would be better."""
+    return consider(model, files, wishes, say).advised()
+
+
+def consider(
+    model: Shape, files: ModelFiles | None, wishes: Wishes, say: Callable[[str], None], placed_bytes: int = 0
+) -> Considered:
     """files: where the model is on this disk. What this machine does is measured first, where that is not known.
+    placed_bytes: of the host's memory that this process holds, those of a model that would make room for this one.
 
     Raises UsageError for what cannot be honoured.
     """
@@ -110,22 +130,23 @@ def plan_model(model: Shape, files: ModelFiles | None, wishes: Wishes, say: Call
     unsure = _compare_tokenizers(model.name, files, wishes.guessing.draft_model)
     packed = () if files is None else tuple(packed_recipes(files))
     recipe = RECIPES[choose_recipe(wishes.weights, model.config, packed, dtype)]
-    search = _search(model, files, recipe, dtype, device, wishes, say)
+    machine = _Machine(dtype, device, wishes, say, placed_bytes)
+    search = _search(model, files, recipe, machine)
     if isinstance(search, Search) and not fits_whole(search):
         compact = compact_form(recipe, model.config, packed)
-        other = None if compact is None else _search(model, files, compact, dtype, device, wishes, say)
+        other = None if compact is None else _search(model, files, compact, machine)
         search = other if isinstance(other, Search) and is_better(other, search) else search
     profile, others = kept_profile(), partial(_others, dtype, device, wishes.kv)
     guesses = [*_guesses(profile), *unsure]
     try:
         plan = search.best() if wishes.job is not None else with_kept_pages(search.best())
     except DoesNotFitError as error:
-        fixes = [*search.fixes(), *(str(advice) for advice in other_model(search, others()))]
-        return Planned(search.shape, None, fixes, error, guesses=guesses)
-    int4 = None if recipe.name == DEFAULT else _shape(model, files, RECIPES[DEFAULT], dtype, device, wishes.kv)
-    advice = [str(advice) for advice in advise(search, plan, int4, others())]
+        refused = Planned(search.shape, None, [], error, guesses=guesses)
+        return Considered(refused, lambda: [*search.fixes(), *map(str, other_model(search, others()))])
     speculation = () if wishes.job is not None else tuple(_speculation(plan, search, files, wishes, dtype, device))
-    return Planned(search.shape, plan, advice, None, *_predictions(plan, profile), guesses, speculation)
+    planned = Planned(search.shape, plan, [], None, *_predictions(plan, profile), guesses, speculation)
+    int4 = None if recipe.name == DEFAULT else _shape(model, files, RECIPES[DEFAULT], dtype, device, wishes.kv)
+    return Considered(planned, lambda: [*map(str, advise(search, plan, int4, others()))])
 
 
 def _compare_tokenizers(name: str, files: ModelFiles | None, word: str) -> list[str]:
@@ -187,26 +208,31 @@ def _shape(
     return model_shape(config, recipe, dtype, model.name, device, kv, packing)
 
 
-def _search(
-    model: Shape,
-    files: ModelFiles | None,
-    recipe: Recipe,
-    dtype: torch.dtype,
-    device: torch.device,
-    wishes: Wishes,
-    say: Callable[[str], None],
-) -> AnySearch:
+@dataclass(frozen=True)
+class _Machine:
+    """What is asked for of the machine. placed_bytes, say: as `consider` has them."""
+
+    dtype: torch.dtype
+    device: torch.device
+    wishes: Wishes
+    say: Callable[[str], None]
+    placed_bytes: int
+
+
+def _search(model: Shape, files: ModelFiles | None, recipe: Recipe, machine: _Machine) -> AnySearch:
+    dtype, device, wishes, say = machine.dtype, machine.device, machine.wishes, machine.say
     if has_card(device):
         config, packing = as_stored(files, model.name, model.config, recipe)
         card = CardPlanning(device, dtype, wishes.kv, wishes.ctx, wishes.ram, wishes.vram, wishes.job, say)
-        found = card.search(config, recipe, model.name, packing)
+        found = card.search(config, recipe, model.name, packing, placed_bytes=machine.placed_bytes)
         return _with_guesses(found, files, wishes, dtype, device)
     require_cap(wishes.ram)  # before seconds of measuring
     profile = measured(kept_profile(), recipe.name, recipe.blocks, dtype, say)
     rates = profile.rates(recipe.name)
     assert rates is not None
     shape = _shape(model, files, recipe, dtype, device, wishes.kv)
-    memory = process_memory(wishes.ram, recipe, model.config.vocab_size, packs=shape.packing is not None)
+    packs = shape.packing is not None
+    memory = process_memory(wishes.ram, recipe, model.config.vocab_size, machine.placed_bytes, packs=packs)
     search = Search(shape, memory, rates, wishes.ctx, wishes.job, profile.corrections(recipe.name))
     return _with_guesses(search, files, wishes, dtype, device)
 
