@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
-from localllm.config import ResolvedSettings
+from localllm.config import Origin, ResolvedSettings, accepted
 from localllm.frontend.vram import vram_cap
 
 if TYPE_CHECKING:
@@ -52,3 +52,12 @@ def considered(
     tokens = min(_JOB_TOKENS, settings.ctx or _JOB_TOKENS)
     job = JobShape(DEFAULT_PARALLEL, tokens, tokens) if goal == "throughput" else None
     return consider(shape, files, Wishes(**wishes, job=job), say, placed_bytes)
+
+
+def with_changes(resolved: ResolvedSettings, changes: Mapping[str, Any]) -> ResolvedSettings:
+    """The settings with `changes`, as a file would have them; None: as the model has it. Raises SettingsError."""
+    origin = Origin("flag", "the plan")
+    values = {
+        key: (None if value is None else accepted(key, value, origin.where), origin) for key, value in changes.items()
+    }
+    return resolved.overlaid(values)

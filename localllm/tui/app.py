@@ -113,7 +113,13 @@ class ChatApp(App[None]):
         self.push_screen(HelpScreen(rooms(), self._start.keys))
 
     def action_plan(self) -> None:
-        self.chat.notice.note("not there yet")
+        from localllm.tui.screens.plan import PlanScreen
+
+        selection = self.desk.selection
+        if selection is None:
+            self.chat.notice.note("there is no model yet")
+        else:
+            self.push_screen(PlanScreen(self.desk, selection))
 
     def action_models(self) -> None:
         self.chat.notice.note("not there yet")
@@ -144,10 +150,13 @@ class ChatApp(App[None]):
 
 def rooms() -> dict[str, type[DOMNode]]:
     """What has keys of its own, by the title under which the help has them."""
+    from localllm.tui.screens.plan import PlanScreen
+
     found: dict[str, Any] = {
         "Everywhere": ChatApp,
         "Chat": ChatScreen,
         "Writing": Composer,
         "A message (ctrl+up)": MessageView,
+        "Plan (F2)": PlanScreen,
     }
     return found
