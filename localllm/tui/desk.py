@@ -74,6 +74,7 @@ class Desk:
         self._stops = threading.Event()
         self._is_cut = False
         self.last: Answer | None = None
+        self.tok_s: float | None = None  # of the last answer of the model that is loaded
         self._asked: Asked | None = None
         self._thread = threading.Thread(target=self._run, name="conversation", daemon=True)
         self._thread.start()
@@ -359,6 +360,7 @@ class Desk:
         before = self._service
         service = self._serve(selection, self._post, lambda: before.close() if before is not None else None)
         self._selection, self._talk, self._asked, self._service = selection, None, None, service
+        self.tok_s = None
         self._post(Loading(f"loading {selection.files.name}"))
         threading.Thread(target=self._await, args=(service,), name="loading", daemon=True).start()
 
@@ -424,6 +426,7 @@ class Desk:
         finally:
             self.last = answer
             finished = answer.finished
+            self.tok_s = None if finished is None else finished.timings.decode_tok_s
             self._is_cut = finished is None or finished.finish_reason in ("cancelled", "error")
             self._post(AnswerEnded(answer.text, finished, answer.seed))
             self._show()

@@ -27,7 +27,7 @@ _TILES: Mapping[str, str] = {
     "%": "$text-accent on $accent-muted",
     "#": "$text-primary on $primary-muted",
     ">": "$text-warning on $warning-muted",
-    "-": "$text-secondary on $secondary-muted",
+    "-": "$foreground on $panel",
     ".": "$text-error on $error-muted",
 }
 _OWNERS: Mapping[str, str] = {
@@ -94,7 +94,7 @@ def _disk(plan: Plan, columns: int) -> Iterator[Content]:
         length = max(4, min(_MOST_BAR, columns - _LABEL - len(amount)))
         yield _labelled("disk", bar(streamed / plan.shape.num_bytes, length, "$error") + Content(amount))
     else:
-        yield _labelled("disk", Content.styled("nothing is read from it at a step", "$text-muted"))
+        yield _labelled("disk", Content.styled("nothing is read from it at a step", "$foreground-muted"))
     if looked_up:
         yield from _indented([_owner("embedding", looked_up) + Content(", looked up row by row")])
 
@@ -107,7 +107,7 @@ def _owner(owner: str, count: int) -> Content:
 def said(planned: Planned, columns: int, *, is_advised: bool) -> Content:
     """What guessing would give, what is not sure, and what would be better."""
     fixes = [] if planned.refusal is None else planned.refusal.fix.split(", or ")  # that the refusal tells
-    better = [advice for advice in planned.advice if advice not in fixes] if is_advised else ["..."]
+    better = [advice for advice in planned.advice if advice not in fixes] if is_advised else ["…"]
     groups = {
         "guessing": [picture.guessing(found) for found in planned.speculation],
         "a guess": list(planned.guesses),
@@ -150,28 +150,25 @@ def _beside(tok_s: float, before_tok_s: float, measured_tok_s: float | None) -> 
     )
 
 
-def changed(plan: Plan, before: Plan, columns: int) -> Content:
-    """What of a plan is not as it is by the one before."""
+def changed(plan: Plan, running: Plan, now: Plan, columns: int) -> Content:
+    """What of a plan is not as it is by the one that runs. now: what that would be if it were made now, when the
+    machine has more or less memory free than when the model was loaded."""
     pairs = [
-        ("context", f"{before.ctx:,}", f"{plan.ctx:,}"),
-        ("KV", before.shape.kv, plan.shape.kv),
-        ("weights", before.shape.weights, plan.shape.weights),
-        *(
-            (name, _total(before, tier), _total(plan, tier))
-            for tier, name in picture.MEMORIES.items()
-            if tier in plan.limits
-        ),
-        ("disk a step", format_bytes(before.streamed_bytes), format_bytes(plan.streamed_bytes)),
+        ("context", f"{running.ctx:,}", f"{plan.ctx:,}"),
+        ("KV", running.shape.kv, plan.shape.kv),
+        ("weights", running.shape.weights, plan.shape.weights),
+        *((name, _total(now, tier), _total(plan, tier)) for tier, name in picture.MEMORIES.items()),
+        ("disk a step", format_bytes(running.streamed_bytes), format_bytes(plan.streamed_bytes)),
     ]
     parts = [
-        Content.styled(f"{name} ", "$text-muted") + Content(f"{old} → ") + Content.styled(new, "bold")
+        Content.styled(f"{name} ", "$foreground-muted") + Content(f"{old} → ") + Content.styled(new, "bold")
         for name, old, new in pairs
         if old != new
     ]
-    if num_moved := _num_moved(plan, before):
+    if num_moved := _num_moved(plan, running):
         parts.append(Content.styled(f"{num_moved}", "bold") + Content(" blocks elsewhere"))
     if not parts:
-        return Content.styled("as it runs now", "$text-muted")
+        return Content.styled("as it runs now", "$foreground-muted")
     return Content("\n").join(_flowing(parts, columns))
 
 
@@ -192,7 +189,7 @@ def refusal(error: LocalLLMError, columns: int) -> Content:
 
 
 def _labelled(label: str, content: Content) -> Content:
-    return Content.styled(label.ljust(_LABEL), "$text-muted") + content
+    return Content.styled(label.ljust(_LABEL), "$foreground-muted") + content
 
 
 def _indented(rows: Sequence[Content]) -> list[Content]:

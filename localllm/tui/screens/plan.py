@@ -64,7 +64,6 @@ class PlanScreen(Screen[None]):
         & #wishes { height: auto; max-height: 70%; }
         & #sliders { height: auto; padding: 0 1; border-bottom: solid $border-blurred; }
         & #predicted, & #changed { padding: 0 1; }
-        & #changed { margin: 0 0 1 0; }
         & #picture { height: 1fr; padding: 0 1; border-top: solid $border-blurred; }
         & #picture Drawn { margin: 0 0 1 0; }
         &.-wide #body { layout: horizontal; }
@@ -130,6 +129,11 @@ class PlanScreen(Screen[None]):
         return None if self._shown is None else self._shown.planned
 
     @property
+    def shown_wish(self) -> Wish | None:
+        """Whose plan that is; None where there is none yet, or the last wish could not be honoured."""
+        return None if self._shown is None else self._shown.wish
+
+    @property
     def notice(self) -> Notice:
         return self.query_one(Notice)
 
@@ -157,7 +161,8 @@ class PlanScreen(Screen[None]):
             self._before = message.planned
         if message.wish == self.wish:
             self.query_one(Activity).clear()
-            self.notice.close()
+            if self.notice.error is not None:  # of another wish
+                self.notice.close()
             self._shown = message
             self._show(message)
 
@@ -178,7 +183,7 @@ class PlanScreen(Screen[None]):
         self._replanner.want(self.wish)
 
     def _show(self, message: Replanned) -> None:
-        planned, before, measured = message.planned, self._before, self._measured_tok_s
+        planned, before, measured = message.planned, self._before, self._desk.tok_s
         is_advised = message.is_advised
         self.query_one("#title", Static).update(drawing.title(planned))
         self._drawn("predicted").show(lambda columns: drawing.predicted(planned, before, measured, columns))
@@ -188,19 +193,14 @@ class PlanScreen(Screen[None]):
             for name in ("changed", "map", "ledger"):
                 self._drawn(name).show(None)
             return
-        running = self._desk.plan or (before.plan if before is not None else None)
-        told = _beside(message.wish, plan)
-        self._drawn("changed").show(lambda columns: _changes(plan, running, told, columns))
+        now = before.plan if before is not None else None
+        running, told = self._desk.plan or now, _beside(message.wish, plan)
+        self._drawn("changed").show(lambda columns: _changes(plan, running, now or running, told, columns))
         self._drawn("map").show(lambda columns: drawing.block_map(plan, columns))
         self._drawn("ledger").show(lambda columns: drawing.ledger(plan, columns))
 
     def _drawn(self, name: str) -> Drawn:
         return self.query_one(f"#{name}", Drawn)
-
-    @property
-    def _measured_tok_s(self) -> float | None:
-        last = self._desk.last
-        return None if last is None or last.finished is None else last.finished.timings.decode_tok_s
 
     # Keys
 
@@ -223,14 +223,16 @@ class PlanScreen(Screen[None]):
         picture.scroll_relative(y=step * max(1, picture.size.height - 1), animate=False)
 
     def action_apply(self) -> None:
-        wish, shown = self.wish, self._shown
+        wish = self.wish
         if not wish.changes:
             batch = "; the goal is that of `localllm run --batch`" if wish.goal != NOW.goal else ""
             self.notice.note(f"nothing is changed{batch}")
-        elif shown is not None and shown.wish == wish and shown.planned.plan is None:
+        elif self.shown_wish == wish and self.planned is not None and self.planned.plan is None:
             self.notice.note("nothing is applied: the model does not fit with these settings")
         elif self.notice.error is not None:
             self.notice.note("nothing is applied: these settings cannot be honoured")
+        elif self._desk.selection is not self._selection:
+            self.notice.note("nothing is applied: the model was loaded anew meanwhile; leave, and F2 shows its plan")
         elif self._desk.is_answering:
             self.notice.note("an answer is being written: esc, and again esc in the chat, stops it")
         else:
@@ -303,12 +305,12 @@ def _beside(wish: Wish, plan: Plan) -> Mapping[str, str]:
     if packing is not None and not (packing.is_for_streaming and plan.is_whole):
         told["$text-warning"] = "the model is packed for it first, once"
     if wish.goal != NOW.goal:
-        told["$text-muted"] = "as `localllm run --batch` would have it; a chat goes on with one answer at a time"
+        told["$foreground-muted"] = "as `localllm run --batch` would have it; a chat goes on with one answer at a time"
     return told
 
 
-def _changes(plan: Plan, running: Plan | None, told: Mapping[str, str], columns: int) -> Content:
-    rows = [drawing.changed(plan, running, columns)] if running is not None else []
+def _changes(plan: Plan, running: Plan | None, now: Plan | None, told: Mapping[str, str], columns: int) -> Content:
+    rows = [] if running is None or now is None else [drawing.changed(plan, running, now, columns)]
     rows += [Content.styled(text, style) for style, text in told.items()]
     return Content("\n").join(rows)
 
