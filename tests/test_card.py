@@ -185,3 +185,14 @@ def test_too_little_memory_beside_the_card_names_the_smallest_that_would_do() ->
     assert result.code == 4 and "cannot be packed in 300.0 MiB" in result.err
     least = result.err.split("--ram ")[1].split()[0]
     assert run_cli(*flags, "--ram", least).code == 0
+
+
+def test_a_plan_beside_a_running_model_leaves_the_cap_on_its_allocator_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fractions = [0.25]
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _device: fractions[-1])
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _device: fractions.append(share))
+    with pytest.raises(RuntimeError), card.uncapped_allocator(torch.device("cuda")):
+        raise RuntimeError("out of memory while it was measured")
+    assert fractions == [0.25, 1.0, 0.25]

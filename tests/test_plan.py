@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from hypothesis import given
@@ -17,12 +18,13 @@ from localllm.config import parse_bytes
 from localllm.engine import planning
 from localllm.engine.advice import advise, flags_for_context
 from localllm.engine.placement import model_shape
-from localllm.engine.planning import Wishes, plan_model
+from localllm.engine.planning import Wishes, consider, plan_model
 from localllm.errors import DoesNotFitError, UsageError
 from localllm.models.families import parse_config
 from localllm.models.shapes import Shape, find_shape, shipped_shapes
 from localllm.offload.corrections import Corrections, Term
 from localllm.offload.costs import RUN_S, StepCosts
+from localllm.offload.format_rates import FormatRates
 from localllm.offload.page_map import ALIGN_BYTES
 from localllm.offload.plan import (
     GIB,
@@ -35,7 +37,7 @@ from localllm.offload.plan import (
     Rates,
     cap,
 )
-from localllm.offload.profile import UNKNOWN_DISK_GBS, keep, kept_profile
+from localllm.offload.profile import UNKNOWN_DISK_GBS, Profile, keep, kept_profile
 from localllm.offload.ring import ring_bytes
 from localllm.offload.search import LOGIT_ROWS, Search
 from localllm.quant.recipe import RECIPES
@@ -395,6 +397,16 @@ def test_wishes_are_refused_before_anything_is_measured(own_cache: Path) -> None
         plan_model(find_shape("mistral-7b"), None, Wishes(vram=8 << 30, device="cpu"), pytest.fail)
     assert isinstance(find_shape("mistral-7b"), Shape)
     assert not (own_cache / "profile.json").exists()
+
+
+def test_a_model_that_would_make_room_is_not_counted_as_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = dict.fromkeys(RECIPES, FormatRates(45.0, 1200.0, 0))
+    monkeypatch.setattr(planning, "kept_profile", lambda: Profile("this machine", 45.0, 3.0, formats=rates))
+    held = psutil.Process().memory_info().rss
+    shape, wishes = find_shape("tiny"), Wishes(device="cpu", ram=held + (1 << 30))
+    beside, instead = (consider(shape, None, wishes, lambda _: None, placed).planned.plan for placed in (0, held))
+    assert beside is not None and instead is not None
+    assert instead.ledger["ram"]["program"] < beside.ledger["ram"]["program"]
 
 
 @pytest.mark.usefixtures("small_process")

@@ -21,7 +21,7 @@ from localllm.cli.front import Front
 from localllm.cli.job import SEEDS, Job
 from localllm.cli.journal import open_journal
 from localllm.cli.opening import loading
-from localllm.cli.options import DEFAULT_MAX_TOKENS, DEFAULT_PARALLEL, extra_sampling
+from localllm.cli.options import DEFAULT_MAX_TOKENS, extra_sampling
 from localllm.cli.output import ProgressLine
 from localllm.cli.prompt import argument_text
 from localllm.cli.source import Encoder
@@ -29,6 +29,7 @@ from localllm.config import format_figure
 from localllm.engine.request import Request
 from localllm.errors import ContextOverflowError, LocalLLMError, UsageError
 from localllm.frontend.opening import Opening
+from localllm.frontend.planning import DEFAULT_PARALLEL
 from localllm.frontend.selection import Selection
 from localllm.frontend.text import format_seconds
 from localllm.hub.packed import source_id

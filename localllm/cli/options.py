@@ -15,6 +15,7 @@ import typer
 from localllm.cli.names import complete_installed, complete_models, complete_speculate, complete_weights
 from localllm.config import ACCEPTED, DRAFT_TOKENS, MOST_DRAFT_TOKENS, Accepts
 from localllm.errors import UsageError
+from localllm.frontend.planning import DEFAULT_PARALLEL
 from localllm.registry import SAMPLING_SETTINGS
 
 Model = Annotated[
@@ -149,7 +150,6 @@ Private = Annotated[
 # A sequence has its KV cache reserved for the longest answer that it may give: with the rest of the context for each,
 # few prompts of a job would have room at once.
 DEFAULT_MAX_TOKENS = 512
-DEFAULT_PARALLEL = 32  # where the memory for their KV cache allows it
 
 # The defaults here are those of a model that recommends none.
 MaxTokens = Annotated[

@@ -13,18 +13,18 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TextIO
+from typing import Any, TextIO
 
 from localllm.cli.wrap import WordWrap
 from localllm.config import format_bytes
 from localllm.errors import LocalLLMError, UnwrittenError
 from localllm.frontend.pace import Pace
+from localllm.frontend.plan_picture import Tone
 from localllm.frontend.text import UNSAFE, error_rows, format_seconds, one_line, printable
 
 SCHEMA_VERSION = 1
 
 _BOLD, _DIM, _RED, _YELLOW, _RESET = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[33m", "\x1b[0m"
-Tone = Literal["plain", "good", "fair", "poor"]
 _TONE_STYLES: Mapping[Tone, str] = {"good": "\x1b[32m", "fair": _YELLOW, "poor": _RED}
 _CLEAR_LINE = "\r\x1b[2K"
 _NARROWEST_BAR = 5  # columns; where a terminal has no room for it, the time that is left goes first

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from localllm.cli import options
 from localllm.cli.front import front_of
-from localllm.cli.output import SCHEMA_VERSION, Output, ProgressLine, Tone
+from localllm.cli.output import SCHEMA_VERSION, Output, ProgressLine
 from localllm.cli.settings import read_settings
-from localllm.config import ResolvedSettings, format_bytes, format_figure
+from localllm.config import ResolvedSettings, format_bytes
+from localllm.frontend import plan_picture as picture
 from localllm.frontend.origins import with_origins
-from localllm.frontend.wishes import wishes_of
+from localllm.frontend.planning import Goal, considered
 
 if TYPE_CHECKING:
-    from localllm.engine.planning import Guessing, Planned, Prediction
-    from localllm.offload.plan import Placed, Plan, Tier
+    from localllm.engine.planning import Planned
+    from localllm.offload.plan import Plan
 
 EXAMPLES = """Examples:
 
@@ -28,26 +27,8 @@ EXAMPLES = """Examples:
   localllm plan llama-3.1-8b --ram 4GiB --ctx 4096
   localllm plan qwen3-8b --weights bf16 --json
 """
-_JOB_TOKENS = 1024  # of a prompt and its answer together, in a job of which nothing more is known
 _BAR_COLUMNS = 30
 _MAP_COLUMNS = 64
-# Of a block by its tier and who computes it, the fastest first: its sign on the map, its tone, what it means.
-_KINDS: Mapping[tuple[str, str], tuple[str, Tone, str]] = {
-    ("vram", "gpu"): ("@", "good", "on the GPU"),
-    ("ram", "split"): ("%", "good", "in memory, computed by the CPU and the GPU"),
-    ("ram", "cpu"): ("#", "good", "in memory, computed by the CPU"),
-    ("ram", "gpu"): (">", "fair", "in memory, copied to the GPU at every step"),
-    ("disk", "rows"): ("-", "good", "on the disk, looked up row by row"),
-    ("disk", "gpu"): (".", "poor", "read from the disk at every step"),
-    ("disk", "cpu"): (".", "poor", "read from the disk at every step"),
-}
-_MEMORIES: Mapping[Tier, str] = {"vram": "GPU memory", "ram": "memory"}
-_BOUNDS = {
-    "memory": "reading the weights from memory",
-    "compute": "computing",
-    "disk": "reading blocks from the disk",
-    "link": "copying blocks to the GPU",
-}
 
 
 def plan_command(
@@ -64,7 +45,7 @@ def plan_command(
     dtype: options.Dtype = None,
     threads: options.Threads = None,
     goal: Annotated[
-        Literal["latency", "throughput"],
+        Goal,
         typer.Option(
             "--goal",
             metavar="latency|throughput",
@@ -95,26 +76,9 @@ def plan_command(
     _show(front.output, planned)
 
 
-def _planned(word: str | None, resolved: ResolvedSettings, goal: str, line: ProgressLine) -> Planned:
-    settings = resolved.settings
-    from localllm.offload.machine_memory import require_address_space
-
-    require_address_space()  # before torch is imported
-    from localllm import hub
-    from localllm.engine.planning import plan_model
-    from localllm.errors import ModelNotFoundError
-    from localllm.models.shapes import find_shape
-    from localllm.offload.plan import JobShape
-
-    name = settings.model if word is None else word
-    shape = find_shape(name)
-    try:
-        files = hub.locate(name, offline=True)
-    except ModelNotFoundError:
-        files = None
-    tokens = min(_JOB_TOKENS, settings.ctx or _JOB_TOKENS)
-    job = JobShape(options.DEFAULT_PARALLEL, tokens, tokens) if goal == "throughput" else None
-    return plan_model(shape, files, wishes_of(resolved, line.interject, job), line.show)
+def _planned(word: str | None, resolved: ResolvedSettings, goal: Goal, line: ProgressLine) -> Planned:
+    name = resolved.settings.model if word is None else word
+    return considered(name, resolved, goal, line.show, line.interject).advised()
 
 
 def _fields(planned: Planned) -> dict[str, Any]:
@@ -181,10 +145,10 @@ def _show(output: Output, planned: Planned) -> None:
     _show_map(output, plan)
     rate, wait = planned.decode_tok_s, planned.ttft_s
     together = f" of {plan.sequences} sequences together" if plan.sequences > 1 else ""
-    output.line(f"decode       {_band(rate)} tok/s{together}, bound by {_BOUNDS[plan.bound_by]}")
-    output.line(f"first token  {_band(wait)} s, after a prompt of {plan.prompt_tokens} tokens")
+    output.line(f"decode       {picture.band(rate)} tok/s{together}, bound by {picture.BOUNDS[plan.bound_by]}")
+    output.line(f"first token  {picture.band(wait)} s, after a prompt of {plan.prompt_tokens} tokens")
     for number, found in enumerate(planned.speculation):
-        output.line(f"{'guessing' if number == 0 else '':<11}  {_guessing(found)}")
+        output.line(f"{'guessing' if number == 0 else '':<11}  {picture.guessing(found)}")
     for guess in planned.guesses:
         output.line(f"a guess      {guess}")
     for number, advice in enumerate(planned.advice):
@@ -192,7 +156,7 @@ def _show(output: Output, planned: Planned) -> None:
 
 
 def _show_ledger(output: Output, plan: Plan) -> None:
-    for tier, name in _MEMORIES.items():
+    for tier, name in picture.MEMORIES.items():
         limit = plan.limits.get(tier)
         if limit is None:
             continue
@@ -210,34 +174,9 @@ def _show_map(output: Output, plan: Plan) -> None:
     """A sign a block, in the order of a forward."""
     for begin in range(0, len(plan.blocks), _MAP_COLUMNS):
         row = plan.blocks[begin : begin + _MAP_COLUMNS]
-        parts = [_kind(block)[:2] for block in row]
+        kinds = map(picture.kind, row)
+        parts = [(kind.sign, kind.tone) for kind in kinds]
         output.toned_line([("blocks       " if begin == 0 else " " * 13, "plain"), *parts])
-    counts = Counter(map(_kind, plan.blocks))
-    for kind in dict.fromkeys(_KINDS.values()):
-        if not (count := counts[kind]):
-            continue
-        sign, tone, meaning = kind
-        output.toned_line([(" " * 13, "plain"), (sign, tone), (f" {count} {meaning}", "plain")])
+    for kind, count in picture.counted(plan).items():
+        output.toned_line([(" " * 13, "plain"), (kind.sign, kind.tone), (f" {count} {kind.meaning}", "plain")])
     output.line()
-
-
-def _kind(block: Placed) -> tuple[str, Tone, str]:
-    is_looked_up = block.tier == "disk" and block.name == "embed"
-    return _KINDS["disk", "rows"] if is_looked_up else _KINDS[block.tier, block.exec]
-
-
-def _guessing(found: Guessing) -> str:
-    if found.gain is None or found.alpha is None:
-        return f"{found.drafter}: {found.why_not}"
-    leaving = f" leaving out {found.skipped} blocks" if found.skipped else ""
-    share = f"where {found.alpha:.0%} of the guesses are right" + (", as was found" if found.is_known else "")
-    if found.gain.speedup <= 1:
-        return f"{found.drafter}{leaving} does not pay {share}"
-    gained = f"about {format_figure(found.gain.tok_s)} tok/s, {format_figure(found.gain.speedup, 2)} times as fast"
-    return f"{found.drafter}{leaving}: {gained}, {share}"
-
-
-def _band(prediction: Prediction) -> str:
-    return (
-        f"about {format_figure(prediction.mid)} ({format_figure(prediction.low)} to {format_figure(prediction.high)})"
-    )

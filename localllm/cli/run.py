@@ -16,7 +16,7 @@ from localllm.cli import options
 from localllm.cli.front import Front, front_of
 from localllm.cli.generate import Printing, print_kept
 from localllm.cli.names import complete_sessions
-from localllm.cli.options import DEFAULT_MAX_TOKENS, DEFAULT_PARALLEL, extra_sampling, refuse_together
+from localllm.cli.options import DEFAULT_MAX_TOKENS, extra_sampling, refuse_together
 from localllm.cli.prompt import argument_text, has_blanks, split_positionals
 from localllm.cli.selection import select_resumed, select_text_only
 from localllm.cli.source import Encoder, Source, read_source
@@ -28,6 +28,7 @@ from localllm.frontend.dialogue import Dialogue
 from localllm.frontend.keeping import Keeper, Resumed, keeper_of, look_up
 from localllm.frontend.miss import explain
 from localllm.frontend.opening import Opening
+from localllm.frontend.planning import DEFAULT_PARALLEL
 from localllm.frontend.selection import Selection, is_model
 from localllm.registry import BUILT_IN
 

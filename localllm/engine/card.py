@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -50,14 +51,15 @@ class CardPlanning:
         where the card has not even room for a measurement.
         """
         try:
-            profile = measured(kept_profile(), recipe.name, recipe.blocks, self.dtype, self.say)
-            profile = device_measured(profile, self.device, recipe.name, recipe.blocks, self.dtype, self._say_uncapped)
+            with uncapped_allocator(self.device):  # the plan before has nothing to do with a measurement
+                profile = measured(kept_profile(), recipe.name, recipe.blocks, self.dtype, self.say)
+                profile = device_measured(profile, self.device, recipe.name, recipe.blocks, self.dtype, self.say)
+                rates, card = profile.rates(recipe.name), profile.device
+                assert rates is not None and card is not None
+                found = card.formats[recipe.name]
+                vram = card_memory(self.device, self.vram, card, found.workspace_bytes)
         except RuntimeError as error:
             raise out_of_memory(self.device, error) if is_device_out_of_memory(error) else error from None
-        rates, card = profile.rates(recipe.name), profile.device
-        assert rates is not None and card is not None
-        found = card.formats[recipe.name]
-        vram = card_memory(self.device, self.vram, card, found.workspace_bytes)
         return DeviceSearch(
             shape=model_shape(config, recipe, self.dtype, name, self.device, self.kv, packing),
             memory=process_memory(self.ram, recipe, config.vocab_size, placed_bytes, packs=packing is not None),
@@ -68,12 +70,6 @@ class CardPlanning:
             job=self.job,
             corrections=profile.corrections(recipe.name),
         )
-
-    def _say_uncapped(self, text: str) -> None:
-        """Before a measurement, which has nothing to do with the cap of the plan before. A search without one leaves
-        the cap to the model that runs under it."""
-        self.say(text)
-        uncap_allocator(self.device)
 
 
 def _card_rates(found: FormatRates, card: DeviceRates, *, is_fused: bool) -> CardRates:
@@ -99,9 +95,18 @@ def card_memory(device: torch.device, vram_bytes: int | None, rates: DeviceRates
     )
 
 
-def uncap_allocator(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+@contextmanager
+def uncapped_allocator(device: torch.device) -> Iterator[None]:
+    """Torch may take all of the card; the cap of a model that is there holds again afterwards."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_per_process_memory_fraction(device)
+    torch.cuda.set_per_process_memory_fraction(1.0, device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before, device)
 
 
 def cap_allocator(device: torch.device, card: CardMemory) -> None:

@@ -98,61 +98,85 @@ class Wishes:
         return Speculate(self.speculate, self.draft_tokens)
 
 
+@dataclass(frozen=True)
+class Considered:
+    """planned: the plan, or why there is none, without advice. advise: what would be better; it tries every model of
+    the registry, which takes many times as long."""
+
+    planned: Planned
+    advise: Callable[[], list[str]]
+
+    def advised(self) -> Planned:
+        return replace(self.planned, advice=self.advise())
+
+
 def plan_model(model: Shape, files: ModelFiles | None, wishes: Wishes, say: Callable[[str], None]) -> Planned:
+    """As `consider`, with what would be better."""
+    return consider(model, files, wishes, say).advised()
+
+
+def consider(
+    model: Shape, files: ModelFiles | None, wishes: Wishes, say: Callable[[str], None], placed_bytes: int = 0
+) -> Considered:
     """files: where the model is on this disk. What this machine does is measured first, where that is not known.
+    placed_bytes: of the host's memory that this process holds, those of a model that would make room for this one.
 
     Raises UsageError for what cannot be honoured.
     """
-    device, dtype = _where(model, wishes)
+    machine = _machine(model, wishes, say, placed_bytes)
+    dtype, device = machine.dtype, machine.device
     unsure = _compare_tokenizers(model.name, files, wishes.guessing.draft_model)
-    search = _best_search(model, files, dtype, device, wishes, say)
+    search = _best_search(model, files, machine)
     profile, others = kept_profile(), partial(_others, dtype, device, wishes.kv)
     guesses = [*_guesses(profile), *unsure]
     try:
         plan = search.best() if wishes.job is not None else with_kept_pages(search.best())
     except DoesNotFitError as error:
-        fixes = [*search.fixes(), *(str(advice) for advice in other_model(search, others()))]
-        return Planned(search.shape, None, fixes, error, guesses=guesses)
-    int4 = None if search.shape.weights == DEFAULT else _shape(model, files, RECIPES[DEFAULT], dtype, device, wishes.kv)
-    advice = [str(advice) for advice in advise(search, plan, int4, others())]
+        refused = Planned(search.shape, None, [], error, guesses=guesses)
+        return Considered(refused, lambda: [*search.fixes(), *map(str, other_model(search, others()))])
     speculation = () if wishes.job is not None else tuple(_speculation(plan, search, files, wishes, dtype, device))
-    return Planned(search.shape, plan, advice, None, *_predictions(plan, profile), guesses, speculation)
+    planned = Planned(search.shape, plan, [], None, *_predictions(plan, profile), guesses, speculation)
+    int4 = None if search.shape.weights == DEFAULT else _shape(model, files, RECIPES[DEFAULT], dtype, device, wishes.kv)
+    return Considered(planned, lambda: [*map(str, advise(search, plan, int4, others()))])
 
 
 def foresee(model: Shape, files: ModelFiles | None, wishes: Wishes, say: Callable[[str], None]) -> Plan:
     """The plan alone, as a process finds it that has no model yet: what this one holds counts as free.
 
-    say: hears of each measurement before it begins, and may raise. Raises DoesNotFitError, and as `plan_model`.
+    say: hears of each measurement before it begins, and may raise. Raises DoesNotFitError, and as `consider`.
     """
-    device, dtype = _where(model, wishes)
-    return _best_search(model, files, dtype, device, wishes, say, _ALL_BYTES).best()
+    return _best_search(model, files, _machine(model, wishes, say, _ALL_BYTES)).best()
 
 
-def _where(model: Shape, wishes: Wishes) -> tuple[torch.device, torch.dtype]:
+@dataclass(frozen=True)
+class _Machine:
+    """What is asked for of the machine. placed_bytes, say: as `consider` has them."""
+
+    dtype: torch.dtype
+    device: torch.device
+    wishes: Wishes
+    say: Callable[[str], None]
+    placed_bytes: int
+
+
+def _machine(model: Shape, wishes: Wishes, say: Callable[[str], None], placed_bytes: int) -> _Machine:
     if wishes.threads is not None:
         torch.set_num_threads(wishes.threads)
     device = choose_device(wishes.device)
     require_card(device, wishes.vram)
     require_context(model.config, wishes.ctx)
-    return device, choose_dtype(wishes.weights if wishes.dtype == "auto" and wishes.weights in DTYPES else wishes.dtype)
+    dtype = choose_dtype(wishes.weights if wishes.dtype == "auto" and wishes.weights in DTYPES else wishes.dtype)
+    return _Machine(dtype, device, wishes, say, placed_bytes)
 
 
-def _best_search(
-    model: Shape,
-    files: ModelFiles | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    wishes: Wishes,
-    say: Callable[[str], None],
-    placed_bytes: int = 0,
-) -> AnySearch:
+def _best_search(model: Shape, files: ModelFiles | None, machine: _Machine) -> AnySearch:
     """In the format that the wishes come to, or in another with the same numbers where that is faster."""
     packed = () if files is None else tuple(packed_recipes(files))
-    recipe = RECIPES[choose_recipe(wishes.weights, model.config, packed, dtype)]
-    search = _search(model, files, recipe, dtype, device, wishes, say, placed_bytes)
+    recipe = RECIPES[choose_recipe(machine.wishes.weights, model.config, packed, machine.dtype)]
+    search = _search(model, files, recipe, machine)
     if isinstance(search, Search) and not fits_whole(search):
         compact = compact_form(recipe, model.config, packed)
-        other = None if compact is None else _search(model, files, compact, dtype, device, wishes, say, placed_bytes)
+        other = None if compact is None else _search(model, files, compact, machine)
         search = other if isinstance(other, Search) and is_better(other, search) else search
     return search
 
@@ -216,29 +240,20 @@ def _shape(
     return model_shape(config, recipe, dtype, model.name, device, kv, packing)
 
 
-def _search(
-    model: Shape,
-    files: ModelFiles | None,
-    recipe: Recipe,
-    dtype: torch.dtype,
-    device: torch.device,
-    wishes: Wishes,
-    say: Callable[[str], None],
-    placed_bytes: int = 0,
-) -> AnySearch:
-    """placed_bytes: of the memory that this process holds, what the model may have."""
+def _search(model: Shape, files: ModelFiles | None, recipe: Recipe, machine: _Machine) -> AnySearch:
+    dtype, device, wishes, say = machine.dtype, machine.device, machine.wishes, machine.say
     if has_card(device):
         config, packing = as_stored(files, model.name, model.config, recipe)
         card = CardPlanning(device, dtype, wishes.kv, wishes.ctx, wishes.ram, wishes.vram, wishes.job, say)
-        found = card.search(config, recipe, model.name, packing, placed_bytes=placed_bytes)
+        found = card.search(config, recipe, model.name, packing, placed_bytes=machine.placed_bytes)
         return _with_guesses(found, files, wishes, dtype, device)
     require_cap(wishes.ram)  # before seconds of measuring
     profile = measured(kept_profile(), recipe.name, recipe.blocks, dtype, say)
     rates = profile.rates(recipe.name)
     assert rates is not None
     shape = _shape(model, files, recipe, dtype, device, wishes.kv)
-    vocab_size, packs = model.config.vocab_size, shape.packing is not None
-    memory = process_memory(wishes.ram, recipe, vocab_size, placed_bytes, packs=packs)
+    packs = shape.packing is not None
+    memory = process_memory(wishes.ram, recipe, model.config.vocab_size, machine.placed_bytes, packs=packs)
     search = Search(shape, memory, rates, wishes.ctx, wishes.job, profile.corrections(recipe.name))
     return _with_guesses(search, files, wishes, dtype, device)
 

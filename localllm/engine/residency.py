@@ -88,6 +88,13 @@ class Residency:
         """Of the host's memory, what keys and values may have by now."""
         return self.kv_pages.nbytes if self.kv_pages.is_on_host else 0
 
+    @property
+    def host_bytes(self) -> int:
+        """Of the host's memory, what blocks, keys and values have by now."""
+        if self.placed is not None:
+            return self.placed.host_bytes + self.kv_host_bytes
+        return sum(block.num_bytes for block in self.blocks if block.tier == "ram") + self.kv_host_bytes
+
     def new_kv(self, capacity: int) -> PagedKV:
         return self.kv_pages.new(capacity)
 

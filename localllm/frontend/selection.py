@@ -12,7 +12,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from localllm.config import ResolvedSettings, Settings
-from localllm.errors import FETCH_ANEW, LocalLLMError, ModelNotFoundError
+from localllm.errors import FETCH_ANEW, BugError, LocalLLMError, ModelNotFoundError
+from localllm.frontend.origins import with_origins
 from localllm.registry import BUILT_IN, SAMPLING_KEYS, SAMPLING_SETTINGS, with_model_defaults
 
 if TYPE_CHECKING:
@@ -99,6 +100,15 @@ def named(error: LocalLLMError, files: ModelFiles | None) -> LocalLLMError:
         copy = f"copy the model's files into {files.directory} anew"
         error.fix = error.fix.replace(FETCH_ANEW, "reinstall localllm" if files.name == BUILT_IN else copy)
     error.fix = re.sub(r"(?<!\S)MODEL(?![^\s,)])", lambda _: shlex.quote(files.name), error.fix)
+    return error
+
+
+def told_of(error: Exception, files: ModelFiles | None, resolved: ResolvedSettings) -> LocalLLMError:
+    """The error as a person is told of it who works with this model under these settings."""
+    if not isinstance(error, LocalLLMError):
+        return BugError(f"this is a bug in localllm: {type(error).__name__}", why=str(error))
+    error = named(error, files)
+    with_origins(error, resolved)
     return error
 
 

@@ -176,7 +176,13 @@ class ChatApp(App[None]):
         self.push_screen(HelpScreen(rooms(), self._start.keys))
 
     def action_plan(self) -> None:
-        self.chat.notice.note("not there yet")
+        from localllm.tui.screens.plan import PlanScreen
+
+        selection = self.desk.selection
+        if selection is None:
+            self.chat.notice.note("there is no model yet")
+        else:
+            self.push_screen(PlanScreen(self.desk, selection))
 
     def action_models(self) -> None:
         """Shows them; where they are shown, goes back."""
@@ -229,6 +235,8 @@ class ChatApp(App[None]):
 
 def rooms() -> dict[str, type[DOMNode]]:
     """What has keys of its own, by the title under which the help has them."""
+    from localllm.tui.screens.plan import PlanScreen
+
     found: dict[str, Any] = {
         "Everywhere": ChatApp,
         "Chat": ChatScreen,
@@ -237,5 +245,6 @@ def rooms() -> dict[str, type[DOMNode]]:
         "Chats (F4)": ChatsScreen,
         "Asked for a line": Prompt,
         "Models (F3)": ModelsScreen,
+        "Plan (F2)": PlanScreen,
     }
     return found

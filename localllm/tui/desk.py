@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localllm.config import Origin, ResolvedSettings, accepted, shown_setting
+from localllm.config import ResolvedSettings, shown_setting
 from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent, TokenEvent
 from localllm.errors import BugError, HistoryError, LocalLLMError, UsageError
 from localllm.frontend.answer import Answer
@@ -23,8 +23,8 @@ from localllm.frontend.exporting import export_chat
 from localllm.frontend.keeping import Keeper, Resumed, keeper_of, look_up
 from localllm.frontend.machine_line import machine_line
 from localllm.frontend.miss import NEW
-from localllm.frontend.origins import with_origins
-from localllm.frontend.selection import Selection, locate, named, with_defaults
+from localllm.frontend.planning import with_changes
+from localllm.frontend.selection import Selection, locate, told_of, with_defaults
 from localllm.frontend.talk import Asked, Talk, mended_in_chat
 from localllm.frontend.text_file import read_text_file
 from localllm.frontend.thinking import opens_thought
@@ -51,6 +51,7 @@ from localllm.tui.messages import (
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine
     from localllm.engine.service import RequestStream
+    from localllm.offload.plan import Plan
 
 _FLUSH_S = 0.07  # between two messages of an answer: what an eye follows, and a fifth of a core at 200 tok/s
 _MOST_ASKED, _LONGEST_ASKED = 500, 4000  # questions, characters, for the arrows and the search
@@ -80,6 +81,7 @@ class Desk:
         self._is_cut = False
         self._typed = ""  # the last question, without what was attached
         self.last: Answer | None = None
+        self.tok_s: float | None = None  # of the last answer of the model that is loaded
         self._asked: Asked | None = None
         self._thread = threading.Thread(target=self._run, name="conversation", daemon=True)
         self._thread.start()
@@ -123,6 +125,33 @@ class Desk:
         self._thread.join(timeout_s)
         if self._service is not None:
             self._service.close(timeout_s=0 if self._talk is None else timeout_s)
+
+    # What may be read from any thread: of now, and maybe not of the next moment
+
+    @property
+    def selection(self) -> Selection | None:
+        """The model of the conversation, loaded or not; None before the first."""
+        return self._selection
+
+    @property
+    def is_loading(self) -> bool:
+        return self._service is not None and self._talk is None
+
+    @property
+    def is_answering(self) -> bool:
+        return self._stream is not None
+
+    @property
+    def plan(self) -> Plan | None:
+        """By which the model is placed; None where none is loaded, or it is not by a plan."""
+        talk = self._talk
+        return None if talk is None else talk.engine.residency.plan or talk.engine.plan
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the host's memory, what the loaded model has."""
+        talk = self._talk
+        return 0 if talk is None else talk.engine.residency.host_bytes
 
     # Jobs
 
@@ -231,13 +260,7 @@ class Desk:
 
     def use(self, word: str | None, changes: dict[str, Any] | None = None) -> None:
         """Goes on with another model, or with this one under other settings: `changes`, as a file would have them."""
-        resolved = self._resolved
-        if changes:
-            values = {
-                key: (None if value is None else accepted(key, value, "the plan"), Origin("flag", "the plan"))
-                for key, value in changes.items()
-            }
-            resolved = resolved.overlaid(values)
+        resolved = with_changes(self._resolved, changes or {})
         word = word if word is not None else self._chosen.model_name
         selection = with_defaults(resolved, locate(resolved, word))
         self._resolved = resolved
@@ -336,11 +359,9 @@ class Desk:
             self._keeper.close()
 
     def _told(self, error: Exception) -> LocalLLMError:
-        if not isinstance(error, LocalLLMError):
-            return BugError(f"this is a bug in localllm: {type(error).__name__}", why=str(error))
-        error = named(error, self._selection.files if self._selection is not None else None)
-        with_origins(error, self._dialogue.resolved)
-        return mended_in_chat(error)
+        files = self._selection.files if self._selection is not None else None
+        told = told_of(error, files, self._dialogue.resolved)
+        return told if isinstance(told, BugError) else mended_in_chat(told)
 
     def _or_else(self, before: list[dict[str, Any]], job: Job) -> None:
         """Does it; where nothing was said in the place of what was taken back, that is there again."""
@@ -375,6 +396,7 @@ class Desk:
         before = self._service
         service = self._serve(selection, self._post, lambda: before.close() if before is not None else None)
         self._selection, self._talk, self._asked, self._service = selection, None, None, service
+        self.tok_s = None
         self._post(Loading(f"loading {selection.files.name}"))
         threading.Thread(target=self._await, args=(service,), name="loading", daemon=True).start()
 
@@ -446,6 +468,7 @@ class Desk:
         finally:
             self.last = answer
             finished = answer.finished
+            self.tok_s = None if finished is None else finished.timings.decode_tok_s
             self._is_cut = finished is None or finished.finish_reason in ("cancelled", "error")
             self._post(AnswerEnded(answer.text, finished, answer.seed))
             self._show()

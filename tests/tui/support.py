@@ -48,7 +48,7 @@ class FakeEngine:
     weights: str = "int4-g64"
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
     kv_format: Any = field(default_factory=lambda: SimpleNamespace(name="int8"))
-    residency: Any = field(default_factory=lambda: SimpleNamespace(plan=None))
+    residency: Any = field(default_factory=lambda: SimpleNamespace(plan=None, host_bytes=0))
     config: Any = field(default_factory=lambda: SimpleNamespace(longest_context=8192))
 
     def encode(self, messages: Sequence[dict[str, Any]]) -> list[int]:

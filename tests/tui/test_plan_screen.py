@@ -1,0 +1,469 @@
+"""The plan screen, key by key: what would be is shown before anything is applied."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+
+import pytest
+
+from localllm.config import parse_bytes
+from localllm.engine import planning
+from localllm.engine.planning import Considered, Guessing, Planned, Prediction
+from localllm.errors import DoesNotFitError, LocalLLMError, UsageError
+from localllm.offload.format_rates import FormatRates
+from localllm.offload.guessing import Gain
+from localllm.offload.plan import GIB, BlockShape, JobShape, Memory, ModelShape, Plan, Rates
+from localllm.offload.profile import Profile
+from localllm.offload.search import Search
+from localllm.quant.recipe import RECIPES
+from localllm.tui.app import ChatApp
+from localllm.tui.loading import serve
+from localllm.tui.replanning import NOW, Bounds, Wish
+from localllm.tui.screens.plan import PlanScreen
+from tests.tui.support import FakeService, chat_app, running, say, shown, texts, until
+
+pytestmark = pytest.mark.usefixtures("home")
+
+_MIB = 1 << 20
+
+
+def model_shape(name: str, kv: str) -> ModelShape:
+    """12 layers of 60 MiB: 720 MiB of blocks."""
+    kinds = itertools.cycle((("attention", 20), ("mlp", 40)))
+    names = [f"layers.{index // 2}" for index in range(24)]
+    blocks = [
+        BlockShape(f"{layer}.{kind}", size * _MIB, size) for layer, (kind, size) in zip(names, kinds, strict=False)
+    ]
+    return ModelShape(
+        name=name,
+        weights="int4-g64",
+        kv="int8" if kv == "auto" else kv,
+        embed=BlockShape("embed", 30 * _MIB, 0),
+        blocks=tuple(blocks),
+        head=BlockShape("head", 30 * _MIB, 90_000),
+        kv_bytes_per_token=10_000 if kv == "int4" else 20_000,
+        default_ctx=4096,
+        row_bytes=1000,
+        state_bytes=16,
+        logits_bytes=128,
+        batch_rows=(64, 8),
+    )
+
+
+@dataclass
+class FakePlanning:
+    """A machine that has 2 GiB of memory free, and rates that are known. gate: nothing is planned before it is set."""
+
+    name: str = "the model"
+    vram_bytes: int | None = None
+    reason: str = ""  # why a measurement has to wait
+    measures: str = ""
+    error: LocalLLMError | None = None  # of every wish but NOW
+    advice: tuple[str, ...] = ()
+    wishes: list[Wish] = field(default_factory=list)
+    gate: threading.Event = field(default_factory=threading.Event)
+    advice_gate: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+        self.advice_gate.set()
+
+    def bounds(self) -> Bounds:
+        return Bounds(longest_ctx=20_000, ram_bytes=3 * GIB, vram_bytes=self.vram_bytes)
+
+    def considered(self, wish: Wish, say: Callable[[str], None]) -> Considered:
+        if self.measures:
+            say(self.measures)
+        self.wishes.append(wish)
+        assert self.gate.wait(10)
+        if self.error is not None and wish != NOW:
+            raise self.error
+        return Considered(self._planned(wish), self._advise)
+
+    def _advise(self) -> list[str]:
+        assert self.advice_gate.wait(10)
+        return list(self.advice)
+
+    def why_wait(self, *, measures: bool) -> str:
+        return self.reason if measures else ""
+
+    def told(self, wish: Wish, error: Exception) -> LocalLLMError:
+        assert isinstance(error, LocalLLMError), error
+        return error
+
+    def _planned(self, wish: Wish) -> Planned:
+        shape = model_shape(self.name, wish.changes.get("kv", "auto"))
+        ram_bytes = parse_bytes(wish.changes.get("ram")) or 2 * GIB
+        memory = Memory(ram_bytes, 300 * _MIB, 2 * GIB, 3 * GIB)
+        job = JobShape(4, 1024, 1024) if wish.goal == "throughput" else None
+        search = Search(shape, memory, Rates(40.0, 1200.0, 1.5), wish.changes.get("ctx"), job)
+        try:
+            plan = search.best()
+        except DoesNotFitError as error:
+            return Planned(shape, None, [], error)
+        gain = Gain(3, 99.0, 2.5)
+        return Planned(
+            shape,
+            plan,
+            [],
+            None,
+            _band(plan.decode_tok_s),
+            _band(plan.ttft_s),
+            ["measured on a busy machine: disk"],
+            [Guessing("ngram", 0.8, gain)],
+        )
+
+
+def _band(amount: float) -> Prediction:
+    return Prediction(amount / 1.25, amount, amount * 1.25)
+
+
+async def opened(app: ChatApp, pilot: object, fake: FakePlanning) -> PlanScreen:
+    """The screen on a machine that is known, with its first plan."""
+    await until(pilot, lambda: app.desk.selection is not None and not app.desk.is_loading)  # type: ignore[arg-type]
+    assert app.desk.selection is not None
+    screen = PlanScreen(app.desk, app.desk.selection, fake)
+    app.push_screen(screen)
+    if fake.gate.is_set() and not fake.reason:
+        await settled(pilot, screen)
+    return screen
+
+
+async def settled(pilot: object, screen: PlanScreen) -> Plan | None:
+    """The plan for what the sliders say."""
+    wanted = lambda: screen.sliders and screen.shown_wish == screen.wish  # noqa: E731
+    await until(pilot, wanted)  # type: ignore[arg-type]
+    assert screen.planned is not None
+    return screen.planned.plan
+
+
+async def test_the_plan_of_the_running_model_is_a_picture_with_its_figures() -> None:
+    app, fake = chat_app(), FakePlanning(advice=("--ctx 1024: a shorter context",))
+    async with running(app, (128, 45)) as pilot:
+        screen = await opened(app, pilot, fake)
+        plan = await settled(pilot, screen)
+        assert plan is not None and screen.planned is not None and screen.planned.decode_tok_s is not None
+        await until(pilot, lambda: "--ctx 1024: a shorter context" in shown(app))
+        picture = shown(app)
+        assert "# # # " in picture
+        for piece in (
+            "the model: 780.0 MiB of int4-g64, 4,096 tokens of context",
+            "26 in memory, computed by the CPU",
+            f"weights {round(plan.ledger['ram']['weights'] / _MIB)}.0 MiB",
+            "keys and values 78.1 MiB",
+            "of 2.0 GiB",
+            "nothing is read from it at a step",
+            "tok/s, bound by reading the weights from memory",
+            "s, after a prompt of 512 tokens",
+            "ngram: about 99 tok/s, 2.5 times as fast, where 80% of the guesses are right",
+            "measured on a busy machine: disk",
+            "as it runs now",
+        ):
+            assert piece in picture, picture
+
+
+async def test_the_plan_is_there_before_its_advice() -> None:
+    app, fake = chat_app(), FakePlanning(advice=("--ram 3GiB: more",))
+    fake.advice_gate.clear()
+    async with running(app, (150, 45)) as pilot:
+        await opened(app, pilot, fake)
+        assert "tok/s, bound by" in shown(app) and "--ram 3GiB: more" not in shown(app)
+        fake.advice_gate.set()
+        await until(pilot, lambda: "--ram 3GiB: more" in shown(app))
+
+
+async def test_a_slider_shows_what_would_change_before_anything_is_applied() -> None:
+    service = FakeService()
+    app, fake = chat_app(service), FakePlanning()
+    async with running(app, (128, 45)) as pilot:
+        screen = await opened(app, pilot, fake)
+        await pilot.press("down", "down", "down", *["left"] * 5)
+        assert screen.wish == Wish({"ram": "768MiB"})
+        plan = await settled(pilot, screen)
+        assert plan is not None and plan.streamed
+        picture = shown(app)
+        for piece in (
+            f"{len(plan.streamed)} read from the disk at every step",
+            "bound by reading blocks from the disk",
+            "times as fast",
+            f"disk a step 0 B → {plan.streamed_bytes // _MIB}.0 MiB",
+            " blocks elsewhere",
+        ):
+            assert piece in picture, picture
+        assert service.loads == ["tiny"]
+
+
+async def test_of_quick_changes_the_first_and_the_last_alone_are_planned() -> None:
+    app, fake = chat_app(), FakePlanning()
+    async with running(app) as pilot:
+        screen = await opened(app, pilot, fake)
+        fake.gate.clear()
+        await pilot.press("right")
+        await until(pilot, lambda: len(fake.wishes) == 2)
+        await pilot.press("right", "right", "right", "right")
+        fake.gate.set()
+        plan = await settled(pilot, screen)
+        assert [wish.changes.get("ctx") for wish in fake.wishes] == [None, 256, 4096]
+        assert plan is not None and plan.ctx == 4096
+
+
+async def test_enter_loads_the_model_with_the_settings_and_the_conversation_stays() -> None:
+    service = FakeService(["Hello."])
+    app, fake = chat_app(service), FakePlanning()
+    async with running(app) as pilot:
+        await say(pilot, "Hi")
+        screen = await opened(app, pilot, fake)
+        await pilot.press("right", "right", "down", "right", "down", "right", "down", "left")
+        await settled(pilot, screen)
+        await pilot.press("enter")
+        await until(pilot, lambda: len(service.loads) == 2 and not app.desk.is_loading)
+        assert app.screen is app.chat
+        assert app.desk.selection is not None
+        settings = app.desk.selection.settings
+        assert (settings.ctx, settings.kv, settings.weights, settings.ram) == (512, "bf16", "bf16", 3 * GIB)
+        assert texts(app) == [("user", "Hi"), ("assistant", "Hello.")]
+        await say(pilot, "And?")
+
+
+async def test_a_setting_is_given_back_to_the_plan_where_one_was_set() -> None:
+    service = FakeService()
+    app, fake = chat_app(service, ctx=3000), FakePlanning()
+    async with running(app) as pilot:
+        screen = await opened(app, pilot, fake)
+        assert screen.sliders["ctx"].value == 3000
+        await pilot.press("home")
+        assert screen.wish == Wish({"ctx": None})
+        await pilot.press("a")
+        await until(pilot, lambda: len(service.loads) == 2)
+        await until(pilot, lambda: app.desk.selection is not None and app.desk.selection.settings.ctx is None)
+
+
+async def test_r_goes_back_to_what_runs_now_and_enter_has_nothing_to_do_then() -> None:
+    service = FakeService()
+    app, fake = chat_app(service), FakePlanning()
+    async with running(app) as pilot:
+        screen = await opened(app, pilot, fake)
+        await pilot.press("end", "down", "end")
+        assert screen.wish == Wish({"ctx": 20_000, "kv": "int4"})
+        await pilot.press("r")
+        assert screen.wish == NOW
+        await settled(pilot, screen)
+        assert "as it runs now" in shown(app)
+        await pilot.press("enter")
+        assert app.screen is screen and "nothing is changed" in shown(app)
+    assert service.loads == ["tiny"]
+
+
+@pytest.mark.parametrize("key", ["escape", "f2"])
+async def test_leaving_changes_nothing(key: str) -> None:
+    service = FakeService()
+    app, fake = chat_app(service), FakePlanning()
+    async with running(app) as pilot:
+        screen = await opened(app, pilot, fake)
+        await pilot.press("right")
+        await settled(pilot, screen)
+        await pilot.press(key)
+        assert app.screen is app.chat
+    assert service.loads == ["tiny"]
+
+
+async def test_where_nothing_fits_the_refusal_is_shown_and_nothing_is_applied() -> None:
+    service = FakeService()
+    app, fake = chat_app(service), FakePlanning(advice=("localllm plan tiny: fits into this memory",))
+    async with running(app) as pilot:
+        screen = await opened(app, pilot, fake)
+        await pilot.press("down", "down", "down", "home")
+        assert await settled(pilot, screen) is None
+        await until(pilot, lambda: "localllm plan tiny: fits" in shown(app))
+        picture = shown(app)
+        for label in ("error:", "why:", "fix:", "more:", "--ram "):
+            assert label in picture
+        await pilot.press("enter")
+        assert app.screen is screen and "nothing is applied" in shown(app)
+    assert service.loads == ["tiny"]
+
+
+async def test_a_wish_that_cannot_be_honoured_is_a_notice_and_another_wish_closes_it() -> None:
+    service = FakeService()
+    app, fake = chat_app(service), FakePlanning(error=UsageError("no [b]such[/b] thing", why="so", fix="--ctx 1"))
+    async with running(app) as pilot:
+        screen = await opened(app, pilot, fake)
+        await pilot.press("right")
+        await until(pilot, lambda: screen.notice.error is not None)
+        assert "error: no [b]such[/b] thing" in shown(app) and "fix:   --ctx 1" in shown(app)
+        await pilot.press("enter")
+        assert app.screen is screen
+        await pilot.press("left")
+        await until(pilot, lambda: screen.notice.error is None)
+        await pilot.press("escape")
+        assert app.screen is app.chat
+    assert service.loads == ["tiny"]
+
+
+async def test_everything_can_be_done_with_the_mouse() -> None:
+    service = FakeService()
+    app, fake = chat_app(service), FakePlanning()
+    async with running(app) as pilot:
+        screen = await opened(app, pilot, fake)
+        context, kv, row = screen.sliders["ctx"], screen.sliders["kv"], screen.query_one("#keys")
+        await pilot.click(kv, offset=(kv.render().plain.index("k8v4") + 1, 0))
+        assert screen.wish == Wish({"kv": "k8v4"}) and kv.has_focus
+        track = context.render().plain.index("●")
+        await pilot.mouse_down(context, offset=(track + 2, 0))
+        await pilot.hover(context, offset=(track + 40, 0))
+        assert context.index > 5
+        await pilot.hover(context, offset=(track + 4, 0))
+        await pilot.mouse_up(context, offset=(track + 4, 0))
+        assert context.value == 256
+        await pilot.hover(context, offset=(track + 40, 0))
+        assert context.value == 256
+        keys = str(row.render())
+        await pilot.click(row, offset=(keys.index("reset") + 2, 0))
+        assert screen.wish == NOW
+        await pilot.click(kv, offset=(kv.render().plain.index("int4") + 1, 0))
+        await settled(pilot, screen)
+        await pilot.click(row, offset=(keys.index("apply") + 2, 0))
+        await until(pilot, lambda: len(service.loads) == 2)
+        assert app.desk.selection is not None and app.desk.selection.settings.kv == "int4"
+
+
+@pytest.mark.parametrize("vram_bytes", [None, 24 * GIB])
+async def test_a_cap_on_the_memory_of_a_gpu_is_offered_where_there_is_one(vram_bytes: int | None) -> None:
+    app, fake = chat_app(), FakePlanning(vram_bytes=vram_bytes)
+    async with running(app) as pilot:
+        screen = await opened(app, pilot, fake)
+        assert ("vram" in screen.sliders) == (vram_bytes is not None)
+        if vram_bytes is not None:
+            screen.sliders["vram"].move(-1)
+            assert screen.wish.changes == {"vram": f"{24 << 10}MiB"}
+
+
+async def test_the_goal_changes_the_picture_but_nothing_that_a_chat_could_be_loaded_with() -> None:
+    service = FakeService()
+    app, fake = chat_app(service), FakePlanning()
+    async with running(app) as pilot:
+        screen = await opened(app, pilot, fake)
+        await pilot.press("up", "right")
+        plan = await settled(pilot, screen)
+        assert plan is not None and plan.sequences == 4
+        assert "of 4 sequences together" in shown(app) and "localllm run --batch" in shown(app)
+        await pilot.press("enter")
+        assert app.screen is screen
+    assert service.loads == ["tiny"]
+
+
+async def test_a_measurement_is_told_and_waits_for_what_would_disturb_it() -> None:
+    app, fake = chat_app(), FakePlanning(measures="measuring the memory", reason="the answer to end")
+    async with running(app) as pilot:
+        screen = await opened(app, pilot, fake)
+        await until(pilot, lambda: "waiting for the answer to end" in shown(app))
+        assert not fake.wishes
+        fake.gate.clear()
+        fake.reason = ""
+        await until(pilot, lambda: "measuring the memory" in shown(app))
+        fake.gate.set()
+        await settled(pilot, screen)
+        assert "measuring" not in shown(app)
+
+
+async def test_nothing_is_applied_while_an_answer_is_written() -> None:
+    service = FakeService(["word " * 2000], pause_s=0.01)
+    app, fake = chat_app(service), FakePlanning()
+    async with running(app) as pilot:
+        screen = await opened(app, pilot, fake)
+        app.desk.do(lambda: app.desk.say("Go on"))
+        await until(pilot, lambda: app.desk.is_answering)
+        await pilot.press("right", "enter")
+        assert app.screen is screen and "an answer is being written" in shown(app)
+        app.desk.stop()
+    assert service.loads == ["tiny"]
+
+
+async def test_nothing_is_applied_to_a_model_whose_plan_is_not_shown() -> None:
+    service = FakeService()
+    app, fake = chat_app(service), FakePlanning()
+    async with running(app) as pilot:
+        screen = await opened(app, pilot, fake)
+        app.desk.do(lambda: app.desk.use(None, {"ctx": 1000}))
+        await until(pilot, lambda: len(service.loads) == 2 and not app.desk.is_loading)
+        await pilot.press("right", "enter")
+        assert app.screen is screen and "loaded anew meanwhile" in shown(app)
+    assert len(service.loads) == 2
+
+
+@pytest.mark.parametrize("theme", ["textual-dark", "textual-light"])
+async def test_a_small_screen_shows_the_sliders_and_the_prediction_and_scrolls_the_picture(theme: str) -> None:
+    app, fake = chat_app(theme=theme), FakePlanning(name="[bold]a\x1b[31m name")
+    async with running(app, (80, 24)) as pilot:
+        screen = await opened(app, pilot, fake)
+        picture = shown(app)
+        for piece in ("context", "RAM cap", "goal", "tok/s, bound by", "enter apply", "[bold]a", "26 in memory"):
+            assert piece in picture, picture
+        assert "\x1b" not in picture and "busy machine" not in picture
+        await pilot.press("pagedown", "pagedown")
+        assert "busy machine" in shown(app)
+        assert screen.query_one("#picture").scroll_offset.y > 0
+
+
+async def test_leaving_does_not_wait_for_a_measurement() -> None:
+    app, fake = chat_app(), FakePlanning()
+    fake.gate.clear()
+    async with running(app) as pilot:
+        await opened(app, pilot, fake)
+        await until(pilot, lambda: fake.wishes)
+        await pilot.press("escape")
+        assert app.screen is app.chat
+    fake.gate.set()
+
+
+async def test_the_real_model_is_planned_and_loaded_anew_beside_its_conversation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rates = dict.fromkeys(RECIPES, FormatRates(45.0, 1200.0, 0))
+    profile = Profile("this machine", 45.0, 3.0, formats=rates)
+    monkeypatch.setattr(planning, "kept_profile", lambda: profile)
+    app = chat_app(serve, device="cpu", max_tokens=8, seed=1)
+    async with running(app, (120, 40)) as pilot:
+        await say(pilot, "Where did the fox go?")
+        said = texts(app)
+        assert app.desk.plan is not None and app.desk.host_bytes >= app.desk.plan.ledger["ram"]["weights"]
+        await pilot.press("f2")
+        await until(pilot, lambda: isinstance(app.screen, PlanScreen))
+        screen = app.screen
+        assert isinstance(screen, PlanScreen)
+        now = await settled(pilot, screen)
+        assert now is not None and now.is_whole and "tiny: " in shown(app)
+        assert now.blocks == app.desk.plan.blocks and "in the last answer" in shown(app)
+        await pilot.press("right")
+        plan = await settled(pilot, screen)
+        assert plan is not None and plan.ctx == 256 < now.ctx
+        await pilot.press("enter")
+        await until(pilot, lambda: app.desk.plan is not None and app.desk.plan.ctx == 256)
+        assert texts(app) == said
+        await say(pilot, "And then?")
+        assert len(texts(app)) == 4
+
+
+async def test_without_a_model_there_is_no_plan_yet() -> None:
+    app = chat_app()
+    async with running(app) as pilot:
+        app.desk = SimpleNamespace(selection=None, close=app.desk.close)  # type: ignore[assignment]
+        await pilot.press("f2")
+        assert app.screen is app.chat and "there is no model yet" in shown(app)
+
+
+def test_a_plan_says_nothing_of_advice_until_it_is_asked_for() -> None:
+    asked: list[int] = []
+
+    def advise() -> list[str]:
+        asked.append(1)
+        return ["--ctx 1024"]
+
+    planned = FakePlanning()._planned(NOW)
+    found = Considered(planned, advise)
+    assert found.planned.advice == [] and not asked
+    assert found.advised() == replace(planned, advice=["--ctx 1024"])
