@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 _LABEL = 13  # columns
 _MOST_BAR = 60
 _MOST_ROWS = 4  # of a map whose blocks have two columns each
-# By the sign of a kind of blocks.
+# By the sign of a kind of blocks. Some themes have one colour for accent and warning: never both beside each other.
 _TILES: Mapping[str, str] = {
     "@": "$text-success on $success-muted",
-    "%": "$text-accent on $accent-muted",
+    "%": "$text-secondary on $secondary-muted",
     "#": "$text-primary on $primary-muted",
     ">": "$text-warning on $warning-muted",
     "-": "$foreground on $panel",
@@ -35,17 +35,17 @@ _OWNERS: Mapping[str, str] = {
     "kv": "$accent",
     "program": "$secondary",
     "context": "$secondary",
-    "activations": "$warning",
-    "logits": "$warning-darken-2",
+    "activations": "$success",
+    "logits": "$success-lighten-2",
     "workspace": "$secondary-darken-2",
     "staging": "$error",
     "loading": "$error-darken-2",
-    "draft": "$success",
+    "draft": "$success-darken-2",
     "kept pages": "$accent-darken-2",
     "embedding": "$primary-darken-2",
 }
 _OTHER = "$foreground"
-_MEANT: Mapping[str, str] = {"kv": "keys and values", "context": "CUDA", "draft": "guessing", "staging": "staging"}
+_MEANT: Mapping[str, str] = {"kv": "keys and values", "context": "CUDA", "draft": "guessing"}
 
 
 def title(planned: Planned) -> Content:
