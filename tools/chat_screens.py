@@ -22,6 +22,7 @@ from typing import Any
 from unittest.mock import patch
 
 from textual.pilot import Pilot
+from textual.widgets import Input
 
 from localllm import hub
 from localllm.engine.events import SpeculationStats, StepSplit, Timings, Usage
@@ -31,7 +32,10 @@ from localllm.history import Conversation, History, Said, history_file
 from localllm.hub import InstalledModel, ModelDescription, ModelFiles, PackedWeights
 from localllm.registry import load_registry
 from localllm.tui.app import ChatApp
+from localllm.tui.replanning import NOW
+from localllm.tui.screens.plan import PlanScreen
 from tests.tui.support import FakeService, chat_app, running, say, shown, until
+from tests.tui.test_plan_screen import FakePlanning
 
 FOLDER = Path(__file__).parent.parent / "docs" / "screens"
 VERSIONS = FOLDER / "versions.json"
@@ -120,6 +124,21 @@ async def _help(pilot: Pilot[Any]) -> None:
     await pilot.press("f1")
 
 
+async def _plan(pilot: Pilot[Any]) -> None:
+    app = _app(pilot)
+    assert app.desk.selection is not None
+    advice = ("--ram 1.1GiB: about 45 tok/s", "--kv int4: twice the context in the same memory")
+    planning = FakePlanning("gemma-3-1b", advice=advice)
+    engine = app.desk._talk_now.engine
+    engine.plan = engine.residency.plan = planning._planned(NOW).plan
+    screen = PlanScreen(app.desk, app.desk.selection, planning)
+    app.push_screen(screen)
+    await until(pilot, lambda: bool(screen.sliders) and screen.shown_wish == screen.wish)
+    await pilot.press("down", "down", "down", *["left"] * 5)
+    await until(pilot, lambda: screen.shown_wish == screen.wish)
+    await until(pilot, lambda: "twice the context" in shown(app))
+
+
 async def _models(pilot: Pilot[Any]) -> None:
     await pilot.press("f3")
     names = [entry.name for entry in load_registry().entries]
@@ -138,13 +157,13 @@ async def _chats(pilot: Pilot[Any]) -> None:
     await pilot.press("f4")
     await until(pilot, lambda: "Tides" in shown(_app(pilot)))
     await pilot.press("slash", *"moon")
-    await until(pilot, lambda: "Bread" not in shown(_app(pilot)))
+    await until(pilot, lambda: "Bread" not in shown(_app(pilot)) and "A fox lived by a pond" in shown(_app(pilot)))
 
 
 Scene = Callable[[Pilot[Any]], Awaitable[None]]
 SCENES: dict[str, Scene] = {
-    "welcome": _welcome, "chat": _chat, "error": _error, "commands": _commands, "help": _help, "models": _models,
-    "chats": _chats,
+    "welcome": _welcome, "chat": _chat, "error": _error, "commands": _commands, "help": _help, "plan": _plan,
+    "models": _models, "chats": _chats,
 }  # fmt: skip
 
 
@@ -156,6 +175,8 @@ async def pictures(name: str) -> dict[str, str]:
         async with running(app, SIZES["160x50"]) as pilot:
             await until(pilot, lambda: app.chat.status.facts is not None)
             await SCENES[name](pilot)
+            for field in app.screen.query(Input):
+                field.cursor_blink = False
             for size, (columns, rows) in SIZES.items():
                 await pilot.resize_terminal(columns, rows)
                 for tone, theme in THEMES.items():

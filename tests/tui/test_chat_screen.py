@@ -480,7 +480,7 @@ async def test_the_status_tells_of_model_context_and_speed() -> None:
 
 async def test_the_help_has_every_key_and_command_and_the_users_own_keys() -> None:
     app = chat_app(keys={"chat.regenerate": "ctrl+y"})
-    async with running(app, (100, 100)) as pilot:
+    async with running(app, (100, 160)) as pilot:
         await pilot.press("f1")
         await until(pilot, lambda: isinstance(app.screen, HelpScreen))
         screen = shown(app)
