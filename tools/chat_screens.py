@@ -157,7 +157,7 @@ async def _chats(pilot: Pilot[Any]) -> None:
     await pilot.press("f4")
     await until(pilot, lambda: "Tides" in shown(_app(pilot)))
     await pilot.press("slash", *"moon")
-    await until(pilot, lambda: "Bread" not in shown(_app(pilot)) and "A fox lived by a pond" in shown(_app(pilot)))
+    await until(pilot, lambda: "Bread" not in shown(_app(pilot)) and "Tell me of a fox." in shown(_app(pilot)))
 
 
 Scene = Callable[[Pilot[Any]], Awaitable[None]]

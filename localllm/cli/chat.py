@@ -53,13 +53,14 @@ _SHOWN_LINES = 12  # of each message that a resumed chat begins with
 EXAMPLES = """Examples:
 
 \b
+  localllm chat
+  localllm chat mistral-7b -s "You are a patient teacher." --temperature 0.5
+  localllm chat --resume
+  localllm chat --resume kibaro
   localllm chat --plain
-  localllm chat mistral-7b --plain -s "You are a patient teacher." --temperature 0.5
-  localllm chat --plain --resume
-  localllm chat --plain --resume kibaro
 
-Inside: /help lists the commands; a line that ends in a backslash goes on, three double quotes open and close a block;
-Ctrl-C stops an answer, Ctrl-D leaves."""
+On the screen F1 lists the keys, a slash the commands. Line by line: /help lists the commands; a line that ends in a
+backslash goes on, three double quotes open and close a block. Ctrl-C stops an answer, Ctrl-D leaves."""
 
 
 def chat_command(

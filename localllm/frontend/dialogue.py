@@ -18,6 +18,7 @@ from localllm.frontend.text_file import read_text_file
 
 Message = dict[str, Any]
 
+_SET = Origin("flag", "/set")
 # What `/set` may change while a model is loaded.
 SETTABLE = (
     "max_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "frequency_penalty",
@@ -112,8 +113,13 @@ class Dialogue:
         if key not in SETTABLE:
             raise unknown_key(key, "/set", SETTABLE, fix="/set lists what can be set")
         value = accepted(key, _parsed(key, text), "/set")
-        self.resolved = self.resolved.overlaid({key: (value, Origin("flag", "/set"))})
+        self.resolved = self.resolved.overlaid({key: (value, _SET)})
         return value
+
+    def use(self, resolved: ResolvedSettings) -> None:
+        """Goes on under another model's settings, and what `set` has changed since the beginning."""
+        changed = [name for name, origin in self.resolved.origins.items() if origin == _SET]
+        self.resolved = resolved.overlaid({name: (getattr(self.resolved.settings, name), _SET) for name in changed})
 
     def save(self, path: Path, *, overwrite: bool) -> None:
         """Writes the messages as `run --messages` reads them. Raises FileExistsError, else UsageError."""

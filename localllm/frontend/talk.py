@@ -25,7 +25,7 @@ from localllm.frontend.context import (
 )
 from localllm.frontend.dialogue import Dialogue, Message, joined
 from localllm.frontend.keeping import Keeper, kept_answer
-from localllm.frontend.miss import Explanation, explain
+from localllm.frontend.miss import NEW, Explanation, explain
 from localllm.frontend.selection import Selection
 
 if TYPE_CHECKING:
@@ -48,6 +48,12 @@ class Asked:
     evicted: Evicted
     explain: Callable[[CacheMiss], Explanation]
     said: str = ""
+
+    def told_of_cache(self, finished: FinishedEvent) -> str:
+        """How much of the prompt was found among what was computed before, and why not more."""
+        text = f"{finished.usage.cached_tokens} of the last prompt's {finished.usage.prompt_tokens} tokens were found"
+        explanation = None if finished.miss is None else self.explain(finished.miss)
+        return text if explanation is None or explanation.cause == NEW else f"{text}; {explanation}"
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class Splitter:
 
     def end(self) -> list[tuple[bool, str]]:
         """What still waited."""
-        rest, self._pending = self._pending, ""
+        rest, self._pending = self._pending if self._is_settled else self._pending.lstrip("\n"), ""
         return [(self.is_thinking, rest)] if rest else []
 
     def _step(self, found: list[tuple[bool, str]]) -> bool:
@@ -69,7 +69,7 @@ class Splitter:
                 self._pending = text.removeprefix(opened)
                 return True
         if text and not any(opened.startswith(text) for opened in _MARKS):
-            self._is_settled = True
+            self._is_settled, self._pending = True, self._pending.lstrip("\n")
             return True
         return False
 

@@ -8,41 +8,36 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localllm.config import ResolvedSettings, shown_setting
-from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent, TokenEvent
-from localllm.errors import BugError, HistoryError, LocalLLMError, UsageError
+from localllm.errors import BugError, LocalLLMError, UsageError
 from localllm.frontend.answer import Answer
-from localllm.frontend.context import evicted_text, grown_text
+from localllm.frontend.context import evicted_text
 from localllm.frontend.dialogue import SETTABLE, Dialogue
 from localllm.frontend.exporting import export_chat
 from localllm.frontend.keeping import Keeper, Resumed, keeper_of, look_up
 from localllm.frontend.machine_line import machine_line
-from localllm.frontend.miss import NEW
 from localllm.frontend.planning import with_changes
 from localllm.frontend.selection import Selection, locate, told_of, with_defaults
 from localllm.frontend.talk import Asked, Talk, mended_in_chat
 from localllm.frontend.text_file import read_text_file
 from localllm.frontend.thinking import opens_thought
-from localllm.history import History, history_file, nothing_is_kept
+from localllm.tui.facts import asked_before, facts_of
+from localllm.tui.following import follow
 from localllm.tui.loading import Post, Serve, Service
 from localllm.tui.messages import (
     AnswerBegan,
     AnswerEnded,
     Begun,
     Counted,
-    Facts,
     Failed,
     GoTo,
     Loading,
     ModelFailed,
     ModelReady,
-    Prefilled,
-    Said,
     Shown,
     TakenBack,
     Told,
@@ -53,8 +48,6 @@ if TYPE_CHECKING:
     from localllm.engine.service import RequestStream
     from localllm.offload.plan import Plan
 
-_FLUSH_S = 0.07  # between two messages of an answer: what an eye follows, and a fifth of a core at 200 tok/s
-_MOST_ASKED, _LONGEST_ASKED = 500, 4000  # questions, characters, for the arrows and the search
 _TAIL_IDS = 12  # of a prompt, in which a template opens a thought
 
 Job = Callable[[], None]
@@ -164,7 +157,7 @@ class Desk:
         self._is_cut = resumed is not None and resumed.is_cut
         self._show()
         self._load(selection)
-        self._post(Begun(_asked_before(), machine_line()))
+        self._post(Begun(asked_before(), machine_line()))
 
     def say(self, text: str) -> None:
         self._dialogue.ask(text)
@@ -264,7 +257,7 @@ class Desk:
         word = word if word is not None else self._chosen.model_name
         selection = with_defaults(resolved, locate(resolved, word))
         self._resolved = resolved
-        self._dialogue.resolved = _with_chosen(selection.resolved, self._dialogue.resolved)
+        self._dialogue.use(selection.resolved)
         self._kept.use_model(selection.model_name)
         self._load(selection)
 
@@ -454,7 +447,7 @@ class Desk:
         self._post(AnswerBegan(asked.said, opens_thought(tail) and not asked.said))
         answer = Answer(len(asked.request.prompt_ids), asked.request.sampling.seed, [asked.said])
 
-        def follow(hear: Callable[[str], None]) -> Answer:
+        def heard(hear: Callable[[str], None]) -> Answer:
             hear(asked.said)
             stream = service.submit(asked.request)
             self._count()  # while the prompt is being read
@@ -464,7 +457,7 @@ class Desk:
             return answer
 
         try:
-            talk.answer(follow)
+            talk.answer(heard)
         finally:
             self.last = answer
             finished = answer.finished
@@ -493,91 +486,20 @@ class Desk:
 
     def why_missed(self) -> str:
         """What of the last prompt had to be computed, and why."""
-        if self.last is None or self.last.finished is None:
+        if self._asked is None or self.last is None or self.last.finished is None:
             return "there is no answer yet"
-        usage, miss = self.last.finished.usage, self.last.finished.miss
-        text = f"{usage.cached_tokens} of the last prompt's {usage.prompt_tokens} tokens were found"
-        if miss is None or self._asked is None:
-            return text
-        explanation = self._asked.explain(miss)
-        return text if explanation.cause == NEW else f"{text}; {explanation}"
+        return self._asked.told_of_cache(self.last.finished)
 
     def _follow(self, stream: RequestStream, answer: Answer, hear: Callable[[str], None]) -> None:
         """Takes in an answer to its end, and posts it in pieces."""
         self._stream = stream
         if self._stops.is_set():
             stream.abort()
-        began = 0.0
         try:
-            for events in _batches(stream):
-                words = []
-                for event in events:
-                    text = answer.take(event)
-                    hear(text)
-                    words.append(text)
-                    if isinstance(event, TokenEvent):
-                        began = began or time.monotonic()
-                self._post_progress(events)
-                if any(words):
-                    elapsed_s = time.monotonic() - began if began else 0.0
-                    self._post(Said("".join(words), len(answer.token_ids), elapsed_s))
+            follow(stream, answer, hear, self._post)
         finally:
             self._stream = None
-
-    def _post_progress(self, events: list[Event]) -> None:
-        for event in events:
-            if isinstance(event, GrownEvent):
-                self.note(grown_text(event))
-        prefilled = [event for event in events if isinstance(event, PrefillEvent)]
-        if prefilled:
-            self._post(Prefilled(prefilled[-1].done, prefilled[-1].total))
 
     def _count(self) -> None:
         if self._talk is not None:
             self._post(Counted(self._talk.usage()))
-
-
-def _batches(stream: RequestStream) -> Iterator[list[Event]]:
-    """The events as they come, those of `_FLUSH_S` together; the first at once."""
-    events, flushed_at = iter(stream), 0.0
-    for event in events:
-        batch = [event]
-        while not isinstance(batch[-1], FinishedEvent) and not stream.events.empty():
-            batch.append(next(events))
-        rest_s = flushed_at + _FLUSH_S - time.monotonic()
-        if rest_s > 0 and not isinstance(batch[-1], FinishedEvent):
-            time.sleep(rest_s)
-            while not isinstance(batch[-1], FinishedEvent) and not stream.events.empty():
-                batch.append(next(events))
-        flushed_at = time.monotonic()
-        yield batch
-
-
-def _asked_before() -> tuple[str, ...]:
-    """The questions of all kept chats, the latest first; those that nobody would want to write again are left out."""
-    try:
-        if nothing_is_kept():
-            return ()
-        with History.peek(history_file()) as history:
-            found = history.questions(_MOST_ASKED)
-    except HistoryError:  # of which whatever is kept next tells
-        return ()
-    return tuple(text for text in found if len(text) <= _LONGEST_ASKED)
-
-
-def facts_of(name: str, engine: Engine) -> Facts:
-    """What the status line says of a loaded model."""
-    plan = engine.residency.plan or engine.plan
-    if plan is None:
-        return Facts(name, engine.weights, engine.kv_format.name, engine.ctx)
-    ledger = {str(tier): dict(owners) for tier, owners in plan.ledger.items()}
-    limits = {str(tier): count for tier, count in plan.limits.items()}
-    return Facts(
-        name, engine.weights, engine.kv_format.name, engine.ctx, ledger, limits, plan.bound_by, plan.streamed_bytes
-    )
-
-
-def _with_chosen(resolved: ResolvedSettings, before: ResolvedSettings) -> ResolvedSettings:
-    """Another model's settings, with what `/set` has changed since the beginning."""
-    changed = {name: origin for name, origin in before.origins.items() if origin.where == "/set"}
-    return resolved.overlaid({name: (getattr(before.settings, name), origin) for name, origin in changed.items()})

@@ -14,7 +14,7 @@ from localllm.errors import LocalLLMError
 from localllm.frontend.text import one_line, visible
 from localllm.tui import messages, rendering
 from localllm.tui.app import ChatApp
-from localllm.tui.desk import Facts
+from localllm.tui.messages import Facts
 from tests.tui.support import FakeService, chat_app, running, say, shown, until
 
 pytestmark = pytest.mark.usefixtures("home")

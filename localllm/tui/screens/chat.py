@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from textual.app import ComposeResult, SuspendNotSupported
 from textual.binding import Binding
 from textual.content import Content
 from textual.screen import Screen
-from textual.widgets import Footer, OptionList, Static, TextArea
+from textual.widgets import Footer, Static, TextArea
 
 from localllm.errors import LocalLLMError
 from localllm.frontend import slash
@@ -21,7 +21,7 @@ from localllm.frontend.text import one_line, printable, visible
 from localllm.history import content_of
 from localllm.tui import messages
 from localllm.tui.code_blocks import code_blocks
-from localllm.tui.commands import COMMANDS, completions
+from localllm.tui.commands import COMMANDS
 from localllm.tui.editor import edited
 from localllm.tui.screens.slash_commands import SlashCommands
 from localllm.tui.widgets.activity import Activity
@@ -29,15 +29,14 @@ from localllm.tui.widgets.composer import Composer
 from localllm.tui.widgets.message_view import AnswerView, MessageView
 from localllm.tui.widgets.notice import Notice
 from localllm.tui.widgets.status import Run, Status
-from localllm.tui.widgets.suggestions import Suggestions
 from localllm.tui.widgets.thought import Thought
 from localllm.tui.widgets.transcript import Transcript
+from localllm.tui.widgets.writing import Writing
 
 if TYPE_CHECKING:
     from localllm.tui.app import ChatApp
     from localllm.tui.desk import Desk
 
-_MOST_FOUND = 30  # questions that a search lists
 _LEAVE_S = 3.0  # in which a second Ctrl-C leaves
 _QUIET: Any = {"show": False, "priority": True}  # before the composer, and not among the keys at the bottom
 
@@ -46,7 +45,6 @@ class ChatScreen(Screen[None]):
     CSS = """
     ChatScreen {
         & > #title { height: 1; padding: 0 1; background: $panel; color: $text-muted; }
-        & > #attached { height: auto; padding: 0 1; color: $text-accent; display: none; }
     }
     """
     BINDINGS = [
@@ -75,8 +73,6 @@ class ChatScreen(Screen[None]):
         self._turns: tuple[messages.Turn, ...] = ()
         self._is_answering = False
         self._is_loading = False
-        self._editing: int | None = None  # the question that is written anew
-        self._is_finding = False
         self._interrupted_at = 0.0
         self._session_id: str | None = None
         self._commands = SlashCommands(self)
@@ -86,9 +82,7 @@ class ChatScreen(Screen[None]):
         yield Transcript()
         yield Activity()
         yield Notice()
-        yield Suggestions()
-        yield Static("", id="attached")
-        yield Composer()
+        yield Writing()
         yield Status()
         yield Footer(show_command_palette=True, compact=True)
 
@@ -104,8 +98,12 @@ class ChatScreen(Screen[None]):
         return self.query_one(Transcript)
 
     @property
+    def writing(self) -> Writing:
+        return self.query_one(Writing)
+
+    @property
     def composer(self) -> Composer:
-        return self.query_one(Composer)
+        return self.writing.composer
 
     @property
     def notice(self) -> Notice:
@@ -174,11 +172,7 @@ class ChatScreen(Screen[None]):
         private = "  private: nothing is kept" if message.is_private else ""
         title = message.title or "new conversation"
         self.query_one("#title", Static).update(Content(f"localllm  {visible(one_line(title))}{private}"))
-        attached = self.query_one("#attached", Static)
-        attached.update(
-            Content("  ".join(f"+ {one_line(name)} ({count:,} characters)" for name, count in message.attached))
-        )
-        attached.display = bool(message.attached)
+        self.writing.attach(message.attached)
         if message.is_cut and self._turns:
             view = self._last_answer()
             if view is not None and not self._is_answering and not view.is_told_of:
@@ -203,7 +197,7 @@ class ChatScreen(Screen[None]):
         self.query_one(Activity).progress("reading the prompt")
         if message.said:
             await view.hear(message.said)
-        self._tell_mode()
+        self.refresh_bindings()
 
     @on(messages.Prefilled)
     def _on_prefilled(self, message: messages.Prefilled) -> None:
@@ -235,7 +229,7 @@ class ChatScreen(Screen[None]):
                 view.tell(told)
         if message.finished is not None:
             self.status.run_now = Run(message.finished.usage.completion_tokens, 0.0, message.finished)
-        self._tell_mode()
+        self.refresh_bindings()
 
     def _told_of(self, message: messages.AnswerEnded) -> str:
         """The line below an answer."""
@@ -258,58 +252,25 @@ class ChatScreen(Screen[None]):
 
     # The composer
 
-    @on(Composer.Sent)
-    async def _on_sent(self, event: Composer.Sent) -> None:
-        suggestions, composer = self.query_one(Suggestions), self.composer
-        if (
-            suggestions.is_shown
-            and suggestions.chosen is not None
-            and (self._is_finding or suggestions.chosen.strip() != composer.text.strip())
-        ):
-            self._complete()
-            return
-        if event.text.startswith("/") and self._editing is None:
+    @on(Writing.Finished)
+    async def _on_finished(self, event: Writing.Finished) -> None:
+        if event.text.startswith("/") and self.writing.editing is None:
             self.take_command(event.text)
-            return
-        if self._is_answering:
+        elif self._is_answering:
             self.notice.note("an answer is being written: esc stops it")
-            return
-        self.notice.close()
-        composer.remember([event.text, *[text for text in composer.asked if text != event.text]])
-        composer.clear_all()
-        index, self._editing = self._editing, None
-        self._tell_mode()
-        await self.transcript.go_end()
-        text = event.text.strip()
-        self.desk.do(lambda: self.desk.say(text) if index is None else self.desk.edit(index, text))
+        else:
+            self.notice.close()
+            index, text = self.writing.take(), event.text.strip()
+            await self.transcript.go_end()
+            self.desk.do(lambda: self.desk.say(text) if index is None else self.desk.edit(index, text))
 
     @on(TextArea.Changed)
-    def _on_written(self, event: TextArea.Changed) -> None:
-        text = self.composer.text
+    def _on_written(self) -> None:
         self.chat_app.unsent = self.composer.whole
-        if self._is_finding:
-            words = text.casefold()
-            found = [asked for asked in self.composer.asked if words in asked.casefold()][:_MOST_FOUND]
-            self._suggest([(asked, asked[:200]) for asked in found])
-        else:
-            self._suggest(completions(text) if self._editing is None else [])
 
-    @on(Composer.Find)
-    def _on_find(self) -> None:
-        self._is_finding = not self._is_finding
-        self._on_written(TextArea.Changed(self.composer))
-        self._tell_mode()
-
-    @on(Composer.Complete)
-    def _on_complete(self) -> None:
-        if self.query_one(Suggestions).is_shown:
-            self._complete()
-        else:
-            self.focus_next()
-
-    @on(OptionList.OptionSelected)
-    def _on_suggestion(self, event: OptionList.OptionSelected) -> None:
-        self._complete(self.query_one(Suggestions).value_of(event.option_index))
+    @on(Writing.ModeChanged)
+    def _on_mode_changed(self) -> None:
+        self.refresh_bindings()
 
     @on(Composer.Edit)
     def _on_edit(self) -> None:
@@ -326,23 +287,6 @@ class ChatScreen(Screen[None]):
             return
         composer.write(text)
         self.refresh(layout=True)
-
-    def _complete(self, value: str | None = None) -> None:
-        chosen = self.query_one(Suggestions).chosen if value is None else value
-        self._is_finding = False
-        if chosen is not None:
-            self.composer.write(chosen)
-        self._tell_mode()
-        self.set_focus(self.composer)
-
-    @on(Composer.Step)
-    def _on_step(self, event: Composer.Step) -> None:
-        suggestions = self.query_one(Suggestions)
-        (suggestions.action_cursor_down if event.step > 0 else suggestions.action_cursor_up)()
-
-    def _suggest(self, found: Sequence[tuple[str, str]]) -> None:
-        self.query_one(Suggestions).suggest(found)
-        self.composer.is_suggesting = bool(found)
 
     def take_command(self, line: str) -> None:
         """Does what a line says that begins with a slash."""
@@ -361,15 +305,8 @@ class ChatScreen(Screen[None]):
 
     def action_close(self) -> None:
         """Closes what is open, and comes back to the composer."""
-        if self._is_finding or self.query_one(Suggestions).is_shown:
-            self._is_finding = False
-            self._suggest([])
-        elif self._editing is not None:
-            self._editing = None
-            self.composer.put_away()
-        elif not self.notice.close():
+        if not self.writing.close() and not self.notice.close():
             self.set_focus(self.composer)
-        self._tell_mode()
 
     def action_interrupt(self) -> None:
         """Copies what is selected; else stops the answer, else empties the composer, else leaves at the second time."""
@@ -441,16 +378,6 @@ class ChatScreen(Screen[None]):
             self.notice.close()
             self.desk.do(job)
 
-    def _tell_mode(self) -> None:
-        """What enter does now, on the composer's border."""
-        mode = ""
-        if self._is_finding:
-            mode = "search what was asked: type, enter takes it, esc closes"
-        elif self._editing is not None:
-            mode = "written anew: enter says it, esc leaves it as it was"
-        self.composer.border_title = Content(mode)
-        self.refresh_bindings()
-
     # Messages
 
     @on(MessageView.Wanted)
@@ -480,11 +407,7 @@ class ChatScreen(Screen[None]):
         if index < 0 or self._is_answering:
             self.notice.note("an answer is being written: esc stops it" if index >= 0 else "there is no question")
             return
-        self._editing = index
-        self.composer.clear_all()
-        self.composer.write(content_of(self._turns[index])[0])
-        self.set_focus(self.composer)
-        self._tell_mode()
+        self.writing.edit(index, content_of(self._turns[index])[0])
 
     def copy(self, text: str, what: str) -> None:
         """To the clipboard, by the terminal (OSC 52); without control characters, which a paste could make obeyed."""

@@ -21,7 +21,7 @@ class Composer(TextArea):
     DEFAULT_CSS = """
     Composer {
         height: auto;
-        max-height: 40%;
+        max-height: 10;
         min-height: 3;
         border: round $border-blurred;
         padding: 0 1;

@@ -1,0 +1,60 @@
+"""An answer to its end, posted in pieces that an eye can follow."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent, TokenEvent
+from localllm.frontend.answer import Answer
+from localllm.frontend.context import grown_text
+from localllm.tui.loading import Post
+from localllm.tui.messages import Prefilled, Said, Told
+
+if TYPE_CHECKING:
+    from localllm.engine.service import RequestStream
+
+_FLUSH_S = 0.07  # between two messages: what an eye follows, and a fifth of a core at 200 tok/s
+
+
+def follow(stream: RequestStream, answer: Answer, hear: Callable[[str], None], post: Post) -> None:
+    """`answer` collects what is said; `hear` is given each text before it is posted."""
+    began = 0.0
+    for events in _batches(stream):
+        words = []
+        for event in events:
+            text = answer.take(event)
+            hear(text)
+            words.append(text)
+            if isinstance(event, TokenEvent):
+                began = began or time.monotonic()
+        _post_progress(events, post)
+        if any(words):
+            elapsed_s = time.monotonic() - began if began else 0.0
+            post(Said("".join(words), len(answer.token_ids), elapsed_s))
+
+
+def _post_progress(events: Sequence[Event], post: Post) -> None:
+    for event in events:
+        if isinstance(event, GrownEvent):
+            post(Told(grown_text(event)))
+    prefilled = [event for event in events if isinstance(event, PrefillEvent)]
+    if prefilled:
+        post(Prefilled(prefilled[-1].done, prefilled[-1].total))
+
+
+def _batches(stream: RequestStream) -> Iterator[list[Event]]:
+    """The events as they come, those of `_FLUSH_S` together; the first at once."""
+    events, flushed_at = iter(stream), 0.0
+    for event in events:
+        batch = [event]
+        while not isinstance(batch[-1], FinishedEvent) and not stream.events.empty():
+            batch.append(next(events))
+        rest_s = flushed_at + _FLUSH_S - time.monotonic()
+        if rest_s > 0 and not isinstance(batch[-1], FinishedEvent):
+            time.sleep(rest_s)
+            while not isinstance(batch[-1], FinishedEvent) and not stream.events.empty():
+                batch.append(next(events))
+        flushed_at = time.monotonic()
+        yield batch

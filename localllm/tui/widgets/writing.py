@@ -1,0 +1,147 @@
+"""Where a message is written: the composer, what is suggested for it, and the files that go with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from textual import on
+from textual.app import ComposeResult
+from textual.containers import Vertical
+from textual.content import Content
+from textual.message import Message
+from textual.widgets import OptionList, Static, TextArea
+
+from localllm.frontend.text import one_line
+from localllm.tui.commands import completions
+from localllm.tui.widgets.composer import Composer
+from localllm.tui.widgets.suggestions import Suggestions
+
+_MOST_FOUND = 30  # questions that a search lists
+
+
+class Writing(Vertical):
+    """editing: the place of the earlier question that is written anew, if one is."""
+
+    DEFAULT_CSS = """
+    Writing {
+        height: auto;
+        & > .attached { height: auto; padding: 0 1; color: $text-accent; display: none; }
+    }
+    """
+
+    class Finished(Message):
+        """The message is to be sent; `take` it where it can be."""
+
+        def __init__(self, text: str) -> None:
+            super().__init__()
+            self.text = text
+
+    class ModeChanged(Message):
+        """Enter does something else now."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.composer = Composer()
+        self.editing: int | None = None
+        self._suggestions = Suggestions()
+        self._attached = Static("", classes="attached")
+        self._is_finding = False
+
+    def compose(self) -> ComposeResult:
+        yield self._suggestions
+        yield self._attached
+        yield self.composer
+
+    def attach(self, files: Sequence[tuple[str, int]]) -> None:
+        """Names of files that wait for the next question, and their characters."""
+        names = [f"+ {one_line(name)} ({count:,} characters)" for name, count in files]
+        self._attached.update(Content("  ".join(names)))
+        self._attached.display = bool(files)
+
+    def edit(self, index: int, text: str) -> None:
+        """Begins to write an earlier question anew."""
+        self.editing = index
+        self.composer.clear_all()
+        self.composer.write(text)
+        self.screen.set_focus(self.composer)
+        self._tell_mode()
+
+    def take(self) -> int | None:
+        """The message was sent: the composer is empty for the next. Returns the place of the question that it edits."""
+        composer, index = self.composer, self.editing
+        composer.put_away()
+        self.editing = None
+        self._tell_mode()
+        return index
+
+    def close(self) -> bool:
+        """Leaves what is being searched, suggested or edited; False where nothing is."""
+        if self._is_finding or self._suggestions.is_shown:
+            self._is_finding = False
+            self._suggest([])
+        elif self.editing is not None:
+            self.editing = None
+            self.composer.put_away()
+        else:
+            return False
+        self._tell_mode()
+        return True
+
+    @on(Composer.Sent)
+    def _on_sent(self, event: Composer.Sent) -> None:
+        chosen = self._suggestions.chosen if self._suggestions.is_shown else None
+        if chosen is not None and (self._is_finding or chosen.strip() != self.composer.text.strip()):
+            self._complete(chosen)
+        else:
+            self.post_message(self.Finished(event.text))
+
+    @on(TextArea.Changed)
+    def _on_written(self) -> None:
+        text = self.composer.text
+        if self._is_finding:
+            words = text.casefold()
+            found = [asked for asked in self.composer.asked if words in asked.casefold()][:_MOST_FOUND]
+            self._suggest([(asked, asked[:200]) for asked in found])
+        else:
+            self._suggest(completions(text) if self.editing is None else [])
+
+    @on(Composer.Find)
+    def _on_find(self) -> None:
+        self._is_finding = not self._is_finding
+        self._on_written()
+        self._tell_mode()
+
+    @on(Composer.Complete)
+    def _on_complete(self) -> None:
+        if self._suggestions.is_shown:
+            self._complete(self._suggestions.chosen)
+        else:
+            self.screen.focus_next()
+
+    @on(Composer.Step)
+    def _on_step(self, event: Composer.Step) -> None:
+        (self._suggestions.action_cursor_down if event.step > 0 else self._suggestions.action_cursor_up)()
+
+    @on(OptionList.OptionSelected)
+    def _on_suggestion(self, event: OptionList.OptionSelected) -> None:
+        self._complete(self._suggestions.value_of(event.option_index))
+
+    def _complete(self, value: str | None) -> None:
+        self._is_finding = False
+        if value is not None:
+            self.composer.write(value)
+        self._tell_mode()
+        self.screen.set_focus(self.composer)
+
+    def _suggest(self, found: Sequence[tuple[str, str]]) -> None:
+        self._suggestions.suggest(found)
+        self.composer.is_suggesting = bool(found)
+
+    def _tell_mode(self) -> None:
+        mode = ""
+        if self._is_finding:
+            mode = "search what was asked: type, enter takes it, esc closes"
+        elif self.editing is not None:
+            mode = "written anew: enter says it, esc leaves it as it was"
+        self.composer.border_title = Content(mode)
+        self.post_message(self.ModeChanged())

@@ -1,0 +1,156 @@
+"""What Markdown looks like, in lines; and that it looks the same however it came."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localllm.frontend.thinking import Splitter, opens_thought, split
+from localllm.tui import rendering
+from localllm.tui.code_blocks import code_blocks
+from localllm.tui.widgets.document import DocumentBlock
+from tests.tui.support import FakeService, chat_app, running, until
+
+
+def lines(text: str, width: int = 40) -> list[str]:
+    """As they are shown."""
+    return [
+        line.plain.rstrip() for piece in rendering.pieces(rendering.parser().parse(text)) for line in piece.lines(width)
+    ]
+
+
+def test_a_paragraph_is_wrapped_and_its_marks_are_gone() -> None:
+    assert lines("Some *very* long **words** and `code` in a line of prose.", 20) == [
+        "Some very long words",
+        "and code in a line",
+        "of prose.",
+    ]
+
+
+def test_items_hang_under_their_bullets() -> None:
+    text = "- one item that is long\n  - inner\n    1. deep\n- two\n\n5. five\n6. six"
+    assert lines(text, 16) == [
+        "• one item that",
+        "  is long",
+        "  ◦ inner",
+        "    1. deep",
+        "• two",
+        "",
+        "5. five",
+        "6. six",
+    ]
+
+
+def test_code_keeps_its_blanks_and_is_folded_where_it_is_too_long() -> None:
+    assert lines("```py\nif x:\n    return  'abcdefghijkl'\n```", 18) == [
+        "  if x:",
+        "      return  'abc",
+        "  defghijkl'",
+    ]
+
+
+def test_a_table_shares_what_room_there_is() -> None:
+    text = "| name | what it is |\n|---|---|\n| fox | an animal with a red coat |\n| owl | [b] |"
+    assert lines(text, 24) == [
+        "name  what it is",
+        "────  ──────────────────",
+        "fox   an animal with a",
+        "      red coat",
+        "owl   [b]",
+    ]
+    assert all(len(line) <= 11 for line in lines(text, 11))
+
+
+def test_a_quote_has_a_bar_and_a_rule_is_a_line() -> None:
+    assert lines("> one\n> two\n>\n> - three\n\n---") == ["▎ one two", "▎", "▎ • three", "", "────────────"]
+
+
+def test_a_link_says_where_it_leads() -> None:
+    assert lines("[here](http://a.b/c) and <http://d.e>", 60) == ["here (http://a.b/c) and http://d.e"]
+
+
+def test_code_blocks_are_numbered_as_they_stand() -> None:
+    found = code_blocks("```py\na\n```\n- in a list:\n  ```\n  b\n  ```\n\n~~~sh x\nopen")
+    assert [(block.language, block.code) for block in found] == [("py", "a\n"), ("", "b\n"), ("sh", "open")]
+
+
+SAMPLES = [
+    "# Title\n\nText with *emphasis* over\ntwo lines.\n\n- a\n- b\n  - c\n\n  more of b\n- d\n\n1. x\n2. y\n",
+    "```python\ndef f(x):\n    return x  # one\n\n\nprint(f(1))\n```\nafter\n\n    indented\n    code\n\nend",
+    "| a | b |\n|---|---|\n| 1 | 2 |\n| 3 | 4 |\n\n> quote\nlazy\n\n---\n\nSetext\n======\n\nlast `code",
+    "~~~\nopen fence that never ends\n\n- no list\n",
+    "Line  \nbreak\\\nbroken &amp; <b>raw</b> [x]: y\n\n[ref]: http://z\n\n***\n* * *\n",
+]
+
+
+@pytest.mark.usefixtures("home")
+async def test_what_comes_in_pieces_looks_as_what_comes_whole() -> None:
+    chance = random.Random(7)
+    app = chat_app(FakeService())
+    async with running(app, (60, 40)) as pilot:
+        await until(pilot, lambda: app.chat.status.facts is not None)
+        for text in [*SAMPLES, *(chance.choice(SAMPLES) + "\n" + chance.choice(SAMPLES) for _ in range(5))]:
+            view = await app.chat.transcript.begin_answer(is_thinking=False)
+            begin = 0
+            while begin < len(text):
+                end = begin + chance.randrange(1, 12)
+                await view.hear(text[begin:end])
+                begin = end
+                if chance.random() < 0.5:
+                    await pilot.pause()
+            await view.end()
+            shown = [line for block in view.query(DocumentBlock) for line in block.block.lines(50)]
+            assert [line.plain.rstrip() for line in shown if line.plain.strip()] == list(filter(None, lines(text, 50)))
+
+
+# Thoughts
+
+PARTS = st.lists(
+    st.sampled_from(
+        ["<think>", "</think>", "<thinking>", "</thinking>", "[THINK]", "[/THINK]", "<", "a ", "\n", "word"]
+    ),
+    max_size=12,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(PARTS, st.lists(st.integers(1, 5), max_size=30), st.booleans())
+def test_a_thought_is_told_apart_in_whatever_pieces_it_comes(parts: list[str], sizes: list[int], is_in: bool) -> None:
+    text = "".join(parts)
+    whole, pieces = Splitter(is_thinking=is_in), Splitter(is_thinking=is_in)
+    wanted = [*whole.feed(text), *whole.end()]
+    found, begin = [], 0
+    for size in [*sizes, len(text)]:
+        found += pieces.feed(text[begin : begin + size])
+        begin += size
+    found += pieces.end()
+    for which in (True, False):
+        assert "".join(part for is_it, part in found if is_it is which) == "".join(
+            part for is_it, part in wanted if is_it is which
+        )
+
+
+@pytest.mark.parametrize(
+    ("text", "thought", "answer"),
+    [
+        ("<think>\nhm\n</think>\n\nYes.", "hm\n", "Yes."),
+        ("hm\n</think>\nYes.", "hm\n", "Yes."),
+        ("[THINK]a[/THINK]b", "a", "b"),
+        (
+            "The mark <think> opens a thought, </think> ends it.",
+            "",
+            "The mark <think> opens a thought, </think> ends it.",
+        ),
+        ("<think>never closed", "never closed", ""),
+        ("Yes.", "", "Yes."),
+    ],
+)
+def test_a_thought_stands_before_the_answer(text: str, thought: str, answer: str) -> None:
+    assert split(text) == (thought, answer)
+
+
+def test_a_template_may_open_the_thought() -> None:
+    assert opens_thought("<|assistant|><think>\n") and not opens_thought("<|assistant|>")
