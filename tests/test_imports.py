@@ -109,3 +109,9 @@ def test_completion_offers_the_registrys_names(tmp_path: Path) -> None:
         check=True,
     )
     assert "mistral-7b" in child.stdout.split()
+
+
+@pytest.mark.parametrize("module", ["localllm.tui.app", "localllm.cli.screen", "localllm.frontend.talk"])
+def test_a_screen_is_drawn_before_torch_is_loaded(module: str, tmp_path: Path) -> None:
+    loaded = loaded_by(f"import {module}", tmp_path)
+    assert not loaded & (HEAVY - {"textual"})
