@@ -34,6 +34,7 @@ from localllm.frontend import dialogue, slash
 from localllm.frontend.answer import Answer, statistics
 from localllm.frontend.context import evicted_text, usage_lines
 from localllm.frontend.dialogue import Dialogue
+from localllm.frontend.exporting import ExistsError
 from localllm.frontend.keeping import Keeper, Resumed, keeper_of, look_up
 from localllm.frontend.miss import Explanation
 from localllm.frontend.opening import Opening
@@ -345,7 +346,7 @@ class Chat:
         target = Path(path or "chat.json").expanduser()
         try:
             self.dialogue.save(target, overwrite=False)
-        except FileExistsError:
+        except ExistsError:
             if not self._reader.interactive:
                 why = "nobody can be asked whether to overwrite it"
                 raise UsageError(f"{str(target)!r} is there already", why=why, fix="/save other.json") from None

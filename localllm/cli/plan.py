@@ -146,7 +146,7 @@ def _show(output: Output, planned: Planned) -> None:
     rate, wait = planned.decode_tok_s, planned.ttft_s
     together = f" of {plan.sequences} sequences together" if plan.sequences > 1 else ""
     output.line(f"decode       {picture.band(rate)} tok/s{together}, bound by {picture.BOUNDS[plan.bound_by]}")
-    output.line(f"first token  {picture.band(wait)} s, after a prompt of {plan.prompt_tokens} tokens")
+    output.line(f"first token  {picture.duration(wait)}, after a prompt of {plan.prompt_tokens} tokens")
     for number, found in enumerate(planned.speculation):
         output.line(f"{'guessing' if number == 0 else '':<11}  {picture.guessing(found)}")
     for guess in planned.guesses:

@@ -65,10 +65,9 @@ def run_screen(
     app = ChatApp(start, away=front.interrupts.elsewhere)
     front.interrupts.terminal_reset = "" if flags["inline"] else _RESET
     with front.interrupts.stopping(app.leave_soon):
-        app.run(inline=flags["inline"])
+        app.run(inline=flags["inline"], inline_no_clear=True)
     front.interrupts.terminal_reset = ""
-    if app.unsent.strip() and not selection.private:
-        draft.keep(app.unsent)
+    app.keep_draft()
     app.desk.close(_END_S)
     app.archive.close(_END_S)
     if app.failure is not None:

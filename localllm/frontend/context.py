@@ -221,7 +221,9 @@ def usage_lines(usage: ContextUsage) -> list[str]:
     used, limit = usage.used, usage.limit
     cells = min(_BAR_CELLS, -(-_BAR_CELLS * used // limit))
     lines = [
-        f"{used:,} of {limit:,} tokens of the context are used",
+        f"{used:,} of {limit:,} tokens of the context are used"
+        if used <= limit
+        else f"the conversation has {used:,} tokens, {used - limit:,} more than the context of {limit:,}",
         f"[{'#' * cells}{'.' * (_BAR_CELLS - cells)}] {used / limit:.0%}: "
         + ", ".join(f"{name} {amount:,}" for name, amount in usage.parts.items()),
     ]

@@ -14,6 +14,7 @@ from typing import Any
 
 from localllm.config import ACCEPTED, Origin, ResolvedSettings, accepted, unknown_key
 from localllm.errors import UsageError
+from localllm.frontend.exporting import replace_file, write_new
 from localllm.frontend.text_file import read_text_file
 
 Message = dict[str, Any]
@@ -122,17 +123,9 @@ class Dialogue:
         self.resolved = resolved.overlaid({name: (getattr(self.resolved.settings, name), _SET) for name in changed})
 
     def save(self, path: Path, *, overwrite: bool) -> None:
-        """Writes the messages as `run --messages` reads them. Raises FileExistsError, else UsageError."""
+        """Writes the messages as `run --messages` reads them. Raises UsageError, ExistsError."""
         content = {"messages": self.messages, "add_generation_prompt": True}
-        text = json.dumps(content, ensure_ascii=False, indent=1) + "\n"
-        try:
-            with path.open("w" if overwrite else "x", encoding="utf-8", errors="replace") as stream:
-                stream.write(text)
-        except FileExistsError:
-            raise
-        except (OSError, ValueError) as error:
-            why = getattr(error, "strerror", None) or str(error)
-            raise UsageError(f"/save cannot write {str(path)!r}", why=why, fix="/save chat.json") from error
+        (replace_file if overwrite else write_new)(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
 
     def load(self, messages: list[Message]) -> None:
         """Goes on from these messages. Raises UsageError for a system message that is no text."""

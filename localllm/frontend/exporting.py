@@ -43,10 +43,16 @@ def proposed_name(title: str) -> str:
 
 
 def write_new(path: Path, text: str) -> None:
-    """Writes a file that was not there. Raises UsageError, ExistsError where it was."""
+    """Writes a file that was not there; nothing of it stays where it cannot be written whole. Raises UsageError,
+    ExistsError where it was."""
     try:
         with path.open("x", encoding="utf-8", errors="replace") as stream:
-            stream.write(text)
+            try:
+                stream.write(text)
+                stream.flush()
+            except OSError:
+                path.unlink(missing_ok=True)
+                raise
     except FileExistsError:
         why = "it would be lost"
         other = path.with_stem(f"{path.stem}-2")

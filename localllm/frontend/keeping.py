@@ -95,6 +95,13 @@ class Keeper:
         """Under which the chat is kept; "" where there is none."""
         return self._title or (self._session.title if self._session is not None else "")
 
+    def title_for(self, dialogue: Dialogue) -> str:
+        """The title that a conversation is given by what it begins with; "" before it is."""
+        from localllm.history import content_of, title_of
+
+        first = next((content_of(turn)[0] for turn in dialogue.turns if turn["role"] == "user"), "")
+        return title_of(dialogue.opening or first) if dialogue.turns else ""
+
     @property
     def session_id(self) -> str | None:
         """The id of the kept chat; None where nothing is kept of it (yet)."""
@@ -186,16 +193,16 @@ class Keeper:
             self._history = None
 
     def _sync(self, history: History, dialogue: Dialogue) -> None:
-        from localllm.history import clean, content_of, title_of
+        from localllm.history import clean, content_of
 
         turns, same = dialogue.turns, self._same(dialogue)
         if self._session is None and not turns:
             return
         kept = self._kept[:same]
         with history.together():
-            opening = dialogue.opening or next((content_of(turn)[0] for turn in turns if turn["role"] == "user"), "")
+            title = self.title_for(dialogue)
             session = self._session and history.refresh(self._session)
-            session = session or history.begin(self._title or title_of(opening), self._model, dialogue.system)
+            session = session or history.begin(self._title or title, self._model, dialogue.system)
             for turn in turns[same:]:
                 content, fields = content_of(turn)
                 model = self._model if turn["role"] == "assistant" else None
@@ -212,7 +219,7 @@ class Keeper:
             self._is_gone_on_with |= len(turns) > same
             # Of a chat that was begun here and undone altogether, the next question is what it is about.
             is_anew = self._is_own and self._session is not None and not same and len(turns) > 0
-            told = (self._title or (title_of(opening) if is_anew else session.title), session.model, session.system)
+            told = (self._title or (title if is_anew else session.title), session.model, session.system)
             if self._is_gone_on_with:
                 told = (told[0], clean(self._model), clean(dialogue.system))
             if told != (session.title, session.model, session.system):

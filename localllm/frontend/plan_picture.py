@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from localllm.config import format_figure
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from localllm.offload.plan import Placed, Plan, Tier
 
 Tone = Literal["plain", "good", "fair", "poor"]
+
+_SHORT_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,14 @@ def band(prediction: Prediction) -> str:
     """ "about 12.3 (9.8 to 15.4)"."""
     low, mid, high = map(format_figure, (prediction.low, prediction.mid, prediction.high))
     return f"about {mid} ({low} to {high})"
+
+
+def duration(prediction: Prediction) -> str:
+    """`band` of seconds: "about 2.1 (1.7 to 2.6) s"; in ms where that is short."""
+    if prediction.mid >= _SHORT_S:
+        return f"{band(prediction)} s"
+    in_ms = replace(prediction, **{part: 1000 * getattr(prediction, part) for part in ("low", "mid", "high")})
+    return f"{band(in_ms)} ms"
 
 
 def guessing(found: Guessing) -> str:

@@ -53,7 +53,7 @@ def split_command(line: str, commands: Mapping[str, Command] = COMMANDS) -> tupl
     if rest.strip() and not commands[name].parameters:
         raise UsageError(f"/{name} takes nothing behind it", why=f"there is {rest.strip()[:80]!r}", fix=f"/{name}")
     if not rest.strip() and commands[name].parameters == "PATH":
-        raise UsageError(f"/{name} needs a path", why="nothing is behind it", fix=f"/{name} chat.json")
+        raise UsageError(f"/{name} needs a path", why="nothing is behind it", fix=f"/{name} PATH")
     return name, rest.strip()
 
 

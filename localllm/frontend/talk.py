@@ -22,6 +22,7 @@ from localllm.frontend.context import (
     context_usage,
     is_cut_by_context,
     offer_policies,
+    text_of,
 )
 from localllm.frontend.dialogue import Dialogue, Message, joined
 from localllm.frontend.keeping import Keeper, kept_answer
@@ -152,9 +153,24 @@ class Talk:
         """Who has how much of the context now."""
         num_out = self.dialogue.num_out if self.policy == "evict" else 0
         given = without(self.dialogue.messages, num_out)
-        used = len(self.encode(given)) if given else 0
-        count = self.engine.tokenizer.encode
-        return context_usage(given, used, self.engine.ctx, lambda text: len(count(text)), num_out)
+        tokenize = self.engine.tokenizer.encode
+
+        def count(text: str) -> int:
+            return len(tokenize(text))
+
+        try:
+            used = len(self.encode(given)) if given else 0
+        except TemplateError:  # of a system message alone, which some templates refuse
+            used = count("".join(text_of(message) for message in given))
+        return context_usage(given, used, self.engine.ctx, count, num_out)
+
+    def too_long(self) -> str | None:
+        """What is to be told of a conversation that has no room for another question: one that began elsewhere."""
+        usage = self.usage()
+        if usage.used < usage.limit or (self.policy == "grow" and can_be_longer(self.engine)):
+            return None
+        remedy = REMEDIES["stop" if self.policy == "grow" else self.policy]
+        return f"this chat has {usage.used:,} tokens, the context {usage.limit:,}: {remedy}"
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """The ids of a prompt."""

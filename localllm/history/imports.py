@@ -63,6 +63,6 @@ def _conversations(data: bytes, name: str) -> list[Conversation]:
         return chatgpt.conversations(value)
     if isinstance(value, dict) and isinstance(value.get("messages"), list):
         why = "it is a single conversation without a history, as `/save` writes it and `/load` reads it"
-        raise UsageError(f"{name!r} is no export of chats", why=why, fix="localllm chat")
+        raise UsageError(f"{name!r} is no export of chats", why=why, fix=f"localllm chat, and there: /load {name}")
     why = "neither what `localllm sessions export` writes, nor ChatGPT's conversations.json"
     raise UsageError(f"{name!r} is no export of chats", why=why, fix="localllm sessions import --help")

@@ -22,7 +22,7 @@ from localllm.config import ResolvedSettings
 from localllm.errors import UsageError
 from localllm.frontend.keeping import Resumed
 from localllm.frontend.selection import Selection
-from localllm.tui import messages
+from localllm.tui import draft, messages
 from localllm.tui.archive import Archive
 from localllm.tui.commands import COMMANDS
 from localllm.tui.desk import Desk
@@ -39,6 +39,7 @@ from localllm.tui.widgets.message_view import MessageView
 if TYPE_CHECKING:
     from textual.dom import DOMNode
 
+_DRAFT_S = 1.0  # between two looks whether there is something new to keep of what is being written
 _STOP_S = 1.0  # in which pulls and conversions may end where they are; what they have is kept in any case
 
 Away = AbstractContextManager[None]
@@ -72,6 +73,9 @@ class ChatApp(App[None]):
         Binding("ctrl+q", "leave", "leave", id="app.leave", show=False, priority=True),
     ]
     ENABLE_COMMAND_PALETTE = True
+    CSS = """
+    Screen:inline { height: 75vh; min-height: 16; border: none; }
+    """
 
     def __init__(self, start: Start, serve: Serve = serve, away: Callable[[], Away] = nullcontext) -> None:
         """away: entered while another program has the terminal."""
@@ -87,6 +91,7 @@ class ChatApp(App[None]):
         self.verdicts = Verdicts(self.post_message, lambda: self.chat.is_busy or self.transfers.is_running)
         self.failure: Exception | None = None
         self.unsent = ""  # what stands in the composer
+        self._kept_draft = ""
 
     @property
     def keys(self) -> Mapping[str, str]:
@@ -105,6 +110,8 @@ class ChatApp(App[None]):
         self.set_keymap(dict(self._start.keys))
         self.push_screen(self.chat)
         self.call_after_refresh(self._begin)
+        if not self._start.selection.private:
+            self.set_interval(_DRAFT_S, self._keep_draft)
         if not self.is_headless:
             self.set_interval(_ALONE_S, self._leave_if_alone)
 
@@ -118,6 +125,17 @@ class ChatApp(App[None]):
     def _hear(self, message: Message) -> None:
         """From the conversation's thread: the chat's handlers take it, whichever screen is shown."""
         self.chat.post_message(message)
+
+    def _keep_draft(self) -> None:
+        """What is being written survives a kill."""
+        if self.unsent != self._kept_draft:
+            self.run_worker(self.keep_draft, thread=True, group="draft")
+
+    def keep_draft(self) -> None:
+        """Keeps what is being written for the next start, if it is not. Of a private chat nothing is."""
+        if self.unsent != self._kept_draft and not self._start.selection.private:
+            self._kept_draft = self.unsent
+            draft.keep(self._kept_draft)
 
     def leave(self) -> None:
         """Ends the program. What was said is kept."""
@@ -179,7 +197,9 @@ class ChatApp(App[None]):
         from localllm.tui.screens.plan import PlanScreen
 
         selection = self.desk.selection
-        if selection is None:
+        if isinstance(self.screen, PlanScreen):
+            self.screen.dismiss()
+        elif selection is None:
             self.chat.notice.note("there is no model yet")
         else:
             self.push_screen(PlanScreen(self.desk, selection))

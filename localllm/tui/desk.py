@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from localllm.config import ResolvedSettings, shown_setting
 from localllm.errors import BugError, LocalLLMError, UsageError
 from localllm.frontend.answer import Answer
-from localllm.frontend.context import evicted_text
 from localllm.frontend.dialogue import SETTABLE, Dialogue
 from localllm.frontend.exporting import export_chat
 from localllm.frontend.keeping import Keeper, Resumed, keeper_of, look_up
@@ -24,13 +23,10 @@ from localllm.frontend.planning import with_changes
 from localllm.frontend.selection import Selection, locate, told_of, with_defaults
 from localllm.frontend.talk import Asked, Talk, mended_in_chat
 from localllm.frontend.text_file import read_text_file
-from localllm.frontend.thinking import opens_thought
+from localllm.tui.answering import Answering
 from localllm.tui.facts import asked_before, facts_of
-from localllm.tui.following import follow
 from localllm.tui.loading import Post, Serve, Service
 from localllm.tui.messages import (
-    AnswerBegan,
-    AnswerEnded,
     Begun,
     Counted,
     Failed,
@@ -45,10 +41,8 @@ from localllm.tui.messages import (
 
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine
-    from localllm.engine.service import RequestStream
+    from localllm.frontend.context import ContextUsage
     from localllm.offload.plan import Plan
-
-_TAIL_IDS = 12  # of a prompt, in which a template opens a thought
 
 Job = Callable[[], None]
 
@@ -69,13 +63,11 @@ class Desk:
         self._service: Service | None = None
         self._talk: Talk | None = None
         self._waits = False  # the last question, for a model that is on its way
-        self._stream: RequestStream | None = None
-        self._stops = threading.Event()
-        self._is_cut = False
+        self._cut: tuple[dict[str, Any], str] | None = None  # the latest answer that is not whole, and why
+        self.usage: ContextUsage | None = None  # that was posted last
+        self._is_another = False  # the model was chosen in the chat
         self._typed = ""  # the last question, without what was attached
-        self.last: Answer | None = None
-        self.tok_s: float | None = None  # of the last answer of the model that is loaded
-        self._asked: Asked | None = None
+        self.answering = Answering(post)
         self._thread = threading.Thread(target=self._run, name="conversation", daemon=True)
         self._thread.start()
 
@@ -104,16 +96,9 @@ class Desk:
         """Has it done after what was asked for before; what it raises is posted."""
         self._jobs.put(job)
 
-    def stop(self) -> None:
-        """Ends the answer that is being written; what was said stays."""
-        self._stops.set()
-        stream = self._stream
-        if stream is not None:
-            stream.abort()
-
     def close(self, timeout_s: float) -> None:
         """Ends the thread and the engine; what was said is kept."""
-        self.stop()
+        self.answering.stop()
         self._jobs.put(None)
         self._thread.join(timeout_s)
         if self._service is not None:
@@ -129,10 +114,6 @@ class Desk:
     @property
     def is_loading(self) -> bool:
         return self._service is not None and self._talk is None
-
-    @property
-    def is_answering(self) -> bool:
-        return self._stream is not None
 
     @property
     def plan(self) -> Plan | None:
@@ -154,16 +135,17 @@ class Desk:
         if resumed is not None:
             resumed.restore(self._dialogue, system)
         self._keeper = keeper_of(self, selection, resumed)
-        self._is_cut = resumed is not None and resumed.is_cut
+        self._resume(resumed)
         self._show()
         self._load(selection)
+        if resumed is not None and self._kept.is_private:
+            self.note("private: what is said now is not kept, and the kept chat stays as it is")
         self._post(Begun(asked_before(), machine_line()))
 
     def say(self, text: str) -> None:
         self._dialogue.ask(text)
         self._typed = text
         self._attached.clear()
-        self._is_cut = False
         self._kept.sync(self._dialogue)
         self._show()
         self._reply()
@@ -197,6 +179,7 @@ class Desk:
         if self._dialogue.take_back_question():
             self._kept.sync(self._dialogue)
             self._show()
+            self._count()
         else:
             self.note("there is nothing to take back")
 
@@ -207,6 +190,7 @@ class Desk:
             del self._dialogue.turns[length:]
             self._kept.sync(self._dialogue)
         self._show()
+        self._count()
         self.note(f"a copy: {name}" if name is not None else "there is nothing to copy: no question stands")
 
     def new(self) -> None:
@@ -214,8 +198,9 @@ class Desk:
         self._dialogue.clear()
         self._attached.clear()
         self._kept.begin_anew()
-        self._is_cut = self._waits = False
+        self._waits = False
         self._show()
+        self._count()
 
     def open(self, word: str, message: int | None = None) -> None:
         """Goes on with a kept conversation, by the model that is loaded. message: the number of the one to go to."""
@@ -226,13 +211,16 @@ class Desk:
         self._attached.clear()
         resumed.restore(self._dialogue, None)
         self._keeper = keeper_of(self, self._chosen, resumed)
-        self._is_cut, self._waits = resumed.is_cut, False
+        self._waits = False
+        self._resume(resumed)
         if self._talk is not None:
             self._talk = Talk(self._talk.files, self._talk.engine, self._dialogue, self._kept, self._extra)
         self._show()
         self._count()
         if (before := resumed.session.model) not in (None, self._chosen.model_name):
             self.note(f"this chat was held with {before}: /model {before} goes on with that")
+        if self._talk is not None and (too_long := self._talk.too_long()) is not None:
+            self.warn(too_long)
         if message is not None:
             index = next((index for index, (_, number) in enumerate(resumed.turns) if number == message), None)
             if index is None:
@@ -260,6 +248,7 @@ class Desk:
         self._dialogue.use(selection.resolved)
         self._kept.use_model(selection.model_name)
         self._load(selection)
+        self._is_another = True
 
     def set(self, key: str, value: str) -> None:
         self.note(f"{key} = {shown_setting(self._dialogue.set(key, value))}")
@@ -285,12 +274,8 @@ class Desk:
         self._dialogue.attached.clear()
         self._show()
 
-    def save(self, path: Path, *, overwrite: bool) -> None:
-        try:
-            self._dialogue.save(path.expanduser(), overwrite=overwrite)
-        except FileExistsError:
-            why = "it would be lost"
-            raise UsageError(f"{str(path)!r} is there already", why=why, fix=f"/save! {path}") from None
+    def save(self, path: Path) -> None:
+        self._dialogue.save(path.expanduser(), overwrite=False)
         self.note(f"wrote {path}")
 
     def load(self, path: Path) -> None:
@@ -354,7 +339,11 @@ class Desk:
     def _told(self, error: Exception) -> LocalLLMError:
         files = self._selection.files if self._selection is not None else None
         told = told_of(error, files, self._dialogue.resolved)
-        return told if isinstance(told, BugError) else mended_in_chat(told)
+        if isinstance(told, BugError):
+            return told
+        if told.fix.startswith("localllm pull "):
+            told.fix = f"F3, and p there; or {told.fix}"
+        return mended_in_chat(told)
 
     def _or_else(self, before: list[dict[str, Any]], job: Job) -> None:
         """Does it; where nothing was said in the place of what was taken back, that is there again."""
@@ -368,17 +357,21 @@ class Desk:
             self._kept.sync(self._dialogue)
             self._show()
 
+    def _resume(self, resumed: Resumed | None) -> None:
+        if resumed is not None and resumed.is_cut:
+            self._cut = (self._dialogue.turns[-1], "interrupted")
+
     def _show(self) -> None:
-        keeper = self._kept
+        keeper, last = self._kept, self._dialogue.turns[-1:]
         self._post(
             Shown(
                 tuple(self._dialogue.turns),
-                keeper.title,
+                keeper.title or keeper.title_for(self._dialogue),
                 keeper.session_id,
                 keeper.is_private,
                 self._dialogue.system,
                 tuple(self._attached),
-                self._is_cut,
+                self._cut[1] if self._cut is not None and last and self._cut[0] is last[0] else "",
             )
         )
 
@@ -388,8 +381,8 @@ class Desk:
         """Begins to load, after the model that is there has been given up. A thread waits for the end of it."""
         before = self._service
         service = self._serve(selection, self._post, lambda: before.close() if before is not None else None)
-        self._selection, self._talk, self._asked, self._service = selection, None, None, service
-        self.tok_s = None
+        self._selection, self._talk, self._service = selection, None, service
+        self.answering.forget_model()
         self._post(Loading(f"loading {selection.files.name}"))
         threading.Thread(target=self._await, args=(service,), name="loading", daemon=True).start()
 
@@ -406,9 +399,14 @@ class Desk:
     def _loaded(self, service: Service, engine: Engine) -> None:
         if service is not self._service:  # another was chosen meanwhile, which has closed this one
             return
-        self._talk = Talk(self._chosen.files, engine, self._dialogue, self._kept, self._extra)
-        self._post(ModelReady(facts_of(self._chosen.files.name, engine)))
+        talk = self._talk = Talk(self._chosen.files, engine, self._dialogue, self._kept, self._extra)
+        facts = facts_of(self._chosen.files.name, engine)
+        self._post(ModelReady(facts))
         self._count()
+        if self._is_another:
+            self.note(f"loaded {facts.name}: {facts.weights} weights, {facts.kv} keys and values, {facts.ctx:,} tokens")
+            if (too_long := talk.too_long()) is not None:
+                self.warn(too_long)
         if self._waits:
             self._reply()
 
@@ -429,44 +427,19 @@ class Desk:
     def _answered(self, ask: Callable[[], Asked]) -> None:
         talk, service = self._talk_now, self._service
         assert service is not None
-        self._stops.clear()
-        question = self._dialogue.turns[-1:]
+        before = list(self._dialogue.turns)
         try:
-            asked = ask()
-        except LocalLLMError:
+            self.answering.write(talk, service, ask, self._show, self._count)
+        finally:
+            turn = self._dialogue.turns[-1] if self._dialogue.turns else None
+            is_new = turn is not None and turn["role"] == "assistant" and not any(turn is old for old in before)
+            if turn is not None and is_new and (reason := _cut_of(self.answering.last)):
+                self._cut = (turn, reason)
             self._kept.sync(self._dialogue)
             self._show()
-            self._give_back(question)
-            raise
-        self._asked = asked
-        if asked.said:
-            self._show()
-        if asked.evicted.turns:
-            self.note(evicted_text(asked.evicted))
-        tail = talk.engine.tokenizer.decode(list(asked.request.prompt_ids[-_TAIL_IDS:]), skip_special=False)
-        self._post(AnswerBegan(asked.said, opens_thought(tail) and not asked.said))
-        answer = Answer(len(asked.request.prompt_ids), asked.request.sampling.seed, [asked.said])
-
-        def heard(hear: Callable[[str], None]) -> Answer:
-            hear(asked.said)
-            stream = service.submit(asked.request)
-            self._count()  # while the prompt is being read
-            self._follow(stream, answer, hear)
-            if answer.finished is not None and answer.finished.error is not None:
-                raise answer.finished.error
-            return answer
-
-        try:
-            talk.answer(heard)
-        finally:
-            self.last = answer
-            finished = answer.finished
-            self.tok_s = None if finished is None else finished.timings.decode_tok_s
-            self._is_cut = finished is None or finished.finish_reason in ("cancelled", "error")
-            self._post(AnswerEnded(answer.text, finished, answer.seed))
-            self._show()
-            self._give_back(question)
-        self._tell_of(talk, answer)
+            self._count()
+            self._give_back(before[-1:])
+        self.answering.tell_of(talk)
 
     def _give_back(self, question: list[dict[str, Any]]) -> None:
         """Of a question that was taken back, what was typed: it is not to be lost."""
@@ -474,32 +447,15 @@ class Desk:
         if not stands and question[0]["role"] == "user":
             self._post(TakenBack(self._typed))
 
-    def _tell_of(self, talk: Talk, answer: Answer) -> None:
-        finished = answer.finished
-        if finished is None:
-            return
-        if finished.ctx is not None and talk.engine.plan is not None:  # blocks may have moved, the context grown
-            self._post(ModelReady(facts_of(talk.files.name, talk.engine)))
-        if (fullness := talk.fullness(finished)) is not None:
-            self._post(Told(fullness.text, "warning" if fullness.is_full else "information"))
-        self._count()
-
-    def why_missed(self) -> str:
-        """What of the last prompt had to be computed, and why."""
-        if self._asked is None or self.last is None or self.last.finished is None:
-            return "there is no answer yet"
-        return self._asked.told_of_cache(self.last.finished)
-
-    def _follow(self, stream: RequestStream, answer: Answer, hear: Callable[[str], None]) -> None:
-        """Takes in an answer to its end, and posts it in pieces."""
-        self._stream = stream
-        if self._stops.is_set():
-            stream.abort()
-        try:
-            follow(stream, answer, hear, self._post)
-        finally:
-            self._stream = None
-
     def _count(self) -> None:
         if self._talk is not None:
-            self._post(Counted(self._talk.usage()))
+            self.usage = self._talk.usage()
+            self._post(Counted(self.usage))
+
+
+def _cut_of(answer: Answer | None) -> str:
+    """Why an answer ends where it does; "" where it is whole."""
+    if answer is None or answer.finished is None:
+        return "interrupted"
+    reasons = {"cancelled": "stopped", "length": "cut by its length", "error": "ended by an error"}
+    return reasons.get(answer.finished.finish_reason, "")

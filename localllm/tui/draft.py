@@ -14,13 +14,18 @@ def _path() -> Path:
 
 
 def keep(text: str) -> None:
-    """Keeps it, readable by its owner alone. A disk that refuses is not told of: the program is being left."""
+    """Keeps it, readable by its owner alone; nothing where it is empty. A disk that refuses is not told of."""
+    path = _path()
+    unfinished = path.with_name(f".draft.{os.getpid()}.tmp")
     with suppress(OSError):
-        path = _path()
+        if not text.strip():
+            path.unlink(missing_ok=True)
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as stream:
             stream.write(text)
+        unfinished.replace(path)
 
 
 def take() -> str:

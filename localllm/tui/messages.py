@@ -60,7 +60,7 @@ class Shown(Message):
     is_private: bool
     system: str | None = None
     attached: tuple[tuple[str, int], ...] = ()  # names of files that wait, and their characters
-    is_cut: bool = False  # the last answer did not end
+    cut: str = ""  # why the last answer ends where it does; of one that is whole nothing
 
 
 @dataclass

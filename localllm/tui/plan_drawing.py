@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _LABEL = 13  # columns
 _MOST_BAR = 60
+_SAME = 0.05  # of a rate, below which two are no different
 _MOST_ROWS = 4  # of a map whose blocks have two columns each
 # By the sign of a kind of blocks. Some themes have one colour for accent and warning: never both beside each other.
 _TILES: Mapping[str, str] = {
@@ -132,7 +133,7 @@ def predicted(planned: Planned, before: Planned | None, measured_tok_s: float | 
     together = f" of {plan.sequences} sequences together" if plan.sequences > 1 else ""
     decode = Content.styled(picture.band(rate), "bold") + Content(f" tok/s{together}, bound by ")
     decode += Content(picture.BOUNDS[plan.bound_by])
-    first = Content(f"{picture.band(wait)} s, after a prompt of {plan.prompt_tokens:,} tokens")
+    first = Content(f"{picture.duration(wait)}, after a prompt of {plan.prompt_tokens:,} tokens")
     rows = [*_paragraph("decode", decode, columns), *_paragraph("first token", first, columns)]
     if before is not None and before.decode_tok_s is not None:
         rows += _paragraph("now", _beside(rate.mid, before.decode_tok_s.mid, measured_tok_s), columns)
@@ -143,11 +144,11 @@ def _beside(tok_s: float, before_tok_s: float, measured_tok_s: float | None) -> 
     measured = "" if measured_tok_s is None else f" ({format_figure(measured_tok_s)} in the last answer)"
     now = Content(f"about {format_figure(before_tok_s)} tok/s{measured}")
     ratio = tok_s / before_tok_s
-    if abs(ratio - 1) < 0.005:
+    if abs(ratio - 1) < _SAME:
         return now
-    return now + Content.styled(
-        f", this is {format_figure(ratio, 2)} times as fast", "$text-success" if ratio > 1 else "$text-warning"
-    )
+    if ratio < 1:
+        return now + Content.styled(f", this is {format_figure(1 / ratio, 2)} times slower", "$text-warning")
+    return now + Content.styled(f", this is {format_figure(ratio, 2)} times as fast", "$text-success")
 
 
 def changed(plan: Plan, running: Plan, now: Plan, columns: int) -> Content:

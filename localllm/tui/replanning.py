@@ -120,7 +120,7 @@ class DeskPlanning:
     def why_wait(self, *, measures: bool) -> str:
         if self.desk.is_loading:
             return "the model to be loaded"
-        return "the answer to end" if measures and self.desk.is_answering else ""
+        return "the answer to end" if measures and self.desk.answering.is_under_way else ""
 
     def told(self, wish: Wish, error: Exception) -> LocalLLMError:
         return told_of(error, self.selection.files, self.selection.resolved)

@@ -86,7 +86,7 @@ def head(app: ChatApp) -> str:
 async def search(pilot: Pilot[None], app: ChatApp, words: str) -> None:
     await pilot.press("slash")
     screen_of(app).query_one(Input).value = words
-    await until(pilot, lambda: "found" in head(app))
+    await until(pilot, lambda: " in " in head(app))
 
 
 async def test_the_latest_chat_stands_first_and_pinned_ones_above_it() -> None:
@@ -438,7 +438,7 @@ async def test_while_an_answer_is_written_no_other_chat_is_opened() -> None:
         await until(pilot, lambda: "an answer is being written" in shown(app))
         await pilot.press("n")
         assert isinstance(app.screen, ChatsScreen)
-        app.desk.stop()
+        app.desk.answering.stop()
 
 
 async def test_the_mouse_chooses_opens_and_presses_keys() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from localllm.config import ResolvedSettings
 from localllm.errors import BugError
 from localllm.hub import HubSettings
 from localllm.hub.packed import packed_recipes
+from localllm.tui import transfers
 from localllm.tui.transfers import State, Transfer, TransferMoved, Transfers
 from tests.fake_hub import FakeHub, serve
 from tests.hub.support import PIECE, QUICK, REPO, assert_whole, single_model
@@ -115,6 +117,14 @@ def test_a_conversion_that_was_stopped_goes_on_and_is_whole(
     told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "cache"))
+    hear = transfers._Run._hear
+
+    def slowly(run: transfers._Run, step: transfers.Step) -> None:
+        hear(run, step)
+        time.sleep(0.1)  # without which the conversion may end before it can be stopped
+
+    monkeypatch.setattr(transfers, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(transfers._Run, "_hear", slowly)
     told.transfers.pack("tiny", "int8", SETTINGS)
     told.transfers.pause(told.until("running", least_bytes=1))
     paused = told.until("paused")

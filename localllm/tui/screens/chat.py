@@ -26,7 +26,7 @@ from localllm.tui.editor import edited
 from localllm.tui.screens.slash_commands import SlashCommands
 from localllm.tui.widgets.activity import Activity
 from localllm.tui.widgets.composer import Composer
-from localllm.tui.widgets.message_view import AnswerView, MessageView
+from localllm.tui.widgets.message_view import MessageView
 from localllm.tui.widgets.notice import Notice
 from localllm.tui.widgets.status import Run, Status
 from localllm.tui.widgets.thought import Thought
@@ -45,8 +45,11 @@ class ChatScreen(Screen[None]):
     CSS = """
     ChatScreen {
         & > #title { height: 1; padding: 0 1; background: $panel; color: $text-muted; }
+        &.-low Suggestions, &.-low Composer { max-height: 4; }
+        &.-low Notice { max-height: 6; }
     }
     """
+    VERTICAL_BREAKPOINTS = [(0, "-low"), (20, "-high")]
     BINDINGS = [
         Binding("escape", "stop", "stop", id="chat.stop"),
         Binding("escape", "close", "close", id="chat.close", show=False),
@@ -166,17 +169,16 @@ class ChatScreen(Screen[None]):
 
     @on(messages.Shown)
     async def _on_shown(self, message: messages.Shown) -> None:
-        self._turns = message.turns
         self._session_id = message.session_id
-        await self.transcript.show(message.turns)
+        if self._turns and not (message.turns and message.turns[0] is self._turns[0]):  # another conversation
+            self.notice.close()
+            self.status.run_now = Run()
+        self._turns = message.turns
+        await self.transcript.show(message.turns, f"{message.cut}: F6 goes on, F5 answers anew" if message.cut else "")
         private = "  private: nothing is kept" if message.is_private else ""
         title = message.title or "new conversation"
         self.query_one("#title", Static).update(Content(f"localllm  {visible(one_line(title))}{private}"))
         self.writing.attach(message.attached)
-        if message.is_cut and self._turns:
-            view = self._last_answer()
-            if view is not None and not self._is_answering and not view.is_told_of:
-                view.tell("interrupted: F6 goes on, F5 answers anew")
 
     @on(messages.TakenBack)
     def _on_taken_back(self, message: messages.TakenBack) -> None:
@@ -223,20 +225,16 @@ class ChatScreen(Screen[None]):
             view = None if is_blank else view
         if view is None or (message.finished is None and not message.text):
             await self.transcript.drop_answer()
+            if message.finished is not None:
+                self.notice.note("stopped before the first word: F5 asks again")
         else:
             await view.end()
-            if told := self._told_of(message):
-                view.tell(told)
+            last = self.desk.answering.last
+            if self._shows_statistics and last is not None and last.finished is not None:
+                view.tell(statistics(last))
         if message.finished is not None:
             self.status.run_now = Run(message.finished.usage.completion_tokens, 0.0, message.finished)
         self.refresh_bindings()
-
-    def _told_of(self, message: messages.AnswerEnded) -> str:
-        """The line below an answer."""
-        parts = [_how_it_ended(message)]
-        if self._shows_statistics and self.desk.last is not None and self.desk.last.finished is not None:
-            parts.append(statistics(self.desk.last))
-        return "\n".join(part for part in parts if part)
 
     @on(messages.Counted)
     def _on_counted(self, message: messages.Counted) -> None:
@@ -266,7 +264,7 @@ class ChatScreen(Screen[None]):
 
     @on(TextArea.Changed)
     def _on_written(self) -> None:
-        self.chat_app.unsent = self.composer.whole
+        self.chat_app.unsent = self.writing.unsent
 
     @on(Writing.ModeChanged)
     def _on_mode_changed(self) -> None:
@@ -289,11 +287,12 @@ class ChatScreen(Screen[None]):
         self.refresh(layout=True)
 
     def take_command(self, line: str) -> None:
-        """Does what a line says that begins with a slash."""
+        """Does what a line says that begins with a slash. The arrow up brings a typed one back."""
+        self.notice.close()
+        if self.composer.text.startswith("/"):
+            self.composer.put_away()
         try:
             name, rest = slash.split_command(line.strip(), COMMANDS)
-            if self.composer.text.startswith("/"):
-                self.composer.clear_all()
             getattr(self._commands, f"do_{name}")(rest)
         except LocalLLMError as error:
             self.notice.tell(error)
@@ -301,7 +300,7 @@ class ChatScreen(Screen[None]):
     # Keys
 
     def action_stop(self) -> None:
-        self.desk.stop()
+        self.desk.answering.stop()
 
     def action_close(self) -> None:
         """Closes what is open, and comes back to the composer."""
@@ -316,14 +315,14 @@ class ChatScreen(Screen[None]):
             self.copy(selected or composer.selected_text, "the selection")
             self.clear_selection()
         elif self._is_answering:
-            self.desk.stop()
+            self.desk.answering.stop()
         elif composer.text:
             composer.put_away()
         elif self.chat_app.time - self._interrupted_at < _LEAVE_S:
             self.chat_app.leave()
         else:
             self._interrupted_at = self.chat_app.time
-            self.notice.note("Ctrl-C again leaves; so do /bye and Ctrl-D")
+            self.notice.note("Ctrl-C again leaves; so do /bye and Ctrl-D", for_s=_LEAVE_S)
 
     def action_leave(self) -> None:
         if self.composer.text and self.composer.has_focus:
@@ -414,9 +413,6 @@ class ChatScreen(Screen[None]):
         self.app.copy_to_clipboard(printable(text))
         self.notice.note(f"copied {what}: {len(text):,} characters")
 
-    def _last_answer(self) -> AnswerView | None:
-        return next((view for view in reversed(self.transcript.views) if isinstance(view, AnswerView)), None)
-
     @property
     def answer_text(self) -> str:
         """Of the last answer."""
@@ -448,18 +444,3 @@ class ChatScreen(Screen[None]):
             self.notice.tell(error)
         else:
             self.notice.note(f"wrote {path}: {len(code):,} characters")
-
-
-def _how_it_ended(message: messages.AnswerEnded) -> str:
-    """The line below an answer."""
-    finished = message.finished
-    if finished is None:
-        return "interrupted: F6 goes on, F5 answers anew"
-    match finished.finish_reason:
-        case "cancelled":
-            return "stopped: F6 goes on, F5 answers anew"
-        case "length":
-            return "cut by its length: F6 goes on"
-        case "error":
-            return "ended by an error: F6 goes on, F5 answers anew"
-    return ""

@@ -150,7 +150,10 @@ class ChatsScreen(Screen[None]):
     def _tell_count(self, *, is_cut: bool = False) -> None:
         count = len(self.chats.rows)
         if self._query:
-            self._title(f"the latest {count:,} places; more words find fewer" if is_cut else f"{count:,} found")
+            chats = len({row.session.uid for row in self.chats.rows})
+            places = f"the latest {count:,} places" if is_cut else f"{count:,} place{'' if count == 1 else 's'}"
+            more = "; more words find fewer" if is_cut else ""
+            self._title(f"{places} in {chats:,} chat{'' if chats == 1 else 's'}{more}")
         else:
             self._title(f"{count:,} kept")
         empty = self.query_one("#empty", Static)

@@ -27,9 +27,11 @@ class CodePicker(ModalScreen[Picked]):
     CSS = """
     CodePicker {
         align: center middle;
-        & > Vertical { width: 90%; max-width: 110; height: 80%; border: round $border; background: $surface; }
+        & > Vertical {
+            width: 90%; max-width: 110; height: auto; max-height: 80%; border: round $border; background: $surface;
+        }
         & OptionList { height: auto; max-height: 8; border: none; }
-        & VerticalScroll { height: 1fr; border-top: solid $border-blurred; }
+        & VerticalScroll { height: auto; max-height: 24; border-top: solid $border-blurred; }
         & Input { display: none; }
         & #hint { color: $text-muted; height: 1; }
     }
@@ -69,7 +71,9 @@ class CodePicker(ModalScreen[Picked]):
     @on(Input.Submitted)
     def _saved(self, event: Input.Submitted) -> None:
         number = self.query_one(OptionList).highlighted
-        if event.value.strip() and number is not None:
+        if not event.value.strip():
+            self.query_one("#hint", Static).update(Content("a file's path, as example.py; esc closes"))
+        elif number is not None:
             self.dismiss((number, Path(event.value.strip())))
 
     def action_save(self) -> None:

@@ -15,6 +15,13 @@ from textual.widgets import Static
 from localllm.tui.commands import COMMANDS
 
 _COLUMN = 26
+_UNBOUND = {  # what a text field does by itself, which no config.toml changes
+    "Writing": [
+        ("up, down", "what was asked before, from the first and the last line on"),
+        ("tab", "complete a command"),
+    ],
+    "Chat": [("esc, esc", "close what is open, and back to the writing")],
+}
 
 
 class HelpScreen(ModalScreen[None]):
@@ -37,7 +44,8 @@ class HelpScreen(ModalScreen[None]):
         with VerticalScroll() as box:
             box.border_title = "help"
             box.border_subtitle = "esc closes"
-            yield Static(Content("\n").join([*self._keys(), *_commands()]))
+            hint = "In brackets: what a key is called under [keys] in config.toml."
+            yield Static(Content("\n").join([Content.styled(hint, "$foreground-muted"), *self._keys(), *_commands()]))
 
     def _keys(self) -> Iterator[Content]:
         for title, room in self._rooms.items():
@@ -46,8 +54,10 @@ class HelpScreen(ModalScreen[None]):
                 if isinstance(binding, Binding) and binding.id is not None:
                     keys = self._keymap.get(binding.id, binding.key).split(",")
                     shown = ", ".join(self.app.get_key_display(binding.with_key(key.strip())) for key in keys)
-                    name = Content.styled(f"  {binding.id}", "$foreground-muted")
+                    name = Content.styled(f"  ({binding.id})", "$foreground-muted")
                     yield Content.styled(shown.ljust(_COLUMN), "$text-accent") + Content(binding.description) + name
+            for pressed, what in _UNBOUND.get(title, ()):
+                yield Content.styled(pressed.ljust(_COLUMN), "$text-accent") + Content(what)
             yield Content()
 
     def action_close(self) -> None:

@@ -227,7 +227,9 @@ class ModelsScreen(Screen[None]):
         (self.table.action_cursor_down if step > 0 else self.table.action_cursor_up)()
 
     def action_back(self) -> None:
-        if self.filter_input.display:
+        if self.notice.error is not None:
+            self.notice.close()
+        elif self.filter_input.display:
             self.filter_input.value = ""
             self.filter_input.display = False
             self.table.focus()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ from localllm.tui.widgets.slider import Slider, Stop
 
 if TYPE_CHECKING:
     from localllm.engine.planning import Planned
+    from localllm.frontend.context import ContextUsage
     from localllm.frontend.selection import Selection
     from localllm.offload.plan import Plan
     from localllm.tui.desk import Desk
@@ -82,7 +84,7 @@ class PlanScreen(Screen[None]):
         Binding("r", "reset", "back to what runs now", id="plan.reset"),
         Binding("pageup", "page(-1)", "scroll the picture up", id="plan.page_up"),
         Binding("pagedown", "page(1)", "scroll the picture down", id="plan.page_down"),
-        Binding("escape,f2", "close", "leave without a change", id="plan.close"),
+        Binding("escape", "close", "leave without a change", id="plan.close"),
     ]
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (130, "-wide")]
 
@@ -151,7 +153,8 @@ class PlanScreen(Screen[None]):
 
     @on(Bounded)
     async def _on_bounded(self, message: Bounded) -> None:
-        sliders = list(_sliders(self._selection.settings, message.bounds))
+        plan = self._desk.plan
+        sliders = list(_sliders(self._selection.settings, message.bounds, None if plan is None else plan.ctx))
         await self.query_one("#sliders").mount(*sliders)
         sliders[0].focus()
 
@@ -183,7 +186,7 @@ class PlanScreen(Screen[None]):
         self._replanner.want(self.wish)
 
     def _show(self, message: Replanned) -> None:
-        planned, before, measured = message.planned, self._before, self._desk.tok_s
+        planned, before, measured = message.planned, self._before, self._desk.answering.tok_s
         is_advised = message.is_advised
         self.query_one("#title", Static).update(drawing.title(planned))
         self._drawn("predicted").show(lambda columns: drawing.predicted(planned, before, measured, columns))
@@ -194,7 +197,7 @@ class PlanScreen(Screen[None]):
                 self._drawn(name).show(None)
             return
         now = before.plan if before is not None else None
-        running, told = self._desk.plan or now, _beside(message.wish, plan)
+        running, told = self._desk.plan or now, _beside(message.wish, plan, self._desk.usage)
         self._drawn("changed").show(lambda columns: _changes(plan, running, now or running, told, columns))
         self._drawn("map").show(lambda columns: drawing.block_map(plan, columns))
         self._drawn("ledger").show(lambda columns: drawing.ledger(plan, columns))
@@ -233,7 +236,7 @@ class PlanScreen(Screen[None]):
             self.notice.note("nothing is applied: these settings cannot be honoured")
         elif self._desk.selection is not self._selection:
             self.notice.note("nothing is applied: the model was loaded anew meanwhile; leave, and F2 shows its plan")
-        elif self._desk.is_answering:
+        elif self._desk.answering.is_under_way:
             self.notice.note("an answer is being written: esc, and again esc in the chat, stops it")
         else:
             changes = dict(wish.changes)
@@ -247,32 +250,41 @@ class PlanScreen(Screen[None]):
 
 @dataclass(frozen=True)
 class _Scale:
-    """Of a setting that is an amount."""
+    """Of a setting that is an amount. unset: what it is called where the setting leaves it open; that stands behind
+    `open_amount`."""
 
     key: str
     label: str
-    amounts: tuple[int, ...]
-    is_bytes: bool = True
+    amounts: Sequence[int]
+    unset: str
+    open_amount: int
+    shown: Callable[[int], str]
 
 
-def _sliders(settings: Settings, bounds: Bounds) -> Iterator[Slider]:
-    contexts = [1 << power for power in range(bounds.longest_ctx.bit_length()) if 1 << power >= _LEAST_CTX]
-    yield _scale(settings, _Scale("ctx", "context", (*contexts, bounds.longest_ctx), is_bytes=False))
+def _sliders(settings: Settings, bounds: Bounds, ctx: int | None) -> Iterator[Slider]:
+    """ctx: of the model that runs."""
+    longest = bounds.longest_ctx
+    contexts = [*(1 << power for power in range(longest.bit_length()) if 1 << power >= _LEAST_CTX), longest]
+    yield _scale(settings, _Scale("ctx", "context", contexts, "auto", ctx or 0, lambda count: f"{count:,}"))
     yield _choice(settings, "kv", "KV", KV_FORMATS)
     yield _choice(settings, "weights", "weights", _WEIGHTS)
-    yield _scale(settings, _Scale("ram", "RAM cap", tuple(_caps(bounds.ram_bytes))))
+    yield _scale(settings, _cap("ram", "RAM cap", bounds.ram_bytes))
     if bounds.vram_bytes is not None:
-        yield _scale(settings, _Scale("vram", "VRAM cap", tuple(_caps(bounds.vram_bytes))))
+        yield _scale(settings, _cap("vram", "VRAM cap", bounds.vram_bytes))
     goals = [Stop("latency", "latency"), Stop("throughput", "throughput")]
     yield Slider("goal", "goal", goals, 0, is_scale=False)
 
 
+def _cap(key: str, label: str, most_bytes: int) -> _Scale:
+    return _Scale(key, label, tuple(_caps(most_bytes)), "none", sys.maxsize, format_bytes)
+
+
 def _scale(settings: Settings, scale: _Scale) -> Slider:
-    """The amounts, what is set among them; where none is set, a context is left to the plan, and memory has no cap."""
+    """The amounts, what is set among them, and that nothing is set."""
     value = getattr(settings, scale.key)
     amounts = sorted({*scale.amounts, *([] if value is None else [value])})
-    stops = [Stop(each, format_bytes(each) if scale.is_bytes else f"{each:,}") for each in amounts]
-    stops = [*stops, Stop(None, "none")] if scale.is_bytes else [Stop(None, "auto"), *stops]
+    stops = [Stop(each, scale.shown(each)) for each in amounts]
+    stops.insert(sum(each <= scale.open_amount for each in amounts), Stop(None, scale.unset))
     index = next(number for number, stop in enumerate(stops) if stop.value == value)
     return Slider(scale.key, scale.label, stops, index, is_scale=True)
 
@@ -298,20 +310,25 @@ def _as_in_a_file(key: str, value: Any) -> Any:
     return f"{value >> 20}MiB" if key in ("ram", "vram") and value is not None else value
 
 
-def _beside(wish: Wish, plan: Plan) -> Mapping[str, str]:
-    """What is to be known before it is applied, by its style."""
-    told = {}
+def _beside(wish: Wish, plan: Plan, usage: ContextUsage | None) -> list[tuple[str, str]]:
+    """What is to be known before it is applied, each with its style. usage: of the conversation."""
+    told = []
+    if usage is not None and usage.used >= plan.ctx:
+        told.append((f"the chat has {usage.used:,} tokens, more than this context takes", "$text-warning"))
     packing = plan.shape.packing
     if packing is not None and not (packing.is_for_streaming and plan.is_whole):
-        told["$text-warning"] = "the model is packed for it first, once"
+        told.append(("the model is packed for it first, once", "$text-warning"))
     if wish.goal != NOW.goal:
-        told["$foreground-muted"] = "as `localllm run --batch` would have it; a chat goes on with one answer at a time"
+        batch = "as `localllm run --batch` would have it; a chat goes on with one answer at a time"
+        told.append((batch, "$foreground-muted"))
     return told
 
 
-def _changes(plan: Plan, running: Plan | None, now: Plan | None, told: Mapping[str, str], columns: int) -> Content:
+def _changes(
+    plan: Plan, running: Plan | None, now: Plan | None, told: Sequence[tuple[str, str]], columns: int
+) -> Content:
     rows = [] if running is None or now is None else [drawing.changed(plan, running, now, columns)]
-    rows += [Content.styled(text, style) for style, text in told.items()]
+    rows += [Content.styled(text, style) for text, style in told]
     return Content("\n").join(rows)
 
 

@@ -96,7 +96,7 @@ class SlashCommands:
         self._screen.chat_app.action_plan()
 
     def do_save(self, path: str) -> None:
-        self._desk.do(lambda: self._desk.save(Path(path or "chat.json"), overwrite=False))
+        self._desk.do(lambda: self._desk.save(Path(path or "chat.json")))
 
     def do_export(self, path: str) -> None:
         self._desk.do(lambda: self._desk.export(Path(path)))
@@ -115,7 +115,7 @@ class SlashCommands:
         self._desk.do(self._desk.tell_all)
 
     def do_stats(self, _: str) -> None:
-        last = self._desk.last
+        last = self._desk.answering.last
         self._screen.notice.note(
             statistics(last) if last is not None and last.finished is not None else "there is no answer yet"
         )
@@ -125,7 +125,7 @@ class SlashCommands:
         self._screen.notice.lines(usage_lines(usage) if usage is not None else ["there is no model yet"])
 
     def do_cache(self, _: str) -> None:
-        self._desk.do(lambda: self._desk.note(self._desk.why_missed()))
+        self._desk.do(lambda: self._desk.note(self._desk.answering.why_missed()))
 
     def do_theme(self, name: str) -> None:
         self._screen.chat_app.choose_theme(name)

@@ -96,7 +96,8 @@ class Composer(TextArea):
 
     def put_away(self) -> None:
         """Empties it; the arrow up brings it back."""
-        self.remember([self.whole, *self._asked])
+        if self.text.strip():
+            self.remember([self.whole, *self._asked])
         self.clear_all()
 
     def remember(self, asked: Sequence[str]) -> None:

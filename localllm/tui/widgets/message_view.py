@@ -93,13 +93,15 @@ class AnswerView(Clear, MessageView):
     AnswerView { layout: vertical; }
     """
 
-    def __init__(self, index: int, turn: Turn | None, *, is_thinking: bool = False) -> None:
+    def __init__(self, index: int, turn: Turn | None, *, is_thinking: bool = False, ending: str = "") -> None:
+        """ending: as `end_with` would have it."""
         super().__init__(index, turn)
         self._splitter = Splitter(is_thinking=is_thinking)
         self._said: list[str] = []
         self._thought: Thought | None = None
         self._document = Document()
         self._meta: Static | None = None
+        self._ending, self._known = ending, ""
         self._streams: list[MarkdownStream] = []
 
     @property
@@ -119,6 +121,9 @@ class AnswerView(Clear, MessageView):
                 yield self._thought
             self._document = Document(visible(answer))
         yield self._document
+        if self._ending:
+            self._meta = Static(Content(self._ending), classes="meta")
+            yield self._meta
 
     async def hear(self, text: str) -> None:
         """The next words."""
@@ -135,18 +140,25 @@ class AnswerView(Clear, MessageView):
             self._thought.end()
         self.turn = turn
 
-    @property
-    def is_told_of(self) -> bool:
-        """Whether there is a line below it."""
-        return self._meta is not None
+    def end_with(self, text: str) -> None:
+        """Why it ends where it does, below it; "" for nothing."""
+        if text != self._ending:
+            self._ending = text
+            self._tell()
 
     def tell(self, text: str) -> None:
-        """What is known about it: a line below it."""
-        if self._meta is None:
-            self._meta = Static(Content(text), classes="meta")
+        """What is known about it, below it."""
+        self._known = text
+        self._tell()
+
+    def _tell(self) -> None:
+        text = Content("\n".join(filter(None, (self._ending, self._known))))
+        if self._meta is not None:
+            self._meta.update(text)
+            self._meta.display = bool(text)
+        elif text:
+            self._meta = Static(text, classes="meta")
             self.mount(self._meta)
-        else:
-            self._meta.update(Content(text))
 
     async def _take(self, parts: list[tuple[bool, str]]) -> None:
         for is_thought, text in parts:

@@ -18,11 +18,10 @@ class Notice(Static):
     DEFAULT_CSS = """
     Notice {
         height: auto;
-        max-height: 10;
+        max-height: 12;
         padding: 0 1;
         display: none;
         color: $text-muted;
-        &.-warning { color: $text-warning; }
         &.-error { border-left: outer $error; background: $error-muted; color: $foreground; }
         &.-shown { display: block; }
     }
@@ -31,52 +30,55 @@ class Notice(Static):
     def __init__(self) -> None:
         super().__init__()
         self._timer: Timer | None = None
-        self._notes: list[str] = []
+        self._notes: list[Content] = []
         self.error: LocalLLMError | None = None
 
-    def note(self, text: str, *, is_warning: bool = False) -> None:
-        """A line; beside an error it waits until that is closed."""
-        self._notes = [*self._notes, one_line(text)][-_MOST_NOTES:]
-        if self.error is None:
-            self.set_class(is_warning, "-warning")
-            self._show_notes()
+    def note(self, text: str, *, is_warning: bool = False, for_s: float = _NOTE_S) -> None:
+        """A line, below an error that is shown."""
+        note = Content.styled(one_line(text), "$text-warning" if is_warning else "")
+        self._tell([*self._notes, note][-_MOST_NOTES:], for_s)
 
     def lines(self, lines: list[str]) -> None:
         """Several, in the place of those that are there."""
-        self._notes = [one_line(line) for line in lines]
-        if self.error is None:
-            self.remove_class("-warning")
-            self._show_notes()
+        self._tell([Content(one_line(line)) for line in lines], _NOTE_S)
 
     def tell(self, error: LocalLLMError) -> None:
         """An error: it stays until it is closed."""
         self.error = error
-        self._stop_timer()
-        rows = [Content.styled(f"{label + ':':<7}", "bold") + Content(value) for label, value in error_rows(error)]
-        self.update(Content("\n").join([*rows, Content.styled("esc closes", "$foreground-muted")]))
-        self.add_class("-shown", "-error")
-        self.remove_class("-warning")
+        self._draw()
 
     def close(self) -> bool:
         """Takes it away; False where nothing was shown."""
         was_shown = self.has_class("-shown")
         self.error = None
-        self._notes = []
-        self._stop_timer()
-        self.remove_class("-shown", "-error", "-warning")
+        self._end_notes()
         return was_shown
 
     def on_click(self, event: events.Click) -> None:
         event.stop()
         self.close()
 
-    def _show_notes(self) -> None:
-        self.update(Content("\n".join(self._notes)))
-        self.add_class("-shown")
-        self._stop_timer()
-        self._timer = self.set_timer(_NOTE_S, self.close)
+    def _tell(self, notes: list[Content], for_s: float) -> None:
+        self._notes = notes
+        if self._timer is not None:
+            self._timer.stop()
+        self._timer = self.set_timer(for_s, self._end_notes)
+        self._draw()
 
-    def _stop_timer(self) -> None:
+    def _end_notes(self) -> None:
+        self._notes = []
         if self._timer is not None:
             self._timer.stop()
             self._timer = None
+        self._draw()
+
+    def _draw(self) -> None:
+        rows = self._notes
+        if self.error is not None:
+            shown = [
+                Content.styled(f"{label + ':':<7}", "bold") + Content(value) for label, value in error_rows(self.error)
+            ]
+            rows = [*shown, Content.styled("esc closes", "$foreground-muted"), *rows]
+        self.update(Content("\n").join(rows))
+        self.set_class(bool(rows), "-shown")
+        self.set_class(self.error is not None, "-error")

@@ -52,7 +52,7 @@ def first_line(facts: Facts | None, loading: str, usage: ContextUsage | None, ru
         parts.append((1, _context(usage)))
         share = usage.used / usage.limit
         style = "$text-error" if share > 0.95 else "$text-warning" if share >= 0.8 else ""
-        parts.append((1, Content.styled(f"{usage.used:,}/{usage.limit:,}", style)))
+        parts.append((1, Content.styled(f"{min(usage.used, usage.limit):,}/{usage.limit:,}", style)))
         shown = [f"{name} {usage.parts[name]:,}" for name in ("system", "history", "answer") if usage.parts.get(name)]
         parts.append((6, Content.styled(" ".join(shown), "$foreground-muted")))
     if (rate := run.tok_s) is not None:

@@ -36,6 +36,7 @@ class Transcript(Clear, VerticalScroll, can_focus=False):
         self._first = 0  # of the turns that are mounted
         self._last = 0  # behind them
         self._live: AnswerView | None = None
+        self._ending = ""
         self._earlier = Static("", classes="edge")
         self.welcome = Welcome()
         self._is_moving = False
@@ -58,8 +59,15 @@ class Transcript(Clear, VerticalScroll, can_focus=False):
         """The answer that is being written."""
         return self._live
 
-    async def show(self, turns: Sequence[Turn]) -> None:
-        """Shows these; turns that are shown already stay as they are."""
+    async def show(self, turns: Sequence[Turn], ending: str = "") -> None:
+        """Shows these; turns that are shown already stay as they are. ending: what is below the last answer."""
+        self._ending = ending
+        await self._show(turns)
+        for view in self.views:
+            if isinstance(view, AnswerView):
+                view.end_with(self._ending_of(view.index))
+
+    async def _show(self, turns: Sequence[Turn]) -> None:
         same = 0
         while same < min(len(turns), len(self._turns)) and turns[same] is self._turns[same]:
             same += 1
@@ -96,7 +104,12 @@ class Transcript(Clear, VerticalScroll, can_focus=False):
 
     def _view(self, index: int) -> MessageView:
         turn = self._turns[index]
-        return AnswerView(index, turn) if turn["role"] == "assistant" else QuestionView(index, turn)
+        if turn["role"] != "assistant":
+            return QuestionView(index, turn)
+        return AnswerView(index, turn, ending=self._ending_of(index))
+
+    def _ending_of(self, index: int) -> str:
+        return self._ending if index == len(self._turns) - 1 else ""
 
     def _tell_of_earlier(self) -> None:
         self._earlier.update(Content(f"↑ {self._first} earlier messages"))

@@ -46,11 +46,17 @@ class Writing(Vertical):
         self._suggestions = Suggestions()
         self._attached = Static("", classes="attached")
         self._is_finding = False
+        self._aside = ""  # what was being written when the search began
 
     def compose(self) -> ComposeResult:
         yield self._suggestions
         yield self._attached
         yield self.composer
+
+    @property
+    def unsent(self) -> str:
+        """What is being written."""
+        return self._aside if self._is_finding else self.composer.whole
 
     def attach(self, files: Sequence[tuple[str, int]]) -> None:
         """Names of files that wait for the next question, and their characters."""
@@ -61,7 +67,7 @@ class Writing(Vertical):
     def edit(self, index: int, text: str) -> None:
         """Begins to write an earlier question anew."""
         self.editing = index
-        self.composer.clear_all()
+        self.composer.put_away()
         self.composer.write(text)
         self.screen.set_focus(self.composer)
         self._tell_mode()
@@ -76,8 +82,10 @@ class Writing(Vertical):
 
     def close(self) -> bool:
         """Leaves what is being searched, suggested or edited; False where nothing is."""
-        if self._is_finding or self._suggestions.is_shown:
+        if self._is_finding:
             self._is_finding = False
+            self.composer.write(self._aside)
+        elif self._suggestions.is_shown:
             self._suggest([])
         elif self.editing is not None:
             self.editing = None
@@ -90,7 +98,9 @@ class Writing(Vertical):
     @on(Composer.Sent)
     def _on_sent(self, event: Composer.Sent) -> None:
         chosen = self._suggestions.chosen if self._suggestions.is_shown else None
-        if chosen is not None and (self._is_finding or chosen.strip() != self.composer.text.strip()):
+        if self._is_finding:
+            self._take_found(chosen)
+        elif chosen is not None and chosen.strip() != self.composer.text.strip():
             self._complete(chosen)
         else:
             self.post_message(self.Finished(event.text))
@@ -107,13 +117,19 @@ class Writing(Vertical):
 
     @on(Composer.Find)
     def _on_find(self) -> None:
-        self._is_finding = not self._is_finding
+        if self._is_finding:
+            self._suggestions.action_cursor_down()
+            return
+        self._is_finding, self._aside = True, self.composer.text
+        self.composer.write("")
         self._on_written()
         self._tell_mode()
 
     @on(Composer.Complete)
     def _on_complete(self) -> None:
-        if self._suggestions.is_shown:
+        if self._is_finding:
+            self._take_found(self._suggestions.chosen)
+        elif self._suggestions.chosen is not None:
             self._complete(self._suggestions.chosen)
         else:
             self.screen.focus_next()
@@ -124,14 +140,25 @@ class Writing(Vertical):
 
     @on(OptionList.OptionSelected)
     def _on_suggestion(self, event: OptionList.OptionSelected) -> None:
-        self._complete(self._suggestions.value_of(event.option_index))
+        value = self._suggestions.value_of(event.option_index)
+        if self._is_finding:
+            self._take_found(value)
+        else:
+            self._complete(value)
 
-    def _complete(self, value: str | None) -> None:
-        self._is_finding = False
-        if value is not None:
-            self.composer.write(value)
-        self._tell_mode()
+    def _complete(self, value: str) -> None:
+        self.composer.write(value)
         self.screen.set_focus(self.composer)
+
+    def _take_found(self, value: str | None) -> None:
+        """In the place of what was being written, which the arrow up brings back."""
+        if value is None:
+            return
+        self._is_finding = False
+        self.composer.write(self._aside)
+        self.composer.put_away()
+        self._tell_mode()
+        self._complete(value)
 
     def _suggest(self, found: Sequence[tuple[str, str]]) -> None:
         self._suggestions.suggest(found)
@@ -140,7 +167,7 @@ class Writing(Vertical):
     def _tell_mode(self) -> None:
         mode = ""
         if self._is_finding:
-            mode = "search what was asked: type, enter takes it, esc closes"
+            mode = "search what was asked: type; ctrl+r the next, enter takes it, esc closes"
         elif self.editing is not None:
             mode = "written anew: enter says it, esc leaves it as it was"
         self.composer.border_title = Content(mode)

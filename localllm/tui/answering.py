@@ -1,0 +1,116 @@
+"""The answers of a conversation: the one that is being written, posted as it comes, and what is known of the last."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from localllm.frontend.answer import Answer
+from localllm.frontend.context import evicted_text
+from localllm.frontend.talk import Asked, Talk
+from localllm.frontend.thinking import opens_thought
+from localllm.tui.facts import facts_of
+from localllm.tui.following import follow
+from localllm.tui.loading import Post, Service
+from localllm.tui.messages import AnswerBegan, AnswerEnded, ModelReady, Told
+
+if TYPE_CHECKING:
+    from localllm.engine.service import RequestStream
+
+_TAIL_IDS = 12  # of a prompt, in which a template opens a thought
+
+
+class Answering:
+    """Of the conversation's thread, but `stop` and what may be read, which are anybody's."""
+
+    def __init__(self, post: Post) -> None:
+        self._post = post
+        self._stream: RequestStream | None = None
+        self._stops = threading.Event()
+        self._asked: Asked | None = None
+        self.last: Answer | None = None
+        self.tok_s: float | None = None  # of the last answer of the model that is loaded
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._stream is not None
+
+    def stop(self) -> None:
+        """Ends the answer that is being written; what was said stays."""
+        self._stops.set()
+        stream = self._stream
+        if stream is not None:
+            stream.abort()
+
+    def forget_model(self) -> None:
+        """Another is loaded: what was measured and explained was the one's before."""
+        self._asked = self.tok_s = None
+
+    def write(
+        self,
+        talk: Talk,
+        service: Service,
+        ask: Callable[[], Asked],
+        show: Callable[[], None],
+        count: Callable[[], None],
+    ) -> None:
+        """Has a question answered. show: what it did to the conversation; count: what it took of the context.
+
+        Raises what kept it from being asked (`last` is then None), and the error that ended the answer.
+        """
+        self._stops.clear()
+        self.last = None
+        asked = ask()
+        self._asked = asked
+        if asked.said:
+            show()
+        if asked.evicted.turns:
+            self._post(Told(evicted_text(asked.evicted)))
+        tail = talk.engine.tokenizer.decode(list(asked.request.prompt_ids[-_TAIL_IDS:]), skip_special=False)
+        self._post(AnswerBegan(asked.said, opens_thought(tail) and not asked.said))
+        answer = Answer(len(asked.request.prompt_ids), asked.request.sampling.seed, [asked.said])
+        try:
+            talk.answer(lambda hear: self._heard(service, asked, answer, hear, count))
+        finally:
+            self.last = answer
+            self.tok_s = None if answer.finished is None else answer.finished.timings.decode_tok_s
+            self._post(AnswerEnded(answer.text, answer.finished, answer.seed))
+
+    def tell_of(self, talk: Talk) -> None:
+        """What the last answer has changed: where blocks are, how full the context is."""
+        finished = None if self.last is None else self.last.finished
+        if finished is None:
+            return
+        if finished.ctx is not None and talk.engine.plan is not None:  # blocks may have moved, the context grown
+            self._post(ModelReady(facts_of(talk.files.name, talk.engine)))
+        if (fullness := talk.fullness(finished)) is not None:
+            self._post(Told(fullness.text, "warning" if fullness.is_full else "information"))
+
+    def why_missed(self) -> str:
+        """What of the last prompt had to be computed, and why."""
+        if self._asked is None or self.last is None or self.last.finished is None:
+            return "there is no answer yet"
+        return self._asked.told_of_cache(self.last.finished)
+
+    def _heard(
+        self,
+        service: Service,
+        asked: Asked,
+        answer: Answer,
+        hear: Callable[[str], None],
+        count: Callable[[], None],
+    ) -> Answer:
+        """The answer, when it has ended. Raises the error that ended it."""
+        hear(asked.said)
+        stream = self._stream = service.submit(asked.request)
+        if self._stops.is_set():
+            stream.abort()
+        try:
+            count()  # while the prompt is being read
+            follow(stream, answer, hear, self._post)
+        finally:
+            self._stream = None
+        if answer.finished is not None and answer.finished.error is not None:
+            raise answer.finished.error
+        return answer

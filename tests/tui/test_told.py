@@ -1,0 +1,179 @@
+"""What the chat tells beside its messages: how an answer ended, notices, figures that are of now."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from localllm.tui.widgets.message_view import AnswerView
+from tests.tui.support import FakeEngine, FakeService, chat_app, running, say, shown, texts, until
+
+pytestmark = pytest.mark.usefixtures("home")
+LONG = "word " * 400
+
+
+async def stopped(pilot, app) -> None:  # type: ignore[no-untyped-def]
+    """A question whose answer is stopped in its midst."""
+    app.chat.composer.write("Go on")
+    await pilot.press("enter")
+    await until(pilot, lambda: app.chat.is_answering and len(app.chat.transcript.live.text) > 20)
+    await pilot.press("escape")
+    await until(pilot, lambda: not app.chat.is_answering and "stopped: F6 goes on" in shown(app))
+
+
+async def test_how_an_answer_ended_is_told_until_it_is_gone_on_with_to_its_end() -> None:
+    app = chat_app(FakeService([LONG, " and the end."], pause_s=0.004))
+    async with running(app) as pilot:
+        await stopped(pilot, app)
+        await pilot.press("f6")
+        await until(pilot, lambda: texts(app)[-1][1].endswith("the end.") and not app.chat.is_answering)
+        await until(pilot, lambda: "stopped" not in shown(app))
+        assert "F6 goes on" not in shown(app) and "interrupted" not in shown(app)
+
+
+async def test_only_the_last_answer_says_that_it_can_be_gone_on_with() -> None:
+    app = chat_app(FakeService([LONG, "Whole.", "Other."], pause_s=0.004))
+    async with running(app) as pilot:
+        await stopped(pilot, app)
+        await say(pilot, "Next")
+        assert "F6 goes on" not in shown(app)
+        await pilot.press("ctrl+up", "ctrl+up", "ctrl+up", "ctrl+up", "e")
+        app.chat.composer.write("Anew")
+        await pilot.press("enter")
+        await until(pilot, lambda: [text for _, text in texts(app)] == ["Anew", "Other."])
+        assert "F6 goes on" not in shown(app)
+
+
+async def test_an_answer_that_was_cut_says_so_again_when_what_came_after_it_is_taken_back() -> None:
+    app = chat_app(FakeService([LONG, "Whole."], pause_s=0.004))
+    async with running(app) as pilot:
+        await stopped(pilot, app)
+        await say(pilot, "Next")
+        app.chat.take_command("/undo")
+        await until(pilot, lambda: app.chat.num_turns == 2 and "stopped: F6 goes on" in shown(app))
+
+
+async def test_an_answer_that_is_stopped_before_its_first_word_leaves_the_question() -> None:
+    app = chat_app(FakeService([LONG, "Now."], pause_s=0.3, prefill=800))
+    async with running(app) as pilot:
+        app.chat.composer.write("Hello")
+        await pilot.press("enter")
+        await until(pilot, lambda: "reading the prompt: " in shown(app))
+        await pilot.press("escape")
+        await until(pilot, lambda: "F5 asks again" in shown(app), 30)
+        assert [view.role for view in app.chat.transcript.views] == ["user"]
+        assert not [view for view in app.chat.transcript.views if isinstance(view, AnswerView)]
+
+
+async def test_a_note_is_shown_below_an_error_and_the_next_command_closes_that() -> None:
+    app = chat_app()
+    async with running(app) as pilot:
+        app.chat.take_command("/nope")
+        assert "there is no command /nope" in shown(app) or app.chat.notice.error is not None
+        app.chat.notice.note("something else")
+        await pilot.pause()
+        assert "there is no command /nope" in shown(app) and "something else" in shown(app)
+        app.chat.take_command("/set")
+        await until(pilot, lambda: "temperature" in shown(app))
+        assert app.chat.notice.error is None and "/nope" not in shown(app)
+
+
+async def test_a_refused_command_leaves_the_composer_and_the_arrow_brings_it_back() -> None:
+    app = chat_app()
+    async with running(app) as pilot:
+        for text in ("/nope", "/file"):
+            app.chat.composer.write(text)
+            await pilot.press("enter")
+            await until(pilot, lambda: app.chat.notice.error is not None)
+            assert app.chat.composer.text == ""
+            await pilot.press("up")
+            assert app.chat.composer.text == text
+            app.chat.composer.clear_all()
+
+
+async def test_figures_are_of_the_conversation_that_is_shown() -> None:
+    app = chat_app(FakeService(["A long answer about a fox."]))
+    async with running(app, (120, 30)) as pilot:
+        await say(pilot, "Who?")
+        full = app.chat.status.usage
+        assert full is not None and full.parts["answer"] > 0 and "first 0.01 s" in shown(app)
+        await say(pilot, "And who else?")
+        app.chat.take_command("/undo")
+        await until(pilot, lambda: app.chat.status.usage is not None and app.chat.status.usage.used == full.used)
+        app.chat.take_command("/clear")
+        await until(pilot, lambda: app.chat.status.usage is not None and app.chat.status.usage.used == 0)
+        assert "first 0.01 s" not in shown(app) and "tok/s" not in shown(app)
+
+
+async def test_no_more_of_the_context_is_said_to_be_used_than_there_is() -> None:
+    service = FakeService(["A long answer about a fox. " * 4])
+    service.engine = FakeEngine(ctx=100)
+    app = chat_app(service)
+    async with running(app) as pilot:
+        await say(pilot, "Who?")
+        assert "100/100" in shown(app)
+        app.chat.take_command("/tokens")
+        await until(pilot, lambda: "more than the context of 100" in shown(app))
+
+
+async def test_a_model_that_is_loaded_in_a_chat_is_told_of_and_so_is_a_context_that_is_too_short_for_it() -> None:
+    service = FakeService(["A long answer about a fox."])
+    app = chat_app(service)
+    async with running(app, (120, 30)) as pilot:
+        await say(pilot, "Who?")
+        assert "loaded tiny" not in shown(app)
+        service.engine = FakeEngine(ctx=32)
+        app.desk.do(lambda: app.desk.use("tiny"))
+        await until(pilot, lambda: "loaded tiny: int4-g64 weights, int8 keys and values, 32 tokens" in shown(app))
+        await until(pilot, lambda: "tokens, the context 32: /undo, /clear" in shown(app))
+
+
+async def test_what_was_told_of_one_chat_does_not_stand_over_another() -> None:
+    app = chat_app()
+    async with running(app) as pilot:
+        await say(pilot, "one")
+        app.chat.notice.note("this chat was removed from the history")
+        await pilot.press("ctrl+n")
+        await until(pilot, lambda: app.chat.num_turns == 0)
+        assert "removed from the history" not in shown(app)
+
+
+async def test_a_conversation_from_a_file_has_its_first_question_for_a_title(tmp_path: Path) -> None:
+    app = chat_app()
+    async with running(app) as pilot:
+        await say(pilot, "Where did the fox go?")
+        app.chat.take_command(f"/save {tmp_path / 'chat.json'}")
+        await until(pilot, lambda: "wrote" in shown(app))
+        app.chat.take_command("/clear")
+        await until(pilot, lambda: "new conversation" in shown(app))
+        app.chat.take_command(f"/load {tmp_path / 'chat.json'}")
+        await until(pilot, lambda: "localllm  Where did the fox go?" in shown(app))
+
+
+async def test_a_file_that_is_there_is_not_overwritten_by_a_chat(tmp_path: Path) -> None:
+    path = tmp_path / "chat.json"
+    path.write_text("mine", encoding="utf-8")
+    app = chat_app()
+    async with running(app) as pilot:
+        await say(pilot, "one")
+        app.chat.take_command(f"/save {path}")
+        await until(pilot, lambda: app.chat.notice.error is not None)
+        assert "chat-2.json" in shown(app) and path.read_text(encoding="utf-8") == "mine"
+
+
+def test_a_template_that_refuses_a_system_message_alone_is_no_error_of_a_count() -> None:
+    from localllm.errors import TemplateError
+    from localllm.frontend.dialogue import Dialogue
+    from localllm.frontend.talk import Talk
+
+    engine = FakeEngine()
+
+    def refuse(_: object) -> list[int]:
+        raise TemplateError("the template refuses it", why="no user message", fix="ask")
+
+    engine.encode = refuse  # type: ignore[method-assign]
+    resolved = SimpleNamespace(settings=SimpleNamespace(overflow="stop"))
+    talk = Talk(None, engine, Dialogue(resolved, "Be brief."), None, {})  # type: ignore[arg-type]
+    assert talk.usage().used == len("Be brief.")
