@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from localllm.cli import share_cores
 from localllm.kernels import cpu_calibrate, cpu_gemv, cpu_jit, cpu_linear
 from localllm.kernels.cpu_ir import Kernel
 from localllm.kernels.cpu_tape import Tape
@@ -60,3 +61,18 @@ def test_where_llvm_refuses_the_kernels_torch_multiplies(tmp_path: Path) -> None
     command = [sys.executable, "-c", program]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert (result.stdout, result.stderr) == ("3072.0\n", "")
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, {"GOMP_SPINCOUNT": "4000"}),
+        ({"GOMP_SPINCOUNT": "9"}, {"GOMP_SPINCOUNT": "9"}),
+        ({"OMP_WAIT_POLICY": "active"}, {"OMP_WAIT_POLICY": "active"}),
+    ],
+)
+def test_waiting_threads_leave_the_cores_to_other_programs_unless_the_user_has_said_how(
+    environ: dict[str, str], expected: dict[str, str]
+) -> None:
+    share_cores(environ)
+    assert environ == expected
