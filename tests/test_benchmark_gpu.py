@@ -59,6 +59,7 @@ PARTS = {
 }
 
 
+@pytest.mark.slow
 def test_every_part_has_its_rows_and_all_is_right(result: dict[str, Any]) -> None:
     """One run, of a minute, is looked at by all of these."""
     _every_placement_writes_the_text_of_the_cpu_alone(result)

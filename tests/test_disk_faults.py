@@ -123,7 +123,7 @@ def test_a_disk_that_vanishes_ends_the_answer_with_its_file_and_the_engine_goes_
 
 
 @pytest.mark.usefixtures("nothing_mapped")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["device", pytest.param("host", marks=pytest.mark.slow)])
 def test_a_disk_that_gives_nothing_any_more_ends_the_answer_and_a_slow_one_does_not(
     kind: str, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

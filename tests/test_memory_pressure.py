@@ -112,7 +112,7 @@ def placed_engine(kind: str, directory: Path, folder: Path) -> Iterator[Engine]:
 
 
 PLACED = ["bf16", "int4", "streamed", "device"]
-OFTEN = [pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("bf16", "device"))) for kind in PLACED]
+OFTEN = [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "int4")) for kind in PLACED]
 
 
 @pytest.mark.parametrize("kind", OFTEN)

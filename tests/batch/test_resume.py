@@ -275,7 +275,9 @@ def test_a_job_that_is_killed_goes_on_with_what_it_had(
     assert was_there(resumed) >= 3
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_a_signal_ends_a_job_and_says_how_it_goes_on(
     number: signal.Signals, code: int, slow_model: Path, file: Callable[..., Path], start: Start
 ) -> None:

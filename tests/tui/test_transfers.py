@@ -121,7 +121,7 @@ def test_a_conversion_that_was_stopped_goes_on_and_is_whole(
 
     def slowly(run: transfers._Run, step: transfers.Step) -> None:
         hear(run, step)
-        time.sleep(0.1)  # without which the conversion may end before it can be stopped
+        time.sleep(0.03)  # without which the conversion may end before it can be stopped
 
     monkeypatch.setattr(transfers, "_PAUSE_S", 0.0)
     monkeypatch.setattr(transfers._Run, "_hear", slowly)
