@@ -244,10 +244,10 @@ class Desk:
         resolved = with_changes(self._resolved, changes or {})
         word = word if word is not None else self._chosen.model_name
         selection = with_defaults(resolved, locate(resolved, word))
+        self._load(selection)  # first: where it cannot be, all stays as it is
         self._resolved = resolved
         self._dialogue.use(selection.resolved)
         self._kept.use_model(selection.model_name)
-        self._load(selection)
         self._is_another = True
 
     def set(self, key: str, value: str) -> None:
@@ -286,6 +286,7 @@ class Desk:
         self._kept.catch_up(self._dialogue)
         self._dialogue.load(list(parse_messages_file(text).messages))
         self._kept.begin_anew()
+        self._waits = False
         self._show()
         self._count()
 
@@ -407,7 +408,7 @@ class Desk:
             self.note(f"loaded {facts.name}: {facts.weights} weights, {facts.kv} keys and values, {facts.ctx:,} tokens")
             if (too_long := talk.too_long()) is not None:
                 self.warn(too_long)
-        if self._waits:
+        if self._waits and self._dialogue.is_asked:
             self._reply()
 
     def _not_loaded(self, service: Service, error: Exception) -> None:

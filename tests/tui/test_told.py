@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from localllm.errors import DoesNotFitError
 from localllm.tui.widgets.message_view import AnswerView
 from tests.tui.support import FakeEngine, FakeService, chat_app, running, say, shown, texts, until
 
@@ -177,3 +178,35 @@ def test_a_template_that_refuses_a_system_message_alone_is_no_error_of_a_count()
     resolved = SimpleNamespace(settings=SimpleNamespace(overflow="stop"))
     talk = Talk(None, engine, Dialogue(resolved, "Be brief."), None, {})  # type: ignore[arg-type]
     assert talk.usage().used == len("Be brief.")
+
+
+async def test_a_question_that_is_taken_back_before_there_is_a_model_is_not_asked() -> None:
+    service = FakeService(["At last."])
+    service.gate.clear()
+    app = chat_app(service)
+    async with running(app) as pilot:
+        app.chat.composer.write("Hello?")
+        await pilot.press("enter")
+        await until(pilot, lambda: app.chat.num_turns == 1)
+        app.chat.take_command("/undo")
+        await until(pilot, lambda: app.chat.num_turns == 0)
+        service.gate.set()
+        await until(pilot, lambda: not app.chat.is_busy)
+        assert not service.requests and app.chat.notice.error is None
+
+
+async def test_a_model_that_is_refused_at_once_leaves_the_chat_with_the_one_that_it_has() -> None:
+    class Refusing(FakeService):
+        def __call__(self, selection, post, before):  # type: ignore[no-untyped-def]
+            if selection.settings.ctx == 512:
+                raise DoesNotFitError("it does not fit", why="512", fix="localllm plan tiny")
+            return super().__call__(selection, post, before)
+
+    app = chat_app(Refusing(["One.", "Two."]))
+    async with running(app) as pilot:
+        await say(pilot, "Who?")
+        app.desk.do(lambda: app.desk.use("tiny", {"ctx": 512}))
+        await until(pilot, lambda: app.chat.notice.error is not None)
+        assert app.desk.resolved.settings.ctx is None
+        await say(pilot, "And then?")
+        assert texts(app)[-1] == ("assistant", "Two.")
