@@ -7,7 +7,6 @@ import shlex
 import signal
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -41,7 +40,7 @@ from localllm.frontend.opening import Opening
 from localllm.frontend.origins import with_origins
 from localllm.frontend.selection import Selection, is_model, named
 from localllm.frontend.talk import Talk, mended_in_chat
-from localllm.frontend.text_file import read_text_file
+from localllm.frontend.text_file import read_text_file, typed_path
 from localllm.registry import BUILT_IN
 
 if TYPE_CHECKING:
@@ -339,11 +338,11 @@ class Chat:
         self._output.note("localllm chat --resume ID goes on with one of them")
 
     def _do_file(self, path: str) -> None:
-        count = self.dialogue.attach(Path(path).expanduser())
+        count = self.dialogue.attach(typed_path(path))
         self._output.note(f"{count} characters go before the next question")
 
     def _do_save(self, path: str) -> None:
-        target = Path(path or "chat.json").expanduser()
+        target = typed_path(path or "chat.json")
         try:
             self.dialogue.save(target, overwrite=False)
         except ExistsError:
@@ -359,7 +358,7 @@ class Chat:
     def _do_load(self, path: str) -> None:
         from localllm.engine.chat_template import parse_messages_file
 
-        text = read_text_file(Path(path).expanduser(), "/load")
+        text = read_text_file(typed_path(path), "/load")
         self._keeper.catch_up(self.dialogue)
         self.dialogue.load(list(parse_messages_file(text).messages))
         self._keeper.begin_anew()

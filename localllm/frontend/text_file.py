@@ -12,12 +12,24 @@ MAX_INPUT_BYTES = 16 << 20  # about four million tokens: more than any context
 ICONV = "iconv -f ISO-8859-1 -t UTF-8"
 
 
+def typed_path(text: str) -> Path:
+    """A path as it was typed, with the home folder for its ~. Raises UsageError."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise UsageError(
+            f"there is no {text[:80]!r}", why=str(error), fix=f"./{text[:80]}, if that is its name"
+        ) from None
+
+
 def read_text_file(path: Path, flag: str) -> str:
     """The whole of a text file. Raises UsageError, naming it, for one that is absent, binary or too large.
 
     flag: who wants it, `--file` on a command line or `/file` in a chat.
     """
     try:
+        if flag.startswith("/") and path.exists() and not path.is_file():  # a pipe would hold a chat up for ever
+            raise UsageError(f"{flag} cannot read {str(path)!r}", why="it is no file", fix=f"{flag} PATH")
         with path.open("rb") as stream:
             data = stream.read(MAX_INPUT_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name

@@ -18,6 +18,7 @@ from textual.message import Message
 from localllm.errors import BugError, HistoryError, LocalLLMError, UsageError
 from localllm.frontend.exporting import ExistsError, exported, proposed_name, replace_file, write_new
 from localllm.frontend.keeping import moved_text
+from localllm.frontend.text_file import typed_path
 from localllm.history import History, Removed, Session, history_file, nothing_is_kept
 from localllm.history import Message as Kept
 from localllm.tui.messages import Failed, Told
@@ -266,9 +267,9 @@ def _previewed(row: Row, tell: Hear) -> Previewed:
 def _file(path: Path, title: str) -> Path:
     """In a folder, a file with a name made of the title. Raises UsageError."""
     try:
-        file = path.expanduser()
+        file = typed_path(str(path))
         return file / f"{proposed_name(title)}.md" if file.is_dir() else file
-    except (RuntimeError, ValueError, OSError) as error:  # a user that there is not, a NUL
+    except (ValueError, OSError) as error:  # a NUL
         fix = "another folder, or name"
         raise UsageError(f"{str(path)!r} cannot be written", why=str(error), fix=fix) from None
 

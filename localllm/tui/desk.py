@@ -9,20 +9,19 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localllm.config import ResolvedSettings, shown_setting
 from localllm.errors import BugError, LocalLLMError, UsageError
 from localllm.frontend.answer import Answer
 from localllm.frontend.dialogue import SETTABLE, Dialogue
-from localllm.frontend.exporting import export_chat
+from localllm.frontend.exporting import export_chat, write_new
 from localllm.frontend.keeping import Keeper, Resumed, keeper_of, look_up
 from localllm.frontend.machine_line import machine_line
 from localllm.frontend.planning import with_changes
 from localllm.frontend.selection import Selection, locate, told_of, with_defaults
 from localllm.frontend.talk import Asked, Talk, mended_in_chat
-from localllm.frontend.text_file import read_text_file
+from localllm.frontend.text_file import read_text_file, typed_path
 from localllm.tui.answering import Answering
 from localllm.tui.facts import asked_before, facts_of
 from localllm.tui.loading import Post, Serve, Service
@@ -264,8 +263,8 @@ class Desk:
         self.note(f"title: {self._kept.rename(self._dialogue, text)}")
         self._show()
 
-    def attach(self, path: Path) -> None:
-        self._attached.append((str(path), self._dialogue.attach(path.expanduser())))
+    def attach(self, path: str) -> None:
+        self._attached.append((path, self._dialogue.attach(typed_path(path))))
         self._show()
 
     def detach(self) -> None:
@@ -274,15 +273,15 @@ class Desk:
         self._dialogue.attached.clear()
         self._show()
 
-    def save(self, path: Path) -> None:
-        self._dialogue.save(path.expanduser(), overwrite=False)
+    def save(self, path: str) -> None:
+        self._dialogue.save(typed_path(path), overwrite=False)
         self.note(f"wrote {path}")
 
-    def load(self, path: Path) -> None:
+    def load(self, path: str) -> None:
         """Goes on from messages in a file."""
         from localllm.engine.chat_template import parse_messages_file
 
-        text = read_text_file(path.expanduser(), "/load")
+        text = read_text_file(typed_path(path), "/load")
         self._kept.catch_up(self._dialogue)
         self._dialogue.load(list(parse_messages_file(text).messages))
         self._kept.begin_anew()
@@ -290,12 +289,17 @@ class Desk:
         self._show()
         self._count()
 
-    def export(self, path: Path) -> None:
+    def save_code(self, code: str, path: str) -> None:
+        """Writes a code block into a file that was not there."""
+        write_new(typed_path(path), code)
+        self.note(f"wrote {path}: {len(code):,} characters")
+
+    def export(self, path: str) -> None:
         """Writes the kept chat: Markdown, or JSON with every branch where the name ends so."""
         if self._kept.session_id is None:
             raise UsageError("/export needs a chat that is kept", why="this one is not", fix="/save chat.json")
         self._kept.sync(self._dialogue)
-        export_chat(self._kept.session_id, path.expanduser())
+        export_chat(self._kept.session_id, typed_path(path))
         self.note(f"wrote {path}")
 
     def tell_settings(self, names: Sequence[str]) -> None:

@@ -364,7 +364,7 @@ async def test_a_file_is_overwritten_only_when_that_is_accepted_and_one_that_can
         await until(pilot, lambda: isinstance(app.screen, Prompt))
         app.screen.query_one(Input).value = "~nobody-of-that-name/x.md"
         await pilot.press("enter")
-        await until(pilot, lambda: "cannotbewritten" in "".join(shown(app).split()) and "why:" in shown(app))
+        await until(pilot, lambda: "thereisno" in "".join(shown(app).split()) and "why:" in shown(app))
 
 
 async def test_n_begins_a_new_conversation() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -210,3 +211,23 @@ async def test_a_model_that_is_refused_at_once_leaves_the_chat_with_the_one_that
         assert app.desk.resolved.settings.ctx is None
         await say(pilot, "And then?")
         assert texts(app)[-1] == ("assistant", "Two.")
+
+
+@pytest.mark.parametrize("command", ["/file", "/save", "/load", "/export", "/code 1"])
+async def test_a_home_that_there_is_not_is_refused_by_name(command: str) -> None:
+    app = chat_app(FakeService(["```\nx\n```"]))
+    async with running(app) as pilot:
+        await say(pilot, "one")
+        app.chat.take_command(f"{command} ~nobody-5/a")
+        await until(pilot, lambda: app.chat.notice.error is not None)
+        assert "there is no '~nobody-5/a'" in shown(app)
+
+
+async def test_a_pipe_is_no_file_and_holds_nothing_up(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    app = chat_app()
+    async with running(app) as pilot:
+        app.chat.take_command(f"/file {tmp_path / 'pipe'}")
+        await until(pilot, lambda: app.chat.notice.error is not None)
+        assert "it is no file" in shown(app)
+        await say(pilot, "one")

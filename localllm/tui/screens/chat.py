@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from textual import on, work
@@ -16,7 +15,6 @@ from textual.widgets import Footer, Static, TextArea
 from localllm.errors import LocalLLMError
 from localllm.frontend import slash
 from localllm.frontend.answer import statistics
-from localllm.frontend.exporting import write_new
 from localllm.frontend.text import one_line, printable, visible
 from localllm.history import content_of
 from localllm.tui import messages
@@ -436,11 +434,5 @@ class ChatScreen(Screen[None]):
         else:
             self.save_code(blocks[number].code, path)
 
-    def save_code(self, code: str, path: Path) -> None:
-        """Writes a code block into a file that was not there."""
-        try:
-            write_new(path.expanduser(), code)
-        except LocalLLMError as error:
-            self.notice.tell(error)
-        else:
-            self.notice.note(f"wrote {path}: {len(code):,} characters")
+    def save_code(self, code: str, path: str) -> None:
+        self.desk.do(lambda: self.desk.save_code(code, path))

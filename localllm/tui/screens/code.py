@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from textual import on
 from textual.app import ComposeResult
@@ -18,7 +17,7 @@ from textual.widgets.option_list import Option
 from localllm.frontend.text import one_line, visible
 from localllm.tui.code_blocks import CodeBlock
 
-Picked = tuple[int, Path | None] | None
+Picked = tuple[int, str | None] | None
 
 
 class CodePicker(ModalScreen[Picked]):
@@ -74,7 +73,7 @@ class CodePicker(ModalScreen[Picked]):
         if not event.value.strip():
             self.query_one("#hint", Static).update(Content("a file's path, as example.py; esc closes"))
         elif number is not None:
-            self.dismiss((number, Path(event.value.strip())))
+            self.dismiss((number, event.value.strip()))
 
     def action_save(self) -> None:
         path = self.query_one(Input)

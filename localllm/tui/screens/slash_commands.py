@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localllm.errors import UsageError
@@ -66,7 +65,7 @@ class SlashCommands:
         elif not path.strip():
             raise UsageError("/code needs a path", why=f"only {number!r} is behind it", fix="/code 1 example.py")
         else:
-            self._screen.save_code(self._block(number, "/code"), Path(path.strip()))
+            self._screen.save_code(self._block(number, "/code"), path.strip())
 
     def _block(self, number: str, command: str) -> str:
         blocks = code_blocks(self._screen.answer_text)
@@ -78,7 +77,7 @@ class SlashCommands:
         return blocks[int(number) - 1].code
 
     def do_file(self, path: str) -> None:
-        self._desk.do(lambda: self._desk.attach(Path(path)))
+        self._desk.do(lambda: self._desk.attach(path))
 
     def do_detach(self, _: str) -> None:
         self._desk.do(self._desk.detach)
@@ -96,13 +95,13 @@ class SlashCommands:
         self._screen.chat_app.action_plan()
 
     def do_save(self, path: str) -> None:
-        self._desk.do(lambda: self._desk.save(Path(path or "chat.json")))
+        self._desk.do(lambda: self._desk.save(path or "chat.json"))
 
     def do_export(self, path: str) -> None:
-        self._desk.do(lambda: self._desk.export(Path(path)))
+        self._desk.do(lambda: self._desk.export(path))
 
     def do_load(self, path: str) -> None:
-        self._screen.unless_answering(lambda: self._desk.load(Path(path)))
+        self._screen.unless_answering(lambda: self._desk.load(path))
 
     def do_set(self, text: str) -> None:
         key, _, value = text.partition(" ")
