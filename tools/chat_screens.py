@@ -34,6 +34,7 @@ from localllm.registry import load_registry
 from localllm.tui.app import ChatApp
 from localllm.tui.replanning import NOW
 from localllm.tui.screens.plan import PlanScreen
+from localllm.tui.widgets.chat_preview import ChatPreview
 from tests.tui.support import FakeService, chat_app, running, say, shown, until
 from tests.tui.test_plan_screen import FakePlanning
 
@@ -157,7 +158,9 @@ async def _chats(pilot: Pilot[Any]) -> None:
     await pilot.press("f4")
     await until(pilot, lambda: "Tides" in shown(_app(pilot)))
     await pilot.press("slash", *"moon")
-    await until(pilot, lambda: "Bread" not in shown(_app(pilot)) and "Tell me of a fox." in shown(_app(pilot)))
+    await until(pilot, lambda: "2 places in 2 chats" in shown(_app(pilot)))
+    preview = _app(pilot).screen.query_one(ChatPreview)
+    await until(pilot, lambda: preview.query_one("#before").display)  # it is read again, from what was found on
 
 
 Scene = Callable[[Pilot[Any]], Awaitable[None]]
