@@ -14,7 +14,9 @@ _QUESTION = b"\x1b]11;?\x1b\\\x1b[c"
 _PART = rb"([0-9a-fA-F]{1,4})"
 _COLOUR = re.compile(rb"\x1b\]11;rgba?:%b/%b/%b[^\x07\x1b]*(?:\x07|\x1b\\)" % (_PART, _PART, _PART))
 _ATTRIBUTES = re.compile(rb"\x1b\[\?[0-9;]*c")
-_PATIENCE_S = 0.15  # since it was asked; over ssh
+# Since it was asked. Every terminal answers the second question, over ssh after a while; what came later would
+# be taken for keys that were pressed.
+_PATIENCE_S = 1.0
 _LIGHT = 0.5  # of the brightness of white
 
 

@@ -53,6 +53,11 @@ class Dialogue:
         """What the chat template is given of all of them."""
         return joined(self.messages)
 
+    def cut(self, length: int) -> None:
+        """Takes back what is behind the first `length` turns."""
+        del self.turns[length:]
+        self.num_out, self.has_room = self.num_out if self.num_out < length else 0, True
+
     def leave(self, num_out: int) -> None:
         """So many messages of the turns are out of the context from now on."""
         self.num_out, self.has_room = num_out, False
@@ -83,8 +88,7 @@ class Dialogue:
         """Removes the last question and everything after it; False where there is none."""
         for index in range(len(self.turns) - 1, -1, -1):
             if self.turns[index]["role"] == "user":
-                del self.turns[index:]
-                self.has_room = True
+                self.cut(index)
                 if not any(turn["role"] == "user" for turn in self.turns):
                     self.opening = ""
                 return True

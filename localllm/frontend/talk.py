@@ -43,12 +43,13 @@ _SWITCH = "/set overflow"  # what a policy is chosen with in a chat
 @dataclass(frozen=True)
 class Asked:
     """A question on its way. evicted: what left the context for it. explain: why its prompt was not found whole. said:
-    the beginning of the answer, which is gone on with."""
+    the beginning of the answer, which is gone on with: the last num_said_ids of the prompt."""
 
     request: Request
     evicted: Evicted
     explain: Callable[[CacheMiss], Explanation]
     said: str = ""
+    num_said_ids: int = 0
 
     def told_of_cache(self, finished: FinishedEvent) -> str:
         """How much of the prompt was found among what was computed before, and why not more."""
@@ -126,7 +127,7 @@ class Talk:
         dialogue.leave(fitted.floor)
         given = ChatInput(joined(without(dialogue.messages, fitted.floor)))
         why = partial(explain, self.engine, given, request.prompt_ids, num_out=fitted.floor)
-        return Asked(request, fitted.evicted, why, said)
+        return Asked(request, fitted.evicted, why, said, len(tail))
 
     def answer(self, show: Callable[[Callable[[str], None]], Answer]) -> Answer:
         """The answer that `show` brings about, kept as `kept_answer` has it. Raises the error that ended it."""

@@ -9,10 +9,10 @@ from localllm.errors import FETCH_ANEW, LocalLLMError
 
 # Everything that could move the cursor, retitle the window, reach the clipboard or reorder what is read: C0 but tab and
 # newline, DEL, C1, and the bidirectional overrides.
-UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 # Those, half surrogates, and what Python takes for the end of a line beside a newline.
-_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 _OTHER_COMMAND = re.compile(", or (?=localllm |the same command )")  # each is pasted from a line of its own
 # What an error says where its raiser had no more to tell: an error always has its four lines.

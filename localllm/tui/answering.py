@@ -36,8 +36,12 @@ class Answering:
     def is_under_way(self) -> bool:
         return self._stream is not None
 
+    def expect(self) -> None:
+        """An answer is asked for: what stopped the one before has nothing to do with it."""
+        self._stops.clear()
+
     def stop(self) -> None:
-        """Ends the answer that is being written; what was said stays."""
+        """Ends the answer that is being written, or is asked for; what was said stays."""
         self._stops.set()
         stream = self._stream
         if stream is not None:
@@ -59,7 +63,6 @@ class Answering:
 
         Raises what kept it from being asked (`last` is then None), and the error that ended the answer.
         """
-        self._stops.clear()
         self.last = None
         asked = ask()
         self._asked = asked
@@ -67,12 +70,15 @@ class Answering:
             show()
         if asked.evicted.turns:
             self._post(Told(evicted_text(asked.evicted)))
-        tail = talk.engine.tokenizer.decode(list(asked.request.prompt_ids[-_TAIL_IDS:]), skip_special=False)
-        self._post(AnswerBegan(asked.said, opens_thought(tail) and not asked.said))
+        prompt_ids = asked.request.prompt_ids
+        behind = len(prompt_ids) - asked.num_said_ids
+        tail = talk.engine.tokenizer.decode(list(prompt_ids[max(0, behind - _TAIL_IDS) : behind]), skip_special=False)
+        self._post(AnswerBegan(asked.said, opens_thought(tail)))
         answer = Answer(len(asked.request.prompt_ids), asked.request.sampling.seed, [asked.said])
         try:
             talk.answer(lambda hear: self._heard(service, asked, answer, hear, count))
         finally:
+            self._stops.clear()
             self.last = answer
             self.tok_s = None if answer.finished is None else answer.finished.timings.decode_tok_s
             self._post(AnswerEnded(answer.text, answer.finished, answer.seed))

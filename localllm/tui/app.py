@@ -227,6 +227,7 @@ class ChatApp(App[None]):
         while self.screen is not self.chat:
             self.pop_screen()
         if COMMANDS[name].parameters and not COMMANDS[name].parameters.startswith("["):
+            self.chat.composer.put_away()
             self.chat.composer.write(f"/{name} ")
             self.chat.composer.focus()
         else:

@@ -24,18 +24,19 @@ from localllm.frontend.talk import Asked, Talk, mended_in_chat
 from localllm.frontend.text_file import read_text_file, typed_path
 from localllm.tui.answering import Answering
 from localllm.tui.facts import asked_before, facts_of
-from localllm.tui.loading import Post, Serve, Service
+from localllm.tui.loading import Loader, Post, Serve, Service
 from localllm.tui.messages import (
     Begun,
     Counted,
     Failed,
     GoTo,
-    Loading,
     ModelFailed,
     ModelReady,
+    Settled,
     Shown,
     TakenBack,
     Told,
+    Turn,
 )
 
 if TYPE_CHECKING:
@@ -52,15 +53,16 @@ class Desk:
     def __init__(self, resolved: ResolvedSettings, extra: dict[str, Any], serve: Serve, post: Post) -> None:
         self._resolved = resolved
         self._extra = extra
-        self._serve = serve
         self._post = post
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._dialogue = Dialogue(resolved, resolved.settings.system)
         self._attached: list[tuple[str, int]] = []
+        self._sent_with: tuple[list[tuple[str, int]], list[str]] = [], []  # the files of the last question
         self._selection: Selection | None = None
         self._keeper: Keeper | None = None
-        self._service: Service | None = None
+        self._loader = Loader(serve, post)
         self._talk: Talk | None = None
+        self._system: str | None = None  # of a new conversation
         self._waits = False  # the last question, for a model that is on its way
         self._cut: tuple[dict[str, Any], str] | None = None  # the latest answer that is not whole, and why
         self.usage: ContextUsage | None = None  # that was posted last
@@ -89,19 +91,31 @@ class Desk:
     def model_name(self) -> str | None:
         """Of the model that is loaded or on its way, as it is found again from any folder; None where there is none."""
         selection = self._selection
-        return selection.model_name if selection is not None and self._service is not None else None
+        return selection.model_name if selection is not None and self._loader.service is not None else None
 
     def do(self, job: Job) -> None:
         """Has it done after what was asked for before; what it raises is posted."""
         self._jobs.put(job)
+
+    def answer(self, job: Job) -> None:
+        """Has it done, as `do`; what it asks can be stopped from now on. Settled: it is done, answered or not."""
+        self.answering.expect()
+
+        def settled() -> None:
+            try:
+                job()
+            finally:
+                self._post(Settled())
+
+        self.do(settled)
 
     def close(self, timeout_s: float) -> None:
         """Ends the thread and the engine; what was said is kept."""
         self.answering.stop()
         self._jobs.put(None)
         self._thread.join(timeout_s)
-        if self._service is not None:
-            self._service.close(timeout_s=0 if self._talk is None else timeout_s)
+        if self._loader.service is not None:
+            self._loader.service.close(timeout_s=0 if self._talk is None else timeout_s)
 
     # What may be read from any thread: of now, and maybe not of the next moment
 
@@ -112,7 +126,7 @@ class Desk:
 
     @property
     def is_loading(self) -> bool:
-        return self._service is not None and self._talk is None
+        return self._loader.service is not None and self._talk is None
 
     @property
     def plan(self) -> Plan | None:
@@ -130,21 +144,24 @@ class Desk:
 
     def begin(self, selection: Selection, resumed: Resumed | None, system: str | None) -> None:
         """The first conversation: a new one, or one that is gone on with."""
-        self._dialogue = Dialogue(selection.resolved, selection.settings.system)
+        self._selection = selection
+        self._system = selection.settings.system if system is None else system
+        self._dialogue = Dialogue(selection.resolved, self._system)
         if resumed is not None:
             resumed.restore(self._dialogue, system)
         self._keeper = keeper_of(self, selection, resumed)
         self._resume(resumed)
         self._show()
-        self._load(selection)
+        try:
+            self._load(selection)
+        except Exception as error:
+            self._post(ModelFailed(self._told(error)))
         if resumed is not None and self._kept.is_private:
             self.note("private: what is said now is not kept, and the kept chat stays as it is")
         self._post(Begun(asked_before(), machine_line()))
 
     def say(self, text: str) -> None:
-        self._dialogue.ask(text)
-        self._typed = text
-        self._attached.clear()
+        self._ask(text)
         self._kept.sync(self._dialogue)
         self._show()
         self._reply()
@@ -152,18 +169,21 @@ class Desk:
     def regenerate(self) -> None:
         """Answers the last question again; the answer before stands beside the new one in the history."""
         before = list(self._dialogue.turns)
+        if self._loader.service is None:
+            raise UsageError("there is no model", why="none is loaded", fix="F3 chooses one")
         if not (self._dialogue.take_back_answer() or self._dialogue.is_asked):
             raise UsageError("there is no answer yet", why="nothing was asked", fix="write a message first")
         self._show()
         self._or_else(before, self._reply)
 
-    def edit(self, index: int, text: str) -> None:
+    def edit(self, question: Turn, text: str) -> None:
         """Says a question anew; what followed it stays in the history beside the new."""
         before = list(self._dialogue.turns)
-        del self._dialogue.turns[index:]
-        self._dialogue.has_room = True
-        self._dialogue.ask(text)
-        self._typed = text
+        index = next((index for index, turn in enumerate(before) if turn is question), None)
+        if index is None:
+            raise UsageError("the question is not there any more", why="the chat shows others", fix="write it anew")
+        self._dialogue.cut(index)
+        self._ask(text)
         self._show()
         self._or_else(before, self._reply)
 
@@ -171,8 +191,7 @@ class Desk:
         """Has the last answer continued where it ends."""
         if self._talk is None:
             raise UsageError("there is no model yet", why="it is being loaded", fix="wait for it, or /model NAME")
-        before = list(self._dialogue.turns)
-        self._or_else(before, lambda: self._answered(self._talk_now.go_on))
+        self._answered(self._talk.go_on)
 
     def undo(self) -> None:
         if self._dialogue.take_back_question():
@@ -186,7 +205,7 @@ class Desk:
         """Goes on in a copy of the conversation, or of its first `length` messages."""
         name = self._kept.fork(self._dialogue)
         if length is not None and name is not None:
-            del self._dialogue.turns[length:]
+            self._dialogue.cut(length)
             self._kept.sync(self._dialogue)
         self._show()
         self._count()
@@ -195,6 +214,7 @@ class Desk:
     def new(self) -> None:
         self._kept.catch_up(self._dialogue)
         self._dialogue.clear()
+        self._dialogue.system = self._system
         self._attached.clear()
         self._kept.begin_anew()
         self._waits = False
@@ -204,12 +224,13 @@ class Desk:
     def open(self, word: str, message: int | None = None) -> None:
         """Goes on with a kept conversation, by the model that is loaded. message: the number of the one to go to."""
         resumed = look_up(self, word)
+        keeper = keeper_of(self, self._chosen, resumed)
         self._kept.catch_up(self._dialogue)
         self._kept.close()
         self._dialogue.clear()
         self._attached.clear()
         resumed.restore(self._dialogue, None)
-        self._keeper = keeper_of(self, self._chosen, resumed)
+        self._keeper = keeper
         self._waits = False
         self._resume(resumed)
         if self._talk is not None:
@@ -254,7 +275,7 @@ class Desk:
 
     def system(self, text: str) -> None:
         if text:
-            self._dialogue.system = None if text == "-" else text
+            self._dialogue.system = self._system = None if text == "-" else text
             self._kept.sync(self._dialogue)
         self.note(f"system message: {self._dialogue.system or 'none'}")
         self._count()
@@ -284,7 +305,9 @@ class Desk:
         text = read_text_file(typed_path(path), "/load")
         self._kept.catch_up(self._dialogue)
         self._dialogue.load(list(parse_messages_file(text).messages))
+        self._attached.clear()
         self._kept.begin_anew()
+        self._kept.sync(self._dialogue)
         self._waits = False
         self._show()
         self._count()
@@ -350,12 +373,19 @@ class Desk:
             told.fix = f"F3, and p there; or {told.fix}"
         return mended_in_chat(told)
 
+    def _ask(self, text: str) -> None:
+        self._sent_with = list(self._attached), list(self._dialogue.attached)
+        self._dialogue.ask(text)
+        self._attached.clear()
+        self._typed = text
+
     def _or_else(self, before: list[dict[str, Any]], job: Job) -> None:
         """Does it; where nothing was said in the place of what was taken back, that is there again."""
+        question = self._dialogue.turns[-1]
         try:
             job()
         except LocalLLMError:
-            if len(self._dialogue.turns) < len(before):
+            if not any(turn is question for turn in self._dialogue.turns):
                 self._dialogue.turns[:] = before
             raise
         finally:
@@ -383,28 +413,27 @@ class Desk:
     # Models
 
     def _load(self, selection: Selection) -> None:
-        """Begins to load, after the model that is there has been given up. A thread waits for the end of it."""
-        before = self._service
-        service = self._serve(selection, self._post, lambda: before.close() if before is not None else None)
-        self._selection, self._talk, self._service = selection, None, service
+        """Begins to load, in the place of the model that is there. Raises what can be known at once."""
+        self._loader.begin(selection, self._loaded_or_not)
+        self._selection, self._talk = selection, None
         self.answering.forget_model()
-        self._post(Loading(f"loading {selection.files.name}"))
-        threading.Thread(target=self._await, args=(service,), name="loading", daemon=True).start()
 
-    def _await(self, service: Service) -> None:
-        try:
-            engine = service.wait_loaded()
-        except Exception as error:
-            failure = error
-            self.do(lambda: self._not_loaded(service, failure))
-            return
-        assert engine is not None
-        self.do(lambda: self._loaded(service, engine))
+    def _loaded_or_not(self, service: Service, found: Engine | Exception) -> None:
+        if isinstance(found, Exception):
+            self.do(lambda: self._not_loaded(service, found))
+        else:
+            self.do(lambda: self._loaded(service, found))
 
     def _loaded(self, service: Service, engine: Engine) -> None:
-        if service is not self._service:  # another was chosen meanwhile, which has closed this one
+        if service is not self._loader.service:  # another was chosen meanwhile, which has closed this one
             return
-        talk = self._talk = Talk(self._chosen.files, engine, self._dialogue, self._kept, self._extra)
+        try:
+            talk = Talk(self._chosen.files, engine, self._dialogue, self._kept, self._extra)
+        except LocalLLMError as error:  # it has no template
+            service.close()
+            self._not_loaded(service, error)
+            return
+        self._talk = talk
         facts = facts_of(self._chosen.files.name, engine)
         self._post(ModelReady(facts))
         self._count()
@@ -416,8 +445,8 @@ class Desk:
             self._reply()
 
     def _not_loaded(self, service: Service, error: Exception) -> None:
-        if service is self._service:
-            self._service = None
+        if service is self._loader.service:
+            self._loader.service = None
             self._post(ModelFailed(self._told(error)))
 
     # Answers
@@ -430,7 +459,7 @@ class Desk:
         self._answered(self._talk.ask)
 
     def _answered(self, ask: Callable[[], Asked]) -> None:
-        talk, service = self._talk_now, self._service
+        talk, service = self._talk_now, self._loader.service
         assert service is not None
         before = list(self._dialogue.turns)
         try:
@@ -447,9 +476,11 @@ class Desk:
         self.answering.tell_of(talk)
 
     def _give_back(self, question: list[dict[str, Any]]) -> None:
-        """Of a question that was taken back, what was typed: it is not to be lost."""
+        """Of a question that was taken back, what was typed and attached: it is not to be lost."""
         stands = any(turn is question[0] for turn in self._dialogue.turns) if question else True
         if not stands and question[0]["role"] == "user":
+            self._attached, self._dialogue.attached = self._sent_with
+            self._show()
             self._post(TakenBack(self._typed))
 
     def _count(self) -> None:

@@ -20,12 +20,12 @@ def edited(text: str, environ: Mapping[str, str] = os.environ) -> str:
     Raises LocalLLMError where it cannot be started or fails; the text is then as it was.
     """
     command = environ.get("VISUAL") or environ.get("EDITOR") or shutil.which("nano") or "vi"
-    with tempfile.TemporaryDirectory(prefix="localllm-") as folder:  # readable by its owner only
-        path = Path(folder, "message.md")
-        path.write_text(text, encoding="utf-8", errors="replace")
-        try:
+    try:
+        with tempfile.TemporaryDirectory(prefix="localllm-") as folder:  # readable by its owner only
+            path = Path(folder, "message.md")
+            path.write_text(text, encoding="utf-8", errors="replace")
             subprocess.run([*shlex.split(command), str(path)], check=True)
             return path.read_text(encoding="utf-8", errors="replace").removesuffix("\n")
-        except (OSError, ValueError, subprocess.CalledProcessError) as error:
-            fix = "export EDITOR=nano"
-            raise LocalLLMError(f"the editor {command!r} did not work", why=str(error), fix=fix) from None
+    except (OSError, ValueError, subprocess.CalledProcessError) as error:
+        fix = "export EDITOR=nano"
+        raise LocalLLMError(f"the editor {command!r} did not work", why=str(error), fix=fix) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from textual.message import Message
 
 from localllm.config import format_bytes
+from localllm.errors import LocalLLMError
 from localllm.frontend.opening import Opening, check, open_engine
 from localllm.frontend.selection import Selection
 from localllm.tui.messages import Loading, Told
@@ -53,6 +55,49 @@ def serve(selection: Selection, post: Post, before: Callable[[], None]) -> Servi
         post(Told(text, "warning"))
 
     return EngineService(load)
+
+
+class Loader:
+    """One model at a time, and of that one alone what is told. service: its own; None where there is none."""
+
+    def __init__(self, serve: Serve, post: Post) -> None:
+        self._serve = serve
+        self._post = post
+        self._watched = object()  # a sign of the load that is told of
+        self.service: Service | None = None
+
+    def begin(self, selection: Selection, ended: Callable[[Service, Engine | Exception], None]) -> None:
+        """Begins to load it, after the model that is there has been given up. ended: told of it on another thread.
+
+        Raises what can be known at once; the model that is there then stays.
+        """
+        before, last = self.service, self._watched
+        watched = self._watched = object()
+
+        def hear(message: Message) -> None:
+            if self._watched is watched:
+                self._post(message)
+            elif isinstance(message, Loading):  # it is given up: what it has of the memory is another's
+                raise LocalLLMError("the model is not wanted any more", why="another was chosen", fix="/model NAME")
+
+        try:
+            service = self._serve(selection, hear, lambda: before.close() if before is not None else None)
+        except Exception:
+            self._watched = last
+            raise
+        self.service = service
+        self._post(Loading(f"loading {selection.files.name}"))
+        threading.Thread(target=_await, args=(service, ended), name="loading", daemon=True).start()
+
+
+def _await(service: Service, ended: Callable[[Service, Engine | Exception], None]) -> None:
+    try:
+        engine = service.wait_loaded()
+    except Exception as error:
+        ended(service, error)
+        return
+    assert engine is not None
+    ended(service, engine)
 
 
 class _Watch:

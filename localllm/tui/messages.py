@@ -118,6 +118,11 @@ class AnswerEnded(Message):
 
 
 @dataclass
+class Settled(Message):
+    """What was asked is answered, or waits for a model, or was refused."""
+
+
+@dataclass
 class Counted(Message):
     usage: ContextUsage
 

@@ -1,4 +1,4 @@
-"""From the tokens of a Markdown parser to what is shown. Every character of the source that says something is shown.
+"""From the tokens of a Markdown parser to what is shown. What the source says is shown.
 
 A link shows where it leads, raw HTML is text, and nothing can be clicked: a model's words are a stranger's.
 """
@@ -13,9 +13,11 @@ from markdown_it.token import Token
 from textual.content import Content, Span
 from textual.highlight import highlight
 
+from localllm.frontend.text import visible
 from localllm.tui.pieces import Piece, Table
 
 _BULLETS = ("• ", "◦ ", "▪ ")
+_MOST_NESTED = 100  # lists and quotes in each other; what is deeper is left out by the parser, whose own most is 20
 _STYLES = {"em": ".em", "strong": ".strong", "s": ".s"}
 
 
@@ -23,7 +25,8 @@ _STYLES = {"em": ".em", "strong": ".strong", "s": ".s"}
 def parser() -> MarkdownIt:
     """CommonMark with tables and strikethrough. Raw HTML stays text, and so do definitions of links, which CommonMark
     would take out of what is shown."""
-    return MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"]).disable(["reference"])
+    options = {"html": False, "maxNesting": _MOST_NESTED}
+    return MarkdownIt("commonmark", options).enable(["table", "strikethrough"]).disable(["reference"])
 
 
 def groups(tokens: Sequence[Token]) -> Iterator[list[Token]]:
@@ -52,6 +55,7 @@ def inline(token: Token) -> Content:
 
     def add(text: str, style: str = "") -> None:
         nonlocal length
+        text = visible(text)  # again: an entity may have become what the source's own characters may not be
         texts.append(text)
         if style:
             spans.append(Span(length, length + len(text), style))
@@ -132,7 +136,7 @@ class _Walk:
                 yield self._table()
             case _:
                 if token.content:
-                    yield Piece(Content(token.content))
+                    yield Piece(Content(visible(token.content)))
 
     def _list(self, token: Token, depth: int) -> Iterator[Piece | Table]:
         is_ordered = token.type == "ordered_list_open"
@@ -171,5 +175,5 @@ def _is_tight(tokens: Sequence[Token], at: int) -> bool:
 def _code(token: Token) -> Piece:
     language = token.info.split()[0] if token.info.split() else ""
     margin = Content("  ")
-    code = token.content.removesuffix("\n")
+    code = visible(token.content.removesuffix("\n"))
     return Piece(highlight(code, language=language or None), margin, margin, is_code=True)

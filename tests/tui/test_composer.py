@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
+from textual import events
 
 from localllm.tui import draft
-from tests.tui.support import FakeService, chat_app, running, say, shown, until
+from localllm.tui.app import ChatApp
+from localllm.tui.widgets.suggestions import Suggestions
+from tests.tui.support import FakeService, chat_app, running, say, shown, texts, until
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -83,3 +89,124 @@ def test_a_draft_is_taken_once_and_an_empty_one_is_none() -> None:
     draft.keep("half")
     draft.keep(" \n")
     assert draft.take() == ""
+
+
+@pytest.mark.parametrize("key", ["shift+enter", "alt+enter", "ctrl+j"])
+async def test_a_key_breaks_the_line_and_enter_sends(key: str) -> None:
+    app = chat_app()
+    async with running(app) as pilot:
+        await pilot.press("a", key, "b", "enter")
+        await until(pilot, lambda: app.chat.num_turns == 2)
+        assert texts(app)[0][1] == "a\nb"
+
+
+async def test_a_large_paste_is_folded_and_sent_whole() -> None:
+    app, pasted = chat_app(), "\n".join(f"line {number}" for number in range(40))
+    async with running(app) as pilot:
+        await pilot.press(*"see ")
+        app.chat.composer.post_message(events.Paste(pasted))
+        await until(pilot, lambda: "[pasted text 1: 40 lines]" in app.chat.composer.text)
+        await pilot.press("enter")
+        await until(pilot, lambda: app.chat.num_turns == 2)
+        assert texts(app)[0][1] == f"see {pasted}"
+
+
+async def test_a_small_paste_of_several_lines_is_one_message() -> None:
+    app = chat_app()
+    async with running(app) as pilot:
+        app.chat.composer.post_message(events.Paste("a\r\nb\x1b[2Jc\rd"))
+        await until(pilot, lambda: app.chat.composer.text == "a\nb[2Jc\nd")
+        await pilot.press("enter")
+        await until(pilot, lambda: app.chat.num_turns == 2)
+        assert texts(app)[0][1] == "a\nb[2Jc\nd"
+
+
+async def test_the_arrows_bring_back_what_was_asked_also_in_an_earlier_chat() -> None:
+    app = chat_app()
+    async with running(app) as pilot:
+        await say(pilot, "first")
+    app = chat_app()
+    async with running(app) as pilot:
+        await say(pilot, "second")
+        await pilot.press(*"third", "up")
+        assert app.chat.composer.text == "second"
+        await pilot.press("up")
+        assert app.chat.composer.text == "first"
+        await pilot.press("down", "down")
+        assert app.chat.composer.text == "third"
+
+
+async def test_what_was_asked_is_searched() -> None:
+    app = chat_app()
+    async with running(app) as pilot:
+        for question in ("the red fox", "an owl", "a grey fox"):
+            await say(pilot, question)
+        await pilot.press("ctrl+r", *"red")
+        assert app.chat.query_one(Suggestions).chosen == "the red fox"
+        await pilot.press("enter")
+        assert app.chat.composer.text == "the red fox" and app.chat.num_turns == 6
+        await pilot.press("ctrl+c", "ctrl+r", *"fox", "down", "tab")
+        assert app.chat.composer.text == "a grey fox"
+
+
+async def test_what_ctrl_c_takes_out_of_the_composer_comes_back_with_the_arrow() -> None:
+    app = chat_app()
+    async with running(app) as pilot:
+        await pilot.press(*"half a thought", "ctrl+c")
+        assert app.chat.composer.text == ""
+        await pilot.press("up")
+        assert app.chat.composer.text == "half a thought"
+
+
+async def test_a_slash_lists_the_commands_and_tab_completes() -> None:
+    app = chat_app()
+    async with running(app) as pilot:
+        await pilot.press("/", "t", "i")
+        assert "/title [TEXT]" in shown(app)
+        await pilot.press("tab")
+        assert app.chat.composer.text == "/title "
+        await pilot.press("ctrl+c", "/", "escape")
+        assert not app.chat.query_one(Suggestions).is_shown
+
+
+async def test_a_command_that_there_is_not_names_the_nearest() -> None:
+    app = chat_app()
+    async with running(app) as pilot:
+        app.chat.composer.write("/regem now")
+        await pilot.press("enter")
+        assert "there is no command /regem" in shown(app) and "the nearest is /regen" in shown(app)
+
+
+async def test_the_editor_writes_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(command: list[str], check: bool) -> None:
+        path = Path(command[-1])
+        path.write_text(path.read_text() + " and more\n")
+
+    monkeypatch.setattr(subprocess, "run", write)
+    monkeypatch.setattr(ChatApp, "suspend", lambda _: nullcontext())
+    app = chat_app()
+    async with running(app) as pilot:
+        await pilot.press(*"this", "ctrl+g")
+        assert app.chat.composer.text == "this and more"
+
+
+async def test_an_editor_that_is_not_there_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VISUAL", "/no/such/editor")
+    monkeypatch.setattr(ChatApp, "suspend", lambda _: nullcontext())
+    app = chat_app()
+    async with running(app) as pilot:
+        await pilot.press(*"this", "ctrl+g")
+        assert app.chat.composer.text == "this" and "the editor '/no/such/editor' did not work" in shown(app)
+
+
+async def test_a_file_is_put_before_the_question(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("the notes")
+    app = chat_app()
+    async with running(app) as pilot:
+        app.chat.take_command(f"/file {tmp_path / 'notes.txt'}")
+        await until(pilot, lambda: "(9 characters)" in shown(app))
+        await say(pilot, "What of it?")
+        assert texts(app)[0][1] == "the notes\n\nWhat of it?"
+        assert "(9 characters)" not in shown(app)
+        app.chat.take_command("/file /no/such/file")
+        await until(pilot, lambda: app.chat.notice.error is not None)

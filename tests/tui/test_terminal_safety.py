@@ -40,6 +40,7 @@ SEQUENCES = [
     "[x](javascript:alert(1)) ![i](file:///etc/passwd) <script>alert(1)</script> <!-- hidden -->",
     "[ref]: http://hidden.test 'title'",
     "&lt;&#27;[2J &amp; &#x1b;]52;c;eA==&#7;",
+    "&#x202e;gnp.exe &rlm; &#8232; `&#x202e;` \u061c &#x61c; [&#x202e;](x 'y') ![&rlm;](z)",
     "e\u0301\u0323\u0302" * 40,
     "\U0001f468\u200d\U0001f469\u200d\U0001f467 \u0915\u094d\u0937 \ufdfd",
     "\t\ttabs\tand   blanks   ",
@@ -48,7 +49,7 @@ SEQUENCES = [
     " ",
     "\n\n\n",
 ]  # fmt: skip
-OBEYED = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+OBEYED = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def painted(app: ChatApp) -> list[str]:

@@ -33,7 +33,7 @@ from localllm.tui.widgets.writing import Writing
 
 if TYPE_CHECKING:
     from localllm.tui.app import ChatApp
-    from localllm.tui.desk import Desk
+    from localllm.tui.desk import Desk, Job
 
 _LEAVE_S = 3.0  # in which a second Ctrl-C leaves
 _QUIET: Any = {"show": False, "priority": True}  # before the composer, and not among the keys at the bottom
@@ -73,6 +73,7 @@ class ChatScreen(Screen[None]):
         self._shows_statistics = shows_statistics
         self._turns: tuple[messages.Turn, ...] = ()
         self._is_answering = False
+        self._is_asked = False
         self._is_loading = False
         self._interrupted_at = 0.0
         self._session_id: str | None = None
@@ -121,12 +122,13 @@ class ChatScreen(Screen[None]):
 
     @property
     def is_answering(self) -> bool:
-        return self._is_answering
+        """Whether an answer is written, or asked for."""
+        return self._is_answering or self._is_asked
 
     @property
     def is_busy(self) -> bool:
         """Whether a model is loaded or computes."""
-        return self._is_answering or self._is_loading
+        return self.is_answering or self._is_loading
 
     @property
     def session_id(self) -> str | None:
@@ -134,7 +136,7 @@ class ChatScreen(Screen[None]):
         return self._session_id
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        return self._is_answering if action == "stop" else True
+        return self.is_answering if action == "stop" else True
 
     # What the conversation's thread tells
 
@@ -169,11 +171,15 @@ class ChatScreen(Screen[None]):
     async def _on_shown(self, message: messages.Shown) -> None:
         self._session_id = message.session_id
         if self._turns and not (message.turns and message.turns[0] is self._turns[0]):  # another conversation
-            self.notice.close()
+            self.notice.clear()
             self.status.run_now = Run()
         self._turns = message.turns
+        if self.writing.editing is not None and not any(turn is self.writing.editing for turn in message.turns):
+            self.writing.leave_edit()
         await self.transcript.show(message.turns, f"{message.cut}: F6 goes on, F5 answers anew" if message.cut else "")
         private = "  private: nothing is kept" if message.is_private else ""
+        if message.turns and message.session_id is None and not message.is_private:
+            private = "  not kept"
         title = message.title or "new conversation"
         self.query_one("#title", Static).update(Content(f"localllm  {visible(one_line(title))}{private}"))
         self.writing.attach(message.attached)
@@ -182,6 +188,8 @@ class ChatScreen(Screen[None]):
     def _on_taken_back(self, message: messages.TakenBack) -> None:
         if not self.composer.text:
             self.composer.write(message.text)
+        else:
+            self.notice.note("the question was taken back: the arrow up brings it into the composer")
 
     @on(messages.GoTo)
     async def _on_go_to(self, message: messages.GoTo) -> None:
@@ -234,6 +242,11 @@ class ChatScreen(Screen[None]):
             self.status.run_now = Run(message.finished.usage.completion_tokens, 0.0, message.finished)
         self.refresh_bindings()
 
+    @on(messages.Settled)
+    def _on_settled(self) -> None:
+        self._is_asked = False
+        self.refresh_bindings()
+
     @on(messages.Counted)
     def _on_counted(self, message: messages.Counted) -> None:
         self.status.usage = message.usage
@@ -252,13 +265,13 @@ class ChatScreen(Screen[None]):
     async def _on_finished(self, event: Writing.Finished) -> None:
         if event.text.startswith("/") and self.writing.editing is None:
             self.take_command(event.text)
-        elif self._is_answering:
+        elif self.is_answering:
             self.notice.note("an answer is being written: esc stops it")
         else:
-            self.notice.close()
-            index, text = self.writing.take(), event.text.strip()
+            self.notice.close_error()
+            question, text = self.writing.take(), event.text.strip()
             await self.transcript.go_end()
-            self.desk.do(lambda: self.desk.say(text) if index is None else self.desk.edit(index, text))
+            self._answer(lambda: self.desk.say(text) if question is None else self.desk.edit(question, text))
 
     @on(TextArea.Changed)
     def _on_written(self) -> None:
@@ -286,7 +299,7 @@ class ChatScreen(Screen[None]):
 
     def take_command(self, line: str) -> None:
         """Does what a line says that begins with a slash. The arrow up brings a typed one back."""
-        self.notice.close()
+        self.notice.clear()
         if self.composer.text.startswith("/"):
             self.composer.put_away()
         try:
@@ -312,8 +325,10 @@ class ChatScreen(Screen[None]):
         if selected or (composer.has_focus and composer.selected_text):
             self.copy(selected or composer.selected_text, "the selection")
             self.clear_selection()
-        elif self._is_answering:
+        elif self.is_answering:
             self.desk.answering.stop()
+        elif self.writing.editing is not None:
+            self.writing.leave_edit()
         elif composer.text:
             composer.put_away()
         elif self.chat_app.time - self._interrupted_at < _LEAVE_S:
@@ -360,20 +375,27 @@ class ChatScreen(Screen[None]):
         self.unless_answering(self.desk.new)
 
     def action_regenerate(self) -> None:
-        self.unless_answering(self.desk.regenerate)
+        self.unless_answering(self.desk.regenerate, self._answer)
 
     def action_continue(self) -> None:
-        self.unless_answering(self.desk.go_on)
+        self.unless_answering(self.desk.go_on, self._answer)
 
     def action_code(self) -> None:
         self.pick_code(self.answer_text)
 
-    def unless_answering(self, job: Callable[[], None]) -> None:
-        if self._is_answering:
+    def unless_answering(self, job: Job, do: Callable[[Job], None] | None = None) -> None:
+        """do: as `desk.do`, the default."""
+        if self.is_answering:
             self.notice.note("an answer is being written: esc stops it")
         else:
-            self.notice.close()
-            self.desk.do(job)
+            self.notice.close_error()
+            (do or self.desk.do)(job)
+
+    def _answer(self, job: Job) -> None:
+        """Has it done; until it is, nothing else is asked, and esc stops it."""
+        self._is_asked = True
+        self.desk.answer(job)
+        self.refresh_bindings()
 
     # Messages
 
@@ -401,10 +423,10 @@ class ChatScreen(Screen[None]):
         index = min(index, len(self._turns) - 1)  # an answer that is being written is none of them
         while index >= 0 and self._turns[index]["role"] != "user":
             index -= 1
-        if index < 0 or self._is_answering:
+        if index < 0 or self.is_answering:
             self.notice.note("an answer is being written: esc stops it" if index >= 0 else "there is no question")
             return
-        self.writing.edit(index, content_of(self._turns[index])[0])
+        self.writing.edit(self._turns[index], content_of(self._turns[index])[0])
 
     def copy(self, text: str, what: str) -> None:
         """To the clipboard, by the terminal (OSC 52); without control characters, which a paste could make obeyed."""

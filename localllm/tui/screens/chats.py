@@ -16,6 +16,7 @@ from textual.screen import Screen
 from textual.timer import Timer
 from textual.widgets import Input, Static
 
+from localllm.errors import UsageError
 from localllm.frontend.exporting import proposed_name
 from localllm.frontend.text import one_line
 from localllm.history import GoneError, Session
@@ -123,7 +124,7 @@ class ChatsScreen(Screen[None]):
             back = message.session
             desk.do(lambda: desk.recall(back.uid))
         if not self.post_message(message):
-            self._chat.post_message(message)
+            self._chat.post_message(_as_told(message))
 
     def _list(self) -> None:
         self._archive.find(self._query, self._hear)
@@ -339,3 +340,16 @@ class ChatsScreen(Screen[None]):
     @property
     def _session(self) -> Session | None:
         return self.chats.row.session if self.chats.row is not None else None
+
+
+def _as_told(message: Message) -> Message:
+    """What came of it, for a screen that has no list."""
+    match message:
+        case archive.Exported(path=path):
+            return messages.Told(f"wrote {path}")
+        case archive.Refused(path=path):
+            fix = f"another name: {path.with_stem(f'{path.stem}-2')}"
+            return messages.Failed(UsageError(f"{str(path)!r} is there already", why="it would be lost", fix=fix))
+        case archive.TakenOut(session=session):
+            return messages.Told(f"deleted: {session.title} (F4, and u there, brings it back)")
+    return message

@@ -20,6 +20,7 @@ from localllm.errors import LocalLLMError
 from localllm.frontend.deleting import freed_by
 from localllm.frontend.model_facts import fact_lines
 from localllm.frontend.model_rows import ModelRow, model_rows
+from localllm.frontend.selection import told_of
 from localllm.frontend.text import one_line
 from localllm.registry import REPO_ID, REVISION
 from localllm.tui import messages
@@ -136,8 +137,8 @@ class ModelsScreen(Screen[None]):
     def _list(self) -> None:
         try:
             self.post_message(_Listed(model_rows(has_available=True)))
-        except LocalLLMError as error:
-            self.post_message(messages.Failed(error))
+        except Exception as error:
+            self.post_message(messages.Failed(self._told(error)))
 
     @on(_Listed)
     def _on_listed(self, message: _Listed) -> None:
@@ -351,8 +352,8 @@ class ModelsScreen(Screen[None]):
     def _size_up(self, row: ModelRow) -> None:
         try:
             self.post_message(_Sized(row, *freed_by(row)))
-        except LocalLLMError as error:
-            self.post_message(messages.Failed(error))
+        except Exception as error:
+            self.post_message(messages.Failed(self._told(error)))
 
     @on(_Sized)
     def _on_sized(self, message: _Sized) -> None:
@@ -375,8 +376,8 @@ class ModelsScreen(Screen[None]):
     def _delete(self, name: str, *, packed_only: bool) -> None:
         try:
             freed_bytes = hub.remove(name, packed_only=packed_only)
-        except LocalLLMError as error:
-            self.post_message(messages.Failed(error))
+        except Exception as error:
+            self.post_message(messages.Failed(self._told(error)))
             return
         what = f"what was packed of {name}" if packed_only else name
         self.post_message(messages.Told(f"deleted {what}: {format_bytes(freed_bytes)} freed"))
@@ -401,9 +402,13 @@ class ModelsScreen(Screen[None]):
     def _describe(self, name: str) -> None:
         try:
             facts = list(fact_lines(hub.describe(name)))
-        except LocalLLMError as error:
-            facts = [("name", name), ("error", error.what), ("why", error.why)]
+        except Exception as error:
+            told = self._told(error)
+            facts = [("name", name), ("error", told.what), ("why", told.why)]
         self.post_message(_Described(name, facts))
+
+    def _told(self, error: Exception) -> LocalLLMError:
+        return told_of(error, None, self._desk.resolved)
 
     @on(_Described)
     def _on_described(self, message: _Described) -> None:

@@ -165,7 +165,7 @@ class PlanScreen(Screen[None]):
         if message.wish == self.wish:
             self.query_one(Activity).clear()
             if self.notice.error is not None:  # of another wish
-                self.notice.close()
+                self.notice.clear()
             self._shown = message
             self._show(message)
 

@@ -61,7 +61,9 @@ class Prompt(ModalScreen[str | None]):
         if not self._endings:
             return
         field = self.query_one(Input)
-        path = PurePath(field.value or "chat")
+        path = PurePath(field.value)
+        if not path.name or path.name == "..":
+            path /= "chat"
         at = self._endings.index(path.suffix) if path.suffix in self._endings else -1
         field.value = str(path.with_suffix(self._endings[(at + 1) % len(self._endings)]))
 

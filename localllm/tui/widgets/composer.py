@@ -14,6 +14,7 @@ from localllm.frontend.text import printable
 
 _FOLDED_LINES = 12  # of a paste, from which on it is folded
 _FOLDED_CHARACTERS = 1500
+_MOST_EDITED = 20_000  # characters of an earlier question; a megabyte on a line takes the field a second to draw
 _FOLD = re.compile(r"\[pasted text (\d+): [^\]\n]*\]")
 
 
@@ -88,16 +89,26 @@ class Composer(TextArea):
         self.text = printable(text)
         self.move_cursor(self.document.end)
 
+    def rewrite(self, text: str) -> None:
+        """`write` for what was said before: folded where it is too long to be edited here."""
+        text = printable(text)
+        self.write(self._folded(text) if len(text) > _MOST_EDITED else text)
+
     def clear_all(self) -> None:
         """Empties it, the pastes too."""
         self.write("")
         self._pasted.clear()
-        self._at = -1
+        self._at, self._draft = -1, ""
+
+    @property
+    def unsent(self) -> str:
+        """What is being written, also while what was asked before is looked through."""
+        return self._draft if self._at >= 0 and self.text == self._asked[self._at] else self.whole
 
     def put_away(self) -> None:
         """Empties it; the arrow up brings it back."""
-        if self.text.strip():
-            self.remember([self.whole, *self._asked])
+        drafts = [self.whole, self._draft] if self._at >= 0 else [self.whole]
+        self.remember([*(text for text in drafts if text.strip()), *self._asked])
         self.clear_all()
 
     def remember(self, asked: Sequence[str]) -> None:
@@ -160,9 +171,12 @@ class Composer(TextArea):
         event.prevent_default()
         event.stop()
         text = printable(event.text.replace("\r\n", "\n").replace("\r", "\n"))
-        lines = text.count("\n") + 1
-        if lines > _FOLDED_LINES or len(text) > _FOLDED_CHARACTERS:
-            self._pasted.append(text)
-            size = f"{lines} lines" if lines > _FOLDED_LINES else f"{len(text):,} characters"
-            text = f"[pasted text {len(self._pasted)}: {size}]"
+        if text.count("\n") + 1 > _FOLDED_LINES or len(text) > _FOLDED_CHARACTERS:
+            text = self._folded(text)
         self.insert(text)
+
+    def _folded(self, text: str) -> str:
+        lines = text.count("\n") + 1
+        self._pasted.append(text)
+        size = f"{lines} lines" if lines > _FOLDED_LINES else f"{len(text):,} characters"
+        return f"[pasted text {len(self._pasted)}: {size}]"

@@ -74,9 +74,9 @@ class Document(Clear, Markdown):
 
     def compose(self) -> ComposeResult:
         # What is whole is one block: a conversation that is scrolled through mounts a third of the widgets.
-        if self._text:
-            self._markdown = self._text
-            yield DocumentBlock(self, rendering.parser().parse(self._text))
+        self._markdown = self._text
+        if tokens := rendering.parser().parse(self._text):  # of blanks there are none
+            yield DocumentBlock(self, tokens)
 
     async def _on_mount(self, event: events.Mount) -> None:  # type: ignore[override]
         event.prevent_default()

@@ -19,6 +19,7 @@ from localllm.tui.widgets.document import Document
 from localllm.tui.widgets.thought import Thought
 
 _MOST_LINES = 16  # of a question, before it is folded
+_MOST_CHARACTERS = 4000
 
 
 class MessageView(Widget, can_focus=True):
@@ -77,12 +78,16 @@ class QuestionView(MessageView):
     """
 
     def render(self) -> Content:
-        lines = visible(self.text).split("\n")
+        text = self.text
+        lines = visible(text[:_MOST_CHARACTERS]).split("\n")
         parts = [Content("\n".join(lines[:_MOST_LINES]))]
         if self.role != "user":
             parts.insert(0, Content.styled(visible(self.role), "$foreground-muted"))
         if len(lines) > _MOST_LINES:
-            parts.append(Content.styled(f"… {len(lines) - _MOST_LINES} more lines", "$foreground-muted"))
+            more = len(lines) - _MOST_LINES + text.count("\n", _MOST_CHARACTERS)
+            parts.append(Content.styled(f"… {more} more lines", "$foreground-muted"))
+        elif len(text) > _MOST_CHARACTERS:
+            parts.append(Content.styled(f"… {len(text) - _MOST_CHARACTERS:,} more characters", "$foreground-muted"))
         return Content("\n").join(parts)
 
 
@@ -130,7 +135,7 @@ class AnswerView(Clear, MessageView):
         self._said.append(text)
         await self._take(self._splitter.feed(text))
 
-    async def end(self, turn: Turn | None = None) -> None:
+    async def end(self) -> None:
         """It has ended; all that was said is shown when this returns."""
         await self._take(self._splitter.end())
         for stream in self._streams:
@@ -138,7 +143,6 @@ class AnswerView(Clear, MessageView):
         self._streams.clear()
         if self._thought is not None:
             self._thought.end()
-        self.turn = turn
 
     def end_with(self, text: str) -> None:
         """Why it ends where it does, below it; "" for nothing."""

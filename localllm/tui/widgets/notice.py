@@ -47,12 +47,24 @@ class Notice(Static):
         self.error = error
         self._draw()
 
-    def close(self) -> bool:
-        """Takes it away; False where nothing was shown."""
-        was_shown = self.has_class("-shown")
+    def close_error(self) -> None:
+        """Notes stay until they go by themselves: a warning is told once."""
         self.error = None
+        self._draw()
+
+    def close(self) -> bool:
+        """Takes the error away, or where there is none the notes; False where nothing was shown."""
+        if self.error is not None:
+            self.close_error()
+            return True
+        was_shown = bool(self._notes)
         self._end_notes()
         return was_shown
+
+    def clear(self) -> None:
+        """Takes all of it away."""
+        self.error = None
+        self._end_notes()
 
     def on_click(self, event: events.Click) -> None:
         event.stop()

@@ -74,6 +74,10 @@ class Transcript(Clear, VerticalScroll, can_focus=False):
         self.welcome.display = not turns
         with self.app.batch_update():
             if self._live is not None and len(turns) > same and turns[same]["role"] == "assistant":
+                if self._last < same:  # it is looked at something earlier: the answer is mounted when it is scrolled to
+                    await self.drop_answer()
+                    self._turns = list(turns)
+                    return
                 self._live.turn, self._live.index = turns[same], same
                 self._live, same, self._last = None, same + 1, same + 1
             self._turns = list(turns)
@@ -147,8 +151,9 @@ class Transcript(Clear, VerticalScroll, can_focus=False):
         anchor = next(reversed(self.views), None)
         offset = anchor.virtual_region.y - self.scroll_y if anchor is not None else 0
         with self.app.batch_update():
-            await self.mount_all(map(self._view, range(self._last, last)))
+            await self.mount_all(map(self._view, range(self._last, last)), before=self._live)
             self._last = last
+            self._show_live()
             if self._last - self._first > _MOST:
                 self._first = self._last - _MOST
                 await self._remove([view for view in self.views if view.index < self._first])
@@ -198,5 +203,11 @@ class Transcript(Clear, VerticalScroll, can_focus=False):
             await self._remove([view for view in self.views if view is not self._live])
             self._first, self._last = first, min(len(self._turns), first + _FIRST)
             await self.mount_all(map(self._view, range(self._first, self._last)), after=self._earlier)
+            self._show_live()
             self._tell_of_earlier()
         self._is_moving = False
+
+    def _show_live(self) -> None:
+        """The answer that is being written stands behind the last message, and nowhere else."""
+        if self._live is not None:
+            self._live.display = self._last >= len(self._turns)

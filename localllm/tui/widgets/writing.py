@@ -13,6 +13,7 @@ from textual.widgets import OptionList, Static, TextArea
 
 from localllm.frontend.text import one_line
 from localllm.tui.commands import completions
+from localllm.tui.messages import Turn
 from localllm.tui.widgets.composer import Composer
 from localllm.tui.widgets.suggestions import Suggestions
 
@@ -20,7 +21,7 @@ _MOST_FOUND = 30  # questions that a search lists
 
 
 class Writing(Vertical):
-    """editing: the place of the earlier question that is written anew, if one is."""
+    """editing: the earlier question that is written anew, if one is."""
 
     DEFAULT_CSS = """
     Writing {
@@ -42,7 +43,7 @@ class Writing(Vertical):
     def __init__(self) -> None:
         super().__init__()
         self.composer = Composer()
-        self.editing: int | None = None
+        self.editing: Turn | None = None
         self._suggestions = Suggestions()
         self._attached = Static("", classes="attached")
         self._is_finding = False
@@ -56,7 +57,7 @@ class Writing(Vertical):
     @property
     def unsent(self) -> str:
         """What is being written."""
-        return self._aside if self._is_finding else self.composer.whole
+        return self._aside if self._is_finding else self.composer.unsent
 
     def attach(self, files: Sequence[tuple[str, int]]) -> None:
         """Names of files that wait for the next question, and their characters."""
@@ -64,21 +65,28 @@ class Writing(Vertical):
         self._attached.update(Content("  ".join(names)))
         self._attached.display = bool(files)
 
-    def edit(self, index: int, text: str) -> None:
+    def edit(self, question: Turn, text: str) -> None:
         """Begins to write an earlier question anew."""
-        self.editing = index
+        self.editing = question
         self.composer.put_away()
-        self.composer.write(text)
+        self.composer.rewrite(text)
         self.screen.set_focus(self.composer)
         self._tell_mode()
 
-    def take(self) -> int | None:
-        """The message was sent: the composer is empty for the next. Returns the place of the question that it edits."""
-        composer, index = self.composer, self.editing
+    def take(self) -> Turn | None:
+        """The message was sent: the composer is empty for the next. Returns the question that it edits."""
+        composer, question = self.composer, self.editing
         composer.put_away()
         self.editing = None
         self._tell_mode()
-        return index
+        return question
+
+    def leave_edit(self) -> None:
+        """The question stays as it was; the arrow up brings back what was written for it."""
+        if self.editing is not None:
+            self.editing = None
+            self.composer.put_away()
+            self._tell_mode()
 
     def close(self) -> bool:
         """Leaves what is being searched, suggested or edited; False where nothing is."""
@@ -88,8 +96,7 @@ class Writing(Vertical):
         elif self._suggestions.is_shown:
             self._suggest([])
         elif self.editing is not None:
-            self.editing = None
-            self.composer.put_away()
+            self.leave_edit()
         else:
             return False
         self._tell_mode()

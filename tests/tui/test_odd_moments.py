@@ -1,0 +1,335 @@
+"""What is done at an odd moment: while a model loads or an answer is asked for, in another chat, after a failure."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual.widgets import Input
+
+from localllm.engine.events import FinishedEvent, Timings, TokenEvent, Usage
+from localllm.errors import LocalLLMError, TemplateError, UnsupportedModelError
+from localllm.frontend.keeping import look_up
+from localllm.frontend.selection import Selection
+from localllm.history import History, history_file
+from localllm.tui import archive, messages
+from localllm.tui.screens import chats, models
+from localllm.tui.screens.prompt import Prompt
+from tests.history_support import said
+from tests.tui.support import FakeEngine, FakeService, chat_app, running, say, shown, texts, until
+
+pytestmark = pytest.mark.usefixtures("home")
+FAILURE = LocalLLMError("it broke", why="a test", fix="again")
+
+
+def kept() -> list[list[tuple[str, str, str]]]:
+    """What each chat shows, in the history, the latest first."""
+    with History.peek(history_file()) as history:
+        return [said(history, session) for session, _ in history.sessions()]
+
+
+class Slow(FakeEngine):
+    """Takes its time with a prompt."""
+
+    def encode(self, messages: Any) -> list[int]:
+        time.sleep(0.3)
+        return super().encode(messages)
+
+
+# Another chat
+
+
+async def test_an_edit_ends_with_the_chat_that_it_was_begun_in() -> None:
+    app = chat_app(FakeService(["A", "B", "C"]))
+    async with running(app) as pilot:
+        await say(pilot, "one")
+        first = app.chat.session_id
+        await pilot.press("ctrl+n")
+        await until(pilot, lambda: app.chat.num_turns == 0)
+        await say(pilot, "other")
+        await pilot.press("ctrl+up", "ctrl+up", "e")
+        assert first is not None
+        app.desk.do(lambda: app.desk.open(first))
+        await until(pilot, lambda: ("user", "one") in texts(app))
+        await say(pilot, "two")
+        assert [text for _, text in texts(app)] == ["one", "A", "two", "C"]
+
+
+async def test_a_question_that_is_gone_is_not_written_anew() -> None:
+    app = chat_app()
+    async with running(app) as pilot:
+        await say(pilot, "one")
+        app.desk.do(lambda: app.desk.edit({"role": "user", "content": "of another chat"}, "anew"))
+        await until(pilot, lambda: app.chat.notice.error is not None)
+        assert len(texts(app)) == 2
+
+
+async def test_ctrl_c_leaves_an_edit_and_not_only_its_text() -> None:
+    app = chat_app(FakeService(["A", "B", "C"]))
+    async with running(app) as pilot:
+        await say(pilot, "one")
+        await say(pilot, "two")
+        await pilot.press(*["ctrl+up"] * 4, "e", "ctrl+c")
+        await say(pilot, "three")
+        assert [text for _, text in texts(app)] == ["one", "A", "two", "B", "three", "C"]
+
+
+async def test_a_new_conversation_does_not_inherit_the_system_message_of_a_chat_that_was_opened() -> None:
+    app = chat_app(system="Be a pirate.")
+    async with running(app) as pilot:
+        await say(pilot, "one")
+        pirate = app.chat.session_id
+    app = chat_app()
+    async with running(app) as pilot:
+        assert pirate is not None
+        app.desk.do(lambda: app.desk.open(pirate))
+        await until(pilot, lambda: app.chat.num_turns == 2 and app.desk._dialogue.system == "Be a pirate.")
+        await pilot.press("ctrl+n")
+        await until(pilot, lambda: app.chat.num_turns == 0)
+        assert app.desk._dialogue.system is None
+        app.chat.take_command("/system Be brief.")
+        await pilot.press("ctrl+n")
+        await until(pilot, lambda: app.desk._dialogue.system == "Be brief.")
+
+
+@pytest.mark.parametrize("text", [" ", "\t", " \n"])
+async def test_an_answer_of_blanks_can_be_opened_again(text: str) -> None:
+    app = chat_app(FakeService([[text]]))
+    async with running(app) as pilot:
+        await say(pilot, "one")
+    app = chat_app(resumed=look_up(app.desk, "last"))
+    async with running(app) as pilot:
+        await until(pilot, lambda: texts(app) == [("user", "one"), ("assistant", text)])
+
+
+# Models that do not come
+
+
+async def test_a_first_model_that_is_refused_leaves_chats_that_can_be_opened_and_their_own() -> None:
+    app = chat_app(FakeService(["A"]))
+    async with running(app) as pilot:
+        await say(pilot, "old")
+
+    def refuse(selection: Selection, post: Any, before: Any) -> Any:
+        raise UnsupportedModelError("no such architecture", why="a test", fix="/model tiny")
+
+    app = chat_app(refuse)
+    async with running(app) as pilot:
+        await until(pilot, lambda: app.chat.notice.error is not None)
+        assert "no model (F3 chooses one)" in shown(app) and app.chat.composer.asked == ["old"]
+        app.chat.composer.write("mine")
+        await pilot.press("enter")
+        await until(pilot, lambda: app.chat.num_turns == 1)
+        app.desk.do(lambda: app.desk.open("old"))
+        await until(pilot, lambda: app.chat.num_turns == 2)
+        app.chat.composer.write("more")
+        await pilot.press("enter")
+        await until(pilot, lambda: app.chat.num_turns == 3)
+    assert [[text for _, text, _ in chat] for chat in kept()] == [["old", "A", "more"], ["mine"]]
+
+
+async def test_a_model_without_a_template_is_told_of_and_none_is_waited_for() -> None:
+    class Bare(FakeEngine):
+        @property
+        def template(self) -> str:  # type: ignore[override]
+            raise TemplateError("it has no template", why="a test", fix="another model")
+
+        @template.setter
+        def template(self, _: str) -> None: ...
+
+    service = FakeService()
+    service.engine = Bare()
+    app = chat_app(service)
+    async with running(app) as pilot:
+        await until(pilot, lambda: app.chat.notice.error is not None)
+        assert not app.chat.is_busy and "no model" in shown(app) and service.is_closed
+
+
+async def test_f5_without_a_model_takes_nothing_back() -> None:
+    service = FakeService(["A"])
+    app = chat_app(service)
+    async with running(app) as pilot:
+        await say(pilot, "one")
+        service.failure = FAILURE
+        app.desk.do(lambda: app.desk.use("tiny"))
+        await until(pilot, lambda: app.chat.notice.error is FAILURE)
+        await pilot.press("f5")
+        await until(pilot, lambda: "there is no model" in shown(app))
+        assert texts(app) == [("user", "one"), ("assistant", "A")]
+
+
+async def test_of_a_model_that_was_left_nothing_is_told_and_its_load_ends() -> None:
+    posts: list[Any] = []
+
+    class Watched(FakeService):
+        def __call__(self, selection: Any, post: Any, before: Any) -> FakeService:
+            posts.append(post)
+            return super().__call__(selection, post, before)
+
+    app = chat_app(Watched())
+    async with running(app) as pilot:
+        app.desk.do(lambda: app.desk.use("tiny"))
+        await until(pilot, lambda: len(posts) == 2 and not app.chat.is_busy)
+        with pytest.raises(LocalLLMError, match="not wanted"):
+            posts[0](messages.Loading("loading the old one", 1, 2))
+        posts[0](messages.Told("of the old one"))
+        await pilot.pause(0.1)
+        assert not app.chat.is_busy and "old one" not in shown(app)
+
+
+# Answers that are asked for
+
+
+async def test_esc_stops_an_answer_whose_prompt_is_still_being_made() -> None:
+    service = FakeService(["word " * 500], pause_s=0.01)
+    service.engine = Slow()
+    app = chat_app(service)
+    async with running(app) as pilot:
+        await until(pilot, lambda: not app.chat.is_busy)
+        app.chat.composer.write("one")
+        await pilot.press("enter")
+        assert app.chat.is_answering
+        await pilot.press("escape")
+        await until(pilot, lambda: not app.chat.is_answering)
+        assert len(texts(app)[-1][1]) < 100
+
+
+async def test_f5_pressed_twice_answers_once() -> None:
+    service = FakeService(["A", "B", "C"])
+    service.engine = Slow()
+    app = chat_app(service)
+    async with running(app) as pilot:
+        await say(pilot, "one")
+        await pilot.press("f5", "f5")
+        await until(pilot, lambda: texts(app)[-1] == ("assistant", "B") and not app.chat.is_answering)
+        assert len(service.requests) == 2
+
+
+async def test_an_edit_whose_answer_breaks_off_keeps_the_new_question_and_what_was_said() -> None:
+    class Breaking(FakeService):
+        def _say(self, number: int, request: Any, answer: Any, events: Any) -> None:
+            if number < 2:
+                super()._say(number, request, answer, events)
+                return
+            events.put(TokenEvent(number, 1, "half a "))
+            fields = {"finish_reason": "error", "usage": Usage(1, 0, 1), "timings": Timings(), "error": FAILURE}
+            events.put(FinishedEvent(number, ctx=4096, **fields))
+
+    app = chat_app(Breaking(["A", "B"]))
+    async with running(app) as pilot:
+        await say(pilot, "one")
+        await say(pilot, "two")
+        await pilot.press(*["ctrl+up"] * 4, "e")
+        app.chat.composer.write("one anew")
+        await pilot.press("enter")
+        await until(pilot, lambda: app.chat.notice.error is FAILURE and not app.chat.is_answering)
+        assert texts(app) == [("user", "one anew"), ("assistant", "half a ")]
+        assert "ended by an error: F6 goes on" in shown(app)
+
+
+async def test_the_files_of_a_question_that_was_taken_back_wait_for_it(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("NOTE", encoding="utf-8")
+    service = FakeService([FAILURE, "B"])
+    app = chat_app(service)
+    async with running(app) as pilot:
+        app.chat.take_command(f"/file {tmp_path / 'a.txt'}")
+        await until(pilot, lambda: "a.txt (4 characters)" in shown(app))
+        app.chat.composer.write("one")
+        await pilot.press("enter")
+        await until(pilot, lambda: app.chat.composer.text == "one" and not app.chat.is_answering)
+        assert "a.txt (4 characters)" in shown(app)
+        await pilot.press("enter")
+        await until(pilot, lambda: app.chat.num_turns == 2)
+        assert texts(app)[0] == ("user", "NOTE\n\none")
+
+
+async def test_a_thought_that_is_gone_on_with_stays_a_thought(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = FakeService(["It may be a fox. " * 200, "So.</think>A fox."], pause_s=0.01)
+    monkeypatch.setattr(service.engine, "encode", lambda _: [ord(character) for character in "<assistant><think>\n"])
+    app = chat_app(service)
+    async with running(app) as pilot:
+        app.chat.composer.write("Who?")
+        await pilot.press("enter")
+        await until(pilot, lambda: app.chat.transcript.live is not None and len(app.chat.transcript.live.text) > 20)
+        await pilot.press("escape")
+        await until(pilot, lambda: not app.chat.is_answering)
+        await pilot.press("f6")
+        await until(pilot, lambda: "A fox." in shown(app) and not app.chat.is_answering)
+        assert "thought: " in shown(app) and "may be" not in shown(app)
+
+
+async def test_one_can_look_at_the_beginning_while_an_answer_is_written() -> None:
+    app = chat_app(FakeService(["A"]))
+    async with running(app) as pilot:
+        app.desk.do(lambda: app.desk._dialogue.turns.extend(turns(50)))
+        await say(pilot, "q")
+    app = chat_app(FakeService(["word " * 300], pause_s=0.005), look_up(app.desk, "last"))
+    async with running(app) as pilot:
+        await until(pilot, lambda: app.chat.num_turns == 52)
+        app.chat.composer.write("last")
+        await pilot.press("enter")
+        await until(pilot, lambda: app.chat.transcript.live is not None)
+        await pilot.press("ctrl+home", "pagedown", "pagedown")
+        await until(pilot, lambda: not app.chat.is_answering)
+        seen = [view.index for view in app.chat.transcript.views]
+        assert seen == list(range(len(seen)))
+        await pilot.press("ctrl+end")
+        await until(pilot, lambda: app.chat.transcript.views[-1].index == 53)
+        seen = [view.index for view in app.chat.transcript.views]
+        assert seen == list(range(seen[0], 54)) and texts(app)[-1][1].startswith("word word")
+
+
+def turns(count: int) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[number % 2], "content": f"m{number}"} for number in range(count)]
+
+
+# What must not end the program
+
+
+async def test_whatever_the_list_of_models_raises_is_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**_: Any) -> Any:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(models, "model_rows", fail)
+    app = chat_app()
+    async with running(app) as pilot:
+        await pilot.press("f3")
+        await until(pilot, lambda: "Input/output error" in shown(app))
+
+
+async def test_a_folder_for_the_editor_that_there_is_not_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    from localllm.tui.editor import edited
+
+    monkeypatch.setattr("tempfile.tempdir", "/nowhere")
+    with pytest.raises(LocalLLMError, match="did not work"):
+        edited("text", {"EDITOR": "true"})
+
+
+@pytest.mark.parametrize("name", ["/", ".", "..", "", "a/.."])
+async def test_a_name_that_is_none_gets_an_ending_too(name: str) -> None:
+    app = chat_app()
+    async with running(app) as pilot:
+        app.push_screen(Prompt("export", name, endings=(".md", ".json")))
+        await pilot.press("ctrl+t")
+        await pilot.pause()
+        assert app.screen.query_one(Input).value.endswith("chat.md")
+
+
+def test_what_came_of_a_chat_is_told_where_its_list_was_left(tmp_path: Path) -> None:
+    assert chats._as_told(archive.Exported(tmp_path / "a.md")) == messages.Told(f"wrote {tmp_path / 'a.md'}")
+    refused = chats._as_told(archive.Refused(None, tmp_path / "a.md"))  # type: ignore[arg-type]
+    assert isinstance(refused, messages.Failed) and "a-2.md" in refused.error.fix
+
+
+async def test_a_question_of_a_megabyte_on_one_line_is_shown_in_part_and_edited_folded() -> None:
+    app = chat_app()
+    async with running(app) as pilot:
+        app.desk.do(lambda: app.desk.say("x" * 1_000_000))
+        await until(pilot, lambda: app.chat.num_turns == 2 and not app.chat.is_answering)
+        await pilot.press("ctrl+home")
+        assert "996,000 more characters" in str(app.chat.transcript.views[0].render())
+        app.chat.begin_edit(0)
+        assert app.chat.composer.text == "[pasted text 1: 1,000,000 characters]"
+        assert len(app.chat.composer.whole) == 1_000_000
