@@ -26,7 +26,7 @@ ATTRIBUTES = b"\x1b[?64;1;2c"
     [
         (DARK + ATTRIBUTES, "", "(False, '')"),
         (WHITE + ATTRIBUTES, "", "(True, '')"),
-        (b"typed" + WHITE + b"\r" + ATTRIBUTES, "", "(True, 'typed')"),
+        (b"typed" + WHITE + b"\r" + ATTRIBUTES, "", "(True, 'typed\\n')"),
         (ATTRIBUTES, "0;15", "(True, '')"),
         (b"", "15;0", "(False, '')"),
     ],

@@ -31,7 +31,8 @@ class Background:
         """Whether it is light, False where the terminal does not say; and what was typed meanwhile."""
         answer = self._answer()
         typed = _ATTRIBUTES.sub(b"", _COLOUR.sub(b"", answer))
-        kept = "".join(character for character in typed.decode(errors="ignore") if character.isprintable())
+        lines = typed.decode(errors="ignore").replace("\r", "\n")
+        kept = "".join(character for character in lines if character.isprintable() or character == "\n")
         if (found := _COLOUR.search(answer)) is not None:
             red, green, blue = (int(part, 16) / (16 ** len(part) - 1) for part in found.groups())
             return 0.2126 * red + 0.7152 * green + 0.0722 * blue > _LIGHT, kept

@@ -45,6 +45,7 @@ def run_screen(
         from localllm.tui import draft
         from localllm.tui.app import ChatApp, Start
         from localllm.tui.keys import checked_keys, checked_theme
+        from localllm.tui.terminal import read_as_meant
     finally:
         is_light, typed = background.is_light() if background is not None else (False, "")
     keys = checked_keys(resolved)
@@ -62,6 +63,7 @@ def run_screen(
         shows_statistics=flags["stats"],
     )
     gc.set_threshold(*COLLECTOR)
+    read_as_meant()
     app = ChatApp(start, away=front.interrupts.elsewhere)
     front.interrupts.terminal_reset = "" if flags["inline"] else _RESET
     with front.interrupts.stopping(app.leave_soon):

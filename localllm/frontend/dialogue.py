@@ -43,6 +43,9 @@ class Dialogue:
     num_out: int = 0
     has_room: bool = False
 
+    def __post_init__(self) -> None:
+        self._begun_with = self.resolved
+
     @property
     def messages(self) -> list[Message]:
         """All of them, as they were said."""
@@ -107,8 +110,10 @@ class Dialogue:
         return len(text)
 
     def set(self, key: str, text: str) -> object:
-        """Changes a sampling setting; returns its new value. Raises SettingsError for an unknown key or a bad value,
-        UsageError for what is decided before."""
+        """Changes a sampling setting, or with "-" has it as it was at first; returns its new value.
+
+        Raises SettingsError for an unknown key or a bad value, UsageError for what is decided before.
+        """
         if key in ACCEPTED and key not in (*SETTABLE, "model", "system", "theme", "keys"):
             flag = f"--{key.replace('_', '-')}"
             why = f"{key} is decided when a chat begins; /set changes {', '.join(SETTABLE)}"
@@ -117,12 +122,18 @@ class Dialogue:
             )
         if key not in SETTABLE:
             raise unknown_key(key, "/set", SETTABLE, fix="/set lists what can be set")
+        if text.strip() == "-":
+            self.resolved = self.resolved.overlaid(
+                {key: (getattr(self._begun_with.settings, key), self._begun_with.origins[key])}
+            )
+            return getattr(self.resolved.settings, key)
         value = accepted(key, _parsed(key, text), "/set")
         self.resolved = self.resolved.overlaid({key: (value, _SET)})
         return value
 
     def use(self, resolved: ResolvedSettings) -> None:
         """Goes on under another model's settings, and what `set` has changed since the beginning."""
+        self._begun_with = resolved
         changed = [name for name, origin in self.resolved.origins.items() if origin == _SET]
         self.resolved = resolved.overlaid({name: (getattr(self.resolved.settings, name), _SET) for name in changed})
 

@@ -57,9 +57,10 @@ class Answering:
         service: Service,
         ask: Callable[[], Asked],
         show: Callable[[], None],
-        count: Callable[[], None],
+        count: Callable[[int], None],
     ) -> None:
-        """Has a question answered. show: what it did to the conversation; count: what it took of the context.
+        """Has a question answered. show: what it did to the conversation; count: what it took of the context,
+        given the tokens of an answer that is gone on with.
 
         Raises what kept it from being asked (`last` is then None), and the error that ended the answer.
         """
@@ -105,7 +106,7 @@ class Answering:
         asked: Asked,
         answer: Answer,
         hear: Callable[[str], None],
-        count: Callable[[], None],
+        count: Callable[[int], None],
     ) -> Answer:
         """The answer, when it has ended. Raises the error that ended it."""
         hear(asked.said)
@@ -113,7 +114,7 @@ class Answering:
         if self._stops.is_set():
             stream.abort()
         try:
-            count()  # while the prompt is being read
+            count(asked.num_said_ids)  # while the prompt is being read
             follow(stream, answer, hear, self._post)
         finally:
             self._stream = None

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from textual import on
-from textual.app import App, SystemCommand
+from textual.app import SystemCommand
 from textual.binding import Binding
 from textual.message import Message
 from textual.screen import Screen
@@ -26,6 +26,7 @@ from localllm.tui import draft, messages
 from localllm.tui.archive import Archive
 from localllm.tui.commands import COMMANDS
 from localllm.tui.desk import Desk
+from localllm.tui.key_order import KeyOrder
 from localllm.tui.loading import Serve, serve
 from localllm.tui.screens.chat import ChatScreen
 from localllm.tui.screens.chats import ChatsScreen
@@ -63,7 +64,7 @@ class Start:
     shows_statistics: bool = False
 
 
-class ChatApp(App[None]):
+class ChatApp(KeyOrder):
     TITLE = "localllm"
     BINDINGS = [
         Binding("f1", "help", "help", id="app.help"),
@@ -92,6 +93,7 @@ class ChatApp(App[None]):
         self.failure: Exception | None = None
         self.unsent = ""  # what stands in the composer
         self._kept_draft = ""
+        self._first_theme = self.theme
 
     @property
     def keys(self) -> Mapping[str, str]:
@@ -107,6 +109,7 @@ class ChatApp(App[None]):
         self._loop = asyncio.get_running_loop()
         if self._start.theme is not None:
             self.theme = self._start.theme
+        self._first_theme = self.theme
         self.set_keymap(dict(self._start.keys))
         self.push_screen(self.chat)
         self.call_after_refresh(self._begin)
@@ -120,7 +123,7 @@ class ChatApp(App[None]):
         start = self._start
         if start.draft:
             self.chat.composer.write(start.draft)
-        self.desk.do(lambda: self.desk.begin(start.selection, start.resumed, start.system))
+        self.desk.begin_with(start.selection, start.resumed, start.system)
 
     def _hear(self, message: Message) -> None:
         """From the conversation's thread: the chat's handlers take it, whichever screen is shown."""
@@ -238,6 +241,8 @@ class ChatApp(App[None]):
             self.search_themes()
         elif name in self.available_themes:
             self.theme = name
+        elif name == "auto":
+            self.theme = self._first_theme
         else:
             known = ", ".join(sorted(self.available_themes))
             self.chat.post_message(

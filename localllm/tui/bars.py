@@ -20,13 +20,16 @@ def bar(share: float, columns: int, style: str = "$primary") -> Content:
 
 
 def split_bar(parts: Mapping[str, float], columns: int, styles: Mapping[str, str]) -> Content:
-    """Shares of 1 beside each other, each in its style."""
+    """Shares of 1 beside each other, each in its style; a cell for the largest where all of them have none."""
     shown, used, total = Content(), 0, 0.0
     for name, share in parts.items():
         total += share
-        end = min(columns, max(round(total * columns), used + (1 if share > 0 else 0)))
+        end = min(columns, round(total * columns))
         shown += Content.styled(_EIGHTHS[8] * (end - used), styles[name])
         used = end
+    if total > 0 and not used:
+        largest = max(parts, key=lambda name: parts[name])
+        shown, used = Content.styled(_EIGHTHS[8], styles[largest]), 1
     return shown + Content.styled("░" * (columns - used), "$foreground-muted")
 
 

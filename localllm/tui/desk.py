@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from localllm.config import ResolvedSettings, shown_setting
@@ -55,6 +56,7 @@ class Desk:
         self._extra = extra
         self._post = post
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._early: list[Job] | None = []  # what was asked for before the conversation began
         self._dialogue = Dialogue(resolved, resolved.settings.system)
         self._attached: list[tuple[str, int]] = []
         self._sent_with: tuple[list[tuple[str, int]], list[str]] = [], []  # the files of the last question
@@ -95,7 +97,17 @@ class Desk:
 
     def do(self, job: Job) -> None:
         """Has it done after what was asked for before; what it raises is posted."""
-        self._jobs.put(job)
+        if self._early is not None:
+            self._early.append(job)
+        else:
+            self._jobs.put(job)
+
+    def begin_with(self, selection: Selection, resumed: Resumed | None, system: str | None) -> None:
+        """`begin`, before all that was asked for already."""
+        early, self._early = self._early or [], None
+        self.do(lambda: self.begin(selection, resumed, system))
+        for job in early:
+            self.do(job)
 
     def answer(self, job: Job) -> None:
         """Has it done, as `do`; what it asks can be stopped from now on. Settled: it is done, answered or not."""
@@ -454,6 +466,8 @@ class Desk:
     def _reply(self) -> None:
         if self._talk is None:
             self._waits = True
+            if self._loader.service is None:
+                self.warn("there is no model: the question waits until F3 has chosen one")
             return
         self._waits = False
         self._answered(self._talk.ask)
@@ -483,9 +497,12 @@ class Desk:
             self._show()
             self._post(TakenBack(self._typed))
 
-    def _count(self) -> None:
+    def _count(self, num_said: int = 0) -> None:
+        """num_said: tokens of an answer that is gone on with, which is no turn meanwhile."""
         if self._talk is not None:
-            self.usage = self._talk.usage()
+            usage = self._talk.usage()
+            parts = {**usage.parts, "answer": usage.parts.get("answer", 0) + num_said}
+            self.usage = replace(usage, used=usage.used + num_said, parts=parts)
             self._post(Counted(self.usage))
 
 

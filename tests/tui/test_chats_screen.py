@@ -21,6 +21,7 @@ from localllm.tui.app import ChatApp
 from localllm.tui.screens.chats import ChatsScreen
 from localllm.tui.screens.prompt import Prompt
 from localllm.tui.widgets.key_bar import KeyBar
+from localllm.tui.widgets.message_view import MessageView
 from tests.history_support import said
 from tests.tui.support import FakeService, chat_app, running, say, shown, texts, until
 
@@ -179,7 +180,8 @@ async def test_typing_finds_titles_and_messages_and_enter_opens_the_chat_at_the_
         assert [row.message is None for row in screen.chats.rows] == [True, False]
         await pilot.press("down", "enter")
         await until(pilot, lambda: app.screen is app.chat and app.chat.num_turns == 60)
-        await until(pilot, lambda: getattr(app.chat.focused, "index", None) == 7)
+        await until(pilot, lambda: [view.index for view in app.chat.query(".-found").results(MessageView)] == [7])
+        assert app.chat.focused is app.chat.composer  # so that what is typed next is no key of the message
         await until(pilot, lambda: "red lantern" in shown(app))
         await pilot.pause(0.2)
         assert "red lantern" in shown(app)

@@ -210,3 +210,12 @@ async def test_a_file_is_put_before_the_question(tmp_path: Path) -> None:
         assert "(9 characters)" not in shown(app)
         app.chat.take_command("/file /no/such/file")
         await until(pilot, lambda: app.chat.notice.error is not None)
+
+
+async def test_a_folded_paste_is_deleted_as_a_whole() -> None:
+    app = chat_app()
+    async with running(app) as pilot:
+        app.chat.composer.post_message(events.Paste("line\n" * 60))
+        await until(pilot, lambda: app.chat.composer.text == "[pasted text 1: 60 lines]")
+        await pilot.press("backspace")
+        assert app.chat.composer.text == ""

@@ -231,3 +231,73 @@ async def test_a_pipe_is_no_file_and_holds_nothing_up(tmp_path: Path) -> None:
         await until(pilot, lambda: app.chat.notice.error is not None)
         assert "it is no file" in shown(app)
         await say(pilot, "one")
+
+
+async def test_an_answer_that_is_gone_on_with_counts_what_was_said_of_it() -> None:
+    app = chat_app(FakeService([LONG, ["more "] * 200], pause_s=0.01))
+    async with running(app) as pilot:
+        await stopped(pilot, app)
+        full = app.chat.status.usage
+        assert full is not None
+        await pilot.press("f6")
+        await until(pilot, lambda: app.chat.transcript.live is not None)
+        await until(pilot, lambda: app.chat.status.usage is not full)
+        assert app.chat.status.usage is not None
+        assert app.chat.status.usage.parts["answer"] == full.parts["answer"]
+        await pilot.press("escape")
+
+
+async def test_a_setting_is_as_at_first_again() -> None:
+    app = chat_app(temperature=0.5)
+    async with running(app) as pilot:
+        for line in ("/set temperature 1.5", "/set temperature -", "/set max_tokens 5", "/set max_tokens -"):
+            app.chat.take_command(line)
+        await until(pilot, lambda: "max_tokens = -" in shown(app))
+        settings = app.desk._dialogue.resolved.settings
+        assert (settings.temperature, settings.max_tokens) == (0.5, None)
+
+
+async def test_a_question_for_which_there_is_no_model_says_so() -> None:
+    service = FakeService()
+    service.failure = DoesNotFitError("it does not fit", why="512", fix="localllm plan tiny")
+    app = chat_app(service)
+    async with running(app) as pilot:
+        await until(pilot, lambda: app.chat.notice.error is not None)
+        app.chat.composer.write("one")
+        await pilot.press("enter")
+        await until(pilot, lambda: "there is no model: the question waits" in shown(app))
+
+
+async def test_an_editor_that_fails_gives_the_screen_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    from contextlib import contextmanager
+
+    from localllm.tui.app import ChatApp
+
+    is_back = []
+
+    @contextmanager
+    def suspend(_: object):  # type: ignore[no-untyped-def]
+        yield
+        is_back.append(True)  # as textual's own: not where something is raised
+
+    monkeypatch.setenv("VISUAL", "false")
+    monkeypatch.setattr(ChatApp, "suspend", suspend)
+    app = chat_app()
+    async with running(app) as pilot:
+        app.chat.composer.write("mine")
+        await pilot.press("ctrl+g")
+        await until(pilot, lambda: app.chat.notice.error is not None)
+        assert is_back and app.chat.composer.text == "mine"
+
+
+async def test_nothing_says_that_an_answer_is_written_once_it_is_not() -> None:
+    app = chat_app(FakeService([LONG], pause_s=0.004))
+    async with running(app) as pilot:
+        app.chat.composer.write("Go on")
+        await pilot.press("enter")
+        await until(pilot, lambda: app.chat.is_answering and app.chat.transcript.live is not None)
+        await pilot.press("x", "enter")
+        assert "an answer is being written" in shown(app)
+        await pilot.press("escape")
+        await until(pilot, lambda: not app.chat.is_answering)
+        await until(pilot, lambda: "an answer is being written" not in shown(app))

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from localllm.tui.app import ChatApp
     from localllm.tui.desk import Desk, Job
 
+_BUSY = "an answer is being written: esc stops it"
 _LEAVE_S = 3.0  # in which a second Ctrl-C leaves
 _QUIET: Any = {"show": False, "priority": True}  # before the composer, and not among the keys at the bottom
 
@@ -193,9 +194,7 @@ class ChatScreen(Screen[None]):
 
     @on(messages.GoTo)
     async def _on_go_to(self, message: messages.GoTo) -> None:
-        view = await self.transcript.go_to(message.index)
-        if view is not None:
-            view.focus(scroll_visible=False)
+        await self.transcript.go_to(message.index)
 
     @on(messages.AnswerBegan)
     async def _on_began(self, message: messages.AnswerBegan) -> None:
@@ -245,6 +244,7 @@ class ChatScreen(Screen[None]):
     @on(messages.Settled)
     def _on_settled(self) -> None:
         self._is_asked = False
+        self.notice.withdraw(_BUSY)
         self.refresh_bindings()
 
     @on(messages.Counted)
@@ -266,7 +266,7 @@ class ChatScreen(Screen[None]):
         if event.text.startswith("/") and self.writing.editing is None:
             self.take_command(event.text)
         elif self.is_answering:
-            self.notice.note("an answer is being written: esc stops it")
+            self.notice.note(_BUSY)
         else:
             self.notice.close_error()
             question, text = self.writing.take(), event.text.strip()
@@ -283,18 +283,15 @@ class ChatScreen(Screen[None]):
 
     @on(Composer.Edit)
     def _on_edit(self) -> None:
-        composer = self.composer
         try:
             with self.app.suspend(), self.chat_app.away():
-                text = edited(composer.whole)
-        except LocalLLMError as error:
-            self.notice.tell(error)
-            return
+                try:  # inside: the screen comes back by what stands behind the `with`
+                    self.composer.write(edited(self.composer.whole))
+                except LocalLLMError as error:
+                    self.notice.tell(error)
         except SuspendNotSupported:
             why = "it cannot be lent to another program"
             self.notice.tell(LocalLLMError("an editor has no place on this terminal", why=why, fix="localllm chat"))
-            return
-        composer.write(text)
         self.refresh(layout=True)
 
     def take_command(self, line: str) -> None:
@@ -386,7 +383,7 @@ class ChatScreen(Screen[None]):
     def unless_answering(self, job: Job, do: Callable[[Job], None] | None = None) -> None:
         """do: as `desk.do`, the default."""
         if self.is_answering:
-            self.notice.note("an answer is being written: esc stops it")
+            self.notice.note(_BUSY)
         else:
             self.notice.close_error()
             (do or self.desk.do)(job)
@@ -424,7 +421,7 @@ class ChatScreen(Screen[None]):
         while index >= 0 and self._turns[index]["role"] != "user":
             index -= 1
         if index < 0 or self.is_answering:
-            self.notice.note("an answer is being written: esc stops it" if index >= 0 else "there is no question")
+            self.notice.note(_BUSY if index >= 0 else "there is no question")
             return
         self.writing.edit(self._turns[index], content_of(self._turns[index])[0])
 

@@ -68,6 +68,7 @@ class PlanScreen(Screen[None]):
         & #predicted, & #changed { padding: 0 1; }
         & #picture { height: 1fr; padding: 0 1; border-top: solid $border-blurred; }
         & #picture Drawn { margin: 0 0 1 0; }
+        &.-stale #predicted, &.-stale #changed, &.-stale #picture { text-opacity: 50%; }
         &.-wide #body { layout: horizontal; }
         &.-wide #wishes { width: 2fr; max-width: 90; height: 1fr; max-height: 100%; }
         &.-wide #picture { width: 3fr; border-top: none; border-left: solid $border-blurred; }
@@ -167,6 +168,7 @@ class PlanScreen(Screen[None]):
             if self.notice.error is not None:  # of another wish
                 self.notice.clear()
             self._shown = message
+            self.remove_class("-stale")
             self._show(message)
 
     @on(NotPlanned)
@@ -183,6 +185,7 @@ class PlanScreen(Screen[None]):
     @on(Slider.Moved)
     def _on_moved(self) -> None:
         assert self._replanner is not None
+        self.set_class(self.shown_wish != self.wish, "-stale")
         self._replanner.want(self.wish)
 
     def _show(self, message: Replanned) -> None:

@@ -136,6 +136,16 @@ class Composer(TextArea):
     def action_complete(self) -> None:
         self.post_message(self.Complete())
 
+    def action_delete_left(self) -> None:
+        """A folded paste goes as a whole: what is left of its sign would be sent in its place."""
+        row, column = self.cursor_location
+        before = self.document.get_line(row)[:column]
+        fold = next((found for found in _FOLD.finditer(before) if found.end() == column), None)
+        if fold is not None and self.selection.is_empty:
+            self.delete((row, fold.start()), (row, column))
+        else:
+            super().action_delete_left()
+
     def action_cursor_up(self, select: bool = False) -> None:
         if self.is_suggesting and not select:
             self.post_message(self.Step(-1))
@@ -176,7 +186,7 @@ class Composer(TextArea):
         self.insert(text)
 
     def _folded(self, text: str) -> str:
-        lines = text.count("\n") + 1
+        lines = len(text.splitlines())
         self._pasted.append(text)
         size = f"{lines} lines" if lines > _FOLDED_LINES else f"{len(text):,} characters"
         return f"[pasted text {len(self._pasted)}: {size}]"

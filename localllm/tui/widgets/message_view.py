@@ -33,6 +33,7 @@ class MessageView(Widget, can_focus=True):
         border-left: blank;
         & > .meta { color: $text-muted; height: auto; }
         &:focus { border-left: outer $accent; background: $boost; }
+        &.-found { border-left: outer $accent; }
     }
     """
 

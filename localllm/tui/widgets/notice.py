@@ -47,6 +47,13 @@ class Notice(Static):
         self.error = error
         self._draw()
 
+    def withdraw(self, text: str) -> None:
+        """Takes this note away, which is not so any more."""
+        kept = [note for note in self._notes if note.plain != text]
+        if len(kept) < len(self._notes):
+            self._notes = kept
+            self._draw()
+
     def close_error(self) -> None:
         """Notes stay until they go by themselves: a warning is told once."""
         self.error = None

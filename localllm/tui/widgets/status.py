@@ -66,7 +66,8 @@ def growing(usage: ContextUsage, run: Run) -> ContextUsage:
     """While an answer is being written: with its tokens so far. What was the last turn is history."""
     if run.finished is not None or not run.num_tokens:
         return usage
-    return replace(usage, used=usage.used + run.num_tokens, parts={**usage.parts, "answer": run.num_tokens})
+    answer = usage.parts.get("answer", 0) + run.num_tokens
+    return replace(usage, used=usage.used + run.num_tokens, parts={**usage.parts, "answer": answer})
 
 
 def _context(usage: ContextUsage) -> Content:

@@ -177,6 +177,8 @@ class Transcript(Clear, VerticalScroll, can_focus=False):
             await self._window(max(0, index - _FIRST // 2))
         view = next((view for view in self.views if view.index == index), None)
         if view is not None:
+            for other in self.views:
+                other.set_class(other is view, "-found")
             self.release_anchor()
             self.call_after_refresh(self.scroll_to_widget, view, animate=False, top=True, immediate=True)
         return view

@@ -1,0 +1,60 @@
+"""What a terminal sends, read as it is meant: a paste is one paste, whatever escape sequences are in it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+
+from textual._xterm_parser import XTermParser
+from textual.message import Message
+
+_BEGIN, _END = "\x1b[200~", "\x1b[201~"
+_LEAST = 3  # characters of `_BEGIN` that are waited behind: fewer may be the key esc
+_SIGN = "\N{SYMBOL FOR ESCAPE}"
+# As terminals without the newer protocol send them: alt+enter, and shift+enter by xterm's modifyOtherKeys.
+_KEYS = {"\x1b\r": "\x1b[13;3u", "\x1b[27;2;13~": "\x1b[13;2u", "\x1b[27;3;13~": "\x1b[13;3u"}
+
+
+class TerminalParser(XTermParser):
+    """Textual's own takes what follows an ESC in a paste for keys, an enter among them for one that was pressed."""
+
+    def __init__(self, debug: bool = False) -> None:
+        super().__init__(debug)
+        self._is_pasted = False
+        self._held = ""  # the beginning of what may begin or end a paste
+
+    def feed(self, data: str) -> Iterable[Message]:
+        """As the base has it; "" is the end."""
+        text = "".join(self._cleaned(self._held + data)) if data else self._held
+        return super().feed(text) if text or not data else ()
+
+    def _cleaned(self, data: str) -> Iterator[str]:
+        self._held = ""
+        while data:
+            mark = _END if self._is_pasted else _BEGIN
+            before, found, data = data.partition(mark)
+            if not found:
+                held = _overlap(before, mark, 1 if self._is_pasted else _LEAST)
+                before, self._held = before[: len(before) - held], before[len(before) - held :]
+            yield before.replace("\x1b", _SIGN) if self._is_pasted else _known(before)
+            yield found
+            self._is_pasted ^= bool(found)
+
+
+def _overlap(text: str, mark: str, least: int) -> int:
+    """How many characters at the text's end are the mark's beginning; 0 where they are fewer than `least`."""
+    return next((count for count in range(len(mark) - 1, least - 1, -1) if text.endswith(mark[:count])), 0)
+
+
+def _known(text: str) -> str:
+    for sent, meant in _KEYS.items():
+        text = text.replace(sent, meant)
+    return text
+
+
+def read_as_meant() -> None:
+    """Has Textual's drivers, which make their parser themselves, make this one."""
+    if sys.platform != "win32":
+        from textual.drivers import linux_driver, linux_inline_driver
+
+        linux_driver.XTermParser = linux_inline_driver.XTermParser = TerminalParser  # type: ignore[attr-defined]

@@ -1,0 +1,96 @@
+"""What a terminal sends: pastes with escape sequences, keys of old protocols, many keys at once."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from textual import events
+from textual.keys import _character_to_key
+from textual.message import Message
+from textual.widgets import Input
+
+from localllm.tui.app import ChatApp
+from localllm.tui.screens.chats import ChatsScreen
+from localllm.tui.terminal import TerminalParser
+from tests.tui.support import FakeService, chat_app, running, texts, until
+
+BEGIN, END = "\x1b[200~", "\x1b[201~"
+
+
+def parsed(*chunks: str) -> list[Message]:
+    parser = TerminalParser()
+    return [message for chunk in chunks for message in list(parser.feed(chunk))]
+
+
+def told(found: list[Message]) -> list[str]:
+    return [f"paste {each.text}" if isinstance(each, events.Paste) else each.key for each in found]  # type: ignore[attr-defined]
+
+
+@given(st.text(st.sampled_from("a\x1b[;m~\r\n201"), max_size=30), st.lists(st.integers(0, 50), max_size=5))
+def test_a_paste_is_one_paste_however_it_comes(text: str, cuts: list[int]) -> None:
+    text = text.replace(END, "")
+    sent = f"x{BEGIN}{text}{END}y"
+    at = sorted({1 + len(BEGIN) - 3, *(min(len(sent), len(BEGIN) + cut) for cut in cuts)})
+    chunks = [sent[begin:end] for begin, end in zip([0, *at], [*at, len(sent)], strict=True)]
+    pasted = "paste " + text.replace("\x1b", "\N{SYMBOL FOR ESCAPE}")
+    assert told(parsed(*chunks)) == ["x", pasted, "y"]
+
+
+@pytest.mark.parametrize(
+    ("sent", "key"),
+    [
+        ("\x1b\r", "alt+enter"),
+        ("\x1b[27;2;13~", "shift+enter"),
+        ("\x1b[13;2u", "shift+enter"),
+        ("\r", "enter"),
+        ("\x1b[15~", "f5"),
+        ("\x1b[2~", "insert"),
+    ],
+)
+def test_keys_are_what_they_are_called(sent: str, key: str) -> None:
+    assert told(parsed(sent)) == [key]
+
+
+async def press_at_once(app: ChatApp, *keys: str) -> None:
+    for key in keys:
+        character = key if len(key) == 1 else None
+        app.post_message(events.Key(_character_to_key(key) if character else key, character))
+
+
+@pytest.mark.usefixtures("home")
+async def test_keys_that_come_at_once_act_in_their_order() -> None:
+    app = chat_app(FakeService(["A"]))
+    async with running(app) as pilot:
+        await press_at_once(app, *"hello", "enter", *"wor", "ctrl+j", *"ld")
+        await until(pilot, lambda: app.chat.num_turns == 2)
+        assert texts(app)[0] == ("user", "hello") and app.chat.composer.text == "wor\nld"
+
+
+@pytest.mark.usefixtures("home")
+async def test_letters_behind_a_key_that_opens_a_field_are_written_there() -> None:
+    app = chat_app()
+    async with running(app) as pilot:
+        await press_at_once(app, "f4", "slash", *"duck")
+        await until(pilot, lambda: isinstance(app.screen, ChatsScreen) and app.screen.query_one(Input).value == "duck")
+
+
+@pytest.mark.usefixtures("home")
+async def test_a_key_whose_widget_goes_away_holds_no_other_up() -> None:
+    app = chat_app()
+    async with running(app) as pilot:
+        await press_at_once(app, "f1", "escape", "f4", "escape", *"ab")
+        await until(pilot, lambda: app.chat.composer.text == "ab")
+
+
+@pytest.mark.usefixtures("home")
+async def test_what_is_asked_before_the_conversation_has_begun_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ChatApp, "_begin", lambda _: None)
+    app = chat_app(FakeService(["A"]))
+    async with running(app) as pilot:
+        app.chat.composer.write("early")
+        await pilot.press("enter")
+        await pilot.pause(0.2)
+        app.desk.begin_with(app._start.selection, None, None)
+        await until(pilot, lambda: texts(app) == [("user", "early"), ("assistant", "A")])
+        assert app.chat.notice.error is None
