@@ -39,8 +39,9 @@ class Resumed:
         dialogue.turns = [turn for turn, _ in self.turns]
 
 
-def look_up(teller: Teller, word: str) -> Resumed:
-    """The chat that `word` names: an id, the beginning of one, a part of a title, or `last`. Raises HistoryError."""
+def look_up(teller: Teller, word: str, message: int | None = None) -> Resumed:
+    """The chat that `word` names: an id, the beginning of one, a part of a title, or `last`. message: the number of one
+    that is to be among those shown, of another branch maybe. Raises HistoryError."""
     from localllm.history import History, history_file, nothing_is_kept
 
     if nothing_is_kept():
@@ -50,6 +51,8 @@ def look_up(teller: Teller, word: str) -> Resumed:
             teller.warn(moved_text(history.moved_to, history.num_rescued))
         session = history.find(word)
         path = history.path(session)
+        if message is not None and all(each.number != message for each in path):
+            path = history.branch(message) or path
     turns = tuple((message.as_turn, message.number) for message in path)
     return Resumed(session, turns, bool(path) and path[-1].state != "complete")
 
@@ -107,6 +110,20 @@ class Keeper:
         """The id of the kept chat; None where nothing is kept of it (yet)."""
         is_kept = self._session is not None and not (self.is_private or self._is_behind or self._is_removed)
         return self._session.id if self._session is not None and is_kept else None
+
+    def next_wording(self, turn: Mapping[str, Any]) -> tuple[int, int, int]:
+        """Of a question's wordings, or the answers in an answer's place, the next: its number, which of them it is from
+        1 on, how many there are. Raises UsageError where the turn is not kept, HistoryError."""
+        from localllm.history import History
+
+        number = next((number for kept, number in self._kept if kept is turn), None)
+        if number is None or self._path is None or self.session_id is None:
+            fix = "F5 answers anew, e on a question writes it anew"
+            raise UsageError("there is no other", why="this message is not kept", fix=fix)
+        with History.open_to_read(self._path) as history:
+            numbers = history.wordings(number)
+        at = (numbers.index(number) + 1) % len(numbers)
+        return numbers[at], at + 1, len(numbers)
 
     def sync(self, dialogue: Dialogue) -> None:
         """Keeps what was said since, and has the session show what the dialogue does."""

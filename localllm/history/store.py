@@ -281,6 +281,22 @@ class History:
         """The messages that the session shows, in order."""
         return self._path(session.head)
 
+    def branch(self, message: int) -> list[Message]:
+        """What leads to the message, and on from it what was said last."""
+        found = self._path(message)
+        statement = "SELECT * FROM messages WHERE parent = ? ORDER BY number DESC LIMIT 1"
+        while rows := self._database.rows(statement, (found[-1].number,)) if found else []:
+            found.append(_as_message(rows[0]))
+        return found
+
+    def wordings(self, message: int) -> list[int]:
+        """The messages that stand where this one does, it among them, in the order in which they were said."""
+        statement = (
+            "SELECT other.number FROM messages AS other JOIN messages AS one ON other.session = one.session "
+            "AND other.parent IS one.parent WHERE one.number = ? ORDER BY other.number"
+        )
+        return [row["number"] for row in self._database.rows(statement, (message,))]
+
     def tree(self, session: Session) -> list[Message]:
         """Every message of the session, in the order in which they were said."""
         rows = self._database.rows("SELECT * FROM messages WHERE session = ? ORDER BY number", (session.number,))

@@ -36,6 +36,14 @@ class Answering:
     def is_under_way(self) -> bool:
         return self._stream is not None
 
+    @property
+    def cut(self) -> str:
+        """Why the last answer ends where it does; "" where it is whole."""
+        if self.last is None or self.last.finished is None:
+            return "interrupted"
+        reasons = {"cancelled": "stopped", "length": "cut by its length", "error": "ended by an error"}
+        return reasons.get(self.last.finished.finish_reason, "")
+
     def expect(self) -> None:
         """An answer is asked for: what stopped the one before has nothing to do with it."""
         self._stops.clear()

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from localllm.config import ResolvedSettings, shown_setting
 from localllm.errors import BugError, LocalLLMError, UsageError
-from localllm.frontend.answer import Answer
 from localllm.frontend.dialogue import SETTABLE, Dialogue
 from localllm.frontend.exporting import export_chat, write_new
 from localllm.frontend.keeping import Keeper, Resumed, keeper_of, look_up
@@ -235,7 +234,7 @@ class Desk:
 
     def open(self, word: str, message: int | None = None) -> None:
         """Goes on with a kept conversation, by the model that is loaded. message: the number of the one to go to."""
-        resumed = look_up(self, word)
+        resumed = look_up(self, word, message)
         keeper = keeper_of(self, self._chosen, resumed)
         self._kept.catch_up(self._dialogue)
         self._kept.close()
@@ -254,11 +253,17 @@ class Desk:
         if self._talk is not None and (too_long := self._talk.too_long()) is not None:
             self.warn(too_long)
         if message is not None:
-            index = next((index for index, (_, number) in enumerate(resumed.turns) if number == message), None)
-            if index is None:
-                self.note("what was found is in a branch of this chat that is not shown")
-            else:
-                self._post(GoTo(index))
+            self._kept.sync(self._dialogue)  # the branch with it is what the chat shows from now on
+            self._post(GoTo([number for _, number in resumed.turns].index(message)))
+
+    def turn_over(self, turn: Turn) -> None:
+        """Shows another wording of a question, or another answer, with what followed that one."""
+        number, at, count = self._kept.next_wording(turn)
+        if count > 1:
+            self.open(self._kept.session_id or "", number)
+            self.note(f"{at} of {count}")
+        else:
+            self.note("there is no other: F5 answers anew, e on a question writes it anew")
 
     def forget(self, session_id: str) -> None:
         """The session was removed from the history: where it is this one, it goes on without being kept."""
@@ -339,8 +344,7 @@ class Desk:
 
     def tell_settings(self, names: Sequence[str]) -> None:
         settings = self._dialogue.resolved.settings
-        shown = [f"{name} {shown_setting(getattr(settings, name))}" for name in names]
-        self.note(", ".join(shown))
+        self.note(", ".join(f"{name} {shown_setting(getattr(settings, name))}" for name in names))
 
     def tell_all(self) -> None:
         """For `/show`."""
@@ -426,27 +430,24 @@ class Desk:
 
     def _load(self, selection: Selection) -> None:
         """Begins to load, in the place of the model that is there. Raises what can be known at once."""
-        self._loader.begin(selection, self._loaded_or_not)
+        self._loader.begin(selection, lambda service, found: self.do(lambda: self._loaded(service, found)))
         self._selection, self._talk = selection, None
         self.answering.forget_model()
 
-    def _loaded_or_not(self, service: Service, found: Engine | Exception) -> None:
-        if isinstance(found, Exception):
-            self.do(lambda: self._not_loaded(service, found))
-        else:
-            self.do(lambda: self._loaded(service, found))
-
-    def _loaded(self, service: Service, engine: Engine) -> None:
+    def _loaded(self, service: Service, found: Engine | Exception) -> None:
         if service is not self._loader.service:  # another was chosen meanwhile, which has closed this one
             return
         try:
-            talk = Talk(self._chosen.files, engine, self._dialogue, self._kept, self._extra)
-        except LocalLLMError as error:  # it has no template
+            if isinstance(found, Exception):
+                raise found
+            talk = Talk(self._chosen.files, found, self._dialogue, self._kept, self._extra)
+        except Exception as error:  # it cannot be loaded, or has no template
             service.close()
-            self._not_loaded(service, error)
+            self._loader.service = None
+            self._post(ModelFailed(self._told(error)))
             return
         self._talk = talk
-        facts = facts_of(self._chosen.files.name, engine)
+        facts = facts_of(self._chosen.files.name, talk.engine)
         self._post(ModelReady(facts))
         self._count()
         if self._is_another:
@@ -455,11 +456,6 @@ class Desk:
                 self.warn(too_long)
         if self._waits and self._dialogue.is_asked:
             self._reply()
-
-    def _not_loaded(self, service: Service, error: Exception) -> None:
-        if service is self._loader.service:
-            self._loader.service = None
-            self._post(ModelFailed(self._told(error)))
 
     # Answers
 
@@ -481,7 +477,7 @@ class Desk:
         finally:
             turn = self._dialogue.turns[-1] if self._dialogue.turns else None
             is_new = turn is not None and turn["role"] == "assistant" and not any(turn is old for old in before)
-            if turn is not None and is_new and (reason := _cut_of(self.answering.last)):
+            if turn is not None and is_new and (reason := self.answering.cut):
                 self._cut = (turn, reason)
             self._kept.sync(self._dialogue)
             self._show()
@@ -504,11 +500,3 @@ class Desk:
             parts = {**usage.parts, "answer": usage.parts.get("answer", 0) + num_said}
             self.usage = replace(usage, used=usage.used + num_said, parts=parts)
             self._post(Counted(self.usage))
-
-
-def _cut_of(answer: Answer | None) -> str:
-    """Why an answer ends where it does; "" where it is whole."""
-    if answer is None or answer.finished is None:
-        return "interrupted"
-    reasons = {"cancelled": "stopped", "length": "cut by its length", "error": "ended by an error"}
-    return reasons.get(answer.finished.finish_reason, "")

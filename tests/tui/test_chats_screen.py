@@ -194,7 +194,7 @@ async def test_typing_finds_titles_and_messages_and_enter_opens_the_chat_at_the_
         await until(pilot, lambda: "answer 59" in shown(app))
 
 
-async def test_what_is_found_in_a_branch_that_is_not_shown_opens_the_chat_and_says_so() -> None:
+async def test_what_is_found_in_a_branch_that_is_not_shown_is_shown_from_then_on() -> None:
     session = keep("Foxes", "Where?")
     with opened() as history:
         history.append(session, session.head, "assistant", "The lantern one.")
@@ -205,8 +205,10 @@ async def test_what_is_found_in_a_branch_that_is_not_shown_opens_the_chat_and_sa
         await search(pilot, app, "lantern")
         await until(pilot, lambda: "does not show any more" in shown(app))
         await pilot.press("enter")
-        await until(pilot, lambda: app.screen is app.chat and "not shown" in shown(app))
-        assert texts(app)[-1] == ("assistant", "The other one.")
+        await until(pilot, lambda: app.screen is app.chat and texts(app)[-1:] == [("assistant", "The lantern one.")])
+        await say(pilot, "Go on")
+    with opened() as history:
+        assert [text for _, text, _ in said(history, session)][:3] == ["Where?", "The lantern one.", "Go on"]
 
 
 async def test_the_words_that_were_found_are_marked_and_escape_leaves_the_search_before_the_screen() -> None:

@@ -333,3 +333,24 @@ async def test_a_question_of_a_megabyte_on_one_line_is_shown_in_part_and_edited_
         app.chat.begin_edit(0)
         assert app.chat.composer.text == "[pasted text 1: 1,000,000 characters]"
         assert len(app.chat.composer.whole) == 1_000_000
+
+
+async def test_another_wording_and_what_followed_it_are_shown_again() -> None:
+    app = chat_app(FakeService(["A", "B", "C", "D"]))
+    async with running(app) as pilot:
+        await say(pilot, "one")
+        await say(pilot, "two")
+        await pilot.press(*["ctrl+up"] * 4, "e")
+        app.chat.composer.write("one anew")
+        await pilot.press("enter")
+        await until(pilot, lambda: texts(app) == [("user", "one anew"), ("assistant", "C")])
+        await pilot.press("ctrl+up", "ctrl+up", "o")
+        await until(pilot, lambda: [text for _, text in texts(app)] == ["one", "A", "two", "B"])
+        assert "1 of 2" in shown(app)
+        await pilot.press("f5")
+        await until(pilot, lambda: texts(app)[-1] == ("assistant", "D") and not app.chat.is_answering)
+        await pilot.press("ctrl+up", "o")
+        await until(pilot, lambda: texts(app)[-1] == ("assistant", "B"))
+        await pilot.press("ctrl+up", "ctrl+up", "o")
+        await until(pilot, lambda: "there is no other" in shown(app))
+    assert [[text for _, text, _ in chat] for chat in kept()] == [["one", "A", "two", "B"]]

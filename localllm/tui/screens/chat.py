@@ -46,9 +46,11 @@ class ChatScreen(Screen[None]):
         & > #title { height: 1; padding: 0 1; background: $panel; color: $text-muted; }
         &.-low Suggestions, &.-low Composer { max-height: 4; }
         &.-low Notice { max-height: 6; }
+        &.-narrow.-high Status { height: 3; }
     }
     """
     VERTICAL_BREAKPOINTS = [(0, "-low"), (20, "-high")]
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (130, "-wide")]
     BINDINGS = [
         Binding("escape", "stop", "stop", id="chat.stop"),
         Binding("escape", "close", "close", id="chat.close", show=False),
@@ -409,6 +411,10 @@ class ChatScreen(Screen[None]):
                 self.unless_answering(lambda: self.desk.fork(view.index + 1))
             case "edit":
                 self.begin_edit(view.index)
+            case "other" if view.turn is not None:
+                turn = view.turn
+                self.set_focus(self.composer)
+                self.unless_answering(lambda: self.desk.turn_over(turn))
             case "regenerate":
                 self.set_focus(self.composer)
                 if view.index >= len(self._turns) - 2:

@@ -38,7 +38,7 @@ class MessageView(Widget, can_focus=True):
     """
 
     class Wanted(Message):
-        """Something is to be done with the message: "edit", "copy", "fork", "regenerate", "code"."""
+        """Something is to be done with the message: "edit", "copy", "fork", "regenerate", "code", "other"."""
 
         def __init__(self, view: MessageView, what: str) -> None:
             super().__init__()
@@ -50,6 +50,7 @@ class MessageView(Widget, can_focus=True):
         Binding("y", "want('code')", "code", id="message.code"),
         Binding("e", "want('edit')", "edit", id="message.edit"),
         Binding("r", "want('regenerate')", "regenerate", id="message.regenerate"),
+        Binding("o", "want('other')", "other wording", id="message.other"),
         Binding("f", "want('fork')", "fork here", id="message.fork"),
     ]
 

@@ -44,8 +44,8 @@ class Run:
         return (self.num_tokens - 1) / self.elapsed_s if self.num_tokens > 1 and self.elapsed_s > 0 else None
 
 
-def first_line(facts: Facts | None, loading: str, usage: ContextUsage | None, run: Run, columns: int) -> Content:
-    """Model, context and speed, as far as there is room."""
+def model_line(facts: Facts | None, loading: str, usage: ContextUsage | None) -> list[tuple[int, Content]]:
+    """Model and context, each part with its rank: the last go where there is no room."""
     model = Content(loading) if facts is None else Content(one_line(f"{facts.name} {facts.weights}"))
     parts = [(0, model.stylize("bold"))]
     if usage is not None:
@@ -54,12 +54,18 @@ def first_line(facts: Facts | None, loading: str, usage: ContextUsage | None, ru
         style = "$text-error" if share > 0.95 else "$text-warning" if share >= 0.8 else ""
         parts.append((1, Content.styled(f"{min(usage.used, usage.limit):,}/{usage.limit:,}", style)))
         shown = [f"{name} {usage.parts[name]:,}" for name in ("system", "history", "answer") if usage.parts.get(name)]
-        parts.append((6, Content.styled(" ".join(shown), "$foreground-muted")))
+        parts.append((2, Content.styled(" ".join(shown), "$foreground-muted")))
+    return parts
+
+
+def speed_line(run: Run) -> list[tuple[int, Content]]:
+    """How fast it is, or was; as `model_line`."""
+    parts = []
     if (rate := run.tok_s) is not None:
-        parts.append((2, Content(f"{format_figure(rate)} tok/s")))
+        parts.append((1, Content(f"{format_figure(rate)} tok/s")))
     if run.finished is not None:
         parts += _finished(run.finished)
-    return fitting(parts, columns)
+    return parts
 
 
 def growing(usage: ContextUsage, run: Run) -> ContextUsage:
@@ -85,7 +91,7 @@ def _finished(finished: FinishedEvent) -> list[tuple[int, Content]]:
     return parts
 
 
-def second_line(facts: Facts | None, run: Run, columns: int) -> Content:
+def memory_line(facts: Facts | None, run: Run, columns: int) -> Content:
     """Memory by tier, and why it is slow; in short where there is no room for more."""
     if facts is None:
         return Content()
@@ -149,5 +155,8 @@ class Status(Widget):
     def render(self) -> Content:
         columns = self.content_size.width
         usage = None if self.usage is None else growing(self.usage, self.run_now)
-        first = first_line(self.facts, self.model_text, usage, self.run_now, columns)
-        return first + Content("\n") + second_line(self.facts, self.run_now, columns)
+        lines = [model_line(self.facts, self.model_text, usage), speed_line(self.run_now)]
+        if self.size.height < len(lines) + 1:
+            lines = [[*lines[0], *lines[1]]]
+        rows = [fitting(line, columns) for line in lines]
+        return Content("\n").join([*rows, memory_line(self.facts, self.run_now, columns)])
