@@ -219,3 +219,16 @@ async def test_a_folded_paste_is_deleted_as_a_whole() -> None:
         await until(pilot, lambda: app.chat.composer.text == "[pasted text 1: 60 lines]")
         await pilot.press("backspace")
         assert app.chat.composer.text == ""
+
+
+async def test_a_folded_paste_that_waits_is_not_lost_while_another_text_is_looked_for() -> None:
+    app, pasted = chat_app(), "line\n" * 60
+    async with running(app) as pilot:
+        await say(pilot, "one")
+        for keys in (("up",), ("ctrl+r",)):
+            app.chat.composer.post_message(events.Paste(pasted))
+            await until(pilot, lambda: "[pasted text 1: 60 lines]" in app.chat.composer.text)
+            await pilot.press(*keys)
+            await until(pilot, lambda: app.unsent == pasted)
+            await pilot.press(*(["escape"] if keys == ("ctrl+r",) else []), "ctrl+c")
+            assert pasted in app.chat.composer.asked

@@ -77,12 +77,16 @@ class Composer(TextArea):
     @property
     def whole(self) -> str:
         """The text with its folded pastes unfolded."""
+        return self.unfolded(self.text)
+
+    def unfolded(self, text: str) -> str:
+        """A text that was taken from here, before it is emptied, with what was pasted in the place of its signs."""
 
         def paste(match: re.Match[str]) -> str:
             number = int(match[1])
             return self._pasted[number - 1] if 0 < number <= len(self._pasted) else match[0]
 
-        return _FOLD.sub(paste, self.text)
+        return _FOLD.sub(paste, text)
 
     def write(self, text: str) -> None:
         """Replaces what is there; the cursor is at its end. Control characters, which a terminal would obey, go."""
@@ -103,11 +107,12 @@ class Composer(TextArea):
     @property
     def unsent(self) -> str:
         """What is being written, also while what was asked before is looked through."""
-        return self._draft if self._at >= 0 and self.text == self._asked[self._at] else self.whole
+        is_recalled = self._at >= 0 and self.text == self._asked[self._at]
+        return self.unfolded(self._draft) if is_recalled else self.whole
 
     def put_away(self) -> None:
         """Empties it; the arrow up brings it back."""
-        drafts = [self.whole, self._draft] if self._at >= 0 else [self.whole]
+        drafts = [self.whole, self.unfolded(self._draft)] if self._at >= 0 else [self.whole]
         self.remember([*(text for text in drafts if text.strip()), *self._asked])
         self.clear_all()
 

@@ -57,7 +57,7 @@ class Writing(Vertical):
     @property
     def unsent(self) -> str:
         """What is being written."""
-        return self._aside if self._is_finding else self.composer.unsent
+        return self.composer.unfolded(self._aside) if self._is_finding else self.composer.unsent
 
     def attach(self, files: Sequence[tuple[str, int]]) -> None:
         """Names of files that wait for the next question, and their characters."""
