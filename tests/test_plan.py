@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -311,8 +312,9 @@ def test_the_cap_that_keeps_everything_keeps_it_with_the_context_that_is_named_w
 
 
 @pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known_machine: Callable[[Path], None]) -> Path:
     monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path))
+    known_machine(tmp_path)
     return tmp_path
 
 
@@ -393,6 +395,7 @@ def test_the_text_of_a_plan_tells_memory_blocks_speed_and_what_would_help() -> N
 
 
 def test_wishes_are_refused_before_anything_is_measured(own_cache: Path) -> None:
+    (own_cache / "profile.json").unlink()
     with pytest.raises(UsageError):
         plan_model(find_shape("mistral-7b"), None, Wishes(vram=8 << 30, device="cpu"), pytest.fail)
     assert isinstance(find_shape("mistral-7b"), Shape)

@@ -15,10 +15,12 @@ from tests.cli_support import start_cli, write_checkpoint
 
 
 @pytest.fixture
-def own_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known_machine: Callable[[Path], None]) -> Path:
     """The folder of this test's journals."""
-    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "home" / "cache"))
-    return tmp_path / "home" / "cache" / "jobs"
+    cache = tmp_path / "home" / "cache"
+    monkeypatch.setenv("LOCALLLM_CACHE", str(cache))
+    known_machine(cache)
+    return cache / "jobs"
 
 
 @pytest.fixture

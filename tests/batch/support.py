@@ -29,9 +29,9 @@ def batch(model: Path | str, path: Path | str, *arguments: str, stdin: bytes = b
 
 
 def answers(result: Result) -> list[dict[str, Any]]:
-    """The lines of the output without what the clock says."""
+    """The lines of the output without what the clock says, and what it decides: how much is guessed."""
     lines = [json.loads(line) for line in result.out.splitlines()]
-    return [{key: value for key, value in line.items() if key != "timings"} for line in lines]
+    return [{key: value for key, value in line.items() if key not in ("timings", "speculation")} for line in lines]
 
 
 def texts(result: Result) -> list[str]:

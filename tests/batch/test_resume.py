@@ -226,7 +226,6 @@ def test_the_disk_has_an_answer_a_second_after_it_came(monkeypatch: pytest.Monke
 
 
 def test_a_journal_that_cannot_be_kept_is_an_error(model: Path, own_jobs: Path, file: Callable[..., Path]) -> None:
-    own_jobs.parent.mkdir(parents=True)
     own_jobs.write_text("in the way")
     result = batch(model, file("the fox"))
     assert (result.code, result.out, len(result.error_lines)) == (1, b"", 4)

@@ -15,6 +15,7 @@ from localllm.kernels.gpu.attention_merge import new_parts
 from localllm.kernels.gpu.launch import run_all
 from localllm.kernels.kv_page import PAGE_TOKENS
 from tests.gpu.forward_support import LAYER, NAN, Forward, random, write_new
+from tests.thinning import every_other
 
 EVERY_FORMAT = [pytest.param(kv_format, id=name) for name, kv_format in KV_FORMATS.items()]
 SECTION_TOKENS = SECTION_PAGES * PAGE_TOKENS
@@ -75,7 +76,7 @@ def test_a_token_attends_to_its_history(kv_format, length):
 
 
 @pytest.mark.parametrize("kv_format", EVERY_FORMAT)
-@pytest.mark.parametrize(("D", "G"), [(128, 1), (128, 7), (64, 7), (32, 20)])
+@pytest.mark.parametrize(("D", "G"), every_other([(128, 1), (128, 7), (64, 7), (32, 20)]))
 def test_heads_of_any_size_and_number_share_a_key_head(kv_format, D, G):
     check(Forward(kv_format, KH=2, D=D, pasts=[290], counts=[1]), H=2 * G)
 
@@ -98,7 +99,7 @@ def test_dense_pages_of_bf16_are_read_as_they_are(kv_format):
 
 
 @pytest.mark.parametrize("kv_format", EVERY_FORMAT)
-@pytest.mark.parametrize("window", [1, 64, 100, 257])
+@pytest.mark.parametrize("window", every_other([1, 64, 100, 257]))
 def test_a_window_hides_what_lies_before_it(kv_format, window):
     check(Forward(kv_format, KH=1, D=32, pasts=[318, 20], counts=[4, 2], window=window), H=2)
 
@@ -109,7 +110,7 @@ def test_a_softcap_bounds_the_scores(kv_format):
 
 
 @pytest.mark.parametrize("kv_format", EVERY_FORMAT)
-@pytest.mark.parametrize("past", [0, 58, 122, 260])
+@pytest.mark.parametrize("past", every_other([0, 58, 122, 260]))
 @pytest.mark.parametrize("window", [None, 70])
 def test_a_token_of_a_draft_tree_sees_its_ancestors_alone(kv_format, past, window):
     parents = [-1, 0, 0, 1, 2, 2, 4, 3]
@@ -135,7 +136,7 @@ def test_a_prompts_window_hides_what_lies_before_it(kv_format):
 
 
 @pytest.mark.parametrize("kv_format", EVERY_FORMAT)
-@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("window", every_other([100, None]))
 @pytest.mark.usefixtures("products_row_by_row")
 def test_a_row_has_the_same_bits_alone_and_among_others(kv_format, window):
     many = Forward(kv_format, KH=1, D=64, pasts=[40, 270, 600], counts=[3, 9, 1], window=window)

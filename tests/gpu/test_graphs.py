@@ -93,7 +93,9 @@ def logits(runner: ModelRunner, engine: Engine) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("kinds", [("streamed",), ("split", "disk", "resident", "streamed")])
+@pytest.mark.parametrize(
+    "kinds", [pytest.param(("streamed",), marks=pytest.mark.slow), ("split", "disk", "resident", "streamed")]
+)
 def test_blocks_that_are_brought_are_computed_in_graphs_of_their_own(
     kinds: tuple[str, ...], packed: Packed, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from localllm.kernels.gpu.launch import run_all
 from localllm.kernels.gpu.product import Dispatch, _tables, multiply_dequantized
 from localllm.quant.int4 import Int4
 from localllm.quant.int8 import Int8
+from tests.thinning import every_other
 from tools import tune_kernels
 
 TOLERANCE = 1e-6  # of the norm: what fp32 sums of some hundred terms lose
@@ -83,7 +84,9 @@ def test_dot_products_of_bytes_are_the_reference_for_any_shape(
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize(("shape", "rows", "N", "K"), [(Shape(64, 1), 5, 70, 300), (Shape(32, 4), 17, 20, 1100)])
+@pytest.mark.parametrize(
+    ("shape", "rows", "N", "K"), every_other([(Shape(64, 1), 5, 70, 300), (Shape(32, 4), 17, 20, 1100)])
+)
 def test_tensor_cores_give_the_same_bits(weights: str, shape: Shape, rows: int, N: int, K: int) -> None:
     matrix, x = Matrix(N, K, weights), torch.randn(rows, K)
     found = matrix.by_gemm(x, shape)

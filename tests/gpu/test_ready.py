@@ -157,12 +157,10 @@ def test_the_doctor_checks_anew(card: SimpleNamespace) -> None:
     assert check_kernels().status == "ok" and "not used" in check_kernels().detail
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
-    [
-        check.SMALL,
-        pytest.param(replace(check.SMALL, attention=check.ATTENTION, groups=(32, 64, 128)), marks=pytest.mark.slow),
-    ],
+    [check.SMALL, replace(check.SMALL, attention=check.ATTENTION, groups=(32, 64, 128))],
     ids=["one", "all"],
 )
 def test_every_kernel_is_right_in_the_interpreter(sizes: check.Sizes) -> None:

@@ -16,6 +16,7 @@ from localllm.kernels.kv_page import NOT_FINITE, PAGE_TOKENS, PageLayout
 from localllm.layers.norm import RMSNorm
 from localllm.layers.rotary import rotate
 from tests.gpu.forward_support import LAYER, NAN, Forward, random, write_new
+from tests.thinning import every_other
 
 EVERY_FORMAT = [pytest.param(kv_format, id=name) for name, kv_format in KV_FORMATS.items()]
 CODED_FORMATS = EVERY_FORMAT[1:]
@@ -89,7 +90,7 @@ def check_codes(coded: PageLayout, mine: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("kv_format", EVERY_FORMAT)
-@pytest.mark.parametrize(("D", "rotary_dim"), [(64, 64), (128, 128), (96, 48), (256, 64), (32, 0)])
+@pytest.mark.parametrize(("D", "rotary_dim"), every_other([(64, 64), (128, 128), (96, 48), (256, 64), (32, 0)]))
 def test_tokens_of_every_kind_of_page_are_written(kv_format, D, rotary_dim):
     forward = Forward(kv_format, KH=2, D=D, pasts=[0, 62, 130], counts=[1, 4, 3], padding=2)
     check(forward, 3, rope_of(D, rotary_dim))

@@ -25,6 +25,7 @@ from localllm.layers.batch import Batch, Draw
 from localllm.models.decoder import Decoder
 from localllm.models.gpu_step import Drawn, GpuStep
 from tests.checkpoints import FAMILIES, write_checkpoint
+from tests.thinning import thinned
 
 EXACT = 2e-5  # of the norm, in fp32
 
@@ -84,15 +85,10 @@ def engine(llama: Path) -> Iterator[Engine]:
 
 
 # Others differ from these in what comes before the kernels: the frequencies of RoPE, or which layers have windows.
-OF_THEIR_OWN = {
-    "llama-biases-tied", "qwen3", "phi3-partial-rotary", "phi3-longrope", "gemma3-scaled-and-capped", "olmo2",
-    "llama-one-kv-head-odd-sizes",
-}  # fmt: skip
+OF_THEIR_OWN = {"phi3-partial-rotary", "gemma3-scaled-and-capped", "llama-one-kv-head-odd-sizes"}
 
 
-@pytest.mark.parametrize(
-    "family", [name if name in OF_THEIR_OWN else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
-)
+@pytest.mark.parametrize("family", thinned(FAMILIES, OF_THEIR_OWN.__contains__))
 def test_every_family_is_computed_as_operators_do(family: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, family)
     engine = Engine.load(tmp_path, device="cpu", dtype="fp32")
@@ -112,7 +108,8 @@ def test_packed_weights_and_coded_pages_are_computed_as_the_cpu_does(weights: st
     assert error(behind(engine, token_ids, 126, [4, 1]), expected) < 0.02  # a code falls on a step's other side
 
 
-@pytest.mark.parametrize("weights", [pytest.param("bf16", marks=pytest.mark.slow), "int8"])
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["bf16", "int8"])
 def test_a_model_in_bf16_is_computed_as_operators_do(weights: str, llama: Path) -> None:
     """Also a prompt whose matrices the library multiplies, in bf16. The interpreter rounds bf16 towards zero."""
     engine = Engine.load(llama, device="cpu", dtype="bf16", weights=weights)
@@ -200,6 +197,7 @@ def test_an_engine_draws_the_tokens_that_the_host_would_draw(engine: Engine, lla
     assert texts(engine, [wish], [ids(5)]) == texts(host, [wish], [ids(5)])
 
 
+@pytest.mark.slow
 def test_requests_that_come_and_go_do_not_change_each_others_tokens(engine: Engine) -> None:
     """Steps that were begun ahead are dropped where a prompt, or the end of another answer, comes between."""
     wishes, prompts = [sampling(0, 2), sampling(0, 5), sampling(0.9, 3)], [ids(n, seed=n) for n in (3, 17, 6)]

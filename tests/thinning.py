@@ -1,0 +1,22 @@
+"""Which of many cases of a test run each time: siblings that hardly fail alone run with the slow tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+
+def thinned(cases: Iterable[Any], runs: Callable[[Any], bool]) -> list[Any]:
+    """All cases, a tuple being one of several parameters; slow where `runs` says no."""
+    return [case if runs(case) else _slow(case) for case in cases]
+
+
+def every_other(cases: Iterable[Any]) -> list[Any]:
+    """All cases, every second of them slow."""
+    return [case if number % 2 == 0 else _slow(case) for number, case in enumerate(cases)]
+
+
+def _slow(case: Any) -> Any:
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
