@@ -10,7 +10,6 @@ import difflib
 import math
 import os
 import re
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,11 +17,11 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from localllm.errors import SettingsError
+from localllm.toml_file import TomlFile
 
 ENVIRONMENT_PREFIX = "LOCALLLM_"
 # Not settings: the folder of all user files, the folder of what can be made again, and the test suite's data.
 OTHER_VARIABLES = frozenset({"LOCALLLM_HOME", "LOCALLLM_CACHE", "LOCALLLM_TEST_DATA"})
-TOML_LIMIT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -345,8 +344,18 @@ def _from_file(path: Path) -> dict[str, tuple[Any, Origin]]:
         where = file.where(key)
         if key not in ACCEPTED:
             raise unknown_key(key, where, ACCEPTED)
+        if ACCEPTED[key].kind == "table" and isinstance(value, dict):
+            value = _flat(value)
         values[key] = (accepted(key, value, where), Origin("file", where))
     return values
+
+
+def _flat(table: Mapping[str, Any], front: str = "") -> dict[str, Any]:
+    """Names with points are tables in tables to TOML, where nobody quotes them."""
+    found: dict[str, Any] = {}
+    for name, value in table.items():
+        found |= _flat(value, f"{front}{name}.") if isinstance(value, dict) else {front + name: value}
+    return found
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, Origin]]:
@@ -441,69 +450,3 @@ def unknown_key(key: str, where: str, known: Sequence[str] | Mapping[str, Any], 
         why=f"the nearest is {nearest!r}; known are {', '.join(sorted(known))}",
         fix=fix or f"write {nearest!r} there, or delete the line",
     )
-
-
-@dataclass(frozen=True)
-class TomlFile:
-    """A parsed TOML file that can still say on which line a key stands."""
-
-    path: Path
-    text: str
-    data: Mapping[str, Any]
-
-    @classmethod
-    def read(cls, path: Path) -> TomlFile:
-        """The file's content; empty where there is no file. Raises SettingsError where it is unreadable or not TOML."""
-        try:
-            with path.open("rb") as file:
-                raw = file.read(TOML_LIMIT_BYTES + 1)
-        except FileNotFoundError:
-            return cls(path, "", {})
-        except (OSError, ValueError) as error:
-            raise SettingsError(f"{path} cannot be read", why=str(error), fix=f"ls -l {path}") from None
-        if len(raw) > TOML_LIMIT_BYTES:
-            raise SettingsError(f"{path} is too large", why=f"more than {TOML_LIMIT_BYTES} bytes", fix=f"ls -l {path}")
-        try:
-            text = raw.decode()
-            return cls(path, text, tomllib.loads(text))
-        except UnicodeDecodeError as error:
-            line = raw[: error.start].count(b"\n") + 1
-            raise SettingsError(
-                f"{path}:{line} is not UTF-8", why=str(error), fix=f"mend line {line} of {path}"
-            ) from None
-        except (tomllib.TOMLDecodeError, RecursionError) as error:
-            raise SettingsError(f"{path} is not TOML", why=str(error), fix=f"mend that line of {path}") from None
-
-    def where(self, *keys: str | int) -> str:
-        """`path:line` of the key at `keys`, or `path` where no line can be named."""
-        line = self._line(keys)
-        return f"{self.path}:{line}" if line else str(self.path)
-
-    def _line(self, keys: Sequence[str | int]) -> int | None:
-        # tomllib keeps no positions. The first prefix of the file that parses and holds the key ends on the key's line;
-        # only lines that spell the key are tried.
-        spelled = next((key for key in reversed(keys) if isinstance(key, str)), "")
-        lines = self.text.split("\n")
-        candidate = None
-        for number, line in enumerate(lines, 1):
-            if spelled not in line:
-                continue
-            candidate = candidate or number  # a value of several lines: no prefix that ends here parses
-            try:
-                prefix = tomllib.loads("\n".join(lines[:number]))
-            except tomllib.TOMLDecodeError:
-                continue
-            if _contains(prefix, keys):
-                return number
-        return candidate
-
-
-def _contains(data: Any, keys: Sequence[str | int]) -> bool:
-    for key in keys:
-        if isinstance(key, int):
-            if not isinstance(data, list) or key >= len(data):
-                return False
-        elif not isinstance(data, dict) or key not in data:
-            return False
-        data = data[key]
-    return True

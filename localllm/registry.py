@@ -19,12 +19,12 @@ from localllm.config import (
     Accepts,
     Origin,
     ResolvedSettings,
-    TomlFile,
     accepted,
     unknown_key,
     user_directories,
 )
 from localllm.errors import CheckpointError, SettingsError
+from localllm.toml_file import TomlFile
 
 BUILT_IN = "tiny"  # in the package: an entry with no repository
 

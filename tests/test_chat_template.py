@@ -421,6 +421,12 @@ def test_a_malformed_messages_file_is_a_usage_error(text: str) -> None:
         parse_messages_file(text)
 
 
+def test_an_export_of_chats_is_told_from_messages() -> None:
+    with pytest.raises(UsageError) as error:
+        parse_messages_file('{"format": "localllm-chats", "format_version": 1, "sessions": []}')
+    assert "localllm sessions import" in error.value.fix
+
+
 @pytest.mark.parametrize("item", ['{"role":"user","content":""},', "{},", "[],", "0,"])
 def test_millions_of_values_are_refused_before_they_are_parsed(item: str) -> None:
     text = "[" + item * ((15 << 20) // len(item)) + "{}]"

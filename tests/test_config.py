@@ -16,7 +16,6 @@ from localllm.config import (
     OTHER_VARIABLES,
     Origin,
     Settings,
-    TomlFile,
     format_figure,
     load_settings,
     parse_bytes,
@@ -24,6 +23,7 @@ from localllm.config import (
 )
 from localllm.engine.request import SamplingParams
 from localllm.errors import SettingsError, UsageError
+from localllm.toml_file import TomlFile
 
 REPOSITORY = Path(__file__).parent.parent
 VALUES = {

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -374,6 +376,21 @@ def test_the_service_aborts_a_stream(service: EngineService) -> None:
         events.append(event)
         stream.abort()
     assert last(events).finish_reason == "cancelled"
+
+
+def test_a_closed_service_keeps_neither_its_engine_nor_the_service_before(service: EngineService) -> None:
+    before = weakref.ref(service.wait_loaded())
+
+    def load() -> Engine:
+        service.close()
+        raise UsageError("no other one")
+
+    with pytest.raises(UsageError):
+        EngineService(load).wait_loaded()
+    with pytest.raises(LocalLLMError, match="closed"):
+        service.submit(Request(ids("hello")))
+    gc.collect()
+    assert before() is None
 
 
 def test_the_service_passes_on_what_stopped_the_load() -> None:

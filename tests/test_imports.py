@@ -67,6 +67,7 @@ def test_completion_of_a_models_name_loads_nothing_heavy(tmp_path: Path) -> None
         "localllm.history",
         "localllm.registry",
         "localllm.config",
+        "localllm.toml_file",
         "localllm.errors",
         "localllm.engine.request",
         "localllm.engine.events",

@@ -283,7 +283,7 @@ class Chat:
             files, session_id = self._selection.files, self._keeper.session_id
             return print_answer(self._front, files, stream, asked.request, printing, hear, session_id)
 
-        answer = self._talk.answer(show)
+        answer = self._talk.answer(asked, show)
         self._last = answer
         self._why_missed = partial(explained, answer.finished, printing) if answer.finished is not None else None
         fullness = self._talk.fullness(answer.finished) if answer.finished is not None else None

@@ -233,6 +233,7 @@ def as_chat_input(data: object) -> ChatInput:
     if "messages" not in data:
         why = f"its keys: {', '.join(map(repr, data))[:200]}"
         fix = "a single message goes into an array: [{...}]" if "role" in data else ""
+        fix = "localllm sessions import FILE, which is for exported chats" if "sessions" in data else fix
         raise UsageError("the messages file has no messages", why=why, fix=fix)
     generation = data.pop("add_generation_prompt", None)
     if generation is not None and not isinstance(generation, bool):

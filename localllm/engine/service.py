@@ -49,7 +49,7 @@ class EngineService:
     """Loads an engine on its own thread and steps it there while there is work."""
 
     def __init__(self, load: Callable[[], Engine]) -> None:
-        self._load = load
+        self._load: Callable[[], Engine] | None = load
         self._engine: Engine | None = None
         self._failure: BaseException | None = None
         self._loaded = threading.Event()
@@ -61,7 +61,10 @@ class EngineService:
         self._thread.start()
 
     def wait_loaded(self, timeout_s: float | None = None) -> Engine | None:
-        """The engine once it is loaded, None if that takes longer than `timeout_s`. Raises what stopped the load."""
+        """The engine once it is loaded; None if that takes longer than `timeout_s`, or the service is closed.
+
+        Raises what stopped the load.
+        """
         if not self._loaded.wait(timeout_s):
             return None
         if self._failure is not None:
@@ -71,9 +74,8 @@ class EngineService:
     def submit(self, request: Request, inbox: Inbox | None = None) -> RequestStream:
         """Queue a request; `inbox` is as in `RequestStream`. Raises ContextOverflowError or UsageError at once."""
         engine = self.wait_loaded()
-        assert engine is not None
         with self._lock:  # the device thread must not dispatch an event before its stream is known
-            if self._ended:
+            if self._ended or engine is None:
                 raise self._failure or LocalLLMError("the engine has been closed", fix="load it again")
             request_id = engine.submit(request)
             stream = RequestStream(request_id, self._abort, inbox)
@@ -92,17 +94,21 @@ class EngineService:
         self._thread.join(timeout_s)
 
     def _abort(self, request_id: int) -> None:
-        if self._engine is not None:
-            self._engine.abort(request_id)
+        engine = self._engine
+        if engine is not None:
+            engine.abort(request_id)
         self._wake.set()
 
     def _run(self) -> None:
+        load, self._load = self._load, None  # it may hold the service before, and that its engine
+        assert load is not None
         try:
-            self._engine = self._load()
+            self._engine = load()
         except BaseException as error:
             self._failure = error
             return
         finally:
+            del load
             self._loaded.set()
         try:
             with closing(self._engine):
@@ -112,6 +118,8 @@ class EngineService:
                 self._failure, self._ended = error, True
                 for stream in self._streams.values():
                     stream.events.put(error)
+        finally:
+            self._engine = None  # it is closed; who keeps the service keeps no more than that
 
     def _serve(self, engine: Engine) -> None:
         while not (self._ended and not engine.has_work):

@@ -27,11 +27,13 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Resumed:
-    """A chat of the history that is gone on with: what it shows, each message with its number there."""
+    """A chat of the history that is gone on with: what it shows, each message with its number there. thinking: of these
+    messages, the answers that begin in a thought."""
 
     session: Session
     turns: tuple[tuple[Message, int], ...]
     is_cut: bool  # its last message is an answer that did not end
+    thinking: tuple[Message, ...] = ()
 
     def restore(self, dialogue: Dialogue, system: str | None) -> None:
         """Puts what was said into an empty dialogue; `system`: the message that was typed in the place of its own."""
@@ -54,7 +56,8 @@ def look_up(teller: Teller, word: str, message: int | None = None) -> Resumed:
         if message is not None and all(each.number != message for each in path):
             path = history.branch(message) or path
     turns = tuple((message.as_turn, message.number) for message in path)
-    return Resumed(session, turns, bool(path) and path[-1].state != "complete")
+    thinking = tuple(turn for (turn, _), message in zip(turns, path, strict=True) if message.begins_in_thought)
+    return Resumed(session, turns, bool(path) and path[-1].state != "complete", thinking)
 
 
 def keeper_of(teller: Teller, selection: Selection, resumed: Resumed | None, *, keeps: bool = True) -> Keeper:
@@ -79,7 +82,10 @@ class Keeper:
         self._history: History | None = None
         self._session: Session | None = resumed.session if resumed else None
         self._kept: list[tuple[Message, int]] = list(resumed.turns) if resumed else []
+        self._head = resumed.session.head if resumed else None  # as this one has left it
+        self._is_alone = True  # nobody else was seen to go on with it
         self._recording: Recording | None = None
+        self._known: dict[str, Any] = {}  # of the answer that is being written
         self._title: str | None = None
         self._ends: list[tuple[Message, State, Mapping[str, Any]]] = []  # of answers, how each did
         self._identity: os.stat_result | None = None  # of the file, the last time
@@ -134,14 +140,17 @@ class Keeper:
         if self._is_behind:
             self.sync(dialogue)
 
-    def begin_answer(self) -> None:
-        """What is heard from now on is the answer to the last message that was kept."""
+    def begin_answer(self, *, is_thinking: bool = False) -> None:
+        """What is heard from now on is the answer to the last message that was kept. is_thinking: it begins in a
+        thought."""
         from localllm.history import Recording
+        from localllm.history.records import IN_THOUGHT
 
         self._recording = None
+        self._known = {IN_THOUGHT: True} if is_thinking else {}
         self._is_gone_on_with = True
         if self._history is not None and self._session is not None and self._kept and self.session_id is not None:
-            self._recording = Recording(self._history, self._session, self._kept[-1][1], self._model)
+            self._recording = Recording(self._history, self._session, self._kept[-1][1], self._model, self._known)
 
     def hear(self, text: str) -> None:
         """Takes a piece of the answer in; tells of nothing, which would stand in the middle of it."""
@@ -154,9 +163,10 @@ class Keeper:
 
         recording, self._recording = self._recording, None
         state: State = "complete" if answer is not None and _is_whole(answer) else "interrupted"
-        self._ends.append((dialogue.turns[-1], state, _facts(answer)))
+        self._ends.append((dialogue.turns[-1], state, {**self._known, **_facts(answer)}))
         if recording is not None:
             recording.finish(state, _facts(answer))
+            self._head = self._head if recording.message is None else recording.message
             if recording.message is not None and recording.error is None:
                 self._kept.append((dialogue.turns[-1], recording.message))
             elif recording.error is not None and not isinstance(recording.error, GoneError):  # that `sync` meets, too
@@ -175,6 +185,7 @@ class Keeper:
         """What is said next begins another chat."""
         self._session, self._kept, self._title = None, [], None
         self._ends.clear()
+        self._is_alone = True
         self._is_own = self._is_gone_on_with = True
         self._is_removed = False
 
@@ -219,6 +230,7 @@ class Keeper:
         with history.together():
             title = self.title_for(dialogue)
             session = self._session and history.refresh(self._session)
+            is_moved = session is not None and session.head != self._head
             session = session or history.begin(self._title or title, self._model, dialogue.system)
             for turn in turns[same:]:
                 content, fields = content_of(turn)
@@ -242,7 +254,13 @@ class Keeper:
             if told != (session.title, session.model, session.system):
                 history.update(session, title=told[0], model=told[1], system=told[2])
             session = history.refresh(session)
-        self._session, self._kept = session, kept
+        self._session, self._kept, self._head = session, kept, head
+        if is_moved and self._is_alone:
+            self._is_alone = False
+            self._teller.warn(
+                "this chat was gone on with elsewhere, in another window maybe: what is said here is a branch beside "
+                "that, and what the chat shows now"
+            )
 
     def _same(self, dialogue: Dialogue) -> int:
         """How many turns of the dialogue are kept as they are."""
@@ -257,7 +275,7 @@ class Keeper:
             return None
         copy = history.fork(self._session, self._kept[-1][1])
         path = history.path(copy)
-        self._session = copy
+        self._session, self._head = copy, copy.head
         self._kept = [(turn, message.number) for turn, message in zip(dialogue.turns, path, strict=True)]
         return copy.id
 
@@ -306,9 +324,16 @@ class Keeper:
             self._teller.warn(f"this chat goes on, but is not kept: {error.what} ({error.why}); {error.fix}")
 
 
-def kept_answer(dialogue: Dialogue, keeper: Keeper, answer: Callable[[Callable[[str], None]], Answer]) -> Answer:
+def kept_answer(
+    dialogue: Dialogue,
+    keeper: Keeper,
+    answer: Callable[[Callable[[str], None]], Answer],
+    *,
+    is_thinking: bool = False,
+) -> Answer:
     """The answer to the dialogue's last question. Keeps both: the question before the model begins, and of what
-    `answer` brings about each text as soon as the function that it is given has heard it.
+    `answer` brings about each text as soon as the function that it is given has heard it. is_thinking: it begins in a
+    thought.
 
     Raises the error that ended it; what was said by then stays, and a question of which nothing was said is taken back.
     """
@@ -320,7 +345,7 @@ def kept_answer(dialogue: Dialogue, keeper: Keeper, answer: Callable[[Callable[[
 
     try:
         keeper.sync(dialogue)
-        keeper.begin_answer()
+        keeper.begin_answer(is_thinking=is_thinking)
         found = answer(hear)
     except BaseException as error:  # the reader of a pipe that is gone, too
         if any(said):

@@ -28,6 +28,7 @@ from localllm.frontend.dialogue import Dialogue, Message, joined
 from localllm.frontend.keeping import Keeper, kept_answer
 from localllm.frontend.miss import NEW, Explanation, explain
 from localllm.frontend.selection import Selection
+from localllm.frontend.thinking import opens_thought
 
 if TYPE_CHECKING:
     from localllm.cache.miss import CacheMiss
@@ -38,18 +39,21 @@ if TYPE_CHECKING:
     from localllm.hub import ModelFiles
 
 _SWITCH = "/set overflow"  # what a policy is chosen with in a chat
+_ENDING_IDS = 12  # of a prompt, in which a template opens a thought
 
 
 @dataclass(frozen=True)
 class Asked:
     """A question on its way. evicted: what left the context for it. explain: why its prompt was not found whole. said:
-    the beginning of the answer, which is gone on with: the last num_said_ids of the prompt."""
+    the beginning of the answer, which is gone on with: the last num_said_ids of the prompt. is_thinking: the answer
+    begins in a thought, which the template has opened."""
 
     request: Request
     evicted: Evicted
     explain: Callable[[CacheMiss], Explanation]
     said: str = ""
     num_said_ids: int = 0
+    is_thinking: bool = False
 
     def told_of_cache(self, finished: FinishedEvent) -> str:
         """How much of the prompt was found among what was computed before, and why not more."""
@@ -84,6 +88,11 @@ class Talk:
     def policy(self) -> str:
         """The setting `overflow`."""
         return self.dialogue.resolved.settings.overflow
+
+    @property
+    def _policy_now(self) -> str:
+        """The policy, as far as the model goes along: a context as long as it can be grows no more."""
+        return "stop" if self.policy == "grow" and not can_be_longer(self.engine) else self.policy
 
     def ask(self) -> Asked:
         """The last question, with what was said before it.
@@ -127,12 +136,14 @@ class Talk:
         dialogue.leave(fitted.floor)
         given = ChatInput(joined(without(dialogue.messages, fitted.floor)))
         why = partial(explain, self.engine, given, request.prompt_ids, num_out=fitted.floor)
-        return Asked(request, fitted.evicted, why, said, len(tail))
+        in_front = request.prompt_ids[: len(request.prompt_ids) - len(tail)]
+        ending = self.engine.tokenizer.decode(list(in_front[-_ENDING_IDS:]), skip_special=False)
+        return Asked(request, fitted.evicted, why, said, len(tail), opens_thought(ending))
 
-    def answer(self, show: Callable[[Callable[[str], None]], Answer]) -> Answer:
+    def answer(self, asked: Asked, show: Callable[[Callable[[str], None]], Answer]) -> Answer:
         """The answer that `show` brings about, kept as `kept_answer` has it. Raises the error that ended it."""
         try:
-            return kept_answer(self.dialogue, self.keeper, show)
+            return kept_answer(self.dialogue, self.keeper, show, is_thinking=asked.is_thinking)
         except ContextOverflowError as error:  # it could not grow
             offer_policies(error, ["evict"], _SWITCH)
             raise
@@ -141,14 +152,18 @@ class Talk:
         """What is to be told after an answer, if anything is."""
         if finished.ctx is None:
             return None
-        is_longest = not can_be_longer(self.engine)
-        policy = "stop" if self.policy == "grow" and is_longest else self.policy
+        policy = self._policy_now
         note = self._meter.note(context_used(finished), finished.ctx, policy)
         if is_cut_by_context(finished, finished.ctx):
-            larger = "" if is_longest else ", or start with a larger --ctx"
+            larger = ", or start with a larger --ctx" if can_be_longer(self.engine) else ""
             remedy = f"{REMEDIES['stop']}{larger}" if policy == "stop" else REMEDIES[policy]
             return Fullness(f"the context of {finished.ctx} tokens is full: {remedy}", is_full=True)
         return None if note is None else Fullness(note, is_full=False)
+
+    def has_room_behind(self, finished: FinishedEvent) -> bool:
+        """Whether an answer that ended so can be gone on with."""
+        is_full = finished.ctx is not None and is_cut_by_context(finished, finished.ctx)
+        return not is_full or self._policy_now != "stop"
 
     def usage(self) -> ContextUsage:
         """Who has how much of the context now."""
@@ -168,10 +183,9 @@ class Talk:
     def too_long(self) -> str | None:
         """What is to be told of a conversation that has no room for another question: one that began elsewhere."""
         usage = self.usage()
-        if usage.used < usage.limit or (self.policy == "grow" and can_be_longer(self.engine)):
+        if usage.used < usage.limit or self._policy_now == "grow":
             return None
-        remedy = REMEDIES["stop" if self.policy == "grow" else self.policy]
-        return f"this chat has {usage.used:,} tokens, the context {usage.limit:,}: {remedy}"
+        return f"this chat has {usage.used:,} tokens, the context {usage.limit:,}: {REMEDIES[self._policy_now]}"
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """The ids of a prompt."""

@@ -10,9 +10,10 @@ def opens_thought(prompt: str) -> bool:
     return prompt.rstrip().endswith(tuple(_MARKS))
 
 
-def split(text: str) -> tuple[str, str]:
-    """(thought, answer) of a whole answer, also of one whose opening mark stood in the prompt."""
-    splitter = Splitter(is_thinking=_is_closed_only(text))
+def split(text: str, *, is_thinking: bool = False) -> tuple[str, str]:
+    """(thought, answer) of a whole answer, also of one whose opening mark stood in the prompt. is_thinking: it is known
+    that it did, which cannot be seen where the thought was interrupted."""
+    splitter = Splitter(is_thinking=is_thinking or _is_closed_only(text))
     parts = [*splitter.feed(text), *splitter.end()]
     return tuple("".join(part for is_thought, part in parts if is_thought is which) for which in (True, False))  # type: ignore[return-value]
 

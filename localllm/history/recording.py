@@ -22,7 +22,7 @@ _ENDS = frozenset(".!?…\n。！？")
 class Recording:
     """One answer behind the message `parent`. What the history refuses is kept in `error`; nothing is raised.
 
-    message: its number, None until something was said. clock: seconds, never set back.
+    message: its number, None until something was said. facts: known before. clock: seconds, never set back.
     """
 
     def __init__(
@@ -31,6 +31,7 @@ class Recording:
         session: Session,
         parent: int | None,
         model: str | None,
+        facts: Mapping[str, Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.message: int | None = None
@@ -39,6 +40,7 @@ class Recording:
         self._session = session
         self._parent = parent
         self._model = model
+        self._facts = facts or {}
         self._clock = clock
         self._parts: list[str] = []
         self._written_at = -math.inf
@@ -57,9 +59,9 @@ class Recording:
             self._attempt(self._write)
 
     def finish(self, state: State, facts: Mapping[str, Any]) -> None:
-        """The answer has ended; the disk has it when this returns, unless there is an `error`."""
+        """The answer has ended; the disk has it when this returns, unless there is an `error`. facts: more of them."""
         if self.error is None:
-            self._attempt(lambda: self._finish(state, facts))
+            self._attempt(lambda: self._finish(state, {**self._facts, **facts}))
 
     def _attempt(self, write: Callable[[], None]) -> None:
         try:
@@ -71,7 +73,7 @@ class Recording:
     def _write(self) -> None:
         try:
             if self.message is None:
-                self.message = self._append("writing", {})
+                self.message = self._append("writing", self._facts)
             else:
                 self._history.write(self.message, self.text)
         except BusyError:  # the next sentence brings this one along

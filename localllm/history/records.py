@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeGuard
 State = Literal["writing", "complete", "interrupted"]
 TITLE_CHARACTERS = 60
 PINNED = "pinned"  # among a session's facts
+IN_THOUGHT = "begins_in_thought"  # among a message's
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,11 @@ class Message:
     created: float
     fields: Mapping[str, Any] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def begins_in_thought(self) -> bool:
+        """Whether the prompt had opened a thought already, of which the content then has at most the end."""
+        return self.facts.get(IN_THOUGHT) is True
 
     @property
     def as_turn(self) -> dict[str, Any]:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from localllm.frontend.answer import Answer
 from localllm.frontend.context import evicted_text
+from localllm.frontend.keeping import Resumed
 from localllm.frontend.talk import Asked, Talk
-from localllm.frontend.thinking import opens_thought
 from localllm.tui.facts import facts_of
 from localllm.tui.following import follow
 from localllm.tui.loading import Post, Service
-from localllm.tui.messages import AnswerBegan, AnswerEnded, ModelReady, Told
+from localllm.tui.messages import AnswerBegan, AnswerEnded, ModelReady, Told, Turn
 
 if TYPE_CHECKING:
     from localllm.engine.service import RequestStream
 
-_TAIL_IDS = 12  # of a prompt, in which a template opens a thought
+_GO_ON = "F6 goes on, F5 answers anew"
+_INTERRUPTED = f"interrupted: {_GO_ON}"
 
 
 class Answering:
@@ -29,6 +30,8 @@ class Answering:
         self._stream: RequestStream | None = None
         self._stops = threading.Event()
         self._asked: Asked | None = None
+        self._thinking: list[Turn] = []  # answers that begin in a thought
+        self._ending: tuple[Turn, str] = {}, ""  # the latest answer that is not whole, and why
         self.last: Answer | None = None
         self.tok_s: float | None = None  # of the last answer of the model that is loaded
 
@@ -36,13 +39,39 @@ class Answering:
     def is_under_way(self) -> bool:
         return self._stream is not None
 
-    @property
-    def cut(self) -> str:
-        """Why the last answer ends where it does; "" where it is whole."""
-        if self.last is None or self.last.finished is None:
-            return "interrupted"
+    def resume(self, resumed: Resumed) -> None:
+        """What is known of a kept conversation's answers."""
+        self._thinking += resumed.thinking
+        if resumed.is_cut:
+            self._ending = resumed.turns[-1][0], _INTERRUPTED
+
+    def settle(self, talk: Talk, turn: Turn) -> None:
+        """The last answer has become a turn of the conversation."""
+        if self._asked is not None and self._asked.is_thinking:
+            self._thinking.append(turn)
+        if ending := self._ending_now(talk):
+            self._ending = turn, ending
+
+    def ending_of(self, turns: Sequence[Turn]) -> str:
+        """Why the last of them ends where it does; of an answer that is whole nothing."""
+        turn, ending = self._ending
+        return ending if turns and turns[-1] is turn else ""
+
+    def thinking_among(self, turns: Sequence[Turn]) -> frozenset[int]:
+        """Which of them are answers that begin in a thought."""
+        known = {id(turn) for turn in self._thinking}
+        return frozenset(index for index, turn in enumerate(turns) if id(turn) in known)
+
+    def _ending_now(self, talk: Talk) -> str:
+        """Why the last answer ends where it does, and what can be done about it; "" where it is whole."""
+        finished = None if self.last is None else self.last.finished
+        if finished is None:
+            return _INTERRUPTED
+        if not talk.has_room_behind(finished):
+            return "cut by the full context: F5 answers anew"
         reasons = {"cancelled": "stopped", "length": "cut by its length", "error": "ended by an error"}
-        return reasons.get(self.last.finished.finish_reason, "")
+        reason = reasons.get(finished.finish_reason)
+        return f"{reason}: {_GO_ON}" if reason else ""
 
     def expect(self) -> None:
         """An answer is asked for: what stopped the one before has nothing to do with it."""
@@ -79,13 +108,10 @@ class Answering:
             show()
         if asked.evicted.turns:
             self._post(Told(evicted_text(asked.evicted)))
-        prompt_ids = asked.request.prompt_ids
-        behind = len(prompt_ids) - asked.num_said_ids
-        tail = talk.engine.tokenizer.decode(list(prompt_ids[max(0, behind - _TAIL_IDS) : behind]), skip_special=False)
-        self._post(AnswerBegan(asked.said, opens_thought(tail)))
+        self._post(AnswerBegan(asked.said, asked.is_thinking))
         answer = Answer(len(asked.request.prompt_ids), asked.request.sampling.seed, [asked.said])
         try:
-            talk.answer(lambda hear: self._heard(service, asked, answer, hear, count))
+            talk.answer(asked, lambda hear: self._heard(service, asked, answer, hear, count))
         finally:
             self._stops.clear()
             self.last = answer

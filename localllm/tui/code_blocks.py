@@ -13,8 +13,7 @@ class CodeBlock:
 
 def code_blocks(text: str) -> list[CodeBlock]:
     """In the order of the text; the last may have no end yet."""
-    from markdown_it import MarkdownIt
+    from localllm.tui.rendering import parser
 
-    tokens = MarkdownIt("commonmark", {"html": False}).parse(text)
-    fences = [token for token in tokens if token.type in ("fence", "code_block")]
+    fences = [token for token in parser().parse(text) if token.type in ("fence", "code_block")]
     return [CodeBlock((token.info.split() or [""])[0], token.content) for token in fences]

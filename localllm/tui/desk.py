@@ -65,7 +65,6 @@ class Desk:
         self._talk: Talk | None = None
         self._system: str | None = None  # of a new conversation
         self._waits = False  # the last question, for a model that is on its way
-        self._cut: tuple[dict[str, Any], str] | None = None  # the latest answer that is not whole, and why
         self.usage: ContextUsage | None = None  # that was posted last
         self._is_another = False  # the model was chosen in the chat
         self._typed = ""  # the last question, without what was attached
@@ -160,8 +159,8 @@ class Desk:
         self._dialogue = Dialogue(selection.resolved, self._system)
         if resumed is not None:
             resumed.restore(self._dialogue, system)
+            self.answering.resume(resumed)
         self._keeper = keeper_of(self, selection, resumed)
-        self._resume(resumed)
         self._show()
         try:
             self._load(selection)
@@ -243,7 +242,7 @@ class Desk:
         resumed.restore(self._dialogue, None)
         self._keeper = keeper
         self._waits = False
-        self._resume(resumed)
+        self.answering.resume(resumed)
         if self._talk is not None:
             self._talk = Talk(self._talk.files, self._talk.engine, self._dialogue, self._kept, self._extra)
         self._show()
@@ -408,21 +407,18 @@ class Desk:
             self._kept.sync(self._dialogue)
             self._show()
 
-    def _resume(self, resumed: Resumed | None) -> None:
-        if resumed is not None and resumed.is_cut:
-            self._cut = (self._dialogue.turns[-1], "interrupted")
-
     def _show(self) -> None:
-        keeper, last = self._kept, self._dialogue.turns[-1:]
+        keeper, turns = self._kept, tuple(self._dialogue.turns)
         self._post(
             Shown(
-                tuple(self._dialogue.turns),
+                turns,
                 keeper.title or keeper.title_for(self._dialogue),
                 keeper.session_id,
                 keeper.is_private,
                 self._dialogue.system,
                 tuple(self._attached),
-                self._cut[1] if self._cut is not None and last and self._cut[0] is last[0] else "",
+                self.answering.ending_of(turns),
+                self.answering.thinking_among(turns),
             )
         )
 
@@ -477,8 +473,8 @@ class Desk:
         finally:
             turn = self._dialogue.turns[-1] if self._dialogue.turns else None
             is_new = turn is not None and turn["role"] == "assistant" and not any(turn is old for old in before)
-            if turn is not None and is_new and (reason := self.answering.cut):
-                self._cut = (turn, reason)
+            if turn is not None and is_new:
+                self.answering.settle(talk, turn)
             self._kept.sync(self._dialogue)
             self._show()
             self._count()

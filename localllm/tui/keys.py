@@ -12,8 +12,9 @@ from textual.keys import KEY_NAME_REPLACEMENTS, Keys
 from textual.theme import BUILTIN_THEMES
 from textual.widgets import TextArea
 
-from localllm.config import ResolvedSettings, TomlFile, unknown_key
+from localllm.config import ResolvedSettings, unknown_key
 from localllm.errors import SettingsError
+from localllm.toml_file import TomlFile
 from localllm.tui.app import rooms
 
 _MODIFIERS = ("ctrl", "alt", "shift", "super", "hyper", "meta")
@@ -109,7 +110,9 @@ def _where(resolved: ResolvedSettings, name: str) -> str:
     origin = resolved.origins["keys"]
     if origin.kind != "file":
         return origin.where
-    return TomlFile.read(Path(origin.where.rpartition(":")[0])).where("keys", name)
+    file = TomlFile.read(Path(origin.where.rpartition(":")[0]))
+    is_quoted = name in file.data["keys"]
+    return file.where("keys", *([name] if is_quoted else name.split(".")))
 
 
 def _bindings() -> Mapping[str, tuple[str, Binding]]:

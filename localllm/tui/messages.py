@@ -60,7 +60,8 @@ class Shown(Message):
     is_private: bool
     system: str | None = None
     attached: tuple[tuple[str, int], ...] = ()  # names of files that wait, and their characters
-    cut: str = ""  # why the last answer ends where it does; of one that is whole nothing
+    ending: str = ""  # of the last answer, why it ends where it does; of one that is whole nothing
+    thinking: frozenset[int] = frozenset()  # which turns are answers that begin in a thought
 
 
 @dataclass

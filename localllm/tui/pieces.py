@@ -35,13 +35,18 @@ class Piece:
 
     def lines(self, width: int) -> Iterator[Content]:
         """Its lines in so many columns."""
-        room = max(1, width - max(self.first.cell_length, self.rest.cell_length))
-        prefix = self.first
+        prefix, rest, room = _prefixes(self.first, self.rest, width)
         for line in self.content.expand_tabs(_TAB).split(allow_blank=True):
             wrapped = line.fold(room) if self.is_code else line.wrap(room)
             for part in wrapped or [Content()]:
                 yield prefix + (_on_background(part, room) if self.is_code else part)
-                prefix = self.rest
+                prefix = rest
+
+
+def _prefixes(first: Content, rest: Content, width: int) -> tuple[Content, Content, int]:
+    """What stands in front of the first line and of the others, and the room behind: half the columns at least."""
+    first, rest = (each.truncate(width // 2) for each in (first, rest))
+    return first, rest, max(1, width - max(first.cell_length, rest.cell_length))
 
 
 def _on_background(line: Content, columns: int) -> Content:
@@ -64,13 +69,12 @@ class Table:
         """Its lines in so many columns."""
         count = max(map(len, self.rows), default=0)
         wanted = [max((row[i].cell_length for row in self.rows if i < len(row)), default=0) for i in range(count)]
-        room = width - max(self.first.cell_length, self.rest.cell_length) - _GAP * (count - 1)
-        widths = _shared_out(wanted, room)
-        prefix = self.first
+        prefix, rest, room = _prefixes(self.first, self.rest, width)
+        widths = _shared_out(wanted, room - _GAP * (count - 1))
         for number, row in enumerate(self.rows):
             for line in _row_lines(row, widths):
                 yield prefix + (line.stylize_before(".strong") if number == 0 else line)
-                prefix = self.rest
+                prefix = rest
             if number == 0:
                 rule = "  ".join("─" * column for column in widths)
                 yield prefix + Content(rule).stylize(".dim")

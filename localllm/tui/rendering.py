@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 
 from markdown_it import MarkdownIt
+from markdown_it.rules_block import StateBlock, paragraph
 from markdown_it.token import Token
 from textual.content import Content, Span
 from textual.highlight import highlight
@@ -17,7 +18,7 @@ from localllm.frontend.text import visible
 from localllm.tui.pieces import Piece, Table
 
 _BULLETS = ("• ", "◦ ", "▪ ")
-_MOST_NESTED = 100  # lists and quotes in each other; what is deeper is left out by the parser, whose own most is 20
+_MOST_NESTED = 40  # levels, two for a list and one for a quote; signs of what is deeper are text
 _STYLES = {"em": ".em", "strong": ".strong", "s": ".s"}
 
 
@@ -25,8 +26,14 @@ _STYLES = {"em": ".em", "strong": ".strong", "s": ".s"}
 def parser() -> MarkdownIt:
     """CommonMark with tables and strikethrough. Raw HTML stays text, and so do definitions of links, which CommonMark
     would take out of what is shown."""
-    options = {"html": False, "maxNesting": _MOST_NESTED}
-    return MarkdownIt("commonmark", options).enable(["table", "strikethrough"]).disable(["reference"])
+    options = {"html": False, "maxNesting": _MOST_NESTED + 2}  # which it would leave out
+    found = MarkdownIt("commonmark", options).enable(["table", "strikethrough"]).disable(["reference"])
+    found.block.ruler.before("table", "too_deep", _too_deep)
+    return found
+
+
+def _too_deep(state: StateBlock, start_line: int, end_line: int, silent: bool) -> bool:
+    return not silent and state.level >= _MOST_NESTED and paragraph(state, start_line, end_line, silent)
 
 
 def groups(tokens: Sequence[Token]) -> Iterator[list[Token]]:

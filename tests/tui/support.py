@@ -170,13 +170,19 @@ async def until(pilot: Pilot[Any], condition: Callable[[], object], patience_s: 
     await pilot.pause()
 
 
+async def send(pilot: Pilot[Any], text: str) -> None:
+    """Writes a message and sends it."""
+    assert isinstance(pilot.app, ChatApp)
+    pilot.app.chat.composer.write(text)
+    await pilot.press("enter")
+
+
 async def say(pilot: Pilot[Any], text: str) -> None:
     """Writes a message and waits for the whole answer."""
     app = pilot.app
     assert isinstance(app, ChatApp)
     before = app.chat.num_turns
-    app.chat.composer.write(text)
-    await pilot.press("enter")
+    await send(pilot, text)
     await until(pilot, lambda: app.chat.num_turns >= before + 2 and not app.chat.is_answering)
 
 

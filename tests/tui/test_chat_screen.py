@@ -17,7 +17,7 @@ from localllm.tui.screens.code import CodePicker
 from localllm.tui.screens.help import HelpScreen
 from localllm.tui.widgets.thought import Thought
 from tests.history_support import said
-from tests.tui.support import FakeService, chat_app, running, say, shown, texts, until
+from tests.tui.support import FakeService, chat_app, running, say, send, shown, texts, until
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -33,8 +33,7 @@ def kept() -> list[tuple[str, str, str]]:
 
 async def begin(pilot: Pilot[Any], app: ChatApp, text: str, length: int = 50) -> None:
     """Asks, and waits until so many characters were said."""
-    app.chat.composer.write(text)
-    await pilot.press("enter")
+    await send(pilot, text)
     await until(pilot, lambda: app.chat.transcript.live is not None and len(app.chat.transcript.live.text) > length)
 
 
@@ -55,8 +54,7 @@ async def test_a_question_that_comes_before_the_model_is_kept_and_answered_when_
     service.gate.clear()
     app = chat_app(service)
     async with running(app) as pilot:
-        app.chat.composer.write("Hello?")
-        await pilot.press("enter")
+        await send(pilot, "Hello?")
         await until(pilot, lambda: app.chat.num_turns == 1)
         assert "loading" in shown(app) and kept() == [("user", "Hello?", "complete")]
         service.gate.set()
@@ -101,8 +99,7 @@ async def test_the_keys_of_a_message_do_no_harm_while_it_is_being_written() -> N
 async def test_how_far_the_prompt_was_read_is_shown() -> None:
     app = chat_app(FakeService(["Done."], pause_s=0.05, prefill=4096))
     async with running(app) as pilot:
-        app.chat.composer.write("a long text")
-        await pilot.press("enter")
+        await send(pilot, "a long text")
         await until(pilot, lambda: "of 4,096 tokens" in shown(app))
         await until(pilot, lambda: app.chat.num_turns == 2)
         assert "of 4,096 tokens" not in shown(app)
@@ -112,8 +109,7 @@ async def test_an_error_is_a_notice_with_four_lines_and_the_question_is_in_the_c
     error = DoesNotFitError("the model [b +] does not fit", why="it needs 9 GiB", fix="localllm plan tiny")
     app = chat_app(FakeService([error, "Now."]))
     async with running(app) as pilot:
-        app.chat.composer.write("Hello")
-        await pilot.press("enter")
+        await send(pilot, "Hello")
         await until(pilot, lambda: app.chat.notice.error is not None)
         for line in (
             "error: the model [b +] does not fit",
@@ -137,8 +133,7 @@ async def test_a_prompt_that_is_too_long_is_refused_and_nothing_of_it_is_lost() 
     service.engine.check = refuse  # type: ignore[method-assign]
     app = chat_app(service)
     async with running(app) as pilot:
-        app.chat.composer.write("much too long")
-        await pilot.press("enter")
+        await send(pilot, "much too long")
         await until(pilot, lambda: app.chat.notice.error is not None and app.chat.composer.text != "")
         assert app.chat.composer.text == "much too long" and app.chat.num_turns == 0
         assert "the prompt has 9 tokens" in shown(app)
@@ -151,12 +146,10 @@ async def test_a_model_that_cannot_be_loaded_is_told_of_and_the_question_waits_f
     async with running(app) as pilot:
         await until(pilot, lambda: app.chat.notice.error is not None)
         assert "no model" in shown(app) and "tiny does not fit" in shown(app)
-        app.chat.composer.write("Anyone?")
-        await pilot.press("enter")
+        await send(pilot, "Anyone?")
         await until(pilot, lambda: app.chat.num_turns == 1)
         service.failure = None
-        app.chat.composer.write("/model tiny")
-        await pilot.press("enter")
+        await send(pilot, "/model tiny")
         await until(pilot, lambda: app.chat.num_turns == 2)
         assert texts(app)[-1][1] == "By the other."
 
@@ -192,8 +185,7 @@ async def test_an_earlier_question_is_edited_and_what_followed_it_leaves_the_scr
         await say(pilot, "second")
         await pilot.press("ctrl+up", "ctrl+up", "ctrl+up", "ctrl+up", "e")
         assert app.chat.composer.text == "first" and "written anew" in shown(app)
-        app.chat.composer.write("other")
-        await pilot.press("enter")
+        await send(pilot, "other")
         await until(pilot, lambda: texts(app) == [("user", "other"), ("assistant", "C.")])
     with History.peek(history_file()) as history:
         session, _ = history.sessions()[0]
@@ -284,7 +276,7 @@ async def test_the_picker_copies_or_saves_a_code_block(monkeypatch: pytest.Monke
         await say(pilot, "Code")
         await pilot.press("f7")
         await until(pilot, lambda: isinstance(app.screen, CodePicker))
-        assert "2  sh, 1 lines: ls -l" in shown(app)
+        assert "2  sh, 1 line: ls -l" in shown(app)
         await pilot.press("down", "enter")
         await until(pilot, lambda: copied == ["ls -l\n"])
         for is_new in (True, False):

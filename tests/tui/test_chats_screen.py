@@ -23,7 +23,7 @@ from localllm.tui.screens.prompt import Prompt
 from localllm.tui.widgets.key_bar import KeyBar
 from localllm.tui.widgets.message_view import MessageView
 from tests.history_support import said
-from tests.tui.support import FakeService, chat_app, running, say, shown, texts, until
+from tests.tui.support import FakeService, chat_app, running, say, send, shown, texts, until
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -434,8 +434,7 @@ async def test_while_an_answer_is_written_no_other_chat_is_opened() -> None:
     keep("Foxes", "Where?", "Home.")
     app = chat_app(FakeService(["word " * 2000], pause_s=0.005))
     async with running(app) as pilot:
-        app.chat.composer.write("Go on")
-        await pilot.press("enter")
+        await send(pilot, "Go on")
         await until(pilot, lambda: app.chat.is_answering)
         await enter(pilot, app)
         await pilot.press("end", "enter")

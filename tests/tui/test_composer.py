@@ -13,7 +13,7 @@ from textual import events
 from localllm.tui import draft
 from localllm.tui.app import ChatApp
 from localllm.tui.widgets.suggestions import Suggestions
-from tests.tui.support import FakeService, chat_app, running, say, shown, texts, until
+from tests.tui.support import FakeService, chat_app, running, say, send, shown, texts, until
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -172,8 +172,7 @@ async def test_a_slash_lists_the_commands_and_tab_completes() -> None:
 async def test_a_command_that_there_is_not_names_the_nearest() -> None:
     app = chat_app()
     async with running(app) as pilot:
-        app.chat.composer.write("/regem now")
-        await pilot.press("enter")
+        await send(pilot, "/regem now")
         assert "there is no command /regem" in shown(app) and "the nearest is /regen" in shown(app)
 
 

@@ -29,6 +29,7 @@ def resolved(tmp_path: Path, text: str):  # type: ignore[no-untyped-def]
         '"chats.rename" = "ctrl+e"',
         '"chat.stop" = "escape"',
         '"app.plan" = "f3"\n"app.models" = "f2"',
+        'chat.regenerate = "ctrl+y"\napp.plan = "f8"',
     ],
 )
 def test_keys_that_can_be_pressed_are_taken(tmp_path: Path, text: str) -> None:
@@ -39,6 +40,7 @@ def test_keys_that_can_be_pressed_are_taken(tmp_path: Path, text: str) -> None:
     ("text", "what", "why"),
     [
         ('"chat.regenrate" = "ctrl+y"', "unknown key 'chat.regenrate'", "'chat.regenerate'"),
+        ('chat.regenrate = "ctrl+y"', "unknown key 'chat.regenrate'", "'chat.regenerate'"),
         ('"app.plan" = "ctrl+nonsense"', "'app.plan'", "no key 'nonsense'"),
         ('"app.plan" = "crtl+y"', "'app.plan'", "'crtl' is not one of ctrl"),
         ('"app.plan" = "f8,"', "'app.plan'", "empty"),

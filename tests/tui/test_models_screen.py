@@ -22,7 +22,7 @@ from localllm.tui.screens.models import ModelsScreen
 from localllm.tui.widgets.model_details import ModelDetails
 from localllm.tui.widgets.model_table import ModelTable
 from localllm.tui.widgets.transfer_list import TransferView
-from tests.tui.support import FakeService, chat_app, running, say, shown, texts, until
+from tests.tui.support import FakeService, chat_app, running, say, send, shown, texts, until
 
 pytestmark = pytest.mark.usefixtures("home", "machine")
 
@@ -193,8 +193,7 @@ async def test_nothing_is_measured_and_no_other_model_chosen_while_an_answer_is_
     monkeypatch.setattr("localllm.tui.verdicts.judge", judge)
     app = chat_app(FakeService(["word " * 400], pause_s=0.05))
     async with running(app) as pilot:
-        app.chat.composer.write("Go on")
-        await pilot.press("enter")
+        await send(pilot, "Go on")
         await until(pilot, lambda: app.chat.is_answering)
         await open_models(pilot, "qwen3-8b")
         await until(pilot, lambda: "once it has nothing else to do" in shown(app))

@@ -18,7 +18,7 @@ from localllm.tui import archive, messages
 from localllm.tui.screens import chats, models
 from localllm.tui.screens.prompt import Prompt
 from tests.history_support import said
-from tests.tui.support import FakeEngine, FakeService, chat_app, running, say, shown, texts, until
+from tests.tui.support import FakeEngine, FakeService, chat_app, running, say, send, shown, texts, until
 
 pytestmark = pytest.mark.usefixtures("home")
 FAILURE = LocalLLMError("it broke", why="a test", fix="again")
@@ -119,13 +119,11 @@ async def test_a_first_model_that_is_refused_leaves_chats_that_can_be_opened_and
     async with running(app) as pilot:
         await until(pilot, lambda: app.chat.notice.error is not None)
         assert "no model (F3 chooses one)" in shown(app) and app.chat.composer.asked == ["old"]
-        app.chat.composer.write("mine")
-        await pilot.press("enter")
+        await send(pilot, "mine")
         await until(pilot, lambda: app.chat.num_turns == 1)
         app.desk.do(lambda: app.desk.open("old"))
         await until(pilot, lambda: app.chat.num_turns == 2)
-        app.chat.composer.write("more")
-        await pilot.press("enter")
+        await send(pilot, "more")
         await until(pilot, lambda: app.chat.num_turns == 3)
     assert [[text for _, text, _ in chat] for chat in kept()] == [["old", "A", "more"], ["mine"]]
 
@@ -188,8 +186,7 @@ async def test_esc_stops_an_answer_whose_prompt_is_still_being_made() -> None:
     app = chat_app(service)
     async with running(app) as pilot:
         await until(pilot, lambda: not app.chat.is_busy)
-        app.chat.composer.write("one")
-        await pilot.press("enter")
+        await send(pilot, "one")
         assert app.chat.is_answering
         await pilot.press("escape")
         await until(pilot, lambda: not app.chat.is_answering)
@@ -222,8 +219,7 @@ async def test_an_edit_whose_answer_breaks_off_keeps_the_new_question_and_what_w
         await say(pilot, "one")
         await say(pilot, "two")
         await pilot.press(*["ctrl+up"] * 4, "e")
-        app.chat.composer.write("one anew")
-        await pilot.press("enter")
+        await send(pilot, "one anew")
         await until(pilot, lambda: app.chat.notice.error is FAILURE and not app.chat.is_answering)
         assert texts(app) == [("user", "one anew"), ("assistant", "half a ")]
         assert "ended by an error: F6 goes on" in shown(app)
@@ -236,8 +232,7 @@ async def test_the_files_of_a_question_that_was_taken_back_wait_for_it(tmp_path:
     async with running(app) as pilot:
         app.chat.take_command(f"/file {tmp_path / 'a.txt'}")
         await until(pilot, lambda: "a.txt (4 characters)" in shown(app))
-        app.chat.composer.write("one")
-        await pilot.press("enter")
+        await send(pilot, "one")
         await until(pilot, lambda: app.chat.composer.text == "one" and not app.chat.is_answering)
         assert "a.txt (4 characters)" in shown(app)
         await pilot.press("enter")
@@ -250,14 +245,50 @@ async def test_a_thought_that_is_gone_on_with_stays_a_thought(monkeypatch: pytes
     monkeypatch.setattr(service.engine, "encode", lambda _: [ord(character) for character in "<assistant><think>\n"])
     app = chat_app(service)
     async with running(app) as pilot:
-        app.chat.composer.write("Who?")
-        await pilot.press("enter")
+        await send(pilot, "Who?")
         await until(pilot, lambda: app.chat.transcript.live is not None and len(app.chat.transcript.live.text) > 20)
         await pilot.press("escape")
         await until(pilot, lambda: not app.chat.is_answering)
         await pilot.press("f6")
         await until(pilot, lambda: "A fox." in shown(app) and not app.chat.is_answering)
         assert "thought: " in shown(app) and "may be" not in shown(app)
+
+
+async def test_a_thought_that_was_interrupted_is_a_thought_when_the_chat_is_opened_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    service = FakeService(["It may be a fox. " * 200], pause_s=0.01)
+    monkeypatch.setattr(service.engine, "encode", lambda _: [ord(character) for character in "<assistant><think>\n"])
+    app = chat_app(service)
+    async with running(app) as pilot:
+        await send(pilot, "Who?")
+        await until(pilot, lambda: app.chat.transcript.live is not None and len(app.chat.transcript.live.text) > 20)
+        with History.peek(history_file()) as history:  # what a kill at this moment would leave
+            while_written = history.path(history.find("last"))[-1]
+        await pilot.press("escape")
+        await until(pilot, lambda: not app.chat.is_answering)
+    assert while_written.state == "writing" and while_written.begins_in_thought
+    app = chat_app(resumed=look_up(app.desk, "last"))
+    async with running(app) as pilot:
+        await until(pilot, lambda: "thought: " in shown(app))
+        assert "may be" not in shown(app)
+
+
+async def test_a_chat_that_another_window_has_gone_on_with_says_so_and_loses_nothing() -> None:
+    app = chat_app(FakeService(["A", "B", "C"]))
+    async with running(app) as pilot:
+        await say(pilot, "one")
+        with History.open(history_file()) as history:
+            session = history.find("last")
+            history.append(session, session.head, "user", "from elsewhere")
+        await say(pilot, "two")
+        assert "gone on with elsewhere" in shown(app) and [text for _, text in texts(app)] == ["one", "A", "two", "B"]
+        await pilot.press("ctrl+n")
+        await until(pilot, lambda: app.chat.num_turns == 0)
+        await say(pilot, "three")
+        assert "elsewhere" not in shown(app)
+    with History.peek(history_file()) as history:
+        assert "from elsewhere" in [message.content for message in history.tree(history.find(session.id))]
 
 
 async def test_one_can_look_at_the_beginning_while_an_answer_is_written() -> None:
@@ -268,8 +299,7 @@ async def test_one_can_look_at_the_beginning_while_an_answer_is_written() -> Non
     app = chat_app(FakeService(["word " * 300], pause_s=0.005), look_up(app.desk, "last"))
     async with running(app) as pilot:
         await until(pilot, lambda: app.chat.num_turns == 52)
-        app.chat.composer.write("last")
-        await pilot.press("enter")
+        await send(pilot, "last")
         await until(pilot, lambda: app.chat.transcript.live is not None)
         await pilot.press("ctrl+home", "pagedown", "pagedown")
         await until(pilot, lambda: not app.chat.is_answering)
@@ -341,8 +371,7 @@ async def test_another_wording_and_what_followed_it_are_shown_again() -> None:
         await say(pilot, "one")
         await say(pilot, "two")
         await pilot.press(*["ctrl+up"] * 4, "e")
-        app.chat.composer.write("one anew")
-        await pilot.press("enter")
+        await send(pilot, "one anew")
         await until(pilot, lambda: texts(app) == [("user", "one anew"), ("assistant", "C")])
         await pilot.press("ctrl+up", "ctrl+up", "o")
         await until(pilot, lambda: [text for _, text in texts(app)] == ["one", "A", "two", "B"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -70,6 +71,18 @@ def test_a_quote_has_a_bar_and_a_rule_is_a_line() -> None:
 
 def test_a_link_says_where_it_leads() -> None:
     assert lines("[here](http://a.b/c) and <http://d.e>", 60) == ["here (http://a.b/c) and http://d.e"]
+
+
+@pytest.mark.parametrize("signs", ["> ", "- ", "> - ", "1. ", "* > 1. "])
+@pytest.mark.parametrize("width", [7, 40])
+def test_what_is_nested_too_deep_to_be_shown_so_is_text(signs: str, width: int) -> None:
+    found = lines(f"before\n\n{signs * 120}deep word\n\nafter", width)
+    assert found[0] == "before" and found[-1] == "after"
+    assert "deepword" in re.sub(r"[\s▎]", "", "".join(found)) and all(len(line) <= width for line in found)
+
+
+def test_code_that_is_nested_deep_can_be_copied() -> None:
+    assert [block.code for block in code_blocks(f"{'> ' * 30}```\n{'> ' * 30}a\n")] == ["a\n"]
 
 
 def test_code_blocks_are_numbered_as_they_stand() -> None:
@@ -153,4 +166,5 @@ def test_a_thought_stands_before_the_answer(text: str, thought: str, answer: str
 
 
 def test_a_template_may_open_the_thought() -> None:
+    assert split("still thinking", is_thinking=True) == ("still thinking", "")
     assert opens_thought("<|assistant|><think>\n") and not opens_thought("<|assistant|>")

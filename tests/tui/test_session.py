@@ -45,6 +45,10 @@ class Tmux:
     def type(self, text: str) -> None:
         self._tmux("send-keys", "-l", text)
 
+    def paste(self, text: str) -> None:
+        self._tmux("set-buffer", text)
+        self._tmux("paste-buffer", "-p", "-r")
+
     def press(self, *keys: str) -> None:
         self._tmux("send-keys", *keys)
 
@@ -182,6 +186,20 @@ def test_a_signal_in_the_middle_of_an_answer_costs_at_most_its_last_sentence(
     tmux.press("Enter")
     tmux.start("--resume")
     tmux.until_shown("A tale about a fox, please.")
+    tmux.leave()
+
+
+@pytest.mark.parametrize("flags", [(), ("--inline",)], ids=["full", "inline"])
+def test_a_paste_with_keys_in_it_is_text(tmux: Tmux, flags: tuple[str, ...]) -> None:
+    tmux.start(*flags)
+    tmux.paste("one \x1b[A\x1b[13u\r two\nthree")
+    tmux.until_shown("three")
+    tmux.type(" four")
+    tmux.press("M-Enter")
+    tmux.type("five")
+    screen = tmux.until_shown("five")
+    assert "two" in screen and "four" in screen and "\u241b" in screen
+    assert not (tmux.home / "data" / "conversations.db").exists() or not kept(tmux.home)
     tmux.leave()
 
 

@@ -13,7 +13,7 @@ from textual.widgets import Input
 from localllm.tui.app import ChatApp
 from localllm.tui.screens.chats import ChatsScreen
 from localllm.tui.terminal import TerminalParser
-from tests.tui.support import FakeService, chat_app, running, texts, until
+from tests.tui.support import FakeService, chat_app, running, send, texts, until
 
 BEGIN, END = "\x1b[200~", "\x1b[201~"
 
@@ -88,8 +88,7 @@ async def test_what_is_asked_before_the_conversation_has_begun_waits_for_it(monk
     monkeypatch.setattr(ChatApp, "_begin", lambda _: None)
     app = chat_app(FakeService(["A"]))
     async with running(app) as pilot:
-        app.chat.composer.write("early")
-        await pilot.press("enter")
+        await send(pilot, "early")
         await pilot.pause(0.2)
         app.desk.begin_with(app._start.selection, None, None)
         await until(pilot, lambda: texts(app) == [("user", "early"), ("assistant", "A")])

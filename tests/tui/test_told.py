@@ -10,7 +10,7 @@ import pytest
 
 from localllm.errors import DoesNotFitError
 from localllm.tui.widgets.message_view import AnswerView
-from tests.tui.support import FakeEngine, FakeService, chat_app, running, say, shown, texts, until
+from tests.tui.support import FakeEngine, FakeService, chat_app, running, say, send, shown, texts, until
 
 pytestmark = pytest.mark.usefixtures("home")
 LONG = "word " * 400
@@ -18,8 +18,7 @@ LONG = "word " * 400
 
 async def stopped(pilot, app) -> None:  # type: ignore[no-untyped-def]
     """A question whose answer is stopped in its midst."""
-    app.chat.composer.write("Go on")
-    await pilot.press("enter")
+    await send(pilot, "Go on")
     await until(pilot, lambda: app.chat.is_answering and len(app.chat.transcript.live.text) > 20)
     await pilot.press("escape")
     await until(pilot, lambda: not app.chat.is_answering and "stopped: F6 goes on" in shown(app))
@@ -42,8 +41,7 @@ async def test_only_the_last_answer_says_that_it_can_be_gone_on_with() -> None:
         await say(pilot, "Next")
         assert "F6 goes on" not in shown(app)
         await pilot.press("ctrl+up", "ctrl+up", "ctrl+up", "ctrl+up", "e")
-        app.chat.composer.write("Anew")
-        await pilot.press("enter")
+        await send(pilot, "Anew")
         await until(pilot, lambda: [text for _, text in texts(app)] == ["Anew", "Other."])
         assert "F6 goes on" not in shown(app)
 
@@ -57,11 +55,25 @@ async def test_an_answer_that_was_cut_says_so_again_when_what_came_after_it_is_t
         await until(pilot, lambda: app.chat.num_turns == 2 and "stopped: F6 goes on" in shown(app))
 
 
+async def test_an_answer_that_the_full_context_has_cut_does_not_offer_to_be_gone_on_with() -> None:
+    service = FakeService(["A tale."], finished={"finish_reason": "length"})
+    app = chat_app(service)
+    async with running(app) as pilot:
+        await say(pilot, "one")
+        assert "cut by its length: F6 goes on" in shown(app)
+        service.engine.ctx = 40
+        await say(pilot, "two")
+        await until(pilot, lambda: "cut by the full context: F5 answers anew" in shown(app))
+        assert "F6 goes on" not in shown(app)
+        app.chat.take_command("/set overflow evict")
+        await say(pilot, "three")
+        await until(pilot, lambda: "cut by its length: F6 goes on" in shown(app))
+
+
 async def test_an_answer_that_is_stopped_before_its_first_word_leaves_the_question() -> None:
     app = chat_app(FakeService([LONG, "Now."], pause_s=0.3, prefill=800))
     async with running(app) as pilot:
-        app.chat.composer.write("Hello")
-        await pilot.press("enter")
+        await send(pilot, "Hello")
         await until(pilot, lambda: "reading the prompt: " in shown(app))
         await pilot.press("escape")
         await until(pilot, lambda: "F5 asks again" in shown(app), 30)
@@ -86,8 +98,7 @@ async def test_a_refused_command_leaves_the_composer_and_the_arrow_brings_it_bac
     app = chat_app()
     async with running(app) as pilot:
         for text in ("/nope", "/file"):
-            app.chat.composer.write(text)
-            await pilot.press("enter")
+            await send(pilot, text)
             await until(pilot, lambda: app.chat.notice.error is not None)
             assert app.chat.composer.text == ""
             await pilot.press("up")
@@ -186,8 +197,7 @@ async def test_a_question_that_is_taken_back_before_there_is_a_model_is_not_aske
     service.gate.clear()
     app = chat_app(service)
     async with running(app) as pilot:
-        app.chat.composer.write("Hello?")
-        await pilot.press("enter")
+        await send(pilot, "Hello?")
         await until(pilot, lambda: app.chat.num_turns == 1)
         app.chat.take_command("/undo")
         await until(pilot, lambda: app.chat.num_turns == 0)
@@ -263,8 +273,7 @@ async def test_a_question_for_which_there_is_no_model_says_so() -> None:
     app = chat_app(service)
     async with running(app) as pilot:
         await until(pilot, lambda: app.chat.notice.error is not None)
-        app.chat.composer.write("one")
-        await pilot.press("enter")
+        await send(pilot, "one")
         await until(pilot, lambda: "there is no model: the question waits" in shown(app))
 
 
@@ -293,8 +302,7 @@ async def test_an_editor_that_fails_gives_the_screen_back(monkeypatch: pytest.Mo
 async def test_nothing_says_that_an_answer_is_written_once_it_is_not() -> None:
     app = chat_app(FakeService([LONG], pause_s=0.004))
     async with running(app) as pilot:
-        app.chat.composer.write("Go on")
-        await pilot.press("enter")
+        await send(pilot, "Go on")
         await until(pilot, lambda: app.chat.is_answering and app.chat.transcript.live is not None)
         await pilot.press("x", "enter")
         assert "an answer is being written" in shown(app)

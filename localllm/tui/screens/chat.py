@@ -179,7 +179,7 @@ class ChatScreen(Screen[None]):
         self._turns = message.turns
         if self.writing.editing is not None and not any(turn is self.writing.editing for turn in message.turns):
             self.writing.leave_edit()
-        await self.transcript.show(message.turns, f"{message.cut}: F6 goes on, F5 answers anew" if message.cut else "")
+        await self.transcript.show(message.turns, message.ending, message.thinking)
         private = "  private: nothing is kept" if message.is_private else ""
         if message.turns and message.session_id is None and not message.is_private:
             private = "  not kept"

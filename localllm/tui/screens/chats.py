@@ -154,7 +154,8 @@ class ChatsScreen(Screen[None]):
             chats = len({row.session.uid for row in self.chats.rows})
             places = f"the latest {count:,} places" if is_cut else f"{count:,} place{'' if count == 1 else 's'}"
             more = "; more words find fewer" if is_cut else ""
-            self._title(f"{places} in {chats:,} chat{'' if chats == 1 else 's'}{more}")
+            keys = "  (tab: the list and its keys)" if count and self.query_one(Input).has_focus else ""
+            self._title(f"{places} in {chats:,} chat{'' if chats == 1 else 's'}{more}{keys}")
         else:
             self._title(f"{count:,} kept")
         empty = self.query_one("#empty", Static)

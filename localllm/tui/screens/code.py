@@ -87,6 +87,5 @@ class CodePicker(ModalScreen[Picked]):
 def _label(number: int, block: CodeBlock) -> Content:
     lines = block.code.splitlines()
     first = next((line.strip() for line in lines if line.strip()), "")
-    return Content(
-        f"{number}  {one_line(visible(block.language or 'text'))}, {len(lines)} lines: {one_line(visible(first))[:80]}"
-    )
+    count = "1 line" if len(lines) == 1 else f"{len(lines)} lines"
+    return Content(f"{number}  {one_line(visible(block.language or 'text'))}, {count}: {one_line(visible(first))[:80]}")

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from localllm.offload.plan import Plan
     from localllm.tui.desk import Desk
 
-_WEIGHTS = ("auto", "bf16", "int8", "int4", "nf4")
+_WEIGHTS = ("auto", "bf16", "bf12", "int8", "int4", "nf4")
 _LEAST_CTX = 256
 _LEAST_CAP_BYTES = 256 << 20
 _END = 1 << 20  # stops: more than any slider has

@@ -76,7 +76,7 @@ def _said(message: Message, query: str) -> Content:
     """Of a long message the part around the first word that was found, of an answer not what was thought."""
     text = message.content
     if message.role == "assistant" and not query:
-        text = split(text)[1].strip() or text
+        text = split(text, is_thinking=message.begins_in_thought)[1].strip() or text
     places = search.places(text, query)
     first = max(0, places[0][0] - _BEFORE) if places and len(text) > _MOST else 0
     shown = ("…" if first else "") + text[first : first + _MOST] + ("…" if first + _MOST < len(text) else "")

@@ -101,8 +101,9 @@ class AnswerView(Clear, MessageView):
     """
 
     def __init__(self, index: int, turn: Turn | None, *, is_thinking: bool = False, ending: str = "") -> None:
-        """ending: as `end_with` would have it."""
+        """is_thinking: it begins in a thought, which the prompt has opened. ending: as `end_with` would have it."""
         super().__init__(index, turn)
+        self._is_thinking = is_thinking
         self._splitter = Splitter(is_thinking=is_thinking)
         self._said: list[str] = []
         self._thought: Thought | None = None
@@ -122,7 +123,7 @@ class AnswerView(Clear, MessageView):
 
     def compose(self) -> ComposeResult:
         if self.turn is not None:
-            thought, answer = split(self.text)
+            thought, answer = split(self.text, is_thinking=self._is_thinking)
             if thought.strip():
                 self._thought = Thought(visible(thought))
                 yield self._thought

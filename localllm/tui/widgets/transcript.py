@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from textual.app import ComposeResult
 from textual.containers import VerticalScroll
@@ -37,6 +37,7 @@ class Transcript(Clear, VerticalScroll, can_focus=False):
         self._last = 0  # behind them
         self._live: AnswerView | None = None
         self._ending = ""
+        self._thinking: Set[int] = frozenset()
         self._earlier = Static("", classes="edge")
         self.welcome = Welcome()
         self._is_moving = False
@@ -59,9 +60,10 @@ class Transcript(Clear, VerticalScroll, can_focus=False):
         """The answer that is being written."""
         return self._live
 
-    async def show(self, turns: Sequence[Turn], ending: str = "") -> None:
-        """Shows these; turns that are shown already stay as they are. ending: what is below the last answer."""
-        self._ending = ending
+    async def show(self, turns: Sequence[Turn], ending: str = "", thinking: Set[int] = frozenset()) -> None:
+        """Shows these; turns that are shown already stay as they are. ending: what is below the last answer. thinking:
+        the answers that begin in a thought."""
+        self._ending, self._thinking = ending, thinking
         await self._show(turns)
         for view in self.views:
             if isinstance(view, AnswerView):
@@ -110,7 +112,7 @@ class Transcript(Clear, VerticalScroll, can_focus=False):
         turn = self._turns[index]
         if turn["role"] != "assistant":
             return QuestionView(index, turn)
-        return AnswerView(index, turn, ending=self._ending_of(index))
+        return AnswerView(index, turn, is_thinking=index in self._thinking, ending=self._ending_of(index))
 
     def _ending_of(self, index: int) -> str:
         return self._ending if index == len(self._turns) - 1 else ""
