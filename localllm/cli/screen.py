@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from localllm.cli.background import Background
 from localllm.cli.front import Front
 from localllm.cli.options import extra_sampling
 from localllm.config import ResolvedSettings
+from localllm.tui.background import Background
 
 if TYPE_CHECKING:
     from localllm.frontend.keeping import Resumed
@@ -43,13 +43,13 @@ def run_screen(
     background = Background() if resolved.settings.theme == "auto" else None
     try:
         from localllm.tui import draft
-        from localllm.tui.app import ChatApp, Start
+        from localllm.tui.app import DARK, LIGHT, ChatApp, Start
         from localllm.tui.keys import checked_keys, checked_theme
         from localllm.tui.terminal import read_as_meant
     finally:
         is_light, typed = background.is_light() if background is not None else (False, "")
     keys = checked_keys(resolved)
-    theme = checked_theme(resolved) or ("textual-light" if is_light else None)
+    theme = checked_theme(resolved)
     unsent = "" if selection.private else draft.take()
     start = Start(
         selection,
@@ -57,10 +57,11 @@ def run_screen(
         resumed,
         flags["system"],
         extra_sampling(flags),
-        theme,
+        theme or (LIGHT if is_light else DARK),
         keys,
         unsent + typed,
         shows_statistics=flags["stats"],
+        follows_terminal=theme is None,
     )
     gc.set_threshold(*COLLECTOR)
     read_as_meant()

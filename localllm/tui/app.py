@@ -40,6 +40,7 @@ from localllm.tui.widgets.message_view import MessageView
 if TYPE_CHECKING:
     from textual.dom import DOMNode
 
+DARK, LIGHT = "textual-dark", "textual-light"
 _DRAFT_S = 1.0  # between two looks whether there is something new to keep of what is being written
 _STOP_S = 1.0  # in which pulls and conversions may end where they are; what they have is kept in any case
 
@@ -51,17 +52,18 @@ _ALONE_S = 2.0  # between two looks whether the terminal is still there
 class Start:
     """What the chat begins with. resolved: the settings under which models are chosen later. extra: sampling parameters
     that are no settings. system: that was typed in the place of a resumed chat's own. draft: what was typed before the
-    screen was there."""
+    screen was there. follows_terminal: the theme is to be as the terminal is, which may say so later."""
 
     selection: Selection
     resolved: ResolvedSettings
     resumed: Resumed | None = None
     system: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
-    theme: str | None = None
+    theme: str = DARK
     keys: Mapping[str, str] = field(default_factory=dict)
     draft: str = ""
     shows_statistics: bool = False
+    follows_terminal: bool = False
 
 
 class ChatApp(KeyOrder):
@@ -93,7 +95,7 @@ class ChatApp(KeyOrder):
         self.failure: Exception | None = None
         self.unsent = ""  # what stands in the composer
         self._kept_draft = ""
-        self._first_theme = self.theme
+        self._first_theme = start.theme
 
     @property
     def keys(self) -> Mapping[str, str]:
@@ -107,9 +109,7 @@ class ChatApp(KeyOrder):
 
     def on_mount(self) -> None:
         self._loop = asyncio.get_running_loop()
-        if self._start.theme is not None:
-            self.theme = self._start.theme
-        self._first_theme = self.theme
+        self.theme = self._start.theme
         self.set_keymap(dict(self._start.keys))
         self.push_screen(self.chat)
         self.call_after_refresh(self._begin)
@@ -173,6 +173,12 @@ class ChatApp(KeyOrder):
     def _on_measuring(self, message: Measuring) -> None:
         if (models := self._models) is not None:
             models.tell_measuring(message.text)
+
+    @on(messages.BackgroundSaid)
+    def _on_background(self, message: messages.BackgroundSaid) -> None:
+        if self._start.follows_terminal:
+            before, self._first_theme = self._first_theme, LIGHT if message.is_light else DARK
+            self.theme = self._first_theme if self.theme == before else self.theme
 
     @on(TransferMoved)
     def _on_transfer(self, message: TransferMoved) -> None:

@@ -137,6 +137,13 @@ class Told(Message):
 
 
 @dataclass
+class BackgroundSaid(Message):
+    """The terminal says, after a while, what colour it has."""
+
+    is_light: bool
+
+
+@dataclass
 class Failed(Message):
     """What was wanted could not be done."""
 

@@ -1,4 +1,5 @@
-"""What a terminal sends, read as it is meant: a paste is one paste, whatever escape sequences are in it."""
+"""What a terminal sends, read as it is meant: a paste is one paste, whatever escape sequences are in it, and an answer
+that was waited for no longer is no key."""
 
 from __future__ import annotations
 
@@ -7,6 +8,9 @@ from collections.abc import Iterable, Iterator
 
 from textual._xterm_parser import XTermParser
 from textual.message import Message
+
+from localllm.tui.background import begun_answer, without_answers
+from localllm.tui.messages import BackgroundSaid
 
 _BEGIN, _END = "\x1b[200~", "\x1b[201~"
 _LEAST = 3  # characters of `_BEGIN` that are waited behind: fewer may be the key esc
@@ -21,35 +25,45 @@ class TerminalParser(XTermParser):
     def __init__(self, debug: bool = False) -> None:
         super().__init__(debug)
         self._is_pasted = False
-        self._held = ""  # the beginning of what may begin or end a paste
+        self._held = ""  # the beginning of what may begin or end a paste, or be an answer
+        self._is_light: bool | None = None  # as an answer among what was read last says
 
     def feed(self, data: str) -> Iterable[Message]:
         """As the base has it; "" is the end."""
         text = "".join(self._cleaned(self._held + data)) if data else self._held
-        return super().feed(text) if text or not data else ()
+        if self._is_light is not None:
+            yield BackgroundSaid(self._is_light)
+        if text or not data:
+            yield from super().feed(text)
 
     def _cleaned(self, data: str) -> Iterator[str]:
-        self._held = ""
+        self._held, self._is_light = "", None
         while data:
             mark = _END if self._is_pasted else _BEGIN
             before, found, data = data.partition(mark)
             if not found:
-                held = _overlap(before, mark, 1 if self._is_pasted else _LEAST)
+                held = _overlap(before, mark, 1) if self._is_pasted else _waiting(before)
                 before, self._held = before[: len(before) - held], before[len(before) - held :]
-            yield before.replace("\x1b", _SIGN) if self._is_pasted else _known(before)
+            yield before.replace("\x1b", _SIGN) if self._is_pasted else self._known(before)
             yield found
             self._is_pasted ^= bool(found)
+
+    def _known(self, text: str) -> str:
+        is_light, text = without_answers(text)
+        self._is_light = self._is_light if is_light is None else is_light
+        for sent, meant in _KEYS.items():
+            text = text.replace(sent, meant)
+        return text
+
+
+def _waiting(text: str) -> int:
+    """How many characters at the text's end may be the beginning of a paste or an answer."""
+    return _overlap(text, _BEGIN, _LEAST) or begun_answer(text)
 
 
 def _overlap(text: str, mark: str, least: int) -> int:
     """How many characters at the text's end are the mark's beginning; 0 where they are fewer than `least`."""
     return next((count for count in range(len(mark) - 1, least - 1, -1) if text.endswith(mark[:count])), 0)
-
-
-def _known(text: str) -> str:
-    for sent, meant in _KEYS.items():
-        text = text.replace(sent, meant)
-    return text
 
 
 def read_as_meant() -> None:

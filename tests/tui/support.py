@@ -141,7 +141,11 @@ class FakeService:
 
 def chat_app(service: Any = None, resumed: Resumed | None = None, **settings: Any) -> ChatApp:
     """A chat with `tiny`, under these settings."""
-    start = {name: settings.pop(name) for name in ("theme", "draft", "system", "keys") if name in settings}
+    start = {
+        name: settings.pop(name)
+        for name in ("theme", "draft", "system", "keys", "follows_terminal")
+        if name in settings
+    }
     resolved = load_settings(settings)
     selection = with_defaults(resolved, locate(resolved, None))
     return ChatApp(Start(selection, resolved, resumed, **start), service if service is not None else FakeService())

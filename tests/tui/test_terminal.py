@@ -11,6 +11,7 @@ from textual.message import Message
 from textual.widgets import Input
 
 from localllm.tui.app import ChatApp
+from localllm.tui.messages import BackgroundSaid
 from localllm.tui.screens.chats import ChatsScreen
 from localllm.tui.terminal import TerminalParser
 from tests.tui.support import FakeService, chat_app, running, send, texts, until
@@ -50,6 +51,35 @@ def test_a_paste_is_one_paste_however_it_comes(text: str, cuts: list[int]) -> No
 )
 def test_keys_are_what_they_are_called(sent: str, key: str) -> None:
     assert told(parsed(sent)) == [key]
+
+
+ANSWER = "\x1b]11;rgb:ffff/ffff/ffff\x1b\\\x1b[?62;22c"
+
+
+@pytest.mark.parametrize("cut", range(6, len(ANSWER) + 1))
+def test_an_answer_that_comes_late_is_no_key(cut: int) -> None:
+    found = parsed("a" + ANSWER[:cut], ANSWER[cut:] + "b") if cut < len(ANSWER) else parsed(f"a{ANSWER}b")
+    assert told([each for each in found if isinstance(each, events.Key)]) == ["a", "b"]
+    (said,) = (each for each in found if not isinstance(each, events.Key))
+    assert isinstance(said, BackgroundSaid) and said.is_light
+
+
+async def test_the_theme_follows_a_terminal_that_answers_late_unless_another_was_chosen() -> None:
+    app = chat_app(follows_terminal=True)
+    async with running(app) as pilot:
+        app.post_message(BackgroundSaid(is_light=True))
+        await until(pilot, lambda: app.theme == "textual-light")
+        app.chat.take_command("/theme nord")
+        app.post_message(BackgroundSaid(is_light=False))
+        await pilot.pause()
+        assert app.theme == "nord"
+        app.chat.take_command("/theme auto")
+        assert app.theme == "textual-dark"
+    app = chat_app(theme="nord")
+    async with running(app) as pilot:
+        app.post_message(BackgroundSaid(is_light=True))
+        await pilot.pause()
+        assert app.theme == "nord"
 
 
 async def press_at_once(app: ChatApp, *keys: str) -> None:

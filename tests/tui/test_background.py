@@ -12,7 +12,7 @@ import pytest
 
 CODE = """
 import time
-from localllm.cli.background import Background
+from localllm.tui.background import Background
 background = Background()
 time.sleep(0.2)
 print(repr(background.is_light({"COLORFGBG": %r})))

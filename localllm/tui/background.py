@@ -1,0 +1,96 @@
+"""Whether the terminal is dark or light: asked of itself by OSC 11, and a question that every terminal answers.
+
+Imports no textual: the question is on its way while that is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+_QUESTION = b"\x1b]11;?\x1b\\\x1b[c"
+_PART = "([0-9a-fA-F]{1,4})"
+_COLOUR = re.compile(rf"\x1b\]11;rgba?:{_PART}/{_PART}/{_PART}[^\x07\x1b]*(?:\x07|\x1b\\)")
+_ATTRIBUTES = re.compile(r"\x1b\[\?[0-9;]*c")
+_BEGUN = re.compile(r"(?:\x1b\]11;[^\x07\x1b]{0,40}\x1b?|\x1b\[\?[0-9;]{0,40}|(?:(?<=\x1b\\)|(?<=\x07))\x1b\[?)\Z")
+# Since it was asked: what textual's import takes. A slower answer, over ssh, is met by `terminal.TerminalParser`.
+_PATIENCE_S = 0.3
+_REST_S = 0.2  # for the rest of an answer that has begun
+_LIGHT = 0.5  # of the brightness of white
+
+
+class Background:
+    """Asks when it is made; what takes time can be done before the answer is read."""
+
+    def __init__(self) -> None:
+        self._asked_at = time.monotonic()
+        self._mode = _asked()
+
+    def is_light(self, environ: Mapping[str, str] = os.environ) -> tuple[bool, str]:
+        """Whether it is light, False where the terminal has not said so yet; and what was typed meanwhile."""
+        found, typed = without_answers(self._answer())
+        lines = typed.replace("\r", "\n")
+        kept = "".join(character for character in lines if character.isprintable() or character == "\n")
+        return environ.get("COLORFGBG", "").rpartition(";")[2] in ("7", "15") if found is None else found, kept
+
+    def _answer(self) -> str:
+        if self._mode is None:
+            return ""
+        import termios
+
+        descriptor, before = self._mode
+        try:
+            return _read(descriptor, self._asked_at + _PATIENCE_S).decode(errors="ignore")
+        except OSError:
+            return ""
+        finally:
+            termios.tcsetattr(descriptor, termios.TCSANOW, before)
+
+
+def without_answers(text: str) -> tuple[bool | None, str]:
+    """Whether an answer in it says that the background is light, None where there is none; and the rest of the text."""
+    rest = _ATTRIBUTES.sub("", _COLOUR.sub("", text))
+    if (found := _COLOUR.search(text)) is None:
+        return None, rest
+    red, green, blue = (int(part, 16) / (16 ** len(part) - 1) for part in found.groups())
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue > _LIGHT, rest
+
+
+def begun_answer(text: str) -> int:
+    """How many characters at the text's end may be the beginning of an answer."""
+    found = _BEGUN.search(text)
+    return 0 if found is None else len(found[0])
+
+
+def _asked() -> tuple[int, list[Any]] | None:
+    """Writes the question; the descriptor and the mode in which the terminal was, None where there is no terminal."""
+    try:
+        import termios
+        import tty
+    except ImportError:
+        return None
+    try:
+        descriptor = sys.stdin.fileno()
+        if not (os.isatty(descriptor) and os.isatty(1)):
+            return None
+        before = termios.tcgetattr(descriptor)
+        tty.setcbreak(descriptor, termios.TCSANOW)
+        os.write(1, _QUESTION)
+    except (OSError, ValueError, AttributeError, termios.error):
+        return None
+    return descriptor, before
+
+
+def _read(descriptor: int, deadline: float) -> bytes:
+    answer = b""
+    while not _ATTRIBUTES.search(answer.decode(errors="ignore")):
+        end = deadline + (_REST_S if b"\x1b" in answer else 0.0)
+        if not select.select([descriptor], [], [], max(0.0, end - time.monotonic()))[0]:
+            break
+        answer += os.read(descriptor, 1024)
+    return answer
