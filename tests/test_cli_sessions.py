@@ -24,6 +24,7 @@ from localllm.frontend.text import one_line
 from localllm.history import History, Session
 from tests.cli_support import Result, run_cli, start_cli, write_checkpoint
 from tests.history_support import ask, said
+from tests.thinning import every_other
 
 SHORT = ("--max-tokens", "4", "--seed", "1")
 
@@ -206,7 +207,9 @@ def test_an_answer_that_was_stopped_before_its_first_word_is_none(
     assert chats(path)[0][1] == [("user", "the fox", "complete")]
 
 
-@pytest.mark.parametrize("flags", [(), ("--json",), ("--jsonl",)])
+@pytest.mark.parametrize(
+    "flags", [(), *(pytest.param((flag,), marks=pytest.mark.slow) for flag in ("--json", "--jsonl"))]
+)
 def test_what_stdout_refuses_is_kept(model: Path, path: Path, flags: tuple[str, ...]) -> None:
     path.parents[1].mkdir()
     with Path("/dev/full").open("wb") as full:
@@ -388,7 +391,7 @@ def test_going_on_refuses_what_contradicts_it(model: Path, flags: tuple[str, ...
     assert result.code == 2 and "cannot go together" in result.err
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", every_other([signal.SIGKILL, signal.SIGTERM]))
 def test_what_was_said_is_kept_whatever_ends_the_program(tmp_path: Path, path: Path, number: int) -> None:
     model = write_checkpoint(tmp_path / "slow", hidden=256, layers=8, context=16384)
     (tmp_path / "home").mkdir()

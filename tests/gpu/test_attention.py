@@ -17,7 +17,11 @@ from localllm.kernels.kv_page import PAGE_TOKENS
 from tests.gpu.forward_support import LAYER, NAN, Forward, random, write_new
 from tests.thinning import every_other
 
-EVERY_FORMAT = [pytest.param(kv_format, id=name) for name, kv_format in KV_FORMATS.items()]
+# The others' codes are laid out as these are.
+EVERY_FORMAT = [
+    pytest.param(kv_format, id=name, marks=() if name in ("bf16", "k8v4") else pytest.mark.slow)
+    for name, kv_format in KV_FORMATS.items()
+]
 SECTION_TOKENS = SECTION_PAGES * PAGE_TOKENS
 # Of fp32 sums of some hundred products; on a card, where operands are bf16, see the docstring of `attend`.
 TOLERANCE = 2e-5

@@ -56,6 +56,7 @@ def test_replayed_steps_draw_the_same_tokens(tmp_path: Path) -> None:
     assert texts(engine, wishes, prompts) == expected and replaying.replays > 0
 
 
+@pytest.mark.slow
 def test_a_replay_reads_the_pages_that_the_tables_name(tmp_path: Path) -> None:
     """Two chats of other lengths in turn, behind coded pages: the second's steps are replays of the first's, whose
     pages are another's by then."""
