@@ -8,9 +8,8 @@ BIN    := $(VENV)/bin
 run: $(VENV)/.installed
 	@$(BIN)/localllm run --prompt "Tell me a tale about a fox who finds a lantern."
 
-# One worker more than the two cores: a sixth of the time a test waits, for a terminal or a child.
 test: $(VENV)/.installed-dev $(VENV)/triton-3.6 check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
 
 test-all: $(VENV)/.installed-dev $(VENV)/triton-3.6 check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
