@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import fcntl
-import gc
 import json
 import os
 import pty
@@ -31,7 +30,7 @@ from typing import Any
 import psutil
 
 from benchmarks.quality_page import with_section
-from localllm.cli.screen import COLLECTOR
+from localllm.cli.screen import tune
 
 _ROWS, _COLUMNS = 50, 160
 _TOKENS, _TOK_S = 2000, 200
@@ -68,20 +67,25 @@ def markdown(num_tokens: int, seed: int = 1) -> str:
 
 
 def child(folder: Path, *, is_peer: bool) -> None:
-    """The program: on this process's terminal, until it is left. is_peer: with Textual's own widgets for Markdown."""
+    """The program: on this process's terminal, until it is left. is_peer: with Textual's own widgets for Markdown, as
+    often laid out and drawn as Textual does."""
     os.environ["LOCALLLM_HOME"] = str(folder)
-    if is_peer:
+    if not is_peer:
+        tune()
+    else:
         from textual.widgets import Markdown
 
+        from localllm.tui import following
         from localllm.tui.widgets.clear import Clear
         from localllm.tui.widgets.document import Document
+        from localllm.tui.widgets.settled import Settled
 
         Document._parse_markdown = Markdown._parse_markdown  # type: ignore[method-assign]
-        del Clear.render_lines
+        del Clear.render_lines, Settled._size_updated
+        following._SHARE = float("inf")
     from localllm.tui.widgets.message_view import AnswerView
     from tests.tui.support import FakeService, chat_app
 
-    gc.set_threshold(*COLLECTOR)
     answer = markdown(_TOKENS)
     app = chat_app(FakeService([answer], pause_s=1 / _TOK_S), private=True)
     found: dict[str, Any] = {"is_whole": False}
@@ -149,7 +153,8 @@ class Terminal:
 
 
 def latencies(terminal: Terminal, seconds: float) -> list[float]:
-    """Of keys that are typed a tenth of a second apart: until the terminal shows each."""
+    """Of keys that are typed at chance, ten a second: until the terminal shows each."""
+    chance = random.Random(seconds)
     found, number, end = [], 0, time.monotonic() + seconds
     while time.monotonic() < end:
         key = f"Q{_KEYS[number % 26]}".encode()  # no answer has it
@@ -157,7 +162,7 @@ def latencies(terminal: Terminal, seconds: float) -> list[float]:
         terminal.text = b""
         terminal.send(key)
         found.append(terminal.wait_for(key[:1], 5.0))
-        terminal.drain(0.1)
+        terminal.drain(chance.uniform(0.05, 0.15))  # a beat could fall in with the pictures'
     return found
 
 
@@ -236,7 +241,7 @@ def figures(result: Mapping[str, Any]) -> list[str]:
         median, low, high = (scale * result[part][name][which] for which in ("median", "min", "max"))
         return f"{median:.{digits}f} ({low:.{digits}f} to {high:.{digits}f}){unit}"
 
-    rows = {"localllm": "streaming", "the same with Textual's own Markdown": "textual"}
+    rows = {"localllm": "streaming", "the same as Textual draws Markdown": "textual"}
     return [
         f"On a terminal of {_COLUMNS} x {_ROWS} {_TOKENS:,} tokens of Markdown with code and tables come, {_TOK_S} a",
         "second; what is typed meanwhile is to be seen after so many ms. Medians of five rounds, least and most.",

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import os
 import sys
 import time
 
 from benchmarks.chat_screen import markdown
-from localllm.cli.screen import COLLECTOR
+from localllm.cli.screen import tune
 
 _MESSAGES, _PAGES, _PAGE_S = 500, 150, 0.1
 
@@ -47,7 +46,7 @@ async def _measured(session_id: str) -> dict[str, float]:
 
 def main() -> None:
     os.environ["LOCALLLM_HOME"] = sys.argv[1]
-    gc.set_threshold(*COLLECTOR)
+    tune()
     from localllm.history import History, history_file
 
     history_file().parent.mkdir(parents=True)

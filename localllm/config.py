@@ -345,16 +345,25 @@ def _from_file(path: Path) -> dict[str, tuple[Any, Origin]]:
         if key not in ACCEPTED:
             raise unknown_key(key, where, ACCEPTED)
         if ACCEPTED[key].kind == "table" and isinstance(value, dict):
-            value = _flat(value)
+            value = _flat(value, where)
         values[key] = (accepted(key, value, where), Origin("file", where))
     return values
 
 
-def _flat(table: Mapping[str, Any], front: str = "") -> dict[str, Any]:
-    """Names with points are tables in tables to TOML, where nobody quotes them."""
+def _flat(table: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Names with points are tables in tables to TOML, where nobody quotes them. Raises SettingsError for one that is
+    there twice: quoted and not."""
     found: dict[str, Any] = {}
-    for name, value in table.items():
-        found |= _flat(value, f"{front}{name}.") if isinstance(value, dict) else {front + name: value}
+    waiting = list(table.items())[::-1]
+    while waiting:
+        name, value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += ((f"{name}.{inner}", each) for inner, each in list(value.items())[::-1])
+        elif name in found:
+            why = "once in quotes, and once without them"
+            raise SettingsError(f"{name!r} is there twice in {where}", why=why, fix="delete one of the two lines")
+        else:
+            found[name] = value
     return found
 
 

@@ -63,6 +63,19 @@ def questions(path: Path, index: int = 0) -> list[str]:
 # chat
 
 
+def test_an_answer_that_begins_in_a_thought_is_kept_as_that(tmp_path: Path, path: Path) -> None:
+    model = write_checkpoint(tmp_path / "m")
+    roles = json.loads((model / "tokenizer_config.json").read_text())
+    opened = roles["chat_template"] + "<think>"
+    assert run_cli("run", model, "-p", "the fox", *SHORT).code == 0
+    (model / "tokenizer_config.json").write_text(json.dumps({**roles, "chat_template": opened}))
+    assert run_cli("run", model, "-p", "the fox", *SHORT).code == 0
+    assert run_cli("chat", model, "--plain", *SHORT, stdin=b"the fox\n").code == 0
+    with History.open(path) as history:
+        found = [[message.begins_in_thought for message in history.path(session)] for session, _ in history.sessions()]
+    assert found == [[False, True], [False, True], [False, False]]
+
+
 def test_a_chat_is_kept_with_its_model_system_message_and_what_is_known_of_its_answers(
     talk, model: Path, path: Path
 ) -> None:

@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -378,19 +379,25 @@ def test_the_service_aborts_a_stream(service: EngineService) -> None:
     assert last(events).finish_reason == "cancelled"
 
 
-def test_a_closed_service_keeps_neither_its_engine_nor_the_service_before(service: EngineService) -> None:
-    before = weakref.ref(service.wait_loaded())
+def test_a_closed_service_keeps_no_engine_and_the_next_one_not_the_service_before() -> None:
+    before = EngineService(partial(Engine.load, "tiny"))
+    engine = weakref.ref(before.wait_loaded())
 
-    def load() -> Engine:
-        service.close()
-        raise UsageError("no other one")
+    def load(before: EngineService) -> Engine:
+        before.close()
+        return Engine.load("tiny")
 
-    with pytest.raises(UsageError):
-        EngineService(load).wait_loaded()
+    after = EngineService(partial(load, before))
+    after.wait_loaded()
     with pytest.raises(LocalLLMError, match="closed"):
-        service.submit(Request(ids("hello")))
+        before.submit(Request(ids("hello")))
     gc.collect()
-    assert before() is None
+    assert engine() is None
+    service = weakref.ref(before)
+    del before
+    gc.collect()
+    assert service() is None
+    after.close()
 
 
 def test_the_service_passes_on_what_stopped_the_load() -> None:

@@ -97,13 +97,16 @@ def print_kept(
     printing: Printing,
     dialogue: Dialogue,
     keeper: Keeper,
+    *,
+    is_thinking: bool,
 ) -> Answer:
-    """`print_answer` of the answer to the dialogue's last question; both are kept."""
+    """`print_answer` of the answer to the dialogue's last question; both are kept. is_thinking: it begins in a
+    thought."""
 
     def answer(hear: Callable[[str], None]) -> Answer:
         return print_answer(front, files, service.submit(request), request, printing, hear, keeper.session_id)
 
-    return kept_answer(dialogue, keeper, answer)
+    return kept_answer(dialogue, keeper, answer, is_thinking=is_thinking)
 
 
 def explained(finished: FinishedEvent, printing: Printing) -> Explanation | None:

@@ -30,6 +30,7 @@ from localllm.frontend.miss import explain
 from localllm.frontend.opening import Opening
 from localllm.frontend.planning import DEFAULT_PARALLEL
 from localllm.frontend.selection import Selection, is_model
+from localllm.frontend.thinking import begins_in_thought
 from localllm.registry import BUILT_IN
 
 if TYPE_CHECKING:
@@ -321,7 +322,10 @@ def _answer(
             front.output.note(evicted_text(fitted.evicted))
         why = partial(explain, engine, _given(source, fitted), fitted.prompt_ids, num_out=fitted.floor)
         printing = replace(printing, evicted=fitted.evicted, explain=why)
-        answer = print_kept(front, selection.files, load.service, request, printing, dialogue, keeper)
+        is_thinking = source.chat is not None and begins_in_thought(engine.tokenizer, request.prompt_ids)
+        answer = print_kept(
+            front, selection.files, load.service, request, printing, dialogue, keeper, is_thinking=is_thinking
+        )
         if (
             answer.finished is not None
             and answer.finished.usage.completion_tokens != sampling.max_tokens

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -18,10 +19,14 @@ from localllm.tui.background import Background
 if TYPE_CHECKING:
     from localllm.frontend.keeping import Resumed
     from localllm.frontend.selection import Selection
+    from localllm.tui.app import ChatApp
 
 # A picture makes thousands of short-lived objects: with Python's own thresholds a full collection, 100 to 400 ms of it,
 # came every second while one scrolled.
-COLLECTOR = (10_000, 20, 100)
+_COLLECTOR = (10_000, 20, 100)
+# Textual waits up to two of its frames behind each picture: at its 60 a second a key typed meanwhile was not to be seen
+# for 33 ms. It paints no more often for it, as nothing moves by itself.
+_FRAMES_PER_S = 240
 _END_S = 2.0  # in which the threads may end
 # Mouse reports, pasting, the keyboard's protocol and the alternate screen off, the cursor on.
 _RESET = "\x1b[?1000l\x1b[?1002l\x1b[?1003l\x1b[?1006l\x1b[?1015l\x1b[?2004l\x1b[<u\x1b[?1049l\x1b[?25h"
@@ -32,6 +37,12 @@ def has_screen(environ: Mapping[str, str] = os.environ) -> bool:
     return sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty() and environ.get("TERM", "") != "dumb"
 
 
+def tune() -> None:
+    """For a screen that answers at once; before textual is imported."""
+    gc.set_threshold(*_COLLECTOR)
+    os.environ.setdefault("TEXTUAL_FPS", str(_FRAMES_PER_S))
+
+
 def run_screen(
     front: Front,
     selection: Selection,
@@ -40,14 +51,42 @@ def run_screen(
     resumed: Resumed | None,
 ) -> None:
     """Shows it until it is left. resolved: the settings without what the model adds. Raises what nobody foresaw."""
-    background = Background() if resolved.settings.theme == "auto" else None
+    tune()
+    background = Background(asks=resolved.settings.theme == "auto")
+    try:
+        app = _app(front, selection, resolved, flags, resumed, background)
+        front.interrupts.terminal_reset = "" if flags["inline"] else _RESET
+        with front.interrupts.stopping(app.leave_soon):
+            app.run(inline=flags["inline"], inline_no_clear=True)
+    finally:
+        background.restore()
+    front.interrupts.terminal_reset = ""
+    app.keep_draft()
+    app.desk.close(_END_S)
+    app.archive.close(_END_S)
+    if app.failure is not None:
+        raise app.failure
+    if app.chat.session_id is not None:
+        front.output.note(f"localllm chat --resume {app.chat.session_id} goes on with this chat")
+    raise typer.Exit(front.interrupts.exit_code or 0)
+
+
+def _app(
+    front: Front,
+    selection: Selection,
+    resolved: ResolvedSettings,
+    flags: Mapping[str, Any],
+    resumed: Resumed | None,
+    background: Background,
+) -> ChatApp:
+    """Imports textual while the terminal answers."""
     try:
         from localllm.tui import draft
         from localllm.tui.app import DARK, LIGHT, ChatApp, Start
         from localllm.tui.keys import checked_keys, checked_theme
         from localllm.tui.terminal import read_as_meant
     finally:
-        is_light, typed = background.is_light() if background is not None else (False, "")
+        is_light, typed = background.is_light()
     keys = checked_keys(resolved)
     theme = checked_theme(resolved)
     unsent = "" if selection.private else draft.take()
@@ -63,18 +102,11 @@ def run_screen(
         shows_statistics=flags["stats"],
         follows_terminal=theme is None,
     )
-    gc.set_threshold(*COLLECTOR)
     read_as_meant()
-    app = ChatApp(start, away=front.interrupts.elsewhere)
-    front.interrupts.terminal_reset = "" if flags["inline"] else _RESET
-    with front.interrupts.stopping(app.leave_soon):
-        app.run(inline=flags["inline"], inline_no_clear=True)
-    front.interrupts.terminal_reset = ""
-    app.keep_draft()
-    app.desk.close(_END_S)
-    app.archive.close(_END_S)
-    if app.failure is not None:
-        raise app.failure
-    if app.chat.session_id is not None:
-        front.output.note(f"localllm chat --resume {app.chat.session_id} goes on with this chat")
-    raise typer.Exit(front.interrupts.exit_code or 0)
+
+    @contextmanager
+    def away() -> Iterator[None]:
+        with front.interrupts.elsewhere(), background.elsewhere():
+            yield
+
+    return ChatApp(start, away=away)

@@ -243,7 +243,8 @@ class Keeper:
                 kept.append((turn, number))
             head = kept[-1][1] if kept else None
             session = history.refresh(session)
-            if session.head != head:
+            has_changed = len(turns) > same or same < len(self._kept)
+            if session.head != head and (has_changed or not is_moved):
                 history.show(session, head)
             self._is_gone_on_with |= len(turns) > same
             # Of a chat that was begun here and undone altogether, the next question is what it is about.
@@ -255,7 +256,7 @@ class Keeper:
                 history.update(session, title=told[0], model=told[1], system=told[2])
             session = history.refresh(session)
         self._session, self._kept, self._head = session, kept, head
-        if is_moved and self._is_alone:
+        if is_moved and has_changed and self._is_alone:
             self._is_alone = False
             self._teller.warn(
                 "this chat was gone on with elsewhere, in another window maybe: what is said here is a branch beside "
@@ -275,7 +276,7 @@ class Keeper:
             return None
         copy = history.fork(self._session, self._kept[-1][1])
         path = history.path(copy)
-        self._session, self._head = copy, copy.head
+        self._session, self._head, self._is_alone = copy, copy.head, True
         self._kept = [(turn, message.number) for turn, message in zip(dialogue.turns, path, strict=True)]
         return copy.id
 

@@ -28,7 +28,7 @@ from localllm.frontend.dialogue import Dialogue, Message, joined
 from localllm.frontend.keeping import Keeper, kept_answer
 from localllm.frontend.miss import NEW, Explanation, explain
 from localllm.frontend.selection import Selection
-from localllm.frontend.thinking import opens_thought
+from localllm.frontend.thinking import begins_in_thought
 
 if TYPE_CHECKING:
     from localllm.cache.miss import CacheMiss
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from localllm.hub import ModelFiles
 
 _SWITCH = "/set overflow"  # what a policy is chosen with in a chat
-_ENDING_IDS = 12  # of a prompt, in which a template opens a thought
 
 
 @dataclass(frozen=True)
@@ -137,8 +136,8 @@ class Talk:
         given = ChatInput(joined(without(dialogue.messages, fitted.floor)))
         why = partial(explain, self.engine, given, request.prompt_ids, num_out=fitted.floor)
         in_front = request.prompt_ids[: len(request.prompt_ids) - len(tail)]
-        ending = self.engine.tokenizer.decode(list(in_front[-_ENDING_IDS:]), skip_special=False)
-        return Asked(request, fitted.evicted, why, said, len(tail), opens_thought(ending))
+        is_thinking = begins_in_thought(self.engine.tokenizer, in_front)
+        return Asked(request, fitted.evicted, why, said, len(tail), is_thinking)
 
     def answer(self, asked: Asked, show: Callable[[Callable[[str], None]], Answer]) -> Answer:
         """The answer that `show` brings about, kept as `kept_answer` has it. Raises the error that ended it."""

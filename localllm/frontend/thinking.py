@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from localllm.engine.tokenizer import Tokenizer
+
+_ENDING_IDS = 12  # of a prompt, in which a template opens a thought
 _MARKS = {"<think>": "</think>", "<thinking>": "</thinking>", "<reasoning>": "</reasoning>", "[THINK]": "[/THINK]"}
+
+
+def begins_in_thought(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> bool:
+    """Whether the answer to a prompt does, as its template has opened one."""
+    return opens_thought(tokenizer.decode(list(prompt_ids[-_ENDING_IDS:]), skip_special=False))
 
 
 def opens_thought(prompt: str) -> bool:

@@ -11,7 +11,7 @@ from localllm.frontend.context import evicted_text
 from localllm.frontend.keeping import Resumed
 from localllm.frontend.talk import Asked, Talk
 from localllm.tui.facts import facts_of
-from localllm.tui.following import follow
+from localllm.tui.following import Pace, follow
 from localllm.tui.loading import Post, Service
 from localllm.tui.messages import AnswerBegan, AnswerEnded, ModelReady, Told, Turn
 
@@ -29,6 +29,7 @@ class Answering:
         self._post = post
         self._stream: RequestStream | None = None
         self._stops = threading.Event()
+        self.pace = Pace()
         self._asked: Asked | None = None
         self._thinking: list[Turn] = []  # answers that begin in a thought
         self._ending: tuple[Turn, str] = {}, ""  # the latest answer that is not whole, and why
@@ -41,7 +42,7 @@ class Answering:
 
     def resume(self, resumed: Resumed) -> None:
         """What is known of a kept conversation's answers."""
-        self._thinking += resumed.thinking
+        self._thinking = list(resumed.thinking)
         if resumed.is_cut:
             self._ending = resumed.turns[-1][0], _INTERRUPTED
 
@@ -149,7 +150,7 @@ class Answering:
             stream.abort()
         try:
             count(asked.num_said_ids)  # while the prompt is being read
-            follow(stream, answer, hear, self._post)
+            follow(stream, answer, hear, self._post, self.pace)
         finally:
             self._stream = None
         if answer.finished is not None and answer.finished.error is not None:

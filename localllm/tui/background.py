@@ -10,14 +10,16 @@ import re
 import select
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 _QUESTION = b"\x1b]11;?\x1b\\\x1b[c"
 _PART = "([0-9a-fA-F]{1,4})"
 _COLOUR = re.compile(rf"\x1b\]11;rgba?:{_PART}/{_PART}/{_PART}[^\x07\x1b]*(?:\x07|\x1b\\)")
 _ATTRIBUTES = re.compile(r"\x1b\[\?[0-9;]*c")
-_BEGUN = re.compile(r"(?:\x1b\]11;[^\x07\x1b]{0,40}\x1b?|\x1b\[\?[0-9;]{0,40}|(?:(?<=\x1b\\)|(?<=\x07))\x1b\[?)\Z")
+_BEGUN = re.compile(r"(?:\x1b\](?:1(?:1(?:;[^\x07\x1b]{0,40}\x1b?)?)?)?|\x1b\[\?[0-9;]{0,40})\Z")
+_BETWEEN = re.compile(_COLOUR.pattern + r"(\x1b\[?)\Z")  # alone, an ESC is the key
 # Since it was asked: what textual's import takes. A slower answer, over ssh, is met by `terminal.TerminalParser`.
 _PATIENCE_S = 0.3
 _REST_S = 0.2  # for the rest of an answer that has begun
@@ -25,11 +27,27 @@ _LIGHT = 0.5  # of the brightness of white
 
 
 class Background:
-    """Asks when it is made; what takes time can be done before the answer is read."""
+    """Asks when it is made; what takes time can be done before the answer is read. Until `restore` the terminal shows
+    nothing that comes in: an answer may come at any time."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, asks: bool = True) -> None:
         self._asked_at = time.monotonic()
-        self._mode = _asked()
+        self._mode = _asked() if asks else None
+
+    def restore(self) -> None:
+        """Has the terminal as it was."""
+        if self._mode is not None:
+            _set(*self._mode)
+
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """While it lasts the terminal is as it was: for another program."""
+        self.restore()
+        try:
+            yield
+        finally:
+            if self._mode is not None:
+                _listen(self._mode[0])
 
     def is_light(self, environ: Mapping[str, str] = os.environ) -> tuple[bool, str]:
         """Whether it is light, False where the terminal has not said so yet; and what was typed meanwhile."""
@@ -41,15 +59,10 @@ class Background:
     def _answer(self) -> str:
         if self._mode is None:
             return ""
-        import termios
-
-        descriptor, before = self._mode
         try:
-            return _read(descriptor, self._asked_at + _PATIENCE_S).decode(errors="ignore")
+            return _read(self._mode[0], self._asked_at + _PATIENCE_S).decode(errors="ignore")
         except OSError:
             return ""
-        finally:
-            termios.tcsetattr(descriptor, termios.TCSANOW, before)
 
 
 def without_answers(text: str) -> tuple[bool | None, str]:
@@ -63,6 +76,8 @@ def without_answers(text: str) -> tuple[bool | None, str]:
 
 def begun_answer(text: str) -> int:
     """How many characters at the text's end may be the beginning of an answer."""
+    if (found := _BETWEEN.search(text)) is not None:
+        return len(found.groups()[-1])
     found = _BEGUN.search(text)
     return 0 if found is None else len(found[0])
 
@@ -71,7 +86,6 @@ def _asked() -> tuple[int, list[Any]] | None:
     """Writes the question; the descriptor and the mode in which the terminal was, None where there is no terminal."""
     try:
         import termios
-        import tty
     except ImportError:
         return None
     try:
@@ -79,11 +93,27 @@ def _asked() -> tuple[int, list[Any]] | None:
         if not (os.isatty(descriptor) and os.isatty(1)):
             return None
         before = termios.tcgetattr(descriptor)
-        tty.setcbreak(descriptor, termios.TCSANOW)
+        _listen(descriptor)
         os.write(1, _QUESTION)
     except (OSError, ValueError, AttributeError, termios.error):
         return None
     return descriptor, before
+
+
+def _listen(descriptor: int) -> None:
+    """Each character as it comes, and none is shown."""
+    import termios
+    import tty
+
+    with suppress(termios.error):  # it is gone
+        tty.setcbreak(descriptor, termios.TCSANOW)
+
+
+def _set(descriptor: int, mode: list[Any]) -> None:
+    import termios
+
+    with suppress(termios.error):
+        termios.tcsetattr(descriptor, termios.TCSANOW, mode)
 
 
 def _read(descriptor: int, deadline: float) -> bytes:
@@ -92,5 +122,7 @@ def _read(descriptor: int, deadline: float) -> bytes:
         end = deadline + (_REST_S if b"\x1b" in answer else 0.0)
         if not select.select([descriptor], [], [], max(0.0, end - time.monotonic()))[0]:
             break
-        answer += os.read(descriptor, 1024)
+        if not (piece := os.read(descriptor, 1024)):  # hung up
+            break
+        answer += piece
     return answer

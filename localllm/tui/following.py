@@ -15,13 +15,29 @@ from localllm.tui.messages import Prefilled, Said, Told
 if TYPE_CHECKING:
     from localllm.engine.service import RequestStream
 
-_FLUSH_S = 0.07  # between two messages: what an eye follows, and a fifth of a core at 200 tok/s
+_SHORTEST_S = 0.07  # between two messages: what an eye follows
+_LONGEST_S = 0.25
+_SHARE = 0.2  # of a core, for drawing
 
 
-def follow(stream: RequestStream, answer: Answer, hear: Callable[[str], None], post: Post) -> None:
+class Pace:
+    """How often an answer is posted: as often as the screen's thread can draw it in a fifth of its time."""
+
+    def __init__(self) -> None:
+        self.interval_s = _SHORTEST_S
+        self._spent_s = time.thread_time()
+
+    def heard(self) -> None:
+        """On the screen's thread, at each message: what the one before has cost it is known now."""
+        spent_s = time.thread_time()
+        self.interval_s = min(max(_SHORTEST_S, (spent_s - self._spent_s) / _SHARE), _LONGEST_S)
+        self._spent_s = spent_s
+
+
+def follow(stream: RequestStream, answer: Answer, hear: Callable[[str], None], post: Post, pace: Pace) -> None:
     """`answer` collects what is said; `hear` is given each text before it is posted."""
     began = 0.0
-    for events in _batches(stream):
+    for events in _batches(stream, pace):
         words = []
         for event in events:
             text = answer.take(event)
@@ -44,14 +60,14 @@ def _post_progress(events: Sequence[Event], post: Post) -> None:
         post(Prefilled(prefilled[-1].done, prefilled[-1].total))
 
 
-def _batches(stream: RequestStream) -> Iterator[list[Event]]:
-    """The events as they come, those of `_FLUSH_S` together; the first at once."""
+def _batches(stream: RequestStream, pace: Pace) -> Iterator[list[Event]]:
+    """The events as they come, those of an interval together; the first at once."""
     events, flushed_at = iter(stream), 0.0
     for event in events:
         batch = [event]
         while not isinstance(batch[-1], FinishedEvent) and not stream.events.empty():
             batch.append(next(events))
-        rest_s = flushed_at + _FLUSH_S - time.monotonic()
+        rest_s = flushed_at + pace.interval_s - time.monotonic()
         if rest_s > 0 and not isinstance(batch[-1], FinishedEvent):
             time.sleep(rest_s)
             while not isinstance(batch[-1], FinishedEvent) and not stream.events.empty():

@@ -111,7 +111,7 @@ def _where(resolved: ResolvedSettings, name: str) -> str:
     if origin.kind != "file":
         return origin.where
     file = TomlFile.read(Path(origin.where.rpartition(":")[0]))
-    is_quoted = name in file.data["keys"]
+    is_quoted = name in file.data.get("keys", {})
     return file.where("keys", *([name] if is_quoted else name.split(".")))
 
 

@@ -50,7 +50,6 @@ def serve(selection: Selection, post: Post, before: Callable[[], None]) -> Servi
 
     def load() -> Engine:
         before()
-        gc.collect()  # an engine's parts know each other: 14 MiB of `tiny` would stay for a while
         return open_engine(selection, Opening(keeps_pages=True), _Watch(selection.files.name, post).watcher(), warn)
 
     def warn(text: str) -> None:
@@ -83,7 +82,7 @@ class Loader:
                 raise LocalLLMError("the model is not wanted any more", why="another was chosen", fix="/model NAME")
 
         try:
-            service = self._serve(selection, hear, lambda: before.close() if before is not None else None)
+            service = self._serve(selection, hear, lambda: _give_up(before) if before is not None else None)
         except Exception:
             self._watched = last
             raise
@@ -92,14 +91,19 @@ class Loader:
         threading.Thread(target=_await, args=(service, ended), name="loading", daemon=True).start()
 
 
+def _give_up(service: Service) -> None:
+    service.close()
+    gc.collect()  # an engine's parts know each other: 14 MiB of `tiny` would stay for a while
+
+
 def _await(service: Service, ended: Callable[[Service, Engine | Exception], None]) -> None:
     try:
         engine = service.wait_loaded()
     except Exception as error:
         ended(service, error)
         return
-    assert engine is not None
-    ended(service, engine)
+    if engine is not None:  # else it was closed as soon as it was there: nobody waits for it any more
+        ended(service, engine)
 
 
 class _Watch:

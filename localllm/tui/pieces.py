@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, takewhile
 
 from rich.segment import Segment
 from textual.content import Content
@@ -32,6 +33,11 @@ class Piece:
     def indented(self, first: Content, rest: Content) -> Piece:
         """The same further in."""
         return replace(self, first=first + self.first, rest=rest + self.rest)
+
+    def is_same(self, other: Piece) -> bool:
+        """Whether it looks the same, which equal content need not."""
+        mine, its = (self.content, self.first, self.rest), (other.content, other.first, other.rest)
+        return self.is_code == other.is_code and all(map(Content.is_same, mine, its))
 
     def lines(self, width: int) -> Iterator[Content]:
         """Its lines in so many columns."""
@@ -109,15 +115,38 @@ class Block(Visual):
     """Pieces below each other. Selected by lines as they are shown."""
 
     pieces: Sequence[Piece | Table]
+    _by_piece: list[list[Content]] = field(default_factory=list)
     _lines: list[Content] = field(default_factory=list)
     _width: int = -1
+    _strips: list[Strip] = field(default_factory=list)  # of the first lines, in `_style`
+    _style: Style | None = None
+
+    def grow_from(self, earlier: Block) -> None:
+        """It stands where `earlier` stood: what looks the same is not drawn again."""
+        if earlier._width < 0:
+            return
+        pairs = zip(self.pieces, earlier.pieces, strict=False)
+        num_same = sum(1 for _ in takewhile(lambda pair: _are_same(*pair), pairs))
+        self._lay_out(earlier._width, earlier._by_piece[:num_same])
+        drawn = zip(self._lines, earlier._lines, earlier._strips, strict=False)
+        same = takewhile(lambda row: row[0].is_same(row[1]), drawn)
+        self._strips, self._style = [strip for _, _, strip in same], earlier._style
+
+    def forget(self) -> None:
+        """What it has drawn is out of date: other colours."""
+        self._strips = []
 
     def lines(self, width: int) -> list[Content]:
         """As they are shown in so many columns."""
         if width != self._width:
-            self._lines = [line for piece in self.pieces for line in piece.lines(width)]
-            self._width = width
+            self._lay_out(width, [])
         return self._lines
+
+    def _lay_out(self, width: int, known: list[list[Content]]) -> None:
+        """known: the lines of the first pieces."""
+        self._by_piece = known + [list(piece.lines(width)) for piece in self.pieces[len(known) :]]
+        self._lines = list(chain.from_iterable(self._by_piece))
+        self._width, self._strips = width, []
 
     @property
     def shown(self) -> list[Content]:
@@ -131,15 +160,30 @@ class Block(Visual):
         return len(self.lines(width))
 
     def render_strips(self, width: int, height: int | None, style: Style, options: RenderOptions) -> list[Strip]:
-        strips = []
-        for y, line in enumerate(self.lines(width)[:height]):
-            span = options.selection.get_span(y) if options.selection is not None else None
-            if span is not None and options.selection_style is not None:
-                start, end = span
-                line = line.stylize(options.selection_style, start, len(line.plain) if end == -1 else end)
-            x, segments = 0, []
-            for text, text_style in line.render(style, end="", parse_style=options.get_style):
-                segments.append(Segment(text, (style + text_style).rich_style_with_offset(x, y)))
-                x += len(text)
-            strips.append(Strip(segments, line.cell_length))
-        return strips
+        lines = self.lines(width)
+        if options.selection is not None:
+            return [_strip(y, _selected(y, line, options), style, options) for y, line in enumerate(lines[:height])]
+        if style != self._style:
+            self._strips, self._style = [], style
+        self._strips += [_strip(y, lines[y], style, options) for y in range(len(self._strips), len(lines))]
+        return self._strips[:height]
+
+
+def _are_same(one: Piece | Table, other: Piece | Table) -> bool:
+    return isinstance(one, Piece) and isinstance(other, Piece) and one.is_same(other)
+
+
+def _selected(y: int, line: Content, options: RenderOptions) -> Content:
+    span = options.selection.get_span(y) if options.selection is not None else None
+    if span is None or options.selection_style is None:
+        return line
+    start, end = span
+    return line.stylize(options.selection_style, start, len(line.plain) if end == -1 else end)
+
+
+def _strip(y: int, line: Content, style: Style, options: RenderOptions) -> Strip:
+    x, segments = 0, []
+    for text, text_style in line.render(style, end="", parse_style=options.get_style):
+        segments.append(Segment(text, (style + text_style).rich_style_with_offset(x, y)))
+        x += len(text)
+    return Strip(segments, line.cell_length)

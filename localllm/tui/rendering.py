@@ -12,9 +12,9 @@ from markdown_it import MarkdownIt
 from markdown_it.rules_block import StateBlock, paragraph
 from markdown_it.token import Token
 from textual.content import Content, Span
-from textual.highlight import highlight
 
 from localllm.frontend.text import visible
+from localllm.tui.highlighting import Highlighter
 from localllm.tui.pieces import Piece, Table
 
 _BULLETS = ("• ", "◦ ", "▪ ")
@@ -48,9 +48,9 @@ def groups(tokens: Sequence[Token]) -> Iterator[list[Token]]:
             group = []
 
 
-def pieces(tokens: Sequence[Token]) -> list[Piece | Table]:
-    """What the tokens of a block look like."""
-    return list(_Walk(tokens).blocks(0))
+def pieces(tokens: Sequence[Token], highlighter: Highlighter | None = None) -> list[Piece | Table]:
+    """What the tokens of a block look like. highlighter: has seen the block's code before it grew."""
+    return list(_Walk(tokens, highlighter or Highlighter()).blocks(0))
 
 
 def inline(token: Token) -> Content:
@@ -102,8 +102,9 @@ def inline(token: Token) -> Content:
 class _Walk:
     """Reads tokens from the front."""
 
-    def __init__(self, tokens: Sequence[Token]) -> None:
+    def __init__(self, tokens: Sequence[Token], highlighter: Highlighter) -> None:
         self._tokens = tokens
+        self._highlighter = highlighter
         self._at = 0
 
     def blocks(self, depth: int, *, is_tight: bool = False) -> Iterator[Piece | Table]:
@@ -130,7 +131,7 @@ class _Walk:
                 for piece in self.blocks(depth):
                     yield Piece(piece.content.stylize_before(style)) if isinstance(piece, Piece) else piece
             case "fence" | "code_block":
-                yield _code(token)
+                yield from self._code(token)
             case "hr":
                 yield Piece(Content("─" * 12).stylize(".dim"))
             case "blockquote_open":
@@ -161,6 +162,12 @@ class _Walk:
             for number, piece in enumerate(self.blocks(depth + 1, is_tight=is_tight)):
                 yield piece.indented(first if number == 0 else rest, rest)
 
+    def _code(self, token: Token) -> Iterator[Piece]:
+        language = token.info.split()[0] if token.info.split() else ""
+        margin = Content("  ")
+        for line in self._highlighter.lines(visible(token.content.removesuffix("\n")), language):
+            yield Piece(line, margin, margin, is_code=True)
+
     def _table(self) -> Table:
         rows: list[list[Content]] = []
         while (token := self._tokens[self._at]).type != "table_close":
@@ -177,10 +184,3 @@ def _is_tight(tokens: Sequence[Token], at: int) -> bool:
     """Whether a list's items stand without blank lines between them: CommonMark hides their paragraphs then."""
     paragraph = next((token for token in tokens[at:] if token.type == "paragraph_open"), None)
     return paragraph is None or paragraph.hidden
-
-
-def _code(token: Token) -> Piece:
-    language = token.info.split()[0] if token.info.split() else ""
-    margin = Content("  ")
-    code = visible(token.content.removesuffix("\n"))
-    return Piece(highlight(code, language=language or None), margin, margin, is_code=True)

@@ -4,6 +4,7 @@ that was waited for no longer is no key."""
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterable, Iterator
 
 from textual._xterm_parser import XTermParser
@@ -13,6 +14,7 @@ from localllm.tui.background import begun_answer, without_answers
 from localllm.tui.messages import BackgroundSaid
 
 _BEGIN, _END = "\x1b[200~", "\x1b[201~"
+_HELD_S = 0.2  # for the rest of an answer
 _LEAST = 3  # characters of `_BEGIN` that are waited behind: fewer may be the key esc
 _SIGN = "\N{SYMBOL FOR ESCAPE}"
 # As terminals without the newer protocol send them: alt+enter, and shift+enter by xterm's modifyOtherKeys.
@@ -26,6 +28,7 @@ class TerminalParser(XTermParser):
         super().__init__(debug)
         self._is_pasted = False
         self._held = ""  # the beginning of what may begin or end a paste, or be an answer
+        self._held_at = 0.0
         self._is_light: bool | None = None  # as an answer among what was read last says
 
     def feed(self, data: str) -> Iterable[Message]:
@@ -36,6 +39,13 @@ class TerminalParser(XTermParser):
         if text or not data:
             yield from super().feed(text)
 
+    def tick(self) -> Iterable[Message]:
+        """As the base has it, ten times a second: what was held, and did not go on as an answer does, is keys."""
+        if begun_answer(self._held) and time.monotonic() - self._held_at >= _HELD_S:
+            held, self._held = self._held, ""
+            yield from super().feed(held)
+        yield from super().tick()
+
     def _cleaned(self, data: str) -> Iterator[str]:
         self._held, self._is_light = "", None
         while data:
@@ -44,6 +54,7 @@ class TerminalParser(XTermParser):
             if not found:
                 held = _overlap(before, mark, 1) if self._is_pasted else _waiting(before)
                 before, self._held = before[: len(before) - held], before[len(before) - held :]
+                self._held_at = time.monotonic()
             yield before.replace("\x1b", _SIGN) if self._is_pasted else self._known(before)
             yield found
             self._is_pasted ^= bool(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ class Slow(FakeEngine):
 
 
 async def test_an_edit_ends_with_the_chat_that_it_was_begun_in() -> None:
-    app = chat_app(FakeService(["A", "B", "C"]))
+    app = chat_app(FakeService(["A", "B", "C", "D"]))
     async with running(app) as pilot:
         await say(pilot, "one")
         first = app.chat.session_id
@@ -67,7 +68,7 @@ async def test_a_question_that_is_gone_is_not_written_anew() -> None:
 
 
 async def test_ctrl_c_leaves_an_edit_and_not_only_its_text() -> None:
-    app = chat_app(FakeService(["A", "B", "C"]))
+    app = chat_app(FakeService(["A", "B", "C", "D"]))
     async with running(app) as pilot:
         await say(pilot, "one")
         await say(pilot, "two")
@@ -194,7 +195,7 @@ async def test_esc_stops_an_answer_whose_prompt_is_still_being_made() -> None:
 
 
 async def test_f5_pressed_twice_answers_once() -> None:
-    service = FakeService(["A", "B", "C"])
+    service = FakeService(["A", "B", "C", "D"])
     service.engine = Slow()
     app = chat_app(service)
     async with running(app) as pilot:
@@ -274,15 +275,39 @@ async def test_a_thought_that_was_interrupted_is_a_thought_when_the_chat_is_open
         assert "may be" not in shown(app)
 
 
+async def test_a_model_that_is_closed_as_soon_as_it_is_loaded_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = FakeService()
+    monkeypatch.setattr(service, "wait_loaded", lambda timeout_s=None: None)  # as of one that was closed meanwhile
+    app = chat_app(service)
+    async with running(app) as pilot:  # fails where a thread ends with an exception
+        await until(pilot, lambda: not [each for each in threading.enumerate() if each.name == "loading"])
+        assert app.chat.status.facts is None and app.failure is None
+
+
 async def test_a_chat_that_another_window_has_gone_on_with_says_so_and_loses_nothing() -> None:
-    app = chat_app(FakeService(["A", "B", "C"]))
+    app = chat_app(FakeService(["A", "B", "C", "D"]))
     async with running(app) as pilot:
         await say(pilot, "one")
         with History.open(history_file()) as history:
             session = history.find("last")
             history.append(session, session.head, "user", "from elsewhere")
+            elsewhere = history.refresh(session).head
+        app.chat.take_command("/title foxes")  # nothing is said by that: what the chat shows stays the other's
+        await until(pilot, lambda: "foxes" in shown(app))
+        assert "elsewhere" not in shown(app)
+        with History.peek(history_file()) as history:
+            assert history.find("foxes").head == elsewhere
         await say(pilot, "two")
         assert "gone on with elsewhere" in shown(app) and [text for _, text in texts(app)] == ["one", "A", "two", "B"]
+        app.chat.take_command("/fork")
+        await until(pilot, lambda: "a copy: " in shown(app))
+        with History.open(history_file()) as history:
+            copy = history.find(app.chat.session_id or "")
+            history.append(copy, copy.head, "user", "from elsewhere, too")
+        await pilot.press("escape")
+        await until(pilot, lambda: "elsewhere" not in shown(app))
+        await say(pilot, "and")
+        assert "gone on with elsewhere" in shown(app)
         await pilot.press("ctrl+n")
         await until(pilot, lambda: app.chat.num_turns == 0)
         await say(pilot, "three")

@@ -8,10 +8,13 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from textual.strip import Strip
+from textual.visual import RenderOptions
 
 from localllm.frontend.thinking import Splitter, opens_thought, split
 from localllm.tui import rendering
 from localllm.tui.code_blocks import code_blocks
+from localllm.tui.pieces import Block
 from localllm.tui.widgets.document import DocumentBlock
 from tests.tui.support import FakeService, chat_app, running, until
 
@@ -95,8 +98,21 @@ SAMPLES = [
     "```python\ndef f(x):\n    return x  # one\n\n\nprint(f(1))\n```\nafter\n\n    indented\n    code\n\nend",
     "| a | b |\n|---|---|\n| 1 | 2 |\n| 3 | 4 |\n\n> quote\nlazy\n\n---\n\nSetext\n======\n\nlast `code",
     "~~~\nopen fence that never ends\n\n- no list\n",
+    "```js\nlet a = 1;\n/* not yet\n" + "let b = 'c';\n" * 40 + "that was a comment */\nlet d;\n```",
+    '```python\ndef f():\n    """Says\n' + "    more of it, if True:\n" * 40 + '    """\n    return 1\n' * 2 + "```",
+    "```go\n\tif a {\t// b\n\t}\n```\n\n- item\n\n  ```sh\n  ls -l  # all\n  ```\n\n```\nif no = language:\n```\n",
     "Line  \nbreak\\\nbroken &amp; <b>raw</b> [x]: y\n\n[ref]: http://z\n\n***\n* * *\n",
 ]
+
+
+def blocks(text: str) -> list[Block]:
+    return [Block(rendering.pieces(group)) for group in rendering.groups(rendering.parser().parse(text))]
+
+
+def drawn(widget: DocumentBlock, block: Block) -> list[Strip]:
+    """As the widget would draw the block, in colours."""
+    options = RenderOptions(widget._get_style, widget.styles, None, None)
+    return block.render_strips(widget.size.width, None, widget.visual_style, options)
 
 
 @pytest.mark.usefixtures("home")
@@ -109,7 +125,7 @@ async def test_what_comes_in_pieces_looks_as_what_comes_whole() -> None:
             view = await app.chat.transcript.begin_answer(is_thinking=False)
             begin = 0
             while begin < len(text):
-                end = begin + chance.randrange(1, 12)
+                end = begin + chance.randrange(1, max(12, len(text) // 10))
                 await view.hear(text[begin:end])
                 begin = end
                 if chance.random() < 0.5:
@@ -117,6 +133,9 @@ async def test_what_comes_in_pieces_looks_as_what_comes_whole() -> None:
             await view.end()
             shown = [line for block in view.query(DocumentBlock) for line in block.block.lines(50)]
             assert [line.plain.rstrip() for line in shown if line.plain.strip()] == list(filter(None, lines(text, 50)))
+            await pilot.pause()
+            for grown, whole in zip(view.query(DocumentBlock), blocks(text), strict=True):
+                assert drawn(grown, grown.block) == drawn(grown, whole)
 
 
 # Thoughts

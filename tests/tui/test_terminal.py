@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from textual import events
+from textual._xterm_parser import XTermParser
 from textual.keys import _character_to_key
 from textual.message import Message
 from textual.widgets import Input
@@ -56,12 +59,28 @@ def test_keys_are_what_they_are_called(sent: str, key: str) -> None:
 ANSWER = "\x1b]11;rgb:ffff/ffff/ffff\x1b\\\x1b[?62;22c"
 
 
-@pytest.mark.parametrize("cut", range(6, len(ANSWER) + 1))
+@pytest.mark.parametrize("cut", range(2, len(ANSWER) + 1))
 def test_an_answer_that_comes_late_is_no_key(cut: int) -> None:
     found = parsed("a" + ANSWER[:cut], ANSWER[cut:] + "b") if cut < len(ANSWER) else parsed(f"a{ANSWER}b")
     assert told([each for each in found if isinstance(each, events.Key)]) == ["a", "b"]
     (said,) = (each for each in found if not isinstance(each, events.Key))
     assert isinstance(said, BackgroundSaid) and said.is_light
+
+
+def typed(parser: XTermParser, *chunks: str) -> list[str]:
+    """The keys of what comes in pieces, with a pause behind each."""
+    found: list[Message] = []
+    for chunk in chunks:
+        found += parser.feed(chunk)
+        for _ in range(4):
+            time.sleep(0.1)
+            found += parser.tick()
+    return told(found)
+
+
+@pytest.mark.parametrize("chunks", [("\x1b]1", "2"), ("\x07\x1b",), ("\x1b\\\x1b",), ("\x1b[?", "a")])
+def test_what_begins_as_an_answer_and_goes_on_as_none_is_keys(chunks: tuple[str, ...]) -> None:
+    assert typed(TerminalParser(), *chunks) == typed(XTermParser(), *chunks) != []
 
 
 async def test_the_theme_follows_a_terminal_that_answers_late_unless_another_was_chosen() -> None:

@@ -216,6 +216,7 @@ class ChatScreen(Screen[None]):
 
     @on(messages.Said)
     async def _on_said(self, message: messages.Said) -> None:
+        self.desk.answering.pace.heard()
         self.query_one(Activity).clear()
         view = self.transcript.live
         if view is not None:

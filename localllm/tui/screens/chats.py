@@ -74,6 +74,7 @@ class ChatsScreen(Screen[None]):
         self._chat = chat
         self._archive = archive
         self._query = ""
+        self._is_cut = False  # there is more than is listed
         self._leaving: set[str] = set()  # uids of sessions that are being removed
         self._delays: dict[str, Timer] = {}
         self._previewed: tuple[str, int | None] | None = None
@@ -146,14 +147,19 @@ class ChatsScreen(Screen[None]):
         self.chats.show(rows, self._query)
         self._previewed = None
         if not message.is_first:
-            self._tell_count(is_cut=message.is_cut)
+            self._is_cut = message.is_cut
+            self._tell_count()
 
-    def _tell_count(self, *, is_cut: bool = False) -> None:
+    def on_descendant_focus(self) -> None:
+        if self._query:  # the title names what a key does there
+            self._tell_count()
+
+    def _tell_count(self) -> None:
         count = len(self.chats.rows)
         if self._query:
             chats = len({row.session.uid for row in self.chats.rows})
-            places = f"the latest {count:,} places" if is_cut else f"{count:,} place{'' if count == 1 else 's'}"
-            more = "; more words find fewer" if is_cut else ""
+            places = f"the latest {count:,} places" if self._is_cut else f"{count:,} place{'' if count == 1 else 's'}"
+            more = "; more words find fewer" if self._is_cut else ""
             keys = "  (tab: the list and its keys)" if count and self.query_one(Input).has_focus else ""
             self._title(f"{places} in {chats:,} chat{'' if chats == 1 else 's'}{more}{keys}")
         else:

@@ -11,16 +11,20 @@ from collections.abc import Iterable, Sequence
 from markdown_it.token import Token
 from textual import events
 from textual.app import ComposeResult
+from textual.reactive import reactive
 from textual.selection import Selection
 from textual.widgets import Markdown
 from textual.widgets._markdown import MarkdownBlock
+from textual.widgets.markdown import MarkdownStream
 
 from localllm.tui import rendering
+from localllm.tui.highlighting import Highlighter
 from localllm.tui.pieces import Block
 from localllm.tui.widgets.clear import Clear
+from localllm.tui.widgets.settled import Settled
 
 
-class DocumentBlock(MarkdownBlock):
+class DocumentBlock(Settled, MarkdownBlock):
     """A paragraph, a heading, a list, a table or code: one block of the top level."""
 
     COMPONENT_CLASSES = set()
@@ -28,16 +32,23 @@ class DocumentBlock(MarkdownBlock):
     DocumentBlock { width: 1fr; height: auto; margin: 0 0 1 0; }
     """
 
-    def __init__(self, document: Markdown, tokens: Sequence[Token]) -> None:
+    auto_links = reactive(False)  # nothing can be clicked, and looking for it took a fifth of the drawing
+
+    def __init__(self, document: Markdown, tokens: Sequence[Token], highlighter: Highlighter | None = None) -> None:
         super().__init__(document, tokens[0])
-        self.block = Block(rendering.pieces(tokens))
+        self.block = Block(rendering.pieces(tokens, highlighter))
         self.update(self.block)
 
     async def _update_from_block(self, block: MarkdownBlock) -> None:
         assert isinstance(block, DocumentBlock)
         self._copy_context(block)
+        block.block.grow_from(self.block)
         self.block = block.block
         self.update(self.block)
+
+    def notify_style_update(self) -> None:
+        self.block.forget()
+        super().notify_style_update()
 
     def get_selection(self, selection: Selection) -> tuple[str, str] | None:
         return selection.extract("\n".join(line.plain.rstrip() for line in self.block.shown)), "\n"
@@ -71,6 +82,21 @@ class Document(Clear, Markdown):
     def __init__(self, text: str = "", *, classes: str | None = None) -> None:
         super().__init__(classes=classes, parser_factory=rendering.parser, open_links=False)
         self._text = text
+        self._stream: MarkdownStream | None = None
+        self._highlighter: Highlighter | None = None
+
+    async def write(self, text: str) -> None:
+        """What comes next."""
+        if self._stream is None:
+            self._stream, self._highlighter = Markdown.get_stream(self), Highlighter()
+        await self._stream.write(text)
+
+    async def end(self) -> None:
+        """Nothing more is written; all is shown when this returns."""
+        if self._stream is not None:
+            stream, self._stream, self._highlighter = self._stream, None, None
+            await stream.stop()
+            await self.append("")
 
     def compose(self) -> ComposeResult:
         # What is whole is one block: a conversation that is scrolled through mounts a third of the widgets.
@@ -82,5 +108,8 @@ class Document(Clear, Markdown):
         event.prevent_default()
 
     def _parse_markdown(self, tokens: Iterable[Token]) -> Iterable[MarkdownBlock]:
-        for group in rendering.groups(list(tokens)):
+        *before, last = list(rendering.groups(list(tokens))) or [[]]
+        for group in before:
             yield DocumentBlock(self, group)
+        if last:
+            yield DocumentBlock(self, last, self._highlighter)

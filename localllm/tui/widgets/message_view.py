@@ -7,8 +7,7 @@ from textual.binding import Binding
 from textual.content import Content
 from textual.message import Message
 from textual.widget import Widget
-from textual.widgets import Markdown, Static
-from textual.widgets.markdown import MarkdownStream
+from textual.widgets import Static
 
 from localllm.frontend.text import visible
 from localllm.frontend.thinking import Splitter, split
@@ -110,7 +109,6 @@ class AnswerView(Clear, MessageView):
         self._document = Document()
         self._meta: Static | None = None
         self._ending, self._known = ending, ""
-        self._streams: list[MarkdownStream] = []
 
     @property
     def text(self) -> str:
@@ -141,10 +139,9 @@ class AnswerView(Clear, MessageView):
     async def end(self) -> None:
         """It has ended; all that was said is shown when this returns."""
         await self._take(self._splitter.end())
-        for stream in self._streams:
-            await stream.stop()
-        self._streams.clear()
+        await self._document.end()
         if self._thought is not None:
+            await self._thought.document.end()
             self._thought.end()
 
     def end_with(self, text: str) -> None:
@@ -174,15 +171,8 @@ class AnswerView(Clear, MessageView):
                     self._thought = Thought(is_open=True)
                     await self.mount(self._thought, before=self._document)
                 self._thought.hear(text)
-                await self._stream_of(self._thought.document).write(visible(text))
+                await self._thought.document.write(visible(text))
             else:
                 if self._thought is not None:
                     self._thought.end()
-                await self._stream_of(self._document).write(visible(text))
-
-    def _stream_of(self, document: Document) -> MarkdownStream:
-        for stream in self._streams:
-            if stream.markdown_widget is document:
-                return stream
-        self._streams.append(Markdown.get_stream(document))
-        return self._streams[-1]
+                await self._document.write(visible(text))

@@ -1,0 +1,77 @@
+"""Code in colours, line by line, also while it is being written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from pygments.lexer import Lexer
+from pygments.lexers import get_lexer_by_name
+from pygments.util import ClassNotFound
+from textual.content import Content, Span
+from textual.highlight import HighlightTheme
+
+_TAB = 4  # columns
+_BACK = (16, 64)  # lines before what is new at which reading may begin
+
+
+class Highlighter:
+    """Reads code that grows from a few lines before its end, where that gives these lines the colours they have: 200
+    lines of Python take 16 ms as a whole. What comes may still change what was (the end of a comment makes one of it):
+    when nothing more comes a fresh one has the last word."""
+
+    def __init__(self) -> None:
+        self._language = ""
+        self._rows: list[str] = []
+        self._lines: list[Content] = []
+
+    def lines(self, code: str, language: str) -> list[Content]:
+        """language: as a fence has it; what is unknown, or none, is plain text. Lines that are as they were the last
+        time are the same objects."""
+        rows = code.expandtabs(_TAB).split("\n")
+        lexer = _lexer(language)
+        num_known = max(0, len(self._rows) - 1)  # the last may have got longer
+        if language != self._language or rows[:num_known] != self._rows[:num_known]:
+            num_known = 0
+        self._lines = self._continued(rows, lexer, num_known) or _highlighted(rows, lexer)
+        self._language, self._rows = language, rows
+        return self._lines
+
+    def _continued(self, rows: Sequence[str], lexer: Lexer, num_known: int) -> list[Content]:
+        """[] where it cannot be told that the lines before mean nothing for those to come."""
+        for begin in (num_known - back for back in _BACK if num_known > back):
+            lines = _highlighted(rows[begin:], lexer)
+            known = self._lines[begin:num_known]
+            if all(line.is_same(before) for line, before in zip(lines, known, strict=False)):
+                return self._lines[:num_known] + lines[len(known) :]
+        return []
+
+
+def _lexer(language: str) -> Lexer:
+    options: dict[str, Any] = {"stripnl": False, "ensurenl": True, "tabsize": 0}
+    try:
+        return get_lexer_by_name(language or "text", **options)
+    except ClassNotFound:
+        return get_lexer_by_name("text", **options)
+
+
+def _highlighted(rows: Sequence[str], lexer: Lexer) -> list[Content]:
+    spans = [[Span(0, len(row), "$text")] for row in rows] + [[]]
+    line = column = 0
+    for kind, token in lexer.get_tokens("\n".join(rows)):
+        style = _style(kind)
+        for number, part in enumerate(token.split("\n")):
+            if number:
+                line, column = line + 1, 0
+            if part and style:
+                spans[min(line, len(rows))].append(Span(column, column + len(part), style))
+            column += len(part)
+    return [Content(row, spans=found) for row, found in zip(rows, spans, strict=False)]
+
+
+@cache
+def _style(kind: Any) -> str:
+    """Of a token, or of the kind of tokens of which it is one."""
+    found = HighlightTheme.STYLES.get(kind)
+    return found or (_style(kind.parent) if kind.parent is not None else "")

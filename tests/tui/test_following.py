@@ -1,0 +1,44 @@
+"""How often an answer is drawn."""
+
+from __future__ import annotations
+
+import pytest
+from textual._compositor import Compositor
+
+from localllm.tui import following
+from localllm.tui.following import Pace
+from tests.tui.support import FakeService, chat_app, running, until
+
+
+@pytest.mark.parametrize(("cost_s", "interval_s"), [(0.001, 0.07), (0.03, 0.15), (2.0, 0.25)])
+def test_an_answer_is_drawn_as_often_as_a_fifth_of_a_core_allows(
+    cost_s: float, interval_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spent_s = 5.0
+    monkeypatch.setattr(following.time, "thread_time", lambda: spent_s)
+    pace = Pace()
+    spent_s += cost_s
+    pace.heard()
+    assert pace.interval_s == pytest.approx(interval_s)
+
+
+@pytest.mark.usefixtures("home")
+async def test_a_line_more_lays_the_screen_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = chat_app(FakeService())
+    async with running(app, (80, 24)) as pilot:
+        await until(pilot, lambda: app.chat.status.facts is not None)
+        view = await app.chat.transcript.begin_answer(is_thinking=False)
+        await view.hear("line\\\n" * 20 + "end")
+        for _ in range(5):
+            await pilot.pause(0.02)
+        layouts: list[int] = []
+        reflow = Compositor.reflow
+        monkeypatch.setattr(Compositor, "reflow", lambda *arguments: (layouts.append(1), reflow(*arguments))[1])
+        height = view.region.height
+        await view.hear(" and\\\nmore")
+        await until(pilot, lambda: view.region.height > height)
+        for _ in range(5):
+            await pilot.pause(0.02)
+        assert len(layouts) == 1
+        assert view.region.bottom <= app.chat.transcript.region.bottom  # the end is to be seen
+        await view.end()
