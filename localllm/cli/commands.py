@@ -48,8 +48,7 @@ class PlainGroup(TyperGroup):
 
 
 def _quickened(parameters: list[Any]) -> list[Any]:
-    # To coerce a value, None included, typer imports pydantic: 60 ms of a start. Its own flags default to None, and a
-    # completion parses the line with every flag None that is not in it.
+    # To coerce a value, None included, typer imports pydantic: 80 ms of a start. Its own flags default to None.
     for parameter in parameters:
         if parameter.name in ("help", "install_completion", "show_completion"):
             parameter.default = False
@@ -70,10 +69,14 @@ def _checked(parameter: Any, process: Callable[[Any, Any], Any]) -> Callable[[An
     """Typer's own, but for what is no number or none of the choices, which it tells of in the words of its parser."""
     choices = parameter.type_descriptor.choices
     accepts = Accepts("text", choices=tuple(choices)) if choices else NUMBERS.get(parameter.name)
+    is_text = parameter.type_descriptor.annotation is str
 
     def process_value(ctx: Any, value: Any) -> Any:
-        if value is None and ctx.resilient_parsing:
-            return None
+        if parameter.callback is None:
+            if value is None and (ctx.resilient_parsing or not parameter.required):
+                return () if parameter.multiple or parameter.nargs == -1 else None
+            if is_text and isinstance(value, str) and accepts is None:
+                return value
         if accepts is not None:
             for text in value if isinstance(value, list | tuple) else [value]:
                 if isinstance(text, str):
