@@ -71,9 +71,9 @@ def end_process(code: int) -> NoReturn:
 
 
 def _run(arguments: Sequence[str], front: Front) -> int:
-    from localllm.cli.app import app
+    from localllm.cli.app import app_of
 
-    command = typer.main.get_command(app)
+    command = typer.main.get_command(app_of(arguments))
     result = command.main(args=list(arguments), prog_name="localllm", standalone_mode=False, obj=front)
     if front.interrupts.exit_code is not None and result == 130:  # typer's own reading of KeyboardInterrupt
         return _interrupted(front.output, front.interrupts)

@@ -29,16 +29,11 @@ from localllm.tui.desk import Desk
 from localllm.tui.key_order import KeyOrder
 from localllm.tui.loading import Serve, serve
 from localllm.tui.screens.chat import ChatScreen
-from localllm.tui.screens.chats import ChatsScreen
-from localllm.tui.screens.models import ModelsScreen
-from localllm.tui.screens.prompt import Prompt
 from localllm.tui.transfers import TransferMoved, Transfers
 from localllm.tui.verdicts import Measuring, VerdictCame, Verdicts
-from localllm.tui.widgets.composer import Composer
-from localllm.tui.widgets.message_view import MessageView
 
 if TYPE_CHECKING:
-    from textual.dom import DOMNode
+    from localllm.tui.screens.models import ModelsScreen
 
 DARK, LIGHT = "textual-dark", "textual-light"
 _DRAFT_S = 1.0  # between two looks whether there is something new to keep of what is being written
@@ -92,6 +87,7 @@ class ChatApp(KeyOrder):
         self.chat = ChatScreen(self.desk, shows_statistics=start.shows_statistics)
         self.transfers = Transfers(self.post_message)
         self.verdicts = Verdicts(self.post_message, lambda: self.chat.is_busy or self.transfers.is_running)
+        self._models_screen: ModelsScreen | None = None
         self.failure: Exception | None = None
         self.unsent = ""  # what stands in the composer
         self._kept_draft = ""
@@ -161,8 +157,9 @@ class ChatApp(KeyOrder):
     @property
     def _models(self) -> ModelsScreen | None:
         """None also where it is not there yet, or goes with everything else."""
-        found = (screen for screen in self.screen_stack if isinstance(screen, ModelsScreen) and screen.is_mounted)
-        return next(found, None) if self.is_running else None
+        models = self._models_screen
+        is_there = self.is_running and models is not None and models in self.screen_stack and models.is_mounted
+        return models if is_there else None
 
     @on(VerdictCame)
     def _on_verdict(self, message: VerdictCame) -> None:
@@ -198,6 +195,7 @@ class ChatApp(KeyOrder):
         self.leave()
 
     def action_help(self) -> None:
+        from localllm.tui.rooms import rooms
         from localllm.tui.screens.help import HelpScreen
 
         self.push_screen(HelpScreen(rooms(), self._start.keys))
@@ -215,12 +213,17 @@ class ChatApp(KeyOrder):
 
     def action_models(self) -> None:
         """Shows them; where they are shown, goes back."""
+        from localllm.tui.screens.models import ModelsScreen
+
         if isinstance(self.screen, ModelsScreen):
             self.pop_screen()
-        elif not any(isinstance(screen, ModelsScreen) for screen in self.screen_stack):
-            self.push_screen(ModelsScreen(self.chat, self.transfers, self.verdicts))
+        elif self._models_screen not in self.screen_stack:
+            self._models_screen = ModelsScreen(self.chat, self.transfers, self.verdicts)
+            self.push_screen(self._models_screen)
 
     def action_chats(self) -> None:
+        from localllm.tui.screens.chats import ChatsScreen
+
         if isinstance(self.screen, ChatsScreen):
             self.screen.dismiss()
         else:
@@ -263,20 +266,3 @@ class ChatApp(KeyOrder):
     def _fatal_error(self) -> None:
         """In the place of a traceback with the values of all variables, the conversation's among them."""
         self._close_messages_no_wait()
-
-
-def rooms() -> dict[str, type[DOMNode]]:
-    """What has keys of its own, by the title under which the help has them."""
-    from localllm.tui.screens.plan import PlanScreen
-
-    found: dict[str, Any] = {
-        "Everywhere": ChatApp,
-        "Chat": ChatScreen,
-        "Writing": Composer,
-        "A message (ctrl+up)": MessageView,
-        "Chats (F4)": ChatsScreen,
-        "Asked for a line": Prompt,
-        "Models (F3)": ModelsScreen,
-        "Plan (F2)": PlanScreen,
-    }
-    return found

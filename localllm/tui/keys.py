@@ -15,7 +15,6 @@ from textual.widgets import TextArea
 from localllm.config import ResolvedSettings, unknown_key
 from localllm.errors import SettingsError
 from localllm.toml_file import TomlFile
-from localllm.tui.app import rooms
 
 _MODIFIERS = ("ctrl", "alt", "shift", "super", "hyper", "meta")
 _EVERYWHERE = "Everywhere"
@@ -30,6 +29,8 @@ def checked_keys(resolved: ResolvedSettings) -> Mapping[str, str]:
     """The keys by a binding's id. Raises SettingsError, naming the nearest, for an id or a key that there is not, and
     for one that does something else already."""
     keys = resolved.settings.keys
+    if not keys:
+        return keys
     bindings = _bindings()
     for name, pressed in keys.items():
         if name not in bindings:
@@ -117,6 +118,8 @@ def _where(resolved: ResolvedSettings, name: str) -> str:
 
 def _bindings() -> Mapping[str, tuple[str, Binding]]:
     """All that have an id, each with the title of its room."""
+    from localllm.tui.rooms import rooms
+
     return {
         binding.id: (title, binding)
         for title, room in rooms().items()

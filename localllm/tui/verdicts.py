@@ -6,12 +6,15 @@ import queue
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from textual.message import Message
 
 from localllm.config import ResolvedSettings
-from localllm.frontend.model_rows import ModelRow
-from localllm.frontend.verdict import Verdict, judge
+
+if TYPE_CHECKING:
+    from localllm.frontend.model_rows import ModelRow
+    from localllm.frontend.verdict import Verdict
 
 _PAUSE_S = 0.2  # between two looks whether the machine is quiet
 
@@ -68,6 +71,8 @@ class Verdicts:
         self._queue.put(None)
 
     def _run(self) -> None:
+        from localllm.frontend.verdict import Verdict, judge
+
         while (wanted := self._queue.get()) is not None:
             key, resolved = wanted
             try:
