@@ -211,7 +211,8 @@ def long_conversation() -> dict[str, float]:
 
 
 def start() -> dict[str, float]:
-    """The program as it is typed: until the first picture, and until the first word of `tiny`, asked at once."""
+    """The program as it is typed: until the first picture, and until the first word of `tiny`, asked at once. Beside
+    that what both cannot do without: a Python that imports the library, and ends."""
     with tempfile.TemporaryDirectory() as home:
         terminal = Terminal([sys.executable, "-m", "localllm", "chat"], LOCALLLM_HOME=home)
         painted_s = terminal.wait_for(b"rite a message")
@@ -219,7 +220,14 @@ def start() -> dict[str, float]:
         terminal.wait_for(b"tok/s")
         first_word_s = time.monotonic() - terminal.started
         terminal.end()
-    return {"first_picture_s": painted_s, "first_word_s": first_word_s}
+    floors = {f"{name}_s": _import_s(module) for name, module in (("textual", "textual.app"), ("torch", "torch"))}
+    return {"first_picture_s": painted_s, "first_word_s": first_word_s, **floors}
+
+
+def _import_s(module: str) -> float:
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", f"import os, {module}; os._exit(0)"], check=True)
+    return time.monotonic() - began
 
 
 def spread(rounds: list[dict[str, Any]]) -> dict[str, Any]:
@@ -258,7 +266,9 @@ def figures(result: Mapping[str, Any]) -> list[str]:
         "| | seconds |",
         "|---|---|",
         f"| `localllm chat` to the first picture | {shown('start', 'first_picture_s')} |",
-        f"| to the first word of `tiny`, asked at once | {shown('start', 'first_word_s')} |",
+        f"| beside that: Python importing Textual | {shown('start', 'textual_s')} |",
+        f"| to the first word of `tiny`, asked at once, on a new machine | {shown('start', 'first_word_s')} |",
+        f"| beside that: Python importing torch | {shown('start', 'torch_s')} |",
         f"| a conversation of 500 messages opened | {shown('long', 'open_s')} |",
         f"| ten pages of it a second: what a key waits, 95 % | {shown('long', 'page_p95_ms', 1e-3, digits=3)} |",
         f"| the longest | {shown('long', 'page_max_ms', 1e-3, digits=3)} |",
