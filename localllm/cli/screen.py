@@ -84,7 +84,7 @@ def _app(
         from localllm.tui import draft
         from localllm.tui.app import DARK, LIGHT, ChatApp, Start
         from localllm.tui.keys import checked_keys, checked_theme
-        from localllm.tui.terminal import read_as_meant
+        from localllm.tui.terminal import as_meant
     finally:
         is_light, typed = background.is_light()
     keys = checked_keys(resolved)
@@ -102,7 +102,7 @@ def _app(
         shows_statistics=flags["stats"],
         follows_terminal=theme is None,
     )
-    read_as_meant()
+    as_meant()
 
     @contextmanager
     def away() -> Iterator[None]:

@@ -1,5 +1,5 @@
-"""What a terminal sends, read as it is meant: a paste is one paste, whatever escape sequences are in it, and an answer
-that was waited for no longer is no key."""
+"""A terminal as it is meant: a paste is one paste, whatever escape sequences are in it, an answer that was waited for no
+longer is no key, and what is written to one that is gone goes nowhere."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Iterator
 
 from textual._xterm_parser import XTermParser
+from textual.drivers._writer_thread import WriterThread
 from textual.message import Message
 
 from localllm.tui.background import begun_answer, without_answers
@@ -77,9 +78,21 @@ def _overlap(text: str, mark: str, least: int) -> int:
     return next((count for count in range(len(mark) - 1, least - 1, -1) if text.endswith(mark[:count])), 0)
 
 
-def read_as_meant() -> None:
-    """Has Textual's drivers, which make their parser themselves, make this one."""
+class TerminalWriter(WriterThread):
+    """Textual's own ends with a terminal that is gone, and whoever writes then waits for it for ever."""
+
+    def run(self) -> None:
+        try:
+            super().run()
+        except OSError:
+            while self._queue.get() is not None:  # until it is stopped
+                pass
+
+
+def as_meant() -> None:
+    """Has Textual's drivers, which make their parser and their writer themselves, make these."""
     if sys.platform != "win32":
         from textual.drivers import linux_driver, linux_inline_driver
 
         linux_driver.XTermParser = linux_inline_driver.XTermParser = TerminalParser  # type: ignore[attr-defined]
+        linux_driver.WriterThread = TerminalWriter  # type: ignore[attr-defined]

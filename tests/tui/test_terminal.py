@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import threading
 import time
 
 import pytest
@@ -16,7 +19,7 @@ from textual.widgets import Input
 from localllm.tui.app import ChatApp
 from localllm.tui.messages import BackgroundSaid
 from localllm.tui.screens.chats import ChatsScreen
-from localllm.tui.terminal import TerminalParser
+from localllm.tui.terminal import TerminalParser, TerminalWriter
 from tests.tui.support import FakeService, chat_app, running, send, texts, until
 
 BEGIN, END = "\x1b[200~", "\x1b[201~"
@@ -81,6 +84,26 @@ def typed(parser: XTermParser, *chunks: str) -> list[str]:
 @pytest.mark.parametrize("chunks", [("\x1b]1", "2"), ("\x07\x1b",), ("\x1b\\\x1b",), ("\x1b[?", "a")])
 def test_what_begins_as_an_answer_and_goes_on_as_none_is_keys(chunks: tuple[str, ...]) -> None:
     assert typed(TerminalParser(), *chunks) == typed(XTermParser(), *chunks) != []
+
+
+class GoneTerminal(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+
+def test_what_is_written_to_a_terminal_that_is_gone_holds_nobody_up() -> None:
+    writer = TerminalWriter(GoneTerminal())
+    writer.start()
+
+    def write_and_stop() -> None:
+        for _ in range(100):
+            writer.write("a picture")
+        writer.stop()
+
+    writing = threading.Thread(target=write_and_stop, daemon=True)
+    writing.start()
+    writing.join(10)
+    assert not writing.is_alive()
 
 
 async def test_the_theme_follows_a_terminal_that_answers_late_unless_another_was_chosen() -> None:
