@@ -1,5 +1,5 @@
-"""A terminal as it is meant: a paste is one paste, whatever escape sequences are in it, an answer that was waited for no
-longer is no key, and what is written to one that is gone goes nowhere."""
+"""A terminal as it is meant: a paste is one paste, whatever escape sequences are in it, a late answer is no key, and
+what is written to one that is gone goes nowhere."""
 
 from __future__ import annotations
 
