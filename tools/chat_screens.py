@@ -201,7 +201,7 @@ def _machine() -> Iterator[None]:
     with (
         patch("localllm.tui.desk.machine_line", lambda: line),
         patch.object(hub, "list_models", lambda: here),
-        patch("localllm.tui.verdicts.judge", _judged),
+        patch("localllm.frontend.verdict.judge", _judged),
         patch.object(hub, "describe", _described),
         patch("localllm.tui.widgets.chat_preview.format_time", lambda _: "2026-11-22 14:27"),
     ):

@@ -24,13 +24,18 @@ class Pace:
     """How often an answer is posted: as often as the screen's thread can draw it in a fifth of its time."""
 
     def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Before the first message."""
         self.interval_s = _SHORTEST_S
-        self._spent_s = time.thread_time()
+        self._spent_s: float | None = None
 
     def heard(self) -> None:
-        """On the screen's thread, at each message: what the one before has cost it is known now."""
+        """On the screen's thread, at each message: what the one before has cost is known now."""
         spent_s = time.thread_time()
-        self.interval_s = min(max(_SHORTEST_S, (spent_s - self._spent_s) / _SHARE), _LONGEST_S)
+        if self._spent_s is not None:
+            self.interval_s = min(max(_SHORTEST_S, (spent_s - self._spent_s) / _SHARE), _LONGEST_S)
         self._spent_s = spent_s
 
 

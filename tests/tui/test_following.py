@@ -17,9 +17,14 @@ def test_an_answer_is_drawn_as_often_as_a_fifth_of_a_core_allows(
     spent_s = 5.0
     monkeypatch.setattr(following.time, "thread_time", lambda: spent_s)
     pace = Pace()
+    pace.heard()
     spent_s += cost_s
     pace.heard()
     assert pace.interval_s == pytest.approx(interval_s)
+    pace.begin()  # what has been drawn since, of the prompt's progress too, was not the answer
+    spent_s += cost_s
+    pace.heard()
+    assert pace.interval_s == pytest.approx(0.07)
 
 
 @pytest.mark.usefixtures("home")

@@ -91,7 +91,7 @@ def machine(disk: FakeDisk, monkeypatch: pytest.MonkeyPatch) -> None:
     def judge(name: str, resolved: Any, say: Callable[[str], None]) -> Verdict:
         return VERDICTS.get(name, Verdict("fits", 12.3, 8192, "int4-g64"))
 
-    monkeypatch.setattr("localllm.tui.verdicts.judge", judge)
+    monkeypatch.setattr("localllm.frontend.verdict.judge", judge)
 
 
 def screen_of(app: ChatApp) -> ModelsScreen:
@@ -170,7 +170,7 @@ async def test_rows_are_there_before_their_verdicts(monkeypatch: pytest.MonkeyPa
         gate.wait(10)
         return Verdict("fits")
 
-    monkeypatch.setattr("localllm.tui.verdicts.judge", judge)
+    monkeypatch.setattr("localllm.frontend.verdict.judge", judge)
     app = chat_app()
     async with running(app) as pilot:
         await open_models(pilot)
@@ -190,7 +190,7 @@ async def test_nothing_is_measured_and_no_other_model_chosen_while_an_answer_is_
         measured.set()
         return Verdict("fits")
 
-    monkeypatch.setattr("localllm.tui.verdicts.judge", judge)
+    monkeypatch.setattr("localllm.frontend.verdict.judge", judge)
     app = chat_app(FakeService(["word " * 400], pause_s=0.05))
     async with running(app) as pilot:
         await send(pilot, "Go on")
@@ -211,7 +211,7 @@ async def test_a_verdict_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> N
         judged.append(name)
         return Verdict("fits")
 
-    monkeypatch.setattr("localllm.tui.verdicts.judge", judge)
+    monkeypatch.setattr("localllm.frontend.verdict.judge", judge)
     app = chat_app()
     async with running(app) as pilot:
         screen = await open_models(pilot)

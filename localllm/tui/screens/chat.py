@@ -202,6 +202,7 @@ class ChatScreen(Screen[None]):
     async def _on_began(self, message: messages.AnswerBegan) -> None:
         self._is_answering = True
         self.status.run_now = Run()
+        self.desk.answering.pace.begin()
         view = await self.transcript.begin_answer(is_thinking=message.is_thinking)
         self.query_one(Activity).progress("reading the prompt")
         if message.said:
