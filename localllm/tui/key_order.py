@@ -35,6 +35,8 @@ class KeyOrder(App[None]):
         self._stuck: Timer | None = None
 
     async def on_event(self, event: events.Event) -> None:
+        if isinstance(event, events.InputEvent | events.Paste) and not self.screen_stack:
+            return  # the program is ending
         if not isinstance(event, events.Key | events.Paste) or event.is_forwarded:
             await super().on_event(event)
         elif self._rounds_left:
@@ -73,6 +75,8 @@ class KeyOrder(App[None]):
         await self._go_on()
 
     async def _go_on(self) -> None:
+        if not self.screen_stack:
+            return
         if self._rounds_left:
             self._go_round()
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import io
 import threading
@@ -137,6 +138,23 @@ async def test_keys_that_come_at_once_act_in_their_order() -> None:
         await press_at_once(app, *"hello", "enter", *"wor", "ctrl+j", *"ld")
         await until(pilot, lambda: app.chat.num_turns == 2)
         assert texts(app)[0] == ("user", "hello") and app.chat.composer.text == "wor\nld"
+
+
+@pytest.mark.usefixtures("home")
+async def test_what_is_pressed_while_the_program_ends_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = ChatApp._close_all
+
+    async def close_and_press(app: ChatApp) -> None:
+        await closed(app)
+        app.post_message(app.Round(0))  # behind a key that was on its way
+        await press_at_once(app, "a", "enter")
+        app.post_message(events.Paste("b"))
+        app.post_message(events.MouseMove(None, 1, 1, 0, 0, 0, False, False, False))
+        await asyncio.sleep(0.05)
+
+    monkeypatch.setattr(ChatApp, "_close_all", close_and_press)
+    async with running(chat_app()) as pilot:
+        await pilot.pause()
 
 
 @pytest.mark.usefixtures("home")
