@@ -69,20 +69,20 @@ def markdown(num_tokens: int, seed: int = 1) -> str:
 
 def child(folder: Path, *, is_peer: bool) -> None:
     """The program: on this process's terminal, until it is left. is_peer: with Textual's own widgets for Markdown, as
-    often laid out and drawn as Textual does."""
+    often laid out as Textual does."""
     os.environ["LOCALLLM_HOME"] = str(folder)
-    if not is_peer:
-        tune()
-    else:
-        from textual.widgets import Markdown
-
+    tune()
+    if is_peer:
         from localllm.tui import following
         from localllm.tui.widgets.clear import Clear
         from localllm.tui.widgets.document import Document
-        from localllm.tui.widgets.settled import Settled
+        from localllm.tui.widgets.laid_out_once import LaidOutOnce
 
-        Document._parse_markdown = Markdown._parse_markdown  # type: ignore[method-assign]
-        del Clear.render_lines, Settled._size_updated
+        async def done(_: Document, *, is_whole: bool) -> None:
+            pass
+
+        del Document.append, Clear.render_lines, LaidOutOnce._size_updated
+        Document._grow = done  # type: ignore[assignment]
         following._SHARE = float("inf")
     from localllm.tui.widgets.message_view import AnswerView
     from tests.tui.support import FakeService, chat_app

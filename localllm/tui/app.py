@@ -84,7 +84,7 @@ class ChatApp(KeyOrder):
         self.away = away
         self.desk = Desk(start.resolved, dict(start.extra), serve, self._hear)
         self.archive = Archive()
-        self.chat = ChatScreen(self.desk, shows_statistics=start.shows_statistics)
+        self.chat = ChatScreen(self.desk, start.draft, shows_statistics=start.shows_statistics)
         self.transfers = Transfers(self.post_message)
         self.verdicts = Verdicts(self.post_message, lambda: self.chat.is_busy or self.transfers.is_running)
         self._models_screen: ModelsScreen | None = None
@@ -116,10 +116,7 @@ class ChatApp(KeyOrder):
 
     def _begin(self) -> None:
         """Once the first picture is there: torch's import holds Python's lock for long stretches."""
-        start = self._start
-        if start.draft:
-            self.chat.composer.write(start.draft)
-        self.desk.begin_with(start.selection, start.resumed, start.system)
+        self.desk.begin_with(self._start.selection, self._start.resumed, self._start.system)
 
     def _hear(self, message: Message) -> None:
         """From the conversation's thread: the chat's handlers take it, whichever screen is shown."""

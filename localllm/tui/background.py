@@ -93,10 +93,11 @@ def _asked() -> tuple[int, list[Any]] | None:
         if not (os.isatty(descriptor) and os.isatty(1)):
             return None
         before = termios.tcgetattr(descriptor)
-        _listen(descriptor)
-        os.write(1, _QUESTION)
     except (OSError, ValueError, AttributeError, termios.error):
         return None
+    _listen(descriptor)
+    with suppress(OSError):  # it is gone
+        os.write(1, _QUESTION)
     return descriptor, before
 
 

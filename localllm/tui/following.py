@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _SHORTEST_S = 0.07  # between two messages: what an eye follows
 _LONGEST_S = 0.25
 _SHARE = 0.2  # of a core, for drawing
+_DEAF_S = 0.02  # to the end of an answer
 
 
 class Pace:
@@ -70,12 +71,12 @@ def _batches(stream: RequestStream, pace: Pace) -> Iterator[list[Event]]:
     events, flushed_at = iter(stream), 0.0
     for event in events:
         batch = [event]
-        while not isinstance(batch[-1], FinishedEvent) and not stream.events.empty():
-            batch.append(next(events))
-        rest_s = flushed_at + pace.interval_s - time.monotonic()
-        if rest_s > 0 and not isinstance(batch[-1], FinishedEvent):
-            time.sleep(rest_s)
-            while not isinstance(batch[-1], FinishedEvent) and not stream.events.empty():
+        while not isinstance(batch[-1], FinishedEvent):
+            if not stream.events.empty():
                 batch.append(next(events))
+            elif (rest_s := flushed_at + pace.interval_s - time.monotonic()) > 0:
+                time.sleep(min(rest_s, _DEAF_S))
+            else:
+                break
         flushed_at = time.monotonic()
         yield batch

@@ -14,6 +14,7 @@ from textual.highlight import HighlightTheme
 
 _TAB = 4  # columns
 _BACK = (16, 64)  # lines before what is new at which reading may begin
+_WAIT = 32  # lines, where that has failed: within a text over many lines it fails for each of them
 
 
 class Highlighter:
@@ -25,26 +26,30 @@ class Highlighter:
         self._language = ""
         self._rows: list[str] = []
         self._lines: list[Content] = []
+        self._whole_until = 0  # lines: before that it is not tried again to read the end alone
 
     def lines(self, code: str, language: str) -> list[Content]:
-        """language: as a fence has it; what is unknown, or none, is plain text. Lines that are as they were the last
-        time are the same objects."""
+        """language: as a fence has it; what is unknown, or none, is plain text. Where the end alone was read the lines
+        before it are the objects of the last time."""
         rows = code.expandtabs(_TAB).split("\n")
         lexer = _lexer(language)
         num_known = max(0, len(self._rows) - 1)  # the last may have got longer
         if language != self._language or rows[:num_known] != self._rows[:num_known]:
-            num_known = 0
+            num_known = self._whole_until = 0
         self._lines = self._continued(rows, lexer, num_known) or _highlighted(rows, lexer)
         self._language, self._rows = language, rows
         return self._lines
 
     def _continued(self, rows: Sequence[str], lexer: Lexer, num_known: int) -> list[Content]:
         """[] where it cannot be told that the lines before mean nothing for those to come."""
+        if len(rows) < self._whole_until:
+            return []
         for begin in (num_known - back for back in _BACK if num_known > back):
             lines = _highlighted(rows[begin:], lexer)
             known = self._lines[begin:num_known]
             if all(line.is_same(before) for line, before in zip(lines, known, strict=False)):
                 return self._lines[:num_known] + lines[len(known) :]
+            self._whole_until = len(rows) + _WAIT
         return []
 
 

@@ -32,6 +32,12 @@ def parser() -> MarkdownIt:
     return found
 
 
+@cache
+def _outliner() -> MarkdownIt:
+    """`parser`, for blocks alone: what is in their lines takes most of the time."""
+    return parser.__wrapped__().disable(["inline"])
+
+
 def _too_deep(state: StateBlock, start_line: int, end_line: int, silent: bool) -> bool:
     return not silent and state.level >= _MOST_NESTED and paragraph(state, start_line, end_line, silent)
 
@@ -48,9 +54,22 @@ def groups(tokens: Sequence[Token]) -> Iterator[list[Token]]:
             group = []
 
 
-def pieces(tokens: Sequence[Token], highlighter: Highlighter | None = None) -> list[Piece | Table]:
-    """What the tokens of a block look like. highlighter: has seen the block's code before it grew."""
-    return list(_Walk(tokens, highlighter or Highlighter()).blocks(0))
+def first_line(group: Sequence[Token]) -> int:
+    """The number of the line at which a block of the top level begins."""
+    lines = group[0].map
+    assert lines is not None
+    return lines[0]
+
+
+def first_lines(text: str) -> list[int]:
+    """`first_line` of each block of the text."""
+    return [first_line(group) for group in groups(_outliner().parse(text))]
+
+
+def pieces(tokens: Sequence[Token], highlighters: list[Highlighter] | None = None) -> list[Piece | Table]:
+    """What the tokens of a block look like. highlighters: of the block's codes, in their order, which they have seen
+    before it grew; those of more codes are put behind them."""
+    return list(_Walk(tokens, [] if highlighters is None else highlighters).blocks(0))
 
 
 def inline(token: Token) -> Content:
@@ -102,9 +121,10 @@ def inline(token: Token) -> Content:
 class _Walk:
     """Reads tokens from the front."""
 
-    def __init__(self, tokens: Sequence[Token], highlighter: Highlighter) -> None:
+    def __init__(self, tokens: Sequence[Token], highlighters: list[Highlighter]) -> None:
         self._tokens = tokens
-        self._highlighter = highlighter
+        self._highlighters = highlighters
+        self._num_codes = 0
         self._at = 0
 
     def blocks(self, depth: int, *, is_tight: bool = False) -> Iterator[Piece | Table]:
@@ -163,9 +183,13 @@ class _Walk:
                 yield piece.indented(first if number == 0 else rest, rest)
 
     def _code(self, token: Token) -> Iterator[Piece]:
+        if self._num_codes == len(self._highlighters):
+            self._highlighters.append(Highlighter())
+        highlighter = self._highlighters[self._num_codes]
+        self._num_codes += 1
         language = token.info.split()[0] if token.info.split() else ""
         margin = Content("  ")
-        for line in self._highlighter.lines(visible(token.content.removesuffix("\n")), language):
+        for line in highlighter.lines(visible(token.content.removesuffix("\n")), language):
             yield Piece(line, margin, margin, is_code=True)
 
     def _table(self) -> Table:

@@ -1,11 +1,14 @@
 """A terminal as it is meant: a paste is one paste, whatever escape sequences are in it, a late answer is no key, and
-what is written to one that is gone goes nowhere."""
+what is written on the full screen of one that is gone goes nowhere."""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import IO, cast
 
 from textual._xterm_parser import XTermParser
 from textual.drivers._writer_thread import WriterThread
@@ -30,6 +33,7 @@ class TerminalParser(XTermParser):
         self._is_pasted = False
         self._held = ""  # the beginning of what may begin or end a paste, or be an answer
         self._held_at = 0.0
+        self._may_be_answer = False
         self._is_light: bool | None = None  # as an answer among what was read last says
 
     def feed(self, data: str) -> Iterable[Message]:
@@ -42,7 +46,7 @@ class TerminalParser(XTermParser):
 
     def tick(self) -> Iterable[Message]:
         """As the base has it, ten times a second: what was held, and did not go on as an answer does, is keys."""
-        if begun_answer(self._held) and time.monotonic() - self._held_at >= _HELD_S:
+        if self._may_be_answer and self._held and time.monotonic() - self._held_at >= _HELD_S:
             held, self._held = self._held, ""
             yield from super().feed(held)
         yield from super().tick()
@@ -53,7 +57,9 @@ class TerminalParser(XTermParser):
             mark = _END if self._is_pasted else _BEGIN
             before, found, data = data.partition(mark)
             if not found:
-                held = _overlap(before, mark, 1) if self._is_pasted else _waiting(before)
+                held = _overlap(before, mark, 1 if self._is_pasted else _LEAST)
+                self._may_be_answer = not (held or self._is_pasted)
+                held = begun_answer(before) if self._may_be_answer else held
                 before, self._held = before[: len(before) - held], before[len(before) - held :]
                 self._held_at = time.monotonic()
             yield before.replace("\x1b", _SIGN) if self._is_pasted else self._known(before)
@@ -68,11 +74,6 @@ class TerminalParser(XTermParser):
         return text
 
 
-def _waiting(text: str) -> int:
-    """How many characters at the text's end may be the beginning of a paste or an answer."""
-    return _overlap(text, _BEGIN, _LEAST) or begun_answer(text)
-
-
 def _overlap(text: str, mark: str, least: int) -> int:
     """How many characters at the text's end are the mark's beginning; 0 where they are fewer than `least`."""
     return next((count for count in range(len(mark) - 1, least - 1, -1) if text.endswith(mark[:count])), 0)
@@ -81,12 +82,31 @@ def _overlap(text: str, mark: str, least: int) -> int:
 class TerminalWriter(WriterThread):
     """Textual's own ends with a terminal that is gone, and whoever writes then waits for it for ever."""
 
-    def run(self) -> None:
+    def __init__(self, file: IO[str]) -> None:
+        with suppress(OSError, ValueError):
+            os.set_blocking(file.fileno(), True)  # else what another program left so is taken for gone
+        super().__init__(cast(IO[str], _Lasting(file)))
+
+
+class _Lasting:
+    """A file that takes what is written also when it is gone."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+        self._is_gone = False
+
+    def write(self, text: str) -> None:
+        self._do(lambda: self._file.write(text))
+
+    def flush(self) -> None:
+        self._do(self._file.flush)
+
+    def _do(self, what: Callable[[], object]) -> None:
         try:
-            super().run()
+            if not self._is_gone:
+                what()
         except OSError:
-            while self._queue.get() is not None:  # until it is stopped
-                pass
+            self._is_gone = True
 
 
 def as_meant() -> None:

@@ -104,6 +104,14 @@ SAMPLES = [
     "Line  \nbreak\\\nbroken &amp; <b>raw</b> [x]: y\n\n[ref]: http://z\n\n***\n* * *\n",
 ]
 
+# Where they are cut they look like something else.
+CUT = [
+    "Issue\n#5 is best\nTitle\n***bold italic*** text\n\n> q\n-5 degrees\n\n- a\n**bold** tail\n- b\n\n",
+    "- costs\n1.5 dollars\n\npara\n```code``` more\n\nname\na | b\n--|--no\n\nset\n--\n\nset\n-- no\n" * 2,
+    "1. a\n   ```py\n   def f():\n     return 1\n   ```\n2. b\n\n   para\n   ```py\n   x\n   ```\n10. c",
+    "```python\n" + "x = 1\n" * 30 + "```\n*emphasis* after\n1990. That was a year.\n\n- x\n\n\n- y",
+]
+
 
 def blocks(text: str) -> list[Block]:
     return [Block(rendering.pieces(group)) for group in rendering.groups(rendering.parser().parse(text))]
@@ -121,7 +129,8 @@ async def test_what_comes_in_pieces_looks_as_what_comes_whole() -> None:
     app = chat_app(FakeService())
     async with running(app, (60, 40)) as pilot:
         await until(pilot, lambda: app.chat.status.facts is not None)
-        for text in [*SAMPLES, *(chance.choice(SAMPLES) + "\n" + chance.choice(SAMPLES) for _ in range(5))]:
+        pairs = [chance.choice(SAMPLES) + "\n" + chance.choice(SAMPLES) for _ in range(5)]
+        for text in [*SAMPLES, *pairs]:
             view = await app.chat.transcript.begin_answer(is_thinking=False)
             begin = 0
             while begin < len(text):
@@ -136,6 +145,19 @@ async def test_what_comes_in_pieces_looks_as_what_comes_whole() -> None:
             await pilot.pause()
             for grown, whole in zip(view.query(DocumentBlock), blocks(text), strict=True):
                 assert drawn(grown, grown.block) == drawn(grown, whole)
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize("text", CUT)
+async def test_what_looks_like_something_else_where_it_is_cut_does_not_stay_so(text: str) -> None:
+    app = chat_app(FakeService())
+    async with running(app, (60, 40)) as pilot:
+        await until(pilot, lambda: app.chat.status.facts is not None)
+        view = await app.chat.transcript.begin_answer(is_thinking=False)
+        for character in text:
+            await view.document.append(character)
+        grown = [block.block.lines(50) for block in view.query(DocumentBlock)]
+        assert grown == [block.lines(50) for block in blocks(text)]
 
 
 # Thoughts

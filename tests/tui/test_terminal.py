@@ -71,15 +71,19 @@ def test_an_answer_that_comes_late_is_no_key(cut: int) -> None:
     assert isinstance(said, BackgroundSaid) and said.is_light
 
 
-def typed(parser: XTermParser, *chunks: str) -> list[str]:
-    """The keys of what comes in pieces, with a pause behind each."""
+def pressed(parser: XTermParser, *chunks: str) -> list[Message]:
+    """What comes in pieces, with a pause behind each."""
     found: list[Message] = []
     for chunk in chunks:
         found += parser.feed(chunk)
         for _ in range(4):
             time.sleep(0.1)
             found += parser.tick()
-    return told(found)
+    return found
+
+
+def typed(parser: XTermParser, *chunks: str) -> list[str]:
+    return told(pressed(parser, *chunks))
 
 
 @pytest.mark.parametrize("chunks", [("\x1b]1", "2"), ("\x07\x1b",), ("\x1b\\\x1b",), ("\x1b[?", "a")])
@@ -87,13 +91,32 @@ def test_what_begins_as_an_answer_and_goes_on_as_none_is_keys(chunks: tuple[str,
     assert typed(TerminalParser(), *chunks) == typed(XTermParser(), *chunks) != []
 
 
+def test_the_key_esc_behind_an_answer_is_the_key() -> None:
+    answer = "\x1b]11;rgb:ffff/ffff/ffff\x07"
+    said, *keys = pressed(TerminalParser(), answer + "\x1b")
+    assert isinstance(said, BackgroundSaid) and told(keys) == typed(XTermParser(), "\x1b")
+
+
 class GoneTerminal(io.StringIO):
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self._where = where
+
     def write(self, text: str) -> int:
-        raise OSError(errno.EIO, "Input/output error")
+        self._fail("write")
+        return len(text)
+
+    def flush(self) -> None:
+        self._fail("flush")
+
+    def _fail(self, where: str) -> None:
+        if where == self._where:
+            raise OSError(errno.EIO, "Input/output error")
 
 
-def test_what_is_written_to_a_terminal_that_is_gone_holds_nobody_up() -> None:
-    writer = TerminalWriter(GoneTerminal())
+@pytest.mark.parametrize("where", ["write", "flush"])
+def test_what_is_written_to_a_terminal_that_is_gone_holds_nobody_up(where: str) -> None:
+    writer = TerminalWriter(GoneTerminal(where))
     writer.start()
 
     def write_and_stop() -> None:
@@ -171,6 +194,23 @@ async def test_a_key_whose_widget_goes_away_holds_no_other_up() -> None:
     async with running(app) as pilot:
         await press_at_once(app, "f1", "escape", "f4", "escape", *"ab")
         await until(pilot, lambda: app.chat.composer.text == "ab")
+
+
+@pytest.mark.usefixtures("home")
+async def test_what_is_typed_before_the_conversation_has_begun_stands_behind_what_was_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begin = ChatApp._begin
+
+    def begin_late(app: ChatApp) -> None:
+        app.set_timer(0.2, lambda: begin(app))
+
+    monkeypatch.setattr(ChatApp, "_begin", begin_late)
+    app = chat_app(draft="dra")
+    async with running(app) as pilot:
+        await pilot.press("f", "t")
+        await until(pilot, lambda: app.chat.status.facts is not None)
+        assert app.chat.composer.text == "draft"
 
 
 @pytest.mark.usefixtures("home")

@@ -70,9 +70,11 @@ class ChatScreen(Screen[None]):
     ]
     AUTO_FOCUS = "Composer"
 
-    def __init__(self, desk: Desk, *, shows_statistics: bool = False) -> None:
+    def __init__(self, desk: Desk, draft: str, *, shows_statistics: bool = False) -> None:
+        """draft: what stands in the composer before the first key can come."""
         super().__init__()
         self.desk = desk
+        self._draft = draft
         self._shows_statistics = shows_statistics
         self._turns: tuple[messages.Turn, ...] = ()
         self._is_answering = False
@@ -87,7 +89,7 @@ class ChatScreen(Screen[None]):
         yield Transcript()
         yield Activity()
         yield Notice()
-        yield Writing()
+        yield Writing(self._draft)
         yield Status()
         yield Footer(show_command_palette=True, compact=True)
 

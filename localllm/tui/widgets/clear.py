@@ -5,10 +5,10 @@ from __future__ import annotations
 from textual.geometry import Region
 from textual.strip import Strip
 
-from localllm.tui.widgets.settled import Settled
+from localllm.tui.widgets.laid_out_once import LaidOutOnce
 
 
-class Clear(Settled):
+class Clear(LaidOutOnce):
     """What is below shows through. Textual draws a background line by line under all that covers it, and again when its
     height changes: three containers inside each other took half of each picture of an answer that is being written."""
 

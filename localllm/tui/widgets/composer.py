@@ -62,11 +62,12 @@ class Composer(TextArea):
             super().__init__()
             self.step = step
 
-    def __init__(self) -> None:
+    def __init__(self, draft: str) -> None:
         super().__init__(
             soft_wrap=True, show_line_numbers=False, compact=False, tab_behavior="focus", highlight_cursor_line=False,
             placeholder="Write a message. / for commands, F1 for help",
         )  # fmt: skip
+        self.write(draft)
         self.is_suggesting = False  # the arrows move in what is suggested
         self.cursor_blink = False  # each blink is a picture more over ssh
         self._asked: Sequence[str] = ()  # before, the latest first

@@ -6,11 +6,12 @@ where this takes 10.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from markdown_it.token import Token
 from textual import events
 from textual.app import ComposeResult
+from textual.await_complete import AwaitComplete
 from textual.reactive import reactive
 from textual.selection import Selection
 from textual.widgets import Markdown
@@ -21,10 +22,10 @@ from localllm.tui import rendering
 from localllm.tui.highlighting import Highlighter
 from localllm.tui.pieces import Block
 from localllm.tui.widgets.clear import Clear
-from localllm.tui.widgets.settled import Settled
+from localllm.tui.widgets.laid_out_once import LaidOutOnce
 
 
-class DocumentBlock(Settled, MarkdownBlock):
+class DocumentBlock(LaidOutOnce, MarkdownBlock):
     """A paragraph, a heading, a list, a table or code: one block of the top level."""
 
     COMPONENT_CLASSES = set()
@@ -34,17 +35,22 @@ class DocumentBlock(Settled, MarkdownBlock):
 
     auto_links = reactive(False)  # nothing can be clicked, and looking for it took a fifth of the drawing
 
-    def __init__(self, document: Markdown, tokens: Sequence[Token], highlighter: Highlighter | None = None) -> None:
+    def __init__(self, document: Markdown, tokens: Sequence[Token]) -> None:
         super().__init__(document, tokens[0])
-        self.block = Block(rendering.pieces(tokens, highlighter))
-        self.update(self.block)
+        self._highlighters: list[Highlighter] = []
+        self._shown: tuple[Sequence[str], bool] = (), False
+        self.block = Block([])
 
-    async def _update_from_block(self, block: MarkdownBlock) -> None:
-        assert isinstance(block, DocumentBlock)
-        self._copy_context(block)
-        block.block.grow_from(self.block)
-        self.block = block.block
-        self.update(self.block)
+    def show(self, tokens: Sequence[Token], lines: Sequence[str], *, grows: bool = False) -> None:
+        """lines: their source; if it is as before nothing is done. grows: it may have more of them soon, and until then
+        colours of code that are nearly right will do."""
+        if (lines, grows) == self._shown:
+            return
+        self._shown = lines, grows
+        block = Block(rendering.pieces(tokens, self._highlighters if grows else None))
+        block.grow_from(self.block)
+        self.block = block
+        self.update(block)
 
     def notify_style_update(self) -> None:
         self.block.forget()
@@ -81,35 +87,68 @@ class Document(Clear, Markdown):
 
     def __init__(self, text: str = "", *, classes: str | None = None) -> None:
         super().__init__(classes=classes, parser_factory=rendering.parser, open_links=False)
-        self._text = text
+        self._tail = self._markdown = text  # the tail: of the blocks that more text may change
+        self._open: list[DocumentBlock] = []  # these blocks
+        self._num_read = 0  # characters of the tail, up to the end of a line
         self._stream: MarkdownStream | None = None
-        self._highlighter: Highlighter | None = None
 
     async def write(self, text: str) -> None:
         """What comes next."""
         if self._stream is None:
-            self._stream, self._highlighter = Markdown.get_stream(self), Highlighter()
+            self._stream = Markdown.get_stream(self)
         await self._stream.write(text)
 
     async def end(self) -> None:
         """Nothing more is written; all is shown when this returns."""
         if self._stream is not None:
-            stream, self._stream, self._highlighter = self._stream, None, None
+            stream, self._stream = self._stream, None
             await stream.stop()
-            await self.append("")
+            await self._grow(is_whole=True)
+
+    def append(self, markdown: str) -> AwaitComplete:
+        """What comes next. Textual's takes a line for a block of its own as soon as it looks like one; with the rest
+        of the line it may turn out to be none (`**` and `**bold**`, `2` and `2. an item`)."""
+        self._markdown += markdown
+        self._tail += markdown
+        return AwaitComplete(self._grow())
+
+    async def _grow(self, *, is_whole: bool = False) -> None:
+        async with self.lock:
+            text = self._tail
+            groups = list(rendering.groups(rendering.parser().parse(text)))
+            lines = text.split("\n")
+            begins = [*map(rendering.first_line, groups), len(lines)]
+            more = [DocumentBlock(self, group) for group in groups[len(self._open) :]]
+            surplus = self._open[len(groups) :]
+            self._open = [*self._open[: len(groups)], *more]
+            for number, (block, group) in enumerate(zip(self._open, groups, strict=True)):
+                grows = number + 1 == len(groups) and not is_whole
+                block.show(group, lines[begins[number] : begins[number + 1]], grows=grows)
+            with self.app.batch_update():
+                for block in surplus:
+                    await block.remove()
+                await self.mount_all(more)
+            self._close_blocks(text)
+
+    def _close_blocks(self, text: str) -> None:
+        """Leaves alone what no text can change any more: blocks before another that whole lines have begun."""
+        whole = text[: text.rfind("\n") + 1]
+        if len(whole) == self._num_read:
+            return
+        begins = rendering.first_lines(whole)
+        if len(begins) > 1:
+            num_closed = sum(len(line) + 1 for line in whole.split("\n")[: begins[-1]])
+            self._tail = self._tail[num_closed:]
+            whole = whole[num_closed:]
+            del self._open[: len(begins) - 1]
+        self._num_read = len(whole)
 
     def compose(self) -> ComposeResult:
         # What is whole is one block: a conversation that is scrolled through mounts a third of the widgets.
-        self._markdown = self._text
-        if tokens := rendering.parser().parse(self._text):  # of blanks there are none
-            yield DocumentBlock(self, tokens)
+        if tokens := rendering.parser().parse(self._tail):  # of blanks there are none
+            self._open = [DocumentBlock(self, tokens)]
+            self._open[0].show(tokens, [self._tail])
+        yield from self._open
 
     async def _on_mount(self, event: events.Mount) -> None:  # type: ignore[override]
         event.prevent_default()
-
-    def _parse_markdown(self, tokens: Iterable[Token]) -> Iterable[MarkdownBlock]:
-        *before, last = list(rendering.groups(list(tokens))) or [[]]
-        for group in before:
-            yield DocumentBlock(self, group)
-        if last:
-            yield DocumentBlock(self, last, self._highlighter)

@@ -123,7 +123,7 @@ class AnswerView(Clear, MessageView):
         if self.turn is not None:
             thought, answer = split(self.text, is_thinking=self._is_thinking)
             if thought.strip():
-                self._thought = Thought(visible(thought))
+                self._thought = Thought(thought)
                 yield self._thought
             self._document = Document(visible(answer))
         yield self._document
@@ -141,8 +141,7 @@ class AnswerView(Clear, MessageView):
         await self._take(self._splitter.end())
         await self._document.end()
         if self._thought is not None:
-            await self._thought.document.end()
-            self._thought.end()
+            await self._thought.end()
 
     def end_with(self, text: str) -> None:
         """Why it ends where it does, below it; "" for nothing."""
@@ -170,9 +169,8 @@ class AnswerView(Clear, MessageView):
                 if self._thought is None:
                     self._thought = Thought(is_open=True)
                     await self.mount(self._thought, before=self._document)
-                self._thought.hear(text)
-                await self._thought.document.write(visible(text))
+                await self._thought.hear(text)
             else:
                 if self._thought is not None:
-                    self._thought.end()
+                    await self._thought.end()
                 await self._document.write(visible(text))

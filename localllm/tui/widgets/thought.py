@@ -10,6 +10,7 @@ from textual.content import Content
 from textual.reactive import reactive
 from textual.widgets import Static
 
+from localllm.frontend.text import visible
 from localllm.tui.widgets.clear import Clear
 from localllm.tui.widgets.document import Document
 
@@ -34,27 +35,31 @@ class Thought(Clear, Vertical):
     def __init__(self, text: str = "", *, is_open: bool = False) -> None:
         super().__init__()
         self._fold = _Fold()
-        self.document = Document(text)
+        self._document = Document(visible(text))
         self._num_words = len(text.split())
         self._is_thinking = is_open
         self.set_reactive(Thought.is_open, is_open)
 
     def compose(self) -> ComposeResult:
         yield self._fold
-        yield self.document
+        yield self._document
 
     def on_mount(self) -> None:
         self._refold()
 
-    def hear(self, text: str) -> None:
-        """More of it came; the document is written by its stream."""
+    async def hear(self, text: str) -> None:
+        """More of it came."""
+        self._is_thinking = True
         self._num_words += len(text.split())
         self._refold()
+        await self._document.write(visible(text))
 
-    def end(self) -> None:
-        """The answer begins."""
-        self._is_thinking = self.is_open = False
-        self._refold()
+    async def end(self) -> None:
+        """The answer begins, or goes on."""
+        if self._is_thinking:
+            self._is_thinking = self.is_open = False
+            self._refold()
+            await self._document.end()
 
     def watch_is_open(self) -> None:
         if self.is_mounted:

@@ -40,9 +40,9 @@ class Writing(Vertical):
     class ModeChanged(Message):
         """Enter does something else now."""
 
-    def __init__(self) -> None:
+    def __init__(self, draft: str) -> None:
         super().__init__()
-        self.composer = Composer()
+        self.composer = Composer(draft)
         self.editing: Turn | None = None
         self._suggestions = Suggestions()
         self._attached = Static("", classes="attached")

@@ -12,7 +12,7 @@ else:  # a widget would stand before the widget among those whose styles are inh
     Widget = object
 
 
-class Settled(Widget):
+class LaidOutOnce(Widget):
     """What is in it depends on its width alone, or on its size where its height is given. Textual lays the screen out a
     second time whenever a size has changed: 27 times a second where 15 are enough, while an answer comes."""
 
