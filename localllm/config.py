@@ -352,12 +352,16 @@ def _from_file(path: Path) -> dict[str, tuple[Any, Origin]]:
 
 def _flat(table: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Names with points are tables in tables to TOML, where nobody quotes them. Raises SettingsError for one that is
-    there twice: quoted and not."""
+    there twice, quoted and not, and for a table without a name."""
     found: dict[str, Any] = {}
     waiting = list(table.items())[::-1]
     while waiting:
         name, value = waiting.pop()
         if isinstance(value, dict):
+            if not value:
+                raise SettingsError(
+                    f"{name!r} holds nothing in {where}", why="its table is empty", fix="delete it there"
+                )
             waiting += ((f"{name}.{inner}", each) for inner, each in list(value.items())[::-1])
         elif name in found:
             why = "once in quotes, and once without them"

@@ -129,7 +129,9 @@ def open_terminal(tmp_path: Path) -> Iterator[Open]:
 # Signals
 
 
-@pytest.mark.parametrize(("number", "code"), every_other([(signal.SIGINT, 130), (signal.SIGTERM, 143)]))
+@pytest.mark.parametrize(
+    ("number", "code"), every_other([(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+)
 def test_a_signal_stops_the_answer_keeps_it_and_prints_statistics(
     model: Path, start: Start, number: int, code: int
 ) -> None:

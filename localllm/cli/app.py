@@ -39,7 +39,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings=_HELP_FLAGS,
     epilog="""Exit codes: 0 done, 1 failure, 2 usage, 3 model absent, 4 does not fit, 5 context overflow, 6 download,
-7 schema, 130 interrupted (143: by SIGTERM). `localllm help CODE` explains an error.""",
+7 schema, 130 interrupted (143: by SIGTERM, 129: by SIGHUP). `localllm help CODE` explains an error.""",
 )
 
 

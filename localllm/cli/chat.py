@@ -29,7 +29,7 @@ from localllm.errors import (
     ModelNotFoundError,
     UsageError,
 )
-from localllm.frontend import dialogue, slash
+from localllm.frontend import slash
 from localllm.frontend.answer import Answer, statistics
 from localllm.frontend.context import evicted_text, usage_lines
 from localllm.frontend.dialogue import Dialogue
@@ -251,8 +251,8 @@ class Chat:
 
     @property
     def _terminated(self) -> bool:
-        """SIGTERM came: unlike Ctrl-C it does not mean the answer alone."""
-        return self._front.interrupts.exit_code == 128 + signal.SIGTERM
+        """SIGTERM or SIGHUP came: unlike Ctrl-C it does not mean the answer alone."""
+        return self._front.interrupts.exit_code not in (None, 128 + signal.SIGINT)
 
     def _turn(self) -> None:
         message = self._reader.message()
@@ -365,13 +365,12 @@ class Chat:
         self._output.note(f"{len(self.dialogue.turns)} messages")
 
     def _do_set(self, text: str) -> None:
-        key, _, value = text.partition(" ")
-        if key and value.strip():
-            self._output.note(f"{key} = {self.dialogue.set(key, value.strip())}")
+        key, value = slash.setting(text)
+        if value:
+            self._output.note(f"{key} = {self.dialogue.set(key, value)}")
             return
-        for name in dialogue.SETTABLE:
-            if not key or name == key:
-                self._output.note(f"{name} = {shown_setting(getattr(self.dialogue.resolved.settings, name))}")
+        for name in self.dialogue.settable(key):
+            self._output.note(f"{name} = {shown_setting(getattr(self.dialogue.resolved.settings, name))}")
 
     def _do_show(self, _: str) -> None:
         self._output.note(f"model {self._selection.files.name} in {self._selection.files.directory}")

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: the first one stops an answer or leaves, the second leaves at once, in every phase.
+"""SIGINT, SIGTERM and SIGHUP: the first one stops an answer or leaves, the second leaves at once, in every phase.
 
 Knows signals, threads and the terminal's mode. Knows nothing of what is being interrupted.
 """
@@ -18,11 +18,13 @@ from typing import Any, NoReturn
 
 GRACE_S = 1.5  # between the first press and leaving by force, where the main thread does not react
 _SAME_PRESS_S = 0.25  # the handler and the watcher see one press at slightly different times
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = [signal.SIGINT, signal.SIGTERM]
+if sys.platform != "win32":
+    _SIGNALS.append(signal.SIGHUP)  # the terminal was closed
 
 
 class Interrupted(KeyboardInterrupt):
-    """The user, or the system, wants this command to end. `exit_code`: 130 for Ctrl-C, 143 for SIGTERM."""
+    """The user, or the system, wants this command to end. `exit_code`: 130 for Ctrl-C, or 143, 129."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__(exit_code)
@@ -49,9 +51,10 @@ class Interrupts:
         self._terminal_mode = _terminal_mode()
 
     def install(self) -> None:
-        """Takes over both signals. Call it first, and on the main thread."""
+        """Takes them over, but for a SIGHUP that `nohup` has turned off. Call it first, and on the main thread."""
         for number in _SIGNALS:
-            signal.signal(number, self._on_signal)
+            if number in _SIGNALS[:2] or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._on_signal)
         if sys.platform == "win32":
             return
         reader, writer = os.pipe()

@@ -158,14 +158,23 @@ MaxTokens = Annotated[
 ]
 Temperature = Annotated[
     float | None,
-    typer.Option("--temperature", metavar="T", help="0 to 100. 0: always the likeliest; above 1: wild. Default: 0.8."),
+    typer.Option(
+        "--temperature",
+        metavar="T",
+        help="0 to 100. 0: always the likeliest; above 1: wild. Default: the model's own, or 0.8.",
+    ),
 ]
 TopK = Annotated[
-    int | None, typer.Option("--top-k", metavar="N", help="Draw from the N likeliest tokens. Default: 0, from all.")
+    int | None,
+    typer.Option(
+        "--top-k", metavar="N", help="Draw from the N likeliest tokens; 0: from all. Default: the model's own, or 0."
+    ),
 ]
 TopP = Annotated[
     float | None,
-    typer.Option("--top-p", metavar="P", help="0 to 1: draw from the likeliest that sum to P. Default: 1."),
+    typer.Option(
+        "--top-p", metavar="P", help="0 to 1: draw from the likeliest that sum to P. Default: the model's own, or 1."
+    ),
 ]
 MinP = Annotated[
     float | None,

@@ -109,19 +109,29 @@ class Dialogue:
         self.attached.append(text)
         return len(text)
 
-    def set(self, key: str, text: str) -> object:
-        """Changes a sampling setting, or with "-" has it as it was at first; returns its new value.
+    def settable(self, key: str, text: str = "") -> Sequence[str]:
+        """The names that `/set KEY` is about: of "" all. text: what it is to be.
 
-        Raises SettingsError for an unknown key or a bad value, UsageError for what is decided before.
+        Raises SettingsError for an unknown key, UsageError for what is decided before.
         """
         if key in ACCEPTED and key not in (*SETTABLE, "model", "system", "theme", "keys"):
             flag = f"--{key.replace('_', '-')}"
             why = f"{key} is decided when a chat begins; /set changes {', '.join(SETTABLE)}"
             raise UsageError(
-                f"/set {key}: it cannot be changed now", why=why, fix=f"localllm chat {flag} {shlex.quote(text)}"
+                f"/set {key}: it cannot be changed now",
+                why=why,
+                fix=f"localllm chat {flag} {shlex.quote(text) if text else key.upper()}",
             )
-        if key not in SETTABLE:
+        if key and key not in SETTABLE:
             raise unknown_key(key, "/set", SETTABLE, fix="/set lists what can be set")
+        return [key] if key else SETTABLE
+
+    def set(self, key: str, text: str) -> object:
+        """Changes a sampling setting, or with "-" has it as it was at first; returns its new value.
+
+        Raises SettingsError for a bad value, and as `settable`.
+        """
+        self.settable(key, text)
         if text.strip() == "-":
             self.resolved = self.resolved.overlaid(
                 {key: (getattr(self._begun_with.settings, key), self._begun_with.origins[key])}

@@ -57,6 +57,12 @@ def split_command(line: str, commands: Mapping[str, Command] = COMMANDS) -> tupl
     return name, rest.strip()
 
 
+def setting(text: str) -> tuple[str, str]:
+    """The key and the value behind /set: `top_k 5`, or `top_k=5`."""
+    key = text.partition(" ")[0].partition("=")[0]
+    return key, text[len(key) :].strip().removeprefix("=").strip()
+
+
 def command_list() -> list[str]:
     """The commands, a line each."""
     return [f"/{name} {command.parameters}".ljust(20) + command.summary for name, command in COMMANDS.items()]

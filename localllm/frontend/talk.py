@@ -111,7 +111,8 @@ class Talk:
         """
         turns = self.dialogue.turns
         if not turns or turns[-1]["role"] != "assistant" or not isinstance(turns[-1].get("content"), str):
-            raise UsageError("there is no answer to go on with", why="the last message is none", fix="/regen")
+            fix = "/regen" if turns else "write a message first"
+            raise UsageError("there is no answer to go on with", why="the last message is none", fix=fix)
         answer = turns.pop()
         try:
             return self._asked(answer["content"])

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from localllm.config import ResolvedSettings, shown_setting
 from localllm.errors import BugError, LocalLLMError, UsageError
-from localllm.frontend.dialogue import SETTABLE, Dialogue
+from localllm.frontend.dialogue import Dialogue
 from localllm.frontend.exporting import export_chat, write_new
 from localllm.frontend.keeping import Keeper, Resumed, keeper_of, look_up
 from localllm.frontend.machine_line import machine_line
@@ -341,8 +341,9 @@ class Desk:
         export_chat(self._kept.session_id, typed_path(path))
         self.note(f"wrote {path}")
 
-    def tell_settings(self, names: Sequence[str]) -> None:
-        settings = self._dialogue.resolved.settings
+    def tell_settings(self, key: str = "") -> None:
+        """Of one key, or of all that can be set. Raises as `Dialogue.settable`."""
+        settings, names = self._dialogue.resolved.settings, self._dialogue.settable(key)
         self.note(", ".join(f"{name} {shown_setting(getattr(settings, name))}" for name in names))
 
     def tell_all(self) -> None:
@@ -350,7 +351,7 @@ class Desk:
         files = self._chosen.files
         self.note(f"model {files.name} in {files.directory}")
         self.note(f"system message: {self._dialogue.system or 'none'}")
-        self.tell_settings(SETTABLE)
+        self.tell_settings()
 
     # Inside
 

@@ -41,7 +41,7 @@ def checked_keys(resolved: ResolvedSettings) -> Mapping[str, str]:
                 raise SettingsError(what, why=why, fix=f'"{name}" = "ctrl+y"')
     for name in keys:
         _check_is_free(name, keys, resolved)
-    return keys
+    return {name: ",".join(_keys_of(pressed)) for name, pressed in keys.items()}
 
 
 def _check_is_free(name: str, keys: Mapping[str, str], resolved: ResolvedSettings) -> None:
@@ -64,7 +64,12 @@ def _meet(one: str, other: str) -> bool:
 
 
 def _keys_of(pressed: str) -> list[str]:
-    return [key.strip() for key in pressed.split(",")]
+    """As Textual names them: F7 is f7."""
+    return ["+".join(map(_named, key.strip().split("+"))) for key in pressed.split(",")]
+
+
+def _named(part: str) -> str:
+    return part.lower() if len(part) > 1 else part
 
 
 def _why_no_key(key: str, room: str) -> str | None:

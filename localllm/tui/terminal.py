@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import IO, cast
 
+from textual import events
 from textual._xterm_parser import XTermParser
 from textual.drivers._writer_thread import WriterThread
 from textual.message import Message
@@ -20,6 +21,7 @@ from localllm.tui.messages import BackgroundSaid
 _BEGIN, _END = "\x1b[200~", "\x1b[201~"
 _HELD_S = 0.2  # for the rest of an answer
 _LEAST = 3  # characters of `_BEGIN` that are waited behind: fewer may be the key esc
+_JOINERS = frozenset("\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}")
 _SIGN = "\N{SYMBOL FOR ESCAPE}"
 # As terminals without the newer protocol send them: alt+enter, and shift+enter by xterm's modifyOtherKeys.
 _KEYS = {"\x1b\r": "\x1b[13;3u", "\x1b[27;2;13~": "\x1b[13;2u", "\x1b[27;3;13~": "\x1b[13;3u"}
@@ -42,13 +44,13 @@ class TerminalParser(XTermParser):
         if self._is_light is not None:
             yield BackgroundSaid(self._is_light)
         if text or not data:
-            yield from super().feed(text)
+            yield from _written(super().feed(text))
 
     def tick(self) -> Iterable[Message]:
         """As the base has it, ten times a second: what was held, and did not go on as an answer does, is keys."""
         if self._may_be_answer and self._held and time.monotonic() - self._held_at >= _HELD_S:
             held, self._held = self._held, ""
-            yield from super().feed(held)
+            yield from _written(super().feed(held))
         yield from super().tick()
 
     def _cleaned(self, data: str) -> Iterator[str]:
@@ -77,6 +79,15 @@ class TerminalParser(XTermParser):
 def _overlap(text: str, mark: str, least: int) -> int:
     """How many characters at the text's end are the mark's beginning; 0 where they are fewer than `least`."""
     return next((count for count in range(len(mark) - 1, least - 1, -1) if text.endswith(mark[:count])), 0)
+
+
+def _written(messages: Iterable[Message]) -> Iterator[Message]:
+    """Textual's fields take for typed what is printable; these are not, and parts of words and emoji."""
+    for message in messages:
+        if isinstance(message, events.Key) and message.character in _JOINERS:
+            yield events.Paste(message.character)
+        else:
+            yield message
 
 
 class TerminalWriter(WriterThread):

@@ -225,6 +225,9 @@ async def test_an_answer_is_continued_where_it_ends() -> None:
         await until(pilot, lambda: texts(app)[-1][1] == "It was a fox." and not app.chat.is_answering)
         assert len(texts(app)) == 2
         assert "".join(map(chr, service.requests[-1].prompt_ids)).endswith("<assistant>It was a")
+        service.answers.append("")
+        await pilot.press("f6")
+        await until(pilot, lambda: "nothing was added" in shown(app))
 
 
 async def test_the_last_question_is_taken_back() -> None:
@@ -391,6 +394,11 @@ async def test_settings_and_the_system_message_are_changed() -> None:
         request = service.requests[-1]
         assert request.sampling.temperature == 0.25
         assert "".join(map(chr, request.prompt_ids)).startswith("<system>Be brief.")
+        app.chat.take_command("/set top_k=7")
+        await until(pilot, lambda: "top_k = 7" in shown(app))
+        for unknown in ("/set temprature", "/set nothing=1"):
+            app.chat.take_command(unknown)
+            await until(pilot, lambda: "unknown key" in shown(app))
         app.chat.take_command("/set temperature hot")
         await until(pilot, lambda: app.chat.notice.error is not None)
 

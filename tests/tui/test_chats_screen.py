@@ -108,6 +108,9 @@ async def test_the_latest_chat_stands_first_and_pinned_ones_above_it() -> None:
         assert "★  About foxes" in shown(app)
         await pilot.press("escape")
         assert app.screen is app.chat
+        await say(pilot, "Hello")
+        screen = await enter(pilot, app)
+        assert titles(app)[:2] == ["About foxes", "Hello"] and screen.chats.cursor == 1  # the one that is open
 
 
 async def test_with_no_chat_kept_the_screen_says_so_and_no_key_ends_it() -> None:

@@ -165,6 +165,8 @@ async def test_a_slash_lists_the_commands_and_tab_completes() -> None:
         assert "/title [TEXT]" in shown(app)
         await pilot.press("tab")
         assert app.chat.composer.text == "/title "
+        await pilot.press("tab", "x")  # no key of a message
+        assert app.chat.composer.text == "/title x"
         await pilot.press("ctrl+c", "/", "escape")
         assert not app.chat.query_one(Suggestions).is_shown
 

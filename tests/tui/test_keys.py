@@ -36,6 +36,15 @@ def test_keys_that_can_be_pressed_are_taken(tmp_path: Path, text: str) -> None:
     assert checked_keys(resolved(tmp_path, text))
 
 
+def test_a_table_that_holds_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"'app\.plan' holds nothing in .*config\.toml"):
+        resolved(tmp_path, "app.plan = {}")
+
+
+def test_keys_may_be_written_as_they_are_shown(tmp_path: Path) -> None:
+    assert checked_keys(resolved(tmp_path, '"chat.code" = "F7, Ctrl+Shift+F9"')) == {"chat.code": "f7,ctrl+shift+f9"}
+
+
 def test_a_name_that_is_there_with_quotes_and_without_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"'app\.plan' is there twice in .*config\.toml"):
         resolved(tmp_path, '"app.plan" = "f8"\napp.plan = "f9"')

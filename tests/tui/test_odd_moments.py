@@ -403,8 +403,13 @@ async def test_another_wording_and_what_followed_it_are_shown_again() -> None:
         assert "1 of 2" in shown(app)
         await pilot.press("f5")
         await until(pilot, lambda: texts(app)[-1] == ("assistant", "D") and not app.chat.is_answering)
+        app.chat.set_focus(app.chat.composer)
         await pilot.press("ctrl+up", "o")
-        await until(pilot, lambda: texts(app)[-1] == ("assistant", "B"))
-        await pilot.press("ctrl+up", "ctrl+up", "o")
+        await until(pilot, lambda: texts(app)[-1] == ("assistant", "B") and app.chat.transcript.views[-1].has_focus)
+        await pilot.press("o")  # the next key is for the message that came in its place
+        await until(pilot, lambda: texts(app)[-1] == ("assistant", "D") and app.chat.transcript.views[-1].has_focus)
+        await pilot.press("o")
+        await until(pilot, lambda: texts(app)[-1] == ("assistant", "B") and app.chat.transcript.views[-1].has_focus)
+        await pilot.press("ctrl+up", "o")
         await until(pilot, lambda: "there is no other" in shown(app))
     assert [[text for _, text, _ in chat] for chat in kept()] == [["one", "A", "two", "B"]]

@@ -97,6 +97,10 @@ def test_the_key_esc_behind_an_answer_is_the_key() -> None:
     assert isinstance(said, BackgroundSaid) and told(keys) == typed(XTermParser(), "\x1b")
 
 
+def test_the_joiners_of_words_and_emoji_are_written() -> None:
+    assert told(parsed("\u0645\u200cf\u200d")) == ["\u0645", "paste \u200c", "f", "paste \u200d"]
+
+
 class GoneTerminal(io.StringIO):
     def __init__(self, where: str) -> None:
         super().__init__()

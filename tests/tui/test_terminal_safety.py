@@ -62,7 +62,7 @@ def painted(app: ChatApp) -> list[str]:
 def assert_intact(app: ChatApp) -> None:
     """No segment has what a terminal could obey, and what is always on the screen is there."""
     assert not [text for text in painted(app) if OBEYED.search(text)]
-    assert "palette" in shown(app).splitlines()[-1]
+    assert "f1 help" in shown(app).splitlines()[-1]
     assert app.is_running and app.failure is None
 
 

@@ -47,6 +47,7 @@ class ChatScreen(Screen[None]):
         &.-low Suggestions, &.-low Composer { max-height: 4; }
         &.-low Notice { max-height: 6; }
         &.-narrow.-high Status { height: 3; }
+        &.-narrow FooterKey.-command-palette { display: none; }
     }
     """
     VERTICAL_BREAKPOINTS = [(0, "-low"), (20, "-high")]
@@ -80,6 +81,7 @@ class ChatScreen(Screen[None]):
         self._is_answering = False
         self._is_asked = False
         self._is_loading = False
+        self._is_turned = False  # another wording is asked for: the next key is for that one
         self._interrupted_at = 0.0
         self._session_id: str | None = None
         self._commands = SlashCommands(self)
@@ -198,7 +200,10 @@ class ChatScreen(Screen[None]):
 
     @on(messages.GoTo)
     async def _on_go_to(self, message: messages.GoTo) -> None:
-        await self.transcript.go_to(message.index)
+        view = await self.transcript.go_to(message.index)
+        if self._is_turned and view is not None:
+            self.set_focus(view)
+        self._is_turned = False
 
     @on(messages.AnswerBegan)
     async def _on_began(self, message: messages.AnswerBegan) -> None:
@@ -417,7 +422,7 @@ class ChatScreen(Screen[None]):
                 self.begin_edit(view.index)
             case "other" if view.turn is not None:
                 turn = view.turn
-                self.set_focus(self.composer)
+                self._is_turned = True
                 self.unless_answering(lambda: self.desk.turn_over(turn))
             case "regenerate":
                 self.set_focus(self.composer)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from localllm.errors import UsageError
+from localllm.frontend import slash
 from localllm.frontend.answer import statistics
 from localllm.frontend.context import usage_lines
-from localllm.frontend.dialogue import SETTABLE
 from localllm.tui.code_blocks import code_blocks
 
 if TYPE_CHECKING:
@@ -104,11 +104,8 @@ class SlashCommands:
         self._screen.unless_answering(lambda: self._desk.load(path))
 
     def do_set(self, text: str) -> None:
-        key, _, value = text.partition(" ")
-        if key and value.strip():
-            self._desk.do(lambda: self._desk.set(key, value.strip()))
-        else:
-            self._desk.do(lambda: self._desk.tell_settings([key] if key in SETTABLE else SETTABLE))
+        key, value = slash.setting(text)
+        self._desk.do(lambda: self._desk.set(key, value) if value else self._desk.tell_settings(key))
 
     def do_show(self, _: str) -> None:
         self._desk.do(self._desk.tell_all)

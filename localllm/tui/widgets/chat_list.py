@@ -94,7 +94,9 @@ class ChatList(ScrollView, can_focus=True):
         self._model_columns = min(_MODEL, max((Content(_short(model)).cell_length for model in models), default=0))
         keys = {row.key: number for number, row in enumerate(rows)}
         self._resize()
-        if chosen is None or (query and query != before):
+        if chosen is None and not query:
+            self._choose(next((number for number, row in enumerate(rows) if row.session.id == self.open_id), 0))
+        elif chosen is None or (query and query != before):
             self._choose(0)
         else:
             stays = self.cursor if query == before else 0

@@ -46,7 +46,7 @@ class Writing(Vertical):
         self.editing: Turn | None = None
         self._suggestions = Suggestions()
         self._attached = Static("", classes="attached")
-        self._is_finding = False
+        self._is_finding = self._has_found = False
         self._aside = ""  # what was being written when the search began
 
     def compose(self) -> ComposeResult:
@@ -119,6 +119,8 @@ class Writing(Vertical):
             words = text.casefold()
             found = [asked for asked in self.composer.asked if words in asked.casefold()][:_MOST_FOUND]
             self._suggest([(asked, asked[:200]) for asked in found])
+            self._has_found = bool(found)
+            self._tell_mode()
         else:
             self._suggest(completions(text) if self.editing is None else [])
 
@@ -138,7 +140,7 @@ class Writing(Vertical):
             self._take_found(self._suggestions.chosen)
         elif self._suggestions.chosen is not None:
             self._complete(self._suggestions.chosen)
-        else:
+        elif not self.composer.text:  # else what is typed on would be taken for the keys of a message
             self.screen.focus_next()
 
     @on(Composer.Step)
@@ -175,6 +177,8 @@ class Writing(Vertical):
         mode = ""
         if self._is_finding:
             mode = "search what was asked: type; ctrl+r the next, enter takes it, esc closes"
+            if not self._has_found:
+                mode = "search what was asked: nothing was found; esc closes"
         elif self.editing is not None:
             mode = "written anew: enter says it, esc leaves it as it was"
         self.composer.border_title = Content(mode)
