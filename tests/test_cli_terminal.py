@@ -149,6 +149,15 @@ def test_a_signal_stops_the_answer_keeps_it_and_prints_statistics(
     assert b"Traceback" not in errors
 
 
+def test_a_hangup_that_nohup_has_turned_off_stops_nothing(model: Path, start: Start) -> None:
+    ignored = {"preexec_fn": lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN), "bufsize": 0}
+    process = start("run", model, "-p", "the fox", "--max-tokens", "100", **ignored)
+    assert process.stdout is not None and process.stdout.read(8)
+    process.send_signal(signal.SIGHUP)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 0 and b"cancelled" not in errors
+
+
 def test_an_interrupted_json_answer_is_one_whole_object(model: Path, start: Start) -> None:
     process = start("run", model, "--jsonl", "-p", "x")
     assert process.stdout is not None

@@ -18,13 +18,12 @@ from typing import Any, NoReturn
 
 GRACE_S = 1.5  # between the first press and leaving by force, where the main thread does not react
 _SAME_PRESS_S = 0.25  # the handler and the watcher see one press at slightly different times
-_SIGNALS = [signal.SIGINT, signal.SIGTERM]
-if sys.platform != "win32":
-    _SIGNALS.append(signal.SIGHUP)  # the terminal was closed
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_HANGUP = () if sys.platform == "win32" else (signal.SIGHUP,)  # the terminal was closed
 
 
 class Interrupted(KeyboardInterrupt):
-    """The user, or the system, wants this command to end. `exit_code`: 130 for Ctrl-C, or 143, 129."""
+    """The user, or the system, wants this command to end. `exit_code`: 128 and the signal."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__(exit_code)
@@ -52,9 +51,8 @@ class Interrupts:
 
     def install(self) -> None:
         """Takes them over, but for a SIGHUP that `nohup` has turned off. Call it first, and on the main thread."""
-        for number in _SIGNALS:
-            if number in _SIGNALS[:2] or signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._on_signal)
+        for number in (*_SIGNALS, *(each for each in _HANGUP if signal.getsignal(each) is not signal.SIG_IGN)):
+            signal.signal(number, self._on_signal)
         if sys.platform == "win32":
             return
         reader, writer = os.pipe()
@@ -128,7 +126,7 @@ class Interrupts:
 def _next_signal(reader: int, timeout_s: float | None) -> int | None:
     if not select.select([reader], [], [], timeout_s)[0]:
         return None
-    numbers = [byte for byte in os.read(reader, 64) if byte in _SIGNALS]
+    numbers = [byte for byte in os.read(reader, 64) if byte in _SIGNALS + _HANGUP]
     return numbers[-1] if numbers else None
 
 

@@ -60,7 +60,7 @@ def split_command(line: str, commands: Mapping[str, Command] = COMMANDS) -> tupl
 def setting(text: str) -> tuple[str, str]:
     """The key and the value behind /set: `top_k 5`, or `top_k=5`."""
     key = text.partition(" ")[0].partition("=")[0]
-    return key, text[len(key) :].strip().removeprefix("=").strip()
+    return key, text[len(key) + 1 :].strip()
 
 
 def command_list() -> list[str]:

@@ -26,6 +26,7 @@ from localllm.history.removal import Removed
 LAST = "last"
 _ID_SYLLABLES = 3  # half a million ids that can be said and typed
 _ID = re.compile(r"[a-z0-9-]{1,40}")
+_COPY = " (copy)"
 _CONSONANTS, _VOWELS = "bdfghjklmnprstvz", "aeiou"
 
 # The messages that a session shows, from its head up; `depth` counts them.
@@ -197,12 +198,13 @@ class History:
             _touch(connection, session, head)
 
     def fork(self, session: Session, head: int | None) -> Session:
-        """A new session that begins with what leads to the message `head` of another: a copy, which outlives it."""
+        """A new session that begins with what leads to the message `head` of another: a copy, which outlives it, and
+        says in its title that it is one."""
         with self._database.writing() as connection:
             facts = {"forked_from": session.id}
-            now = time.time()
+            now, title = time.time(), _of_copy(session.title)
             copy = Conversation(
-                secrets.token_hex(8), "", session.title, session.model, session.system, now, now, None, (), facts
+                secrets.token_hex(8), "", title, session.model, session.system, now, now, None, (), facts
             )
             number, parent = _insert_session(connection, copy), None
             for message in self._path(head):
@@ -401,6 +403,10 @@ class History:
                 raise
             except HistoryError:
                 pass
+
+
+def _of_copy(title: str) -> str:
+    return f"{title.removesuffix(_COPY)}{_COPY}" if title else ""
 
 
 def _insert_session(connection: sqlite3.Connection, conversation: Conversation) -> int:

@@ -119,7 +119,7 @@ class Answering:
             self.tok_s = None if answer.finished is None else answer.finished.timings.decode_tok_s
             self._post(AnswerEnded(answer.text, answer.finished, answer.seed))
             is_whole = answer.finished is not None and answer.finished.finish_reason == "stop"
-            if is_whole and answer.text == asked.said:
+            if is_whole and asked.said and answer.text == asked.said:
                 self._post(Told("nothing was added: to the model the answer is whole"))
 
     def tell_of(self, talk: Talk) -> None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from localllm.config import ResolvedSettings, shown_setting
-from localllm.errors import BugError, LocalLLMError, UsageError
+from localllm.errors import BugError, ContextOverflowError, LocalLLMError, UsageError
 from localllm.frontend.dialogue import Dialogue
 from localllm.frontend.exporting import export_chat, write_new
 from localllm.frontend.keeping import Keeper, Resumed, keeper_of, look_up
@@ -231,8 +231,9 @@ class Desk:
         self._show()
         self._count()
 
-    def open(self, word: str, message: int | None = None) -> None:
-        """Goes on with a kept conversation, by the model that is loaded. message: the number of the one to go to."""
+    def open(self, word: str, message: int | None = None, *, is_chosen: bool = False) -> None:
+        """Goes on with a kept conversation, by the model that is loaded. message: the number of the one to go to.
+        is_chosen: as `GoTo` has it."""
         resumed = look_up(self, word, message)
         keeper = keeper_of(self, self._chosen, resumed)
         self._kept.catch_up(self._dialogue)
@@ -253,13 +254,13 @@ class Desk:
             self.warn(too_long)
         if message is not None:
             self._kept.sync(self._dialogue)  # the branch with it is what the chat shows from now on
-            self._post(GoTo([number for _, number in resumed.turns].index(message)))
+            self._post(GoTo([number for _, number in resumed.turns].index(message), is_chosen))
 
     def turn_over(self, turn: Turn) -> None:
         """Shows another wording of a question, or another answer, with what followed that one."""
         number, at, count = self._kept.next_wording(turn)
         if count > 1:
-            self.open(self._kept.session_id or "", number)
+            self.open(self._kept.session_id or "", number, is_chosen=True)
             self.note(f"{at} of {count}")
         else:
             self.note("there is no other: F5 answers anew, e on a question writes it anew")
@@ -387,7 +388,10 @@ class Desk:
             return told
         if told.fix.startswith("localllm pull "):
             told.fix = f"F3, and p there; or {told.fix}"
-        return mended_in_chat(told)
+        told = mended_in_chat(told)
+        if isinstance(told, ContextOverflowError) and self._sent_with[0]:
+            told.fix = f"/detach, {told.fix}"
+        return told
 
     def _ask(self, text: str) -> None:
         self._sent_with = list(self._attached), list(self._dialogue.attached)

@@ -44,12 +44,13 @@ class Highlighter:
         """[] where it cannot be told that the lines before mean nothing for those to come."""
         if len(rows) < self._whole_until:
             return []
-        for begin in (num_known - back for back in _BACK if num_known > back):
+        begins = [num_known - back for back in _BACK if num_known > back]
+        for begin in begins:
             lines = _highlighted(rows[begin:], lexer)
             known = self._lines[begin:num_known]
             if all(line.is_same(before) for line, before in zip(lines, known, strict=False)):
                 return self._lines[:num_known] + lines[len(known) :]
-            self._whole_until = len(rows) + _WAIT
+        self._whole_until = len(rows) + _WAIT if begins else 0
         return []
 
 

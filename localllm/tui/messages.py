@@ -81,9 +81,10 @@ class TakenBack(Message):
 
 @dataclass
 class GoTo(Message):
-    """A message of the conversation, by its place among the turns, is to be seen."""
+    """A message of the conversation, by its place among the turns, is to be seen. is_chosen: the next key is for it."""
 
     index: int
+    is_chosen: bool = False
 
 
 @dataclass

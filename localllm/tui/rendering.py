@@ -22,8 +22,7 @@ _MOST_NESTED = 40  # levels, two for a list and one for a quote; signs of what i
 _STYLES = {"em": ".em", "strong": ".strong", "s": ".s"}
 
 
-@cache
-def parser() -> MarkdownIt:
+def _commonmark() -> MarkdownIt:
     """CommonMark with tables and strikethrough. Raw HTML stays text, and so do definitions of links, which CommonMark
     would take out of what is shown."""
     options = {"html": False, "maxNesting": _MOST_NESTED + 2}  # which it would leave out
@@ -33,9 +32,15 @@ def parser() -> MarkdownIt:
 
 
 @cache
+def parser() -> MarkdownIt:
+    """What a model's Markdown is read by."""
+    return _commonmark()
+
+
+@cache
 def _outliner() -> MarkdownIt:
     """`parser`, for blocks alone: what is in their lines takes most of the time."""
-    return parser.__wrapped__().disable(["inline"])
+    return _commonmark().disable(["inline"])
 
 
 def _too_deep(state: StateBlock, start_line: int, end_line: int, silent: bool) -> bool:

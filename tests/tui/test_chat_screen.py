@@ -124,7 +124,7 @@ async def test_an_error_is_a_notice_with_four_lines_and_the_question_is_in_the_c
         assert app.chat.notice.error is None and texts(app)[-1][1] == "Now."
 
 
-async def test_a_prompt_that_is_too_long_is_refused_and_nothing_of_it_is_lost() -> None:
+async def test_a_prompt_that_is_too_long_is_refused_and_nothing_of_it_is_lost(tmp_path: Path) -> None:
     service = FakeService(["Now."])
 
     def refuse(_: object) -> None:
@@ -136,7 +136,11 @@ async def test_a_prompt_that_is_too_long_is_refused_and_nothing_of_it_is_lost() 
         await send(pilot, "much too long")
         await until(pilot, lambda: app.chat.notice.error is not None and app.chat.composer.text != "")
         assert app.chat.composer.text == "much too long" and app.chat.num_turns == 0
-        assert "the prompt has 9 tokens" in shown(app)
+        assert "the prompt has 9 tokens" in shown(app) and "/detach" not in shown(app)
+        (tmp_path / "a.txt").write_text("NOTE", encoding="utf-8")
+        app.chat.take_command(f"/file {tmp_path / 'a.txt'}")
+        await pilot.press("enter")
+        await until(pilot, lambda: "/detach, /undo, /clear, or shorten the prompt" in shown(app))
 
 
 async def test_a_model_that_cannot_be_loaded_is_told_of_and_the_question_waits_for_another() -> None:
@@ -214,6 +218,7 @@ async def test_a_fork_goes_on_from_a_message_in_a_copy() -> None:
         await say(pilot, "third")
     with History.peek(history_file()) as history:
         assert [len(said(history, session)) for session, _ in history.sessions()] == [4, 4]
+        assert [session.title for session, _ in history.sessions()] == ["first (copy)", "first"]
 
 
 async def test_an_answer_is_continued_where_it_ends() -> None:
@@ -396,6 +401,8 @@ async def test_settings_and_the_system_message_are_changed() -> None:
         assert "".join(map(chr, request.prompt_ids)).startswith("<system>Be brief.")
         app.chat.take_command("/set top_k=7")
         await until(pilot, lambda: "top_k = 7" in shown(app))
+        app.chat.take_command("/set stop ==")
+        await until(pilot, lambda: "stop = '=='" in shown(app))
         for unknown in ("/set temprature", "/set nothing=1"):
             app.chat.take_command(unknown)
             await until(pilot, lambda: "unknown key" in shown(app))

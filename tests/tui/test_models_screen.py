@@ -238,6 +238,16 @@ async def test_what_is_typed_filters_and_enter_chooses_an_installed_model_for_th
         assert texts(app) == [("user", "Hello"), ("assistant", "One.")]
 
 
+async def test_a_name_that_no_model_has_is_said_to_be_one() -> None:
+    app = chat_app()
+    async with running(app) as pilot:
+        await open_models(pilot)
+        await pilot.press("slash", *"qqq")
+        await until(pilot, lambda: "no name has 'qqq' in it" in shown(app))
+        await pilot.press("backspace", "backspace", "backspace")
+        await until(pilot, lambda: "in all" in shown(app))
+
+
 async def test_escape_leaves_the_filter_then_the_screen() -> None:
     app = chat_app()
     async with running(app) as pilot:

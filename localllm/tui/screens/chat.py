@@ -81,7 +81,6 @@ class ChatScreen(Screen[None]):
         self._is_answering = False
         self._is_asked = False
         self._is_loading = False
-        self._is_turned = False  # another wording is asked for: the next key is for that one
         self._interrupted_at = 0.0
         self._session_id: str | None = None
         self._commands = SlashCommands(self)
@@ -201,9 +200,8 @@ class ChatScreen(Screen[None]):
     @on(messages.GoTo)
     async def _on_go_to(self, message: messages.GoTo) -> None:
         view = await self.transcript.go_to(message.index)
-        if self._is_turned and view is not None:
+        if message.is_chosen and view is not None:
             self.set_focus(view)
-        self._is_turned = False
 
     @on(messages.AnswerBegan)
     async def _on_began(self, message: messages.AnswerBegan) -> None:
@@ -422,7 +420,6 @@ class ChatScreen(Screen[None]):
                 self.begin_edit(view.index)
             case "other" if view.turn is not None:
                 turn = view.turn
-                self._is_turned = True
                 self.unless_answering(lambda: self.desk.turn_over(turn))
             case "regenerate":
                 self.set_focus(self.composer)

@@ -148,8 +148,6 @@ class ModelsScreen(Screen[None]):
         if is_first and self._desk.model_name is not None:
             self.table.highlight(self._desk.model_name)
         self._verdicts.want(self._rows, self._desk.resolved)
-        here = sum(row.is_here for row in self._rows)
-        self.query_one("#title", Static).update(Content(f"models: {here} on this disk, {len(self._rows)} in all"))
         self._describe_highlighted()
 
     def judged(self, name: str) -> None:
@@ -250,6 +248,11 @@ class ModelsScreen(Screen[None]):
         if not any(line.matches(words) for line in lines) and _is_repository(words):
             lines.append(Line(ModelRow(words, "available", words.partition("@")[0])))
         self.table.show(lines, words)
+        here = sum(row.is_here for row in self._rows)
+        found = f"{here} on this disk, {len(self._rows)} in all"
+        if not self.table.num_shown:
+            found = f"no name has {words!r} in it; ORG/REPOSITORY is looked for on the hub"
+        self.query_one("#title", Static).update(Content(f"models: {one_line(found)}"))
 
     def _line(self, row: ModelRow) -> Line:
         verdict = self._verdicts.of(row, self._desk.resolved)
