@@ -119,6 +119,7 @@ def test_a_model_in_bf16_is_computed_as_operators_do(weights: str, llama: Path) 
     assert error(logits(engine, by_kernels(engine.model), token_ids, [66, 5, 1]), expected) < 0.06
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("products_row_by_row")
 def test_a_row_has_the_same_bits_alone_verified_with_others_and_in_a_batch(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "qwen3")
