@@ -149,6 +149,9 @@ class Dialogue:
 
     def save(self, path: Path, *, overwrite: bool) -> None:
         """Writes the messages as `run --messages` reads them. Raises UsageError, ExistsError."""
+        if not self.messages:
+            why = "a file without messages is one that /load refuses"
+            raise UsageError("there is nothing to save: no message stands", why=why, fix="ask first, then /save")
         content = {"messages": self.messages, "add_generation_prompt": True}
         (replace_file if overwrite else write_new)(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
 
