@@ -12,21 +12,21 @@ from localllm.frontend.keeping import Resumed
 from localllm.frontend.talk import Asked, Talk
 from localllm.tui.facts import facts_of
 from localllm.tui.following import Pace, follow
+from localllm.tui.key_names import KeyNames
 from localllm.tui.loading import Post, Service
 from localllm.tui.messages import AnswerBegan, AnswerEnded, ModelReady, Told, Turn
 
 if TYPE_CHECKING:
     from localllm.engine.service import RequestStream
 
-_GO_ON = "F6 goes on, F5 answers anew"
-_INTERRUPTED = f"interrupted: {_GO_ON}"
-
 
 class Answering:
     """Of the conversation's thread, but `stop` and what may be read, which are anybody's."""
 
-    def __init__(self, post: Post) -> None:
+    def __init__(self, post: Post, keys: KeyNames) -> None:
         self._post = post
+        self._anew = f"{keys['chat.regenerate']} answers anew"
+        self._goes_on = f"{keys['chat.continue']} goes on, {self._anew}"
         self._stream: RequestStream | None = None
         self._stops = threading.Event()
         self.pace = Pace()
@@ -44,7 +44,7 @@ class Answering:
         """What is known of a kept conversation's answers."""
         self._thinking = list(resumed.thinking)
         if resumed.is_cut:
-            self._ending = resumed.turns[-1][0], _INTERRUPTED
+            self._ending = resumed.turns[-1][0], f"interrupted: {self._goes_on}"
 
     def settle(self, talk: Talk, turn: Turn) -> None:
         """The last answer has become a turn of the conversation."""
@@ -67,12 +67,12 @@ class Answering:
         """Why the last answer ends where it does, and what can be done about it; "" where it is whole."""
         finished = None if self.last is None else self.last.finished
         if finished is None:
-            return _INTERRUPTED
+            return f"interrupted: {self._goes_on}"
         if not talk.has_room_behind(finished):
-            return "cut by the full context: F5 answers anew"
+            return f"cut by the full context: {self._anew}"
         reasons = {"cancelled": "stopped", "length": "cut by its length", "error": "ended by an error"}
         reason = reasons.get(finished.finish_reason)
-        return f"{reason}: {_GO_ON}" if reason else ""
+        return f"{reason}: {self._goes_on}" if reason else ""
 
     def expect(self) -> None:
         """An answer is asked for: what stopped the one before has nothing to do with it."""

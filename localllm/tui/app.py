@@ -26,6 +26,7 @@ from localllm.tui import draft, messages
 from localllm.tui.archive import Archive
 from localllm.tui.commands import COMMANDS
 from localllm.tui.desk import Desk
+from localllm.tui.key_names import KeyNames
 from localllm.tui.key_order import KeyOrder
 from localllm.tui.loading import Serve, serve
 from localllm.tui.screens.chat import ChatScreen
@@ -82,7 +83,7 @@ class ChatApp(KeyOrder):
         self._start = start
         self._loop: asyncio.AbstractEventLoop | None = None
         self.away = away
-        self.desk = Desk(start.resolved, dict(start.extra), serve, self._hear)
+        self.desk = Desk(start.resolved, dict(start.extra), serve, self._hear, KeyNames(start.keys))
         self.archive = Archive()
         self.chat = ChatScreen(self.desk, start.draft, shows_statistics=start.shows_statistics)
         self.transfers = Transfers(self.post_message)
@@ -184,7 +185,7 @@ class ChatApp(KeyOrder):
         elif not self.is_running:
             return
         elif transfer.state == "ended":
-            self.chat.notice.note(f"{transfer.told} (F3: models)")
+            self.chat.notice.note(f"{transfer.told} ({self.desk.keys['app.models']}: models)")
         elif transfer.error is not None and transfer.state == "failed":
             self.chat.notice.tell(transfer.error)
 

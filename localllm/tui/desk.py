@@ -24,6 +24,7 @@ from localllm.frontend.talk import Asked, Talk, mended_in_chat
 from localllm.frontend.text_file import read_text_file, typed_path
 from localllm.tui.answering import Answering
 from localllm.tui.facts import asked_before, facts_of
+from localllm.tui.key_names import KeyNames
 from localllm.tui.loading import Loader, Post, Serve, Service
 from localllm.tui.messages import (
     Begun,
@@ -48,9 +49,13 @@ Job = Callable[[], None]
 
 
 class Desk:
-    """resolved: the settings under which models are chosen. extra: sampling parameters that are no settings."""
+    """resolved: the settings under which models are chosen. extra: sampling parameters that are no settings. keys: as
+    hints name them."""
 
-    def __init__(self, resolved: ResolvedSettings, extra: dict[str, Any], serve: Serve, post: Post) -> None:
+    def __init__(
+        self, resolved: ResolvedSettings, extra: dict[str, Any], serve: Serve, post: Post, keys: KeyNames
+    ) -> None:
+        self.keys = keys
         self._resolved = resolved
         self._extra = extra
         self._post = post
@@ -68,7 +73,7 @@ class Desk:
         self.usage: ContextUsage | None = None  # that was posted last
         self._is_another = False  # the model was chosen in the chat
         self._typed = ""  # the last question, without what was attached
-        self.answering = Answering(post)
+        self.answering = Answering(post, keys)
         self._thread = threading.Thread(target=self._run, name="conversation", daemon=True)
         self._thread.start()
 
@@ -180,7 +185,7 @@ class Desk:
         """Answers the last question again; the answer before stands beside the new one in the history."""
         before = list(self._dialogue.turns)
         if self._loader.service is None:
-            raise UsageError("there is no model", why="none is loaded", fix="F3 chooses one")
+            raise UsageError("there is no model", why="none is loaded", fix=f"{self.keys['app.models']} chooses one")
         if not (self._dialogue.take_back_answer() or self._dialogue.is_asked):
             raise UsageError("there is no answer yet", why="nothing was asked", fix="write a message first")
         self._show()
@@ -263,7 +268,8 @@ class Desk:
             self.open(self._kept.session_id or "", number, is_chosen=True)
             self.note(f"{at} of {count}")
         else:
-            self.note("there is no other: F5 answers anew, e on a question writes it anew")
+            anew, edit = self.keys["chat.regenerate"], self.keys["message.edit"]
+            self.note(f"there is no other: {anew} answers anew, {edit} on a question writes it anew")
 
     def forget(self, session_id: str) -> None:
         """The session was removed from the history: where it is this one, it goes on without being kept."""
@@ -387,7 +393,7 @@ class Desk:
         if isinstance(told, BugError):
             return told
         if told.fix.startswith("localllm pull "):
-            told.fix = f"F3, and p there; or {told.fix}"
+            told.fix = f"{self.keys['app.models']}, and {self.keys['models.pull']} there; or {told.fix}"
         told = mended_in_chat(told)
         if isinstance(told, ContextOverflowError) and self._sent_with[0]:
             told.fix = f"/detach, {told.fix}"
@@ -464,7 +470,7 @@ class Desk:
         if self._talk is None:
             self._waits = True
             if self._loader.service is None:
-                self.warn("there is no model: the question waits until F3 has chosen one")
+                self.warn(f"there is no model: the question waits until {self.keys['app.models']} has chosen one")
             return
         self._waits = False
         self._answered(self._talk.ask)

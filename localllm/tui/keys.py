@@ -18,7 +18,7 @@ from localllm.toml_file import TomlFile
 
 _MODIFIERS = ("ctrl", "alt", "shift", "super", "hyper", "meta")
 _EVERYWHERE = "Everywhere"
-_TOGETHER = frozenset({_EVERYWHERE, "Chat", "Writing", "A message (ctrl+up)"})  # rooms of one screen
+_TOGETHER = frozenset({_EVERYWHERE, "Chat", "Writing", "A message"})  # rooms of one screen
 _FIELD_KEYS = frozenset(
     key for binding in TextArea.BINDINGS if isinstance(binding, Binding) for key in binding.key.split(",")
 )
@@ -85,7 +85,7 @@ def _why_no_key(key: str, room: str) -> str | None:
     if room == _EVERYWHERE and key in _FIELD_KEYS:
         return f"{key!r} is the key of a text field"
     is_written = not modifiers and (len(last) == 1 or last == "space" or _is_character(last))
-    if is_written and room in _TOGETHER - {"A message (ctrl+up)"}:
+    if is_written and room in _TOGETHER - {"A message"}:
         return f"{key!r} is written in messages"
     return None
 

@@ -23,10 +23,10 @@ def rooms() -> dict[str, type[DOMNode]]:
         "Everywhere": ChatApp,
         "Chat": ChatScreen,
         "Writing": Composer,
-        "A message (ctrl+up)": MessageView,
-        "Chats (F4)": ChatsScreen,
+        "A message": MessageView,
+        "Chats": ChatsScreen,
         "Asked for a line": Prompt,
-        "Models (F3)": ModelsScreen,
-        "Plan (F2)": PlanScreen,
+        "Models": ModelsScreen,
+        "Plan": PlanScreen,
     }
     return found

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from textual.binding import Binding
 from textual.pilot import Pilot
 from textual.widgets import Input
 
@@ -13,6 +14,8 @@ from localllm.errors import ContextOverflowError, DoesNotFitError
 from localllm.frontend.keeping import look_up
 from localllm.history import History, history_file
 from localllm.tui.app import ChatApp
+from localllm.tui.key_names import DEFAULTS
+from localllm.tui.rooms import rooms
 from localllm.tui.screens.code import CodePicker
 from localllm.tui.screens.help import HelpScreen
 from localllm.tui.widgets.thought import Thought
@@ -358,10 +361,44 @@ async def test_the_help_has_every_key_and_command_and_the_users_own_keys() -> No
         screen = shown(app)
         assert "^y                        answer again" in screen
         assert "search what was asked" in screen and "/export PATH" in screen
+        assert "Models (F3)" in screen
         await pilot.press("escape")
         await say(pilot, "one")
         await pilot.press("ctrl+y")
         await until(pilot, lambda: app.chat.is_answering or len(app.desk._dialogue.turns) == 2)
+
+
+async def test_hints_name_the_users_own_keys() -> None:
+    keys = {
+        "chat.continue": "ctrl+y",
+        "chat.regenerate": "alt+r",
+        "app.models": "f9,alt+m",
+        "chat.stop": "f12",
+        "composer.find": "ctrl+f",
+        "plan.reset": "x",
+    }
+    app = chat_app(FakeService(["word " * 400], pause_s=0.02), keys=keys)
+    async with running(app, (100, 160)) as pilot:
+        await until(pilot, lambda: "F9 shows the models" in shown(app))
+        await begin(pilot, app, "one")
+        await send(pilot, "two")
+        await until(pilot, lambda: "an answer is being written: F12 stops it" in shown(app))
+        await pilot.press("f12")
+        await until(pilot, lambda: "stopped: ctrl+y goes on, alt+r answers anew" in shown(app))
+        await pilot.press("ctrl+f")
+        await until(pilot, lambda: "type; ctrl+f the next, enter takes it, esc closes" in shown(app))
+        await pilot.press("escape", "f2")
+        await until(pilot, lambda: "↑↓ choose  ←→ change  enter apply  x reset  esc leave" in shown(app))
+        await pilot.press("escape")
+        await until(pilot, lambda: app.screen is app.chat)
+        await pilot.press("f1")
+        await until(pilot, lambda: "Models (F9)" in shown(app))
+
+
+def test_the_keys_that_hints_name_are_those_of_their_bindings() -> None:
+    bindings = [binding for room in rooms().values() for binding in room.BINDINGS if isinstance(binding, Binding)]
+    bound = {binding.id: binding.key for binding in bindings}
+    assert {name: bound[name] for name in DEFAULTS} == DEFAULTS
 
 
 async def test_the_palette_does_what_a_command_does() -> None:

@@ -16,6 +16,7 @@ from localllm.frontend.keeping import look_up
 from localllm.frontend.selection import Selection
 from localllm.history import History, history_file
 from localllm.tui import archive, messages
+from localllm.tui.key_names import KeyNames
 from localllm.tui.screens import chats, models
 from localllm.tui.screens.prompt import Prompt
 from tests.history_support import said
@@ -373,8 +374,9 @@ async def test_a_name_that_is_none_gets_an_ending_too(name: str) -> None:
 
 
 def test_what_came_of_a_chat_is_told_where_its_list_was_left(tmp_path: Path) -> None:
-    assert chats._as_told(archive.Exported(tmp_path / "a.md")) == messages.Told(f"wrote {tmp_path / 'a.md'}")
-    refused = chats._as_told(archive.Refused(None, tmp_path / "a.md"))  # type: ignore[arg-type]
+    path = tmp_path / "a.md"
+    assert chats._as_told(archive.Exported(path), KeyNames()) == messages.Told(f"wrote {path}")
+    refused = chats._as_told(archive.Refused(None, path), KeyNames())  # type: ignore[arg-type]
     assert isinstance(refused, messages.Failed) and "a-2.md" in refused.error.fix
 
 

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from localllm.tui.app import ChatApp
     from localllm.tui.desk import Desk, Job
 
-_BUSY = "an answer is being written: esc stops it"
 _LEAVE_S = 3.0  # in which a second Ctrl-C leaves
 _QUIET: Any = {"show": False, "priority": True}  # before the composer, and not among the keys at the bottom
 
@@ -75,6 +74,7 @@ class ChatScreen(Screen[None]):
         """draft: what stands in the composer before the first key can come."""
         super().__init__()
         self.desk = desk
+        self._busy = f"an answer is being written: {desk.keys['chat.stop']} stops it"
         self._draft = draft
         self._shows_statistics = shows_statistics
         self._turns: tuple[messages.Turn, ...] = ()
@@ -87,10 +87,10 @@ class ChatScreen(Screen[None]):
 
     def compose(self) -> ComposeResult:
         yield Static("", id="title")
-        yield Transcript()
+        yield Transcript(self.desk.keys)
         yield Activity()
         yield Notice()
-        yield Writing(self._draft)
+        yield Writing(self._draft, self.desk.keys)
         yield Status()
         yield Footer(show_command_palette=True, compact=True)
 
@@ -170,7 +170,7 @@ class ChatScreen(Screen[None]):
     def _on_model_failed(self, message: messages.ModelFailed) -> None:
         self._is_loading = False
         self.query_one(Activity).clear()
-        self.status.model_text = "no model (F3 chooses one)"
+        self.status.model_text = f"no model ({self.desk.keys['app.models']} chooses one)"
         self.notice.tell(message.error)
 
     @on(messages.Shown)
@@ -240,7 +240,7 @@ class ChatScreen(Screen[None]):
         if view is None or (message.finished is None and not message.text):
             await self.transcript.drop_answer()
             if message.finished is not None:
-                self.notice.note("stopped before the first word: F5 asks again")
+                self.notice.note(f"stopped before the first word: {self.desk.keys['chat.regenerate']} asks again")
         else:
             await view.end()
             last = self.desk.answering.last
@@ -253,7 +253,7 @@ class ChatScreen(Screen[None]):
     @on(messages.Settled)
     def _on_settled(self) -> None:
         self._is_asked = False
-        self.notice.withdraw(_BUSY)
+        self.notice.withdraw(self._busy)
         self.refresh_bindings()
 
     @on(messages.Counted)
@@ -275,7 +275,7 @@ class ChatScreen(Screen[None]):
         if event.text.startswith("/") and self.writing.editing is None:
             self.take_command(event.text)
         elif self.is_answering:
-            self.notice.note(_BUSY)
+            self.notice.note(self._busy)
         else:
             self.notice.close_error()
             question, text = self.writing.take(), event.text.strip()
@@ -392,7 +392,7 @@ class ChatScreen(Screen[None]):
     def unless_answering(self, job: Job, do: Callable[[Job], None] | None = None) -> None:
         """do: as `desk.do`, the default."""
         if self.is_answering:
-            self.notice.note(_BUSY)
+            self.notice.note(self._busy)
         else:
             self.notice.close_error()
             (do or self.desk.do)(job)
@@ -433,7 +433,7 @@ class ChatScreen(Screen[None]):
         while index >= 0 and self._turns[index]["role"] != "user":
             index -= 1
         if index < 0 or self.is_answering:
-            self.notice.note(_BUSY if index >= 0 else "there is no question")
+            self.notice.note(self._busy if index >= 0 else "there is no question")
             return
         self.writing.edit(self._turns[index], content_of(self._turns[index])[0])
 

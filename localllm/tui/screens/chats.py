@@ -22,6 +22,7 @@ from localllm.frontend.text import one_line
 from localllm.history import GoneError, Session
 from localllm.tui import archive, messages
 from localllm.tui.archive import Archive
+from localllm.tui.key_names import KeyNames
 from localllm.tui.screens.prompt import Prompt
 from localllm.tui.widgets.chat_list import ChatList
 from localllm.tui.widgets.chat_preview import ChatPreview
@@ -125,7 +126,7 @@ class ChatsScreen(Screen[None]):
             back = message.session
             desk.do(lambda: desk.recall(back.uid))
         if not self.post_message(message):
-            self._chat.post_message(_as_told(message))
+            self._chat.post_message(_as_told(message, self._chat.desk.keys))
 
     def _list(self) -> None:
         self._archive.find(self._query, self._hear)
@@ -234,7 +235,7 @@ class ChatsScreen(Screen[None]):
     @on(archive.TakenOut)
     def _on_taken_out(self, message: archive.TakenOut) -> None:
         self._leaving.discard(message.session.uid)
-        self.notice.note(f"deleted: {message.session.title} (u brings it back)")
+        self.notice.note(f"deleted: {message.session.title} ({self._chat.desk.keys['chats.undo']} brings it back)")
 
     @on(archive.PutBack)
     def _on_put_back(self, message: archive.PutBack) -> None:
@@ -273,7 +274,7 @@ class ChatsScreen(Screen[None]):
 
     def _is_free(self) -> bool:
         if self._chat.is_answering:
-            self.notice.note("an answer is being written: esc stops it, in the chat")
+            self.notice.note(f"an answer is being written: {self._chat.desk.keys['chat.stop']} in the chat stops it")
         return not self._chat.is_answering
 
     def action_search(self) -> None:
@@ -349,7 +350,7 @@ class ChatsScreen(Screen[None]):
         return self.chats.row.session if self.chats.row is not None else None
 
 
-def _as_told(message: Message) -> Message:
+def _as_told(message: Message, keys: KeyNames) -> Message:
     """What came of it, for a screen that has no list."""
     match message:
         case archive.Exported(path=path):
@@ -358,5 +359,6 @@ def _as_told(message: Message) -> Message:
             fix = f"another name: {path.with_stem(f'{path.stem}-2')}"
             return messages.Failed(UsageError(f"{str(path)!r} is there already", why="it would be lost", fix=fix))
         case archive.TakenOut(session=session):
-            return messages.Told(f"deleted: {session.title} (F4, and u there, brings it back)")
+            way = f"{keys['app.chats']}, and {keys['chats.undo']} there"
+            return messages.Told(f"deleted: {session.title} ({way}, brings it back)")
     return message

@@ -13,6 +13,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from localllm.tui.commands import COMMANDS
+from localllm.tui.key_names import KeyNames
 
 _COLUMN = 26
 _UNBOUND = {  # what a text field does by itself, which no config.toml changes
@@ -22,6 +23,9 @@ _UNBOUND = {  # what a text field does by itself, which no config.toml changes
     ],
     "Chat": [("esc, esc", "close what is open, and back to the writing")],
 }
+
+
+_OPENED_BY = {"A message": "chat.earlier", "Chats": "app.chats", "Models": "app.models", "Plan": "app.plan"}
 
 
 class HelpScreen(ModalScreen[None]):
@@ -49,7 +53,8 @@ class HelpScreen(ModalScreen[None]):
 
     def _keys(self) -> Iterator[Content]:
         for title, room in self._rooms.items():
-            yield Content.styled(title, "bold")
+            opened_by = f" ({KeyNames(self._keymap)[_OPENED_BY[title]]})" if title in _OPENED_BY else ""
+            yield Content.styled(f"{title}{opened_by}", "bold")
             for binding in room.BINDINGS:
                 if isinstance(binding, Binding) and binding.id is not None:
                     keys = self._keymap.get(binding.id, binding.key).split(",")

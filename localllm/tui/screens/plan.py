@@ -47,13 +47,13 @@ _LEAST_CTX = 256
 _LEAST_CAP_BYTES = 256 << 20
 _END = 1 << 20  # stops: more than any slider has
 _KEYS = {
-    "↑↓": ("", "choose"),
-    "←→": ("", "change"),
-    "enter": ("screen.apply", "apply"),
-    "r": ("screen.reset", "reset"),
-    "esc": ("screen.close", "leave"),
-    "pgdn": ("screen.page(1)", "scroll"),
-    "F1": ("app.help", "help"),
+    ("plan.up", "plan.down"): ("", "choose"),
+    ("plan.less", "plan.more"): ("", "change"),
+    ("plan.apply",): ("screen.apply", "apply"),
+    ("plan.reset",): ("screen.reset", "reset"),
+    ("plan.close",): ("screen.close", "leave"),
+    ("plan.page_down",): ("screen.page(1)", "scroll"),
+    ("app.help",): ("app.help", "help"),
 }
 
 
@@ -143,7 +143,8 @@ class PlanScreen(Screen[None]):
     def on_mount(self) -> None:
         self.query_one("#title", Static).update(Content("plan"))
         self.query_one(Activity).progress("planning")
-        self.query_one("#keys", Static).update(Content("  ").join([_shown_key(key) for key in _KEYS]))
+        shown = [_shown_key("".join(self._desk.keys[name] for name in names), *_KEYS[names]) for names in _KEYS]
+        self.query_one("#keys", Static).update(Content("  ").join(shown))
         self._replanner = Replanner(self._planning, self.post_message)
 
     def on_unmount(self) -> None:
@@ -238,9 +239,11 @@ class PlanScreen(Screen[None]):
         elif self.notice.error is not None:
             self.notice.note("nothing is applied: these settings cannot be honoured")
         elif self._desk.selection is not self._selection:
-            self.notice.note("nothing is applied: the model was loaded anew meanwhile; leave, and F2 shows its plan")
+            key = self._desk.keys["app.plan"]
+            why = "the model was loaded anew meanwhile"
+            self.notice.note(f"nothing is applied: {why}; leave, and {key} shows its plan")
         elif self._desk.answering.is_under_way:
-            self.notice.note("an answer is being written: esc, and again esc in the chat, stops it")
+            self.notice.note(f"an answer is being written: {self._desk.keys['chat.stop']} in the chat stops it")
         else:
             changes = dict(wish.changes)
             self._desk.do(lambda: self._desk.use(None, changes))
@@ -335,8 +338,7 @@ def _changes(
     return Content("\n").join(rows)
 
 
-def _shown_key(key: str) -> Content:
+def _shown_key(key: str, action: str, what: str) -> Content:
     """A key and what it does, which a click does too."""
-    action, what = _KEYS[key]
     shown = Content.styled(key, "bold $text-accent") + Content(f" {what}")
     return shown.stylize(Style.from_meta({"@click": action})) if action else shown

@@ -10,6 +10,7 @@ from textual.content import Content
 from textual.widget import Widget
 from textual.widgets import Static
 
+from localllm.tui.key_names import KeyNames
 from localllm.tui.messages import Turn
 from localllm.tui.widgets.clear import Clear
 from localllm.tui.widgets.message_view import AnswerView, MessageView, QuestionView
@@ -30,7 +31,7 @@ class Transcript(Clear, VerticalScroll, can_focus=False):
     }
     """
 
-    def __init__(self) -> None:
+    def __init__(self, keys: KeyNames) -> None:
         super().__init__()
         self._turns: list[Turn] = []
         self._first = 0  # of the turns that are mounted
@@ -39,7 +40,7 @@ class Transcript(Clear, VerticalScroll, can_focus=False):
         self._ending = ""
         self._thinking: Set[int] = frozenset()
         self._earlier = Static("", classes="edge")
-        self.welcome = Welcome()
+        self.welcome = Welcome(keys)
         self._is_moving = False
 
     def compose(self) -> ComposeResult:

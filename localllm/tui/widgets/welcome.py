@@ -8,6 +8,7 @@ from textual.widget import Widget
 
 from localllm.frontend.text import one_line
 from localllm.registry import BUILT_IN
+from localllm.tui.key_names import KeyNames
 
 
 class Welcome(Widget):
@@ -17,16 +18,20 @@ class Welcome(Widget):
     machine = reactive("", layout=True)
     model = reactive("", layout=True)
 
+    def __init__(self, keys: KeyNames) -> None:
+        super().__init__()
+        self._keys = keys
+
     def render(self) -> Content:
+        keys = self._keys
         lines = [Content.styled("localllm", "bold $text-primary")]
         if self.machine:
             lines.append(Content.styled(one_line(self.machine), "$foreground-muted"))
         if self.model == BUILT_IN:
             lines.append(Content(f"{BUILT_IN}, the model in the package, answers at once, and tells tales."))
-            lines.append(Content("F3 shows the models that fit this machine."))
+            lines.append(Content(f"{keys['app.models']} shows the models that fit this machine."))
         elif self.model:
-            lines.append(Content(f"{one_line(self.model)} answers. F3 chooses another model."))
-        lines.append(
-            Content.styled("F4 has the chats that are kept, F1 the keys; / begins a command.", "$foreground-muted")
-        )
+            lines.append(Content(f"{one_line(self.model)} answers. {keys['app.models']} chooses another model."))
+        hint = f"{keys['app.chats']} has the chats that are kept, {keys['app.help']} the keys; / begins a command."
+        lines.append(Content.styled(hint, "$foreground-muted"))
         return Content("\n").join(lines)

@@ -13,6 +13,7 @@ from textual.widgets import OptionList, Static, TextArea
 
 from localllm.frontend.text import one_line
 from localllm.tui.commands import completions
+from localllm.tui.key_names import KeyNames
 from localllm.tui.messages import Turn
 from localllm.tui.widgets.composer import Composer
 from localllm.tui.widgets.suggestions import Suggestions
@@ -40,8 +41,9 @@ class Writing(Vertical):
     class ModeChanged(Message):
         """Enter does something else now."""
 
-    def __init__(self, draft: str) -> None:
+    def __init__(self, draft: str, keys: KeyNames) -> None:
         super().__init__()
+        self._keys = keys
         self.composer = Composer(draft)
         self.editing: Turn | None = None
         self._suggestions = Suggestions()
@@ -175,11 +177,12 @@ class Writing(Vertical):
 
     def _tell_mode(self) -> None:
         mode = ""
+        send, find, close = (self._keys[name] for name in ("composer.send", "composer.find", "chat.close"))
         if self._is_finding:
-            mode = "search what was asked: type; ctrl+r the next, enter takes it, esc closes"
+            mode = f"search what was asked: type; {find} the next, {send} takes it, {close} closes"
             if not self._has_found:
-                mode = "search what was asked: nothing was found; esc closes"
+                mode = f"search what was asked: nothing was found; {close} closes"
         elif self.editing is not None:
-            mode = "written anew: enter says it, esc leaves it as it was"
+            mode = f"written anew: {send} says it, {close} leaves it as it was"
         self.composer.border_title = Content(mode)
         self.post_message(self.ModeChanged())
