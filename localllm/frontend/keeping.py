@@ -124,7 +124,7 @@ class Keeper:
 
         number = next((number for kept, number in self._kept if kept is turn), None)
         if number is None or self._path is None or self.session_id is None:
-            fix = "F5 answers anew, e on a question writes it anew"
+            fix = "/regen answers anew, /edit writes the last question anew"
             raise UsageError("there is no other", why="this message is not kept", fix=fix)
         with History.open_to_read(self._path) as history:
             numbers = history.wordings(number)

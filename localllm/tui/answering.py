@@ -23,10 +23,12 @@ if TYPE_CHECKING:
 class Answering:
     """Of the conversation's thread, but `stop` and what may be read, which are anybody's."""
 
-    def __init__(self, post: Post, keys: KeyNames) -> None:
+    def __init__(self, post: Post, key_names: KeyNames) -> None:
+        """busy_text: what is said on the other screens of what has to wait for an answer."""
         self._post = post
-        self._anew = f"{keys['chat.regenerate']} answers anew"
-        self._goes_on = f"{keys['chat.continue']} goes on, {self._anew}"
+        self.busy_text = f"an answer is being written: {key_names['chat.stop']} in the chat stops it"
+        self._anew = f"{key_names['chat.regenerate']} answers anew"
+        self._goes_on = f"{key_names['chat.continue']} goes on, {self._anew}"
         self._stream: RequestStream | None = None
         self._stops = threading.Event()
         self.pace = Pace()

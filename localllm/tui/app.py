@@ -185,7 +185,7 @@ class ChatApp(KeyOrder):
         elif not self.is_running:
             return
         elif transfer.state == "ended":
-            self.chat.notice.note(f"{transfer.told} ({self.desk.keys['app.models']}: models)")
+            self.chat.notice.note(f"{transfer.told} ({self.desk.key_names['app.models']}: models)")
         elif transfer.error is not None and transfer.state == "failed":
             self.chat.notice.tell(transfer.error)
 

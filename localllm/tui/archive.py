@@ -5,8 +5,6 @@ Each job opens the file anew, so that it is never in the way of others who write
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +19,7 @@ from localllm.frontend.keeping import moved_text
 from localllm.frontend.text_file import typed_path
 from localllm.history import History, Removed, Session, history_file, nothing_is_kept
 from localllm.history import Message as Kept
+from localllm.tui.jobs import Jobs
 from localllm.tui.messages import Failed, Told
 
 _MOST_FOUND = 200  # hits that are listed
@@ -114,14 +113,12 @@ class Archive:
     def __init__(self) -> None:
         self._removed: list[Removed] = []
         self._asked: Counter[str] = Counter()
-        self._jobs: queue.SimpleQueue[tuple[_Job, Hear] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None  # from the first job on
+        self._jobs = Jobs("archive")
+        self._jobs.begin()
 
     def close(self, timeout_s: float) -> None:
         """Ends the thread once all is done that was asked for."""
-        self._jobs.put(None)
-        if self._thread is not None:
-            self._thread.join(timeout_s)
+        self._jobs.close(timeout_s)
 
     # Each returns at once, and has `hear` told of what comes of it, from the archive's thread
 
@@ -193,10 +190,7 @@ class Archive:
     # Inside
 
     def _do(self, job: _Job, hear: Hear) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="archive", daemon=True)
-            self._thread.start()
-        self._jobs.put((job, hear))
+        self._jobs.do(lambda: _try(job, hear))
 
     def _do_last(self, kind: str, job: _Job, hear: Hear) -> None:
         """Does it unless another one of its kind was asked for meanwhile."""
@@ -209,15 +203,14 @@ class Archive:
 
         self._do(unless_another, hear)
 
-    def _run(self) -> None:
-        while (asked := self._jobs.get()) is not None:
-            job, hear = asked
-            try:
-                job(hear)
-            except LocalLLMError as error:
-                hear(Failed(error))
-            except Exception as error:
-                hear(Failed(BugError(f"this is a bug in localllm: {type(error).__name__}", why=str(error))))
+
+def _try(job: _Job, hear: Hear) -> None:
+    try:
+        job(hear)
+    except LocalLLMError as error:
+        hear(Failed(error))
+    except Exception as error:
+        hear(Failed(BugError(f"this is a bug in localllm: {type(error).__name__}", why=str(error))))
 
 
 @contextmanager

@@ -6,8 +6,6 @@ Knows no widgets.
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -24,6 +22,7 @@ from localllm.frontend.talk import Asked, Talk, mended_in_chat
 from localllm.frontend.text_file import read_text_file, typed_path
 from localllm.tui.answering import Answering
 from localllm.tui.facts import asked_before, facts_of
+from localllm.tui.jobs import Job, Jobs
 from localllm.tui.key_names import KeyNames
 from localllm.tui.loading import Loader, Post, Serve, Service
 from localllm.tui.messages import (
@@ -45,22 +44,18 @@ if TYPE_CHECKING:
     from localllm.frontend.context import ContextUsage
     from localllm.offload.plan import Plan
 
-Job = Callable[[], None]
-
 
 class Desk:
-    """resolved: the settings under which models are chosen. extra: sampling parameters that are no settings. keys: as
-    hints name them."""
+    """resolved: the settings under which models are chosen. extra: sampling parameters that are no settings."""
 
     def __init__(
-        self, resolved: ResolvedSettings, extra: dict[str, Any], serve: Serve, post: Post, keys: KeyNames
+        self, resolved: ResolvedSettings, extra: dict[str, Any], serve: Serve, post: Post, key_names: KeyNames
     ) -> None:
-        self.keys = keys
+        self.key_names = key_names
         self._resolved = resolved
         self._extra = extra
         self._post = post
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._early: list[Job] | None = []  # what was asked for before the conversation began
+        self._jobs = Jobs("conversation")
         self._dialogue = Dialogue(resolved, resolved.settings.system)
         self._attached: list[tuple[str, int]] = []
         self._sent_with: tuple[list[tuple[str, int]], list[str]] = [], []  # the files of the last question
@@ -73,9 +68,7 @@ class Desk:
         self.usage: ContextUsage | None = None  # that was posted last
         self._is_another = False  # the model was chosen in the chat
         self._typed = ""  # the last question, without what was attached
-        self.answering = Answering(post, keys)
-        self._thread = threading.Thread(target=self._run, name="conversation", daemon=True)
-        self._thread.start()
+        self.answering = Answering(post, key_names)
 
     # Teller, for what keeps the conversation
 
@@ -100,17 +93,11 @@ class Desk:
 
     def do(self, job: Job) -> None:
         """Has it done after what was asked for before; what it raises is posted."""
-        if self._early is not None:
-            self._early.append(job)
-        else:
-            self._jobs.put(job)
+        self._jobs.do(lambda: self._try(job))
 
     def begin_with(self, selection: Selection, resumed: Resumed | None, system: str | None) -> None:
         """`begin`, before all that was asked for already."""
-        early, self._early = self._early or [], None
-        self.do(lambda: self.begin(selection, resumed, system))
-        for job in early:
-            self.do(job)
+        self._jobs.begin(lambda: self._try(lambda: self.begin(selection, resumed, system)))
 
     def answer(self, job: Job) -> None:
         """Has it done, as `do`; what it asks can be stopped from now on. Settled: it is done, answered or not."""
@@ -127,8 +114,8 @@ class Desk:
     def close(self, timeout_s: float) -> None:
         """Ends the thread and the engine; what was said is kept."""
         self.answering.stop()
-        self._jobs.put(None)
-        self._thread.join(timeout_s)
+        self._jobs.do(self._leave)
+        self._jobs.close(timeout_s)
         if self._loader.service is not None:
             self._loader.service.close(timeout_s=0 if self._talk is None else timeout_s)
 
@@ -185,7 +172,8 @@ class Desk:
         """Answers the last question again; the answer before stands beside the new one in the history."""
         before = list(self._dialogue.turns)
         if self._loader.service is None:
-            raise UsageError("there is no model", why="none is loaded", fix=f"{self.keys['app.models']} chooses one")
+            fix = f"{self.key_names['app.models']} chooses one"
+            raise UsageError("there is no model", why="none is loaded", fix=fix)
         if not (self._dialogue.take_back_answer() or self._dialogue.is_asked):
             raise UsageError("there is no answer yet", why="nothing was asked", fix="write a message first")
         self._show()
@@ -268,7 +256,7 @@ class Desk:
             self.open(self._kept.session_id or "", number, is_chosen=True)
             self.note(f"{at} of {count}")
         else:
-            anew, edit = self.keys["chat.regenerate"], self.keys["message.edit"]
+            anew, edit = self.key_names["chat.regenerate"], self.key_names["message.edit"]
             self.note(f"there is no other: {anew} answers anew, {edit} on a question writes it anew")
 
     def forget(self, session_id: str) -> None:
@@ -377,12 +365,13 @@ class Desk:
         assert self._talk is not None
         return self._talk
 
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                job()
-            except Exception as error:
-                self._post(Failed(self._told(error)))
+    def _try(self, job: Job) -> None:
+        try:
+            job()
+        except Exception as error:
+            self._post(Failed(self._told(error)))
+
+    def _leave(self) -> None:
         if self._keeper is not None:
             self._keeper.catch_up(self._dialogue)
             self._keeper.close()
@@ -393,7 +382,7 @@ class Desk:
         if isinstance(told, BugError):
             return told
         if told.fix.startswith("localllm pull "):
-            told.fix = f"{self.keys['app.models']}, and {self.keys['models.pull']} there; or {told.fix}"
+            told.fix = f"{self.key_names['app.models']}, and {self.key_names['models.pull']} there; or {told.fix}"
         told = mended_in_chat(told)
         if isinstance(told, ContextOverflowError) and self._sent_with[0]:
             told.fix = f"/detach, {told.fix}"
@@ -470,7 +459,7 @@ class Desk:
         if self._talk is None:
             self._waits = True
             if self._loader.service is None:
-                self.warn(f"there is no model: the question waits until {self.keys['app.models']} has chosen one")
+                self.warn(f"there is no model: the question waits until {self.key_names['app.models']} has chosen one")
             return
         self._waits = False
         self._answered(self._talk.ask)

@@ -24,14 +24,6 @@ DEFAULTS: Mapping[str, str] = {
     "message.edit": "e",
     "chats.undo": "u",
     "models.pull": "p",
-    "plan.up": "up",
-    "plan.down": "down",
-    "plan.less": "left",
-    "plan.more": "right",
-    "plan.apply": "enter,a",
-    "plan.reset": "r",
-    "plan.close": "escape",
-    "plan.page_down": "pagedown",
 }
 
 

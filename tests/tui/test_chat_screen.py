@@ -374,12 +374,14 @@ async def test_hints_name_the_users_own_keys() -> None:
         "chat.regenerate": "alt+r",
         "app.models": "f9,alt+m",
         "chat.stop": "f12",
+        "app.help": "ctrl+o",
         "composer.find": "ctrl+f",
         "plan.reset": "x",
     }
     app = chat_app(FakeService(["word " * 400], pause_s=0.02), keys=keys)
     async with running(app, (100, 160)) as pilot:
         await until(pilot, lambda: "F9 shows the models" in shown(app))
+        assert "/ for commands, ctrl+o for help" in shown(app)
         await begin(pilot, app, "one")
         await send(pilot, "two")
         await until(pilot, lambda: "an answer is being written: F12 stops it" in shown(app))
@@ -388,11 +390,13 @@ async def test_hints_name_the_users_own_keys() -> None:
         await pilot.press("ctrl+f")
         await until(pilot, lambda: "type; ctrl+f the next, enter takes it, esc closes" in shown(app))
         await pilot.press("escape", "f2")
-        await until(pilot, lambda: "↑↓ choose  ←→ change  enter apply  x reset  esc leave" in shown(app))
+        await until(pilot, lambda: "↑↓ choose  ←→ change  ⏎ apply  x reset  esc leave" in shown(app))
         await pilot.press("escape")
         await until(pilot, lambda: app.screen is app.chat)
-        await pilot.press("f1")
+        await pilot.press("ctrl+o")
         await until(pilot, lambda: "Models (F9)" in shown(app))
+        await pilot.press("ctrl+o")
+        await until(pilot, lambda: app.screen is app.chat)
 
 
 def test_the_keys_that_hints_name_are_those_of_their_bindings() -> None:

@@ -24,6 +24,7 @@ from localllm.tui.app import ChatApp
 from localllm.tui.loading import serve
 from localllm.tui.replanning import NOW, Bounds, Wish
 from localllm.tui.screens.plan import PlanScreen
+from localllm.tui.widgets.key_bar import KeyBar
 from tests.tui.support import FakeService, chat_app, running, say, shown, texts, until
 
 pytestmark = pytest.mark.usefixtures("home")
@@ -309,7 +310,7 @@ async def test_everything_can_be_done_with_the_mouse() -> None:
     app, fake = chat_app(service), FakePlanning()
     async with running(app) as pilot:
         screen = await opened(app, pilot, fake)
-        context, kv, row = screen.sliders["ctx"], screen.sliders["kv"], screen.query_one("#keys")
+        context, kv, row = screen.sliders["ctx"], screen.sliders["kv"], screen.query_one(KeyBar)
         await pilot.click(kv, offset=(kv.render().plain.index("k8v4") + 1, 0))
         assert screen.wish == Wish({"kv": "k8v4"}) and kv.has_focus
         track = context.render().plain.index("●")
@@ -401,7 +402,7 @@ async def test_a_small_screen_shows_the_sliders_and_the_prediction_and_scrolls_t
     async with running(app, (80, 24)) as pilot:
         screen = await opened(app, pilot, fake)
         picture = shown(app)
-        for piece in ("context", "RAM cap", "goal", "tok/s, bound by", "enter apply", "[bold]a", "26 in memory"):
+        for piece in ("context", "RAM cap", "goal", "tok/s, bound by", "⏎ apply", "[bold]a", "26 in memory"):
             assert piece in picture, picture
         assert "\x1b" not in picture and "busy machine" not in picture
         await pilot.press("pagedown", "pagedown")

@@ -33,7 +33,8 @@ from localllm.tui.widgets.writing import Writing
 
 if TYPE_CHECKING:
     from localllm.tui.app import ChatApp
-    from localllm.tui.desk import Desk, Job
+    from localllm.tui.desk import Desk
+    from localllm.tui.jobs import Job
 
 _LEAVE_S = 3.0  # in which a second Ctrl-C leaves
 _QUIET: Any = {"show": False, "priority": True}  # before the composer, and not among the keys at the bottom
@@ -74,7 +75,7 @@ class ChatScreen(Screen[None]):
         """draft: what stands in the composer before the first key can come."""
         super().__init__()
         self.desk = desk
-        self._busy = f"an answer is being written: {desk.keys['chat.stop']} stops it"
+        self._busy = f"an answer is being written: {desk.key_names['chat.stop']} stops it"
         self._draft = draft
         self._shows_statistics = shows_statistics
         self._turns: tuple[messages.Turn, ...] = ()
@@ -87,10 +88,10 @@ class ChatScreen(Screen[None]):
 
     def compose(self) -> ComposeResult:
         yield Static("", id="title")
-        yield Transcript(self.desk.keys)
+        yield Transcript(self.desk.key_names)
         yield Activity()
         yield Notice()
-        yield Writing(self._draft, self.desk.keys)
+        yield Writing(self._draft, self.desk.key_names)
         yield Status()
         yield Footer(show_command_palette=True, compact=True)
 
@@ -170,7 +171,7 @@ class ChatScreen(Screen[None]):
     def _on_model_failed(self, message: messages.ModelFailed) -> None:
         self._is_loading = False
         self.query_one(Activity).clear()
-        self.status.model_text = f"no model ({self.desk.keys['app.models']} chooses one)"
+        self.status.model_text = f"no model ({self.desk.key_names['app.models']} chooses one)"
         self.notice.tell(message.error)
 
     @on(messages.Shown)
@@ -240,7 +241,7 @@ class ChatScreen(Screen[None]):
         if view is None or (message.finished is None and not message.text):
             await self.transcript.drop_answer()
             if message.finished is not None:
-                self.notice.note(f"stopped before the first word: {self.desk.keys['chat.regenerate']} asks again")
+                self.notice.note(f"stopped before the first word: {self.desk.key_names['chat.regenerate']} asks again")
         else:
             await view.end()
             last = self.desk.answering.last

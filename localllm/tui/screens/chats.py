@@ -126,7 +126,7 @@ class ChatsScreen(Screen[None]):
             back = message.session
             desk.do(lambda: desk.recall(back.uid))
         if not self.post_message(message):
-            self._chat.post_message(_as_told(message, self._chat.desk.keys))
+            self._chat.post_message(_as_told(message, self._chat.desk.key_names))
 
     def _list(self) -> None:
         self._archive.find(self._query, self._hear)
@@ -235,7 +235,7 @@ class ChatsScreen(Screen[None]):
     @on(archive.TakenOut)
     def _on_taken_out(self, message: archive.TakenOut) -> None:
         self._leaving.discard(message.session.uid)
-        self.notice.note(f"deleted: {message.session.title} ({self._chat.desk.keys['chats.undo']} brings it back)")
+        self.notice.note(f"deleted: {message.session.title} ({self._chat.desk.key_names['chats.undo']} brings it back)")
 
     @on(archive.PutBack)
     def _on_put_back(self, message: archive.PutBack) -> None:
@@ -274,7 +274,7 @@ class ChatsScreen(Screen[None]):
 
     def _is_free(self) -> bool:
         if self._chat.is_answering:
-            self.notice.note(f"an answer is being written: {self._chat.desk.keys['chat.stop']} in the chat stops it")
+            self.notice.note(self._chat.desk.answering.busy_text)
         return not self._chat.is_answering
 
     def action_search(self) -> None:
@@ -350,7 +350,7 @@ class ChatsScreen(Screen[None]):
         return self.chats.row.session if self.chats.row is not None else None
 
 
-def _as_told(message: Message, keys: KeyNames) -> Message:
+def _as_told(message: Message, key_names: KeyNames) -> Message:
     """What came of it, for a screen that has no list."""
     match message:
         case archive.Exported(path=path):
@@ -359,6 +359,6 @@ def _as_told(message: Message, keys: KeyNames) -> Message:
             fix = f"another name: {path.with_stem(f'{path.stem}-2')}"
             return messages.Failed(UsageError(f"{str(path)!r} is there already", why="it would be lost", fix=fix))
         case archive.TakenOut(session=session):
-            way = f"{keys['app.chats']}, and {keys['chats.undo']} there"
+            way = f"{key_names['app.chats']}, and {key_names['chats.undo']} there"
             return messages.Told(f"deleted: {session.title} ({way}, brings it back)")
     return message

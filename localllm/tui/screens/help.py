@@ -23,8 +23,6 @@ _UNBOUND = {  # what a text field does by itself, which no config.toml changes
     ],
     "Chat": [("esc, esc", "close what is open, and back to the writing")],
 }
-
-
 _OPENED_BY = {"A message": "chat.earlier", "Chats": "app.chats", "Models": "app.models", "Plan": "app.plan"}
 
 
@@ -36,7 +34,10 @@ class HelpScreen(ModalScreen[None]):
         & Static { padding: 0 1; }
     }
     """
-    BINDINGS = [Binding("escape,f1,q", "close", "close")]
+    BINDINGS = [
+        Binding("escape,q", "close", "close"),
+        Binding("f1", "close", "close", id="app.help"),  # whichever key opened it
+    ]
 
     def __init__(self, rooms: Mapping[str, type[DOMNode]], keymap: Mapping[str, str]) -> None:
         """rooms: what has keys, by the title under which they are told. keymap: the user's own, by a binding's id."""
@@ -52,8 +53,9 @@ class HelpScreen(ModalScreen[None]):
             yield Static(Content("\n").join([Content.styled(hint, "$foreground-muted"), *self._keys(), *_commands()]))
 
     def _keys(self) -> Iterator[Content]:
+        key_names = KeyNames(self._keymap)
         for title, room in self._rooms.items():
-            opened_by = f" ({KeyNames(self._keymap)[_OPENED_BY[title]]})" if title in _OPENED_BY else ""
+            opened_by = f" ({key_names[_OPENED_BY[title]]})" if title in _OPENED_BY else ""
             yield Content.styled(f"{title}{opened_by}", "bold")
             for binding in room.BINDINGS:
                 if isinstance(binding, Binding) and binding.id is not None:

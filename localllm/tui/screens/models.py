@@ -262,7 +262,7 @@ class ModelsScreen(Screen[None]):
 
     def _use(self, row: ModelRow) -> None:
         if self._chat.is_answering:
-            self.notice.note(f"an answer is being written: {self._desk.keys['chat.stop']} in the chat stops it")
+            self.notice.note(self._desk.answering.busy_text)
         elif row.name == self._desk.model_name:
             self.notice.note(f"{row.name} is the model that the chat has")
         else:

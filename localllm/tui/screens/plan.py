@@ -13,7 +13,6 @@ from textual.binding import Binding
 from textual.containers import Container, Vertical, VerticalScroll
 from textual.content import Content
 from textual.screen import Screen
-from textual.style import Style
 from textual.widgets import Static
 
 from localllm.config import KV_FORMATS, Settings, format_bytes
@@ -32,6 +31,7 @@ from localllm.tui.replanning import (
 )
 from localllm.tui.widgets.activity import Activity
 from localllm.tui.widgets.drawn import Drawn
+from localllm.tui.widgets.key_bar import KeyBar
 from localllm.tui.widgets.notice import Notice
 from localllm.tui.widgets.slider import Slider, Stop
 
@@ -47,13 +47,13 @@ _LEAST_CTX = 256
 _LEAST_CAP_BYTES = 256 << 20
 _END = 1 << 20  # stops: more than any slider has
 _KEYS = {
-    ("plan.up", "plan.down"): ("", "choose"),
-    ("plan.less", "plan.more"): ("", "change"),
-    ("plan.apply",): ("screen.apply", "apply"),
-    ("plan.reset",): ("screen.reset", "reset"),
-    ("plan.close",): ("screen.close", "leave"),
-    ("plan.page_down",): ("screen.page(1)", "scroll"),
-    ("app.help",): ("app.help", "help"),
+    "plan.up plan.down": "choose",
+    "plan.less plan.more": "change",
+    "plan.apply": "apply",
+    "plan.reset": "reset",
+    "plan.close": "leave",
+    "plan.page_down": "scroll",
+    "app.help": "help",
 }
 
 
@@ -61,7 +61,6 @@ class PlanScreen(Screen[None]):
     CSS = """
     PlanScreen {
         & > #title { height: 1; padding: 0 1; background: $panel; color: $text-muted; }
-        & > #keys { height: 1; padding: 0 1; color: $text-muted; link-style: none; link-color: $text-muted; }
         & > #body { height: 1fr; layout: vertical; }
         & #wishes { height: auto; max-height: 70%; }
         & #sliders { height: auto; padding: 0 1; border-bottom: solid $border-blurred; }
@@ -112,7 +111,7 @@ class PlanScreen(Screen[None]):
                 yield Drawn(id="said")
         yield Activity()
         yield Notice()
-        yield Static("", id="keys")
+        yield KeyBar(_KEYS)
 
     @property
     def sliders(self) -> dict[str, Slider]:
@@ -143,8 +142,6 @@ class PlanScreen(Screen[None]):
     def on_mount(self) -> None:
         self.query_one("#title", Static).update(Content("plan"))
         self.query_one(Activity).progress("planning")
-        shown = [_shown_key("".join(self._desk.keys[name] for name in names), *_KEYS[names]) for names in _KEYS]
-        self.query_one("#keys", Static).update(Content("  ").join(shown))
         self._replanner = Replanner(self._planning, self.post_message)
 
     def on_unmount(self) -> None:
@@ -239,11 +236,11 @@ class PlanScreen(Screen[None]):
         elif self.notice.error is not None:
             self.notice.note("nothing is applied: these settings cannot be honoured")
         elif self._desk.selection is not self._selection:
-            key = self._desk.keys["app.plan"]
+            key = self._desk.key_names["app.plan"]
             why = "the model was loaded anew meanwhile"
             self.notice.note(f"nothing is applied: {why}; leave, and {key} shows its plan")
         elif self._desk.answering.is_under_way:
-            self.notice.note(f"an answer is being written: {self._desk.keys['chat.stop']} in the chat stops it")
+            self.notice.note(self._desk.answering.busy_text)
         else:
             changes = dict(wish.changes)
             self._desk.do(lambda: self._desk.use(None, changes))
@@ -336,9 +333,3 @@ def _changes(
     rows = [] if running is None or now is None else [drawing.changed(plan, running, now, columns)]
     rows += [Content.styled(text, style) for text, style in told]
     return Content("\n").join(rows)
-
-
-def _shown_key(key: str, action: str, what: str) -> Content:
-    """A key and what it does, which a click does too."""
-    shown = Content.styled(key, "bold $text-accent") + Content(f" {what}")
-    return shown.stylize(Style.from_meta({"@click": action})) if action else shown

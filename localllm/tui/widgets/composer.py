@@ -11,6 +11,7 @@ from textual.message import Message
 from textual.widgets import TextArea
 
 from localllm.frontend.text import printable
+from localllm.tui.key_names import KeyNames
 
 _FOLDED_LINES = 12  # of a paste, from which on it is folded
 _FOLDED_CHARACTERS = 1500
@@ -62,10 +63,10 @@ class Composer(TextArea):
             super().__init__()
             self.step = step
 
-    def __init__(self, draft: str) -> None:
+    def __init__(self, draft: str, key_names: KeyNames) -> None:
         super().__init__(
             soft_wrap=True, show_line_numbers=False, compact=False, tab_behavior="focus", highlight_cursor_line=False,
-            placeholder="Write a message. / for commands, F1 for help",
+            placeholder=f"Write a message. / for commands, {key_names['app.help']} for help",
         )  # fmt: skip
         self.write(draft)
         self.is_suggesting = False  # the arrows move in what is suggested

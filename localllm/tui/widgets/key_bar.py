@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from textual.binding import Binding
 from textual.content import Content
@@ -13,9 +13,10 @@ from localllm.tui.bars import fitting
 
 
 class KeyBar(Widget):
-    """words: what each key does, in a word, by its binding's id on the screen; without them those that are to be shown.
-    The last go first where room is short. Keys that the focused field would take for letters are muted; a click does
-    what they do all the same."""
+    """words: what each key does, in a word, by its binding's id on the screen or the app; of keys that belong together
+    by their ids with a blank between, which a click does not press. Without words those of the screen that are to be
+    shown. The last go first where room is short. Keys that the focused field would take for letters are muted; a click
+    does what they do all the same."""
 
     DEFAULT_CSS = """
     KeyBar { height: 1; padding: 0 1; color: $text-muted; }
@@ -30,16 +31,33 @@ class KeyBar(Widget):
         self.screen.bindings_updated_signal.subscribe(self, lambda _: self.refresh())
 
     def render(self) -> Content:
-        bound = {binding.id: binding for binding in self.screen.BINDINGS if isinstance(binding, Binding)}
-        parts = []
-        words = self._words or {name: binding.description for name, binding in bound.items() if name and binding.show}
-        for rank, (name, word) in enumerate(words.items()):
-            binding = bound[name]
+        words = self._words or {
+            name: binding.description
+            for name, (place, binding) in self._bound.items()
+            if place == "screen" and binding.show
+        }
+        parts = [self._part(names.split(), word) for names, word in words.items()]
+        return fitting(list(enumerate(parts)), self.content_size.width)
+
+    @property
+    def _bound(self) -> Mapping[str, tuple[str, Binding]]:
+        """By its id, each behind what its action is done by."""
+        return {
+            binding.id: (place, binding)
+            for place, node in (("app", self.app), ("screen", self.screen))
+            for binding in node.BINDINGS
+            if isinstance(binding, Binding) and binding.id is not None
+        }
+
+    def _part(self, names: Sequence[str], word: str) -> Content:
+        shown, actions = Content(), []
+        for name in names:
+            place, binding = self._bound[name]
             key = self._keys.get(name, binding.key).split(",")[0].strip()
-            shown = Content.styled(self.app.get_key_display(binding.with_key(key)), self._style(key))
-            action = Style.from_meta({"@click": f"screen.{binding.action}"})
-            parts.append((rank, (shown + Content(f" {word}")).stylize(action)))
-        return fitting(parts, self.content_size.width)
+            shown += Content.styled(self.app.get_key_display(binding.with_key(key)), self._style(key))
+            actions.append(f"{place}.{binding.action}")
+        shown += Content(f" {word}")
+        return shown.stylize(Style.from_meta({"@click": actions[0]})) if len(actions) == 1 else shown
 
     def _style(self, key: str) -> str:
         focused = self.screen.focused

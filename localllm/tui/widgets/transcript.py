@@ -31,7 +31,7 @@ class Transcript(Clear, VerticalScroll, can_focus=False):
     }
     """
 
-    def __init__(self, keys: KeyNames) -> None:
+    def __init__(self, key_names: KeyNames) -> None:
         super().__init__()
         self._turns: list[Turn] = []
         self._first = 0  # of the turns that are mounted
@@ -40,7 +40,7 @@ class Transcript(Clear, VerticalScroll, can_focus=False):
         self._ending = ""
         self._thinking: Set[int] = frozenset()
         self._earlier = Static("", classes="edge")
-        self.welcome = Welcome(keys)
+        self.welcome = Welcome(key_names)
         self._is_moving = False
 
     def compose(self) -> ComposeResult:

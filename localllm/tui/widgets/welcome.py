@@ -18,12 +18,12 @@ class Welcome(Widget):
     machine = reactive("", layout=True)
     model = reactive("", layout=True)
 
-    def __init__(self, keys: KeyNames) -> None:
+    def __init__(self, key_names: KeyNames) -> None:
         super().__init__()
-        self._keys = keys
+        self._key_names = key_names
 
     def render(self) -> Content:
-        keys = self._keys
+        keys = self._key_names
         lines = [Content.styled("localllm", "bold $text-primary")]
         if self.machine:
             lines.append(Content.styled(one_line(self.machine), "$foreground-muted"))

@@ -41,10 +41,10 @@ class Writing(Vertical):
     class ModeChanged(Message):
         """Enter does something else now."""
 
-    def __init__(self, draft: str, keys: KeyNames) -> None:
+    def __init__(self, draft: str, key_names: KeyNames) -> None:
         super().__init__()
-        self._keys = keys
-        self.composer = Composer(draft)
+        self._key_names = key_names
+        self.composer = Composer(draft, key_names)
         self.editing: Turn | None = None
         self._suggestions = Suggestions()
         self._attached = Static("", classes="attached")
@@ -177,7 +177,7 @@ class Writing(Vertical):
 
     def _tell_mode(self) -> None:
         mode = ""
-        send, find, close = (self._keys[name] for name in ("composer.send", "composer.find", "chat.close"))
+        send, find, close = (self._key_names[name] for name in ("composer.send", "composer.find", "chat.close"))
         if self._is_finding:
             mode = f"search what was asked: type; {find} the next, {send} takes it, {close} closes"
             if not self._has_found:
