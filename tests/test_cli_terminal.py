@@ -215,6 +215,29 @@ def test_a_second_ctrl_c_leaves_at_once(model: Path, start: Start) -> None:
     assert process.returncode == 130
 
 
+def test_a_signal_that_the_main_thread_does_not_hear_ends_the_command_all_the_same() -> None:
+    deaf = """
+import hashlib
+from localllm.cli.interrupts import Interrupts
+Interrupts().install()
+print("begun", flush=True)
+hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
+"""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    processes = [subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE) for _ in numbers]
+    try:
+        for process in processes:
+            assert process.stdout is not None and process.stdout.readline() == b"begun\n"
+        time.sleep(0.5)  # until it is deaf
+        for process, number in zip(processes, numbers, strict=True):
+            process.send_signal(number)
+        assert [process.wait(timeout=2 * REACTION_S) for process in processes] == [128 + number for number in numbers]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
 def test_ctrl_c_while_standard_input_is_awaited_leaves(model: Path, start: Start) -> None:
     process = start("tokenize", model, stdin=subprocess.PIPE)
     assert process.stderr is not None
