@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 from textual._compositor import Compositor
 
+from localllm.engine.events import FinishedEvent, Timings, TokenEvent, Usage
+from localllm.engine.service import RequestStream
+from localllm.frontend.answer import Answer
 from localllm.tui import following
-from localllm.tui.following import Pace
+from localllm.tui.following import Pace, follow
 from tests.tui.support import FakeService, chat_app, running, until
 
 
@@ -25,6 +31,18 @@ def test_an_answer_is_drawn_as_often_as_a_fifth_of_a_core_allows(
     spent_s += cost_s
     pace.heard()
     assert pace.interval_s == pytest.approx(0.07)
+
+
+def test_the_end_of_an_answer_is_not_waited_for_as_its_words_are() -> None:
+    stream, pace = RequestStream(0, lambda _: None), Pace()
+    pace.interval_s = 5.0
+    end = FinishedEvent(0, "stop", Usage(1, 0, 2), Timings())
+    stream.events.put(TokenEvent(0, 1, "one"))
+    threading.Timer(0.1, lambda: stream.events.put(TokenEvent(0, 2, "two"))).start()
+    threading.Timer(0.2, lambda: stream.events.put(end)).start()
+    answer, began = Answer(1), time.monotonic()
+    follow(stream, answer, lambda _: None, lambda _: True, pace)
+    assert answer.text == "onetwo" and answer.finished is end and time.monotonic() - began < 2.0
 
 
 @pytest.mark.usefixtures("home")

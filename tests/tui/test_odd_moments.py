@@ -11,8 +11,8 @@ import pytest
 from textual.widgets import Input
 
 from localllm.engine.events import FinishedEvent, Timings, TokenEvent, Usage
-from localllm.errors import LocalLLMError, TemplateError, UnsupportedModelError
-from localllm.frontend.keeping import look_up
+from localllm.errors import HistoryError, LocalLLMError, TemplateError, UnsupportedModelError
+from localllm.frontend.keeping import Keeper, look_up
 from localllm.frontend.selection import Selection
 from localllm.history import History, history_file
 from localllm.tui import archive, messages
@@ -414,4 +414,19 @@ async def test_another_wording_and_what_followed_it_are_shown_again() -> None:
         await until(pilot, lambda: texts(app)[-1] == ("assistant", "B") and app.chat.transcript.views[-1].has_focus)
         await pilot.press("ctrl+up", "o")
         await until(pilot, lambda: "there is no other" in shown(app))
+    assert [[text for _, text, _ in chat] for chat in kept()] == [["one", "A", "two", "B"]]
+
+
+async def test_what_the_history_refused_is_kept_at_the_programs_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise HistoryError("the history cannot be written", why="a test", fix="again")
+
+    app = chat_app(FakeService(["A", "B"]))
+    async with running(app) as pilot:
+        await say(pilot, "one")
+        with monkeypatch.context() as refusing:
+            refusing.setattr(Keeper, "_sync", refuse)
+            await say(pilot, "two")
+            await until(pilot, lambda: "is not kept" in shown(app))
+        assert [[text for _, text, _ in chat] for chat in kept()] == [["one", "A"]]
     assert [[text for _, text, _ in chat] for chat in kept()] == [["one", "A", "two", "B"]]
