@@ -57,10 +57,13 @@ class DoesNotFitError(LocalLLMError):
 
 
 class ContextOverflowError(LocalLLMError):
-    """The prompt does not fit into the context; nothing was cut."""
+    """The prompt does not fit into the context; nothing was cut. num_tokens, ctx: of the prompt and of the context,
+    where they were counted."""
 
     exit_code = 5
     code = "context-overflow"
+    num_tokens: int | None = None
+    ctx: int | None = None
 
 
 class DownloadError(LocalLLMError):
@@ -117,6 +120,10 @@ class HistoryError(LocalLLMError):
     """The history of chats cannot be opened, read or written, or has no such chat."""
 
     code = "history"
+
+
+class EngineClosedError(LocalLLMError):
+    """The engine takes nothing on any more."""
 
 
 class UnwrittenError(LocalLLMError):

@@ -68,3 +68,14 @@ def test_a_long_stop_that_nearly_matches_costs_linear_time() -> None:
     start = time.process_time()
     feed(["a" * 20_000 + "b"], ["a" * 100_000] * 2)
     assert time.process_time() - start < 2
+
+
+@pytest.mark.parametrize(
+    ("stops", "found"),
+    [(["b", "cd"], "b"), (["cd", "d"], "cd"), (["abcx", "bc", "b"], "b"), (["ab", "abc"], "ab"), (["x"], None)],
+)
+def test_of_several_stops_the_first_to_begin_is_found(stops: list[str], found: str | None) -> None:
+    matcher = StopMatcher(stops)
+    matcher.push("abcd")
+    matcher.finish()
+    assert matcher.found == found

@@ -39,6 +39,7 @@ class Outcome:
     token_ids: Sequence[int]
     are_finite: Sequence[bool]
     branch: Outcome | None = None  # of the chunk's
+    states: Tensor | None = None  # [T, hidden] of the chunk's tokens, where its sequence is pooled
 
     def token(self, row: int, sequence: Running, text_of: Callable[[int], str]) -> tuple[int, TokenLogprob | None]:
         """The next token of a sequence that has taken in those of the rows before, with its logprob where that is asked
@@ -92,7 +93,7 @@ def num_rows(scheduled: Scheduled) -> int:
 
 def plain_draw(sequence: Running) -> PlainDraw | None:
     """None where a GPU's kernel cannot draw for it."""
-    is_free = sequence.request.mask is None
+    is_free = sequence.request.mask is None and sequence.pool is None
     return PlainDraw.of(sequence.request.sampling, sequence.seed) if is_free else None
 
 
@@ -115,8 +116,12 @@ def compute(
     outcomes = _drawn_on_device(runner, scheduled, goes_on=goes_on)
     if outcomes is not None:
         return outcomes
-    logits = runner.forward([chunk for _, chunk in scheduled], cancelled=cancelled, progress=progress)
-    return _outcomes_of(logits, scheduled)
+    chunks = [chunk for _, chunk in scheduled]
+    if all(sequence.pool is None for sequence, _ in scheduled):
+        return _outcomes_of(runner.forward(chunks, cancelled=cancelled, progress=progress), scheduled)
+    logits, states = runner.forward_with_states(chunks, cancelled=cancelled, progress=progress)
+    parts = torch.split(states, [chunk.num_tokens for chunk in chunks])
+    return [replace(outcome, states=part) for outcome, part in zip(_outcomes_of(logits, scheduled), parts, strict=True)]
 
 
 def _outcomes_of(logits: Tensor, scheduled: Scheduled) -> list[Outcome]:

@@ -123,8 +123,7 @@ class Engine:
         self._request_ids = itertools.count()
         self._aborted: set[int] = set()
         self._inboxes: dict[int, deque[Event]] = {}
-        # Guards the waiting queue and the aborted set against other threads. To take from the front of the queue needs
-        # none, and must not hold it: the pages of a prompt may come from the disk meanwhile.
+        # Guards what arrives and the aborted set: to abort what has not been taken in yet is heard all the same.
         self._lock = threading.Lock()
 
     @classmethod
@@ -252,7 +251,9 @@ class Engine:
         """The model's chat template. Raises TemplateError where it has none, or a broken one: text can still go on."""
         if isinstance(self._template, ChatTemplate):
             return self._template
-        raise self._template or TemplateError("this engine was given no chat template", fix="continue a plain text")
+        if self._template is None:
+            raise TemplateError("this engine was given no chat template", fix="continue a plain text")
+        raise self._template.with_traceback(None)  # it is raised again and again, and would keep each caller's frames
 
     def submit(self, request: Request) -> int:
         """Queue a request; its id marks its events. Raises ContextOverflowError or UsageError before anything runs."""
@@ -268,7 +269,7 @@ class Engine:
         )
         sequence.drafter = self.speculation.name if self.speculation.is_on else None
         with self._lock:
-            self.scheduler.waiting.append(sequence)
+            self.scheduler.add(sequence)
         return sequence.request_id
 
     def check(self, request: Request) -> None:
@@ -278,7 +279,7 @@ class Engine:
             raise UsageError("the prompt is empty", why="a model continues a text, and there is none")
         require_ids((*request.prompt_ids, *request.sampling.logit_bias), self.config.vocab_size)
         longest = self.config.longest_context
-        if num_tokens >= (longest if request.grows else self.ctx):
+        if num_tokens >= (longest if request.grows else self.ctx) + (request.pooling is not None):
             flags = self.flags_for(min(longest, num_tokens + 512)) if num_tokens < longest else ""
             raise overflow_error(num_tokens, self.ctx, longest, flags)
 
@@ -317,7 +318,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scheduler.running or self.scheduler.waiting)
+        return bool(self.scheduler.running or self.scheduler.num_waiting)
 
     def step(self, tell: Callable[[Event], None] = untold) -> list[Event]:
         """Run one forward and return what came of it; [] where there is nothing to do.
@@ -345,7 +346,7 @@ class Engine:
     def _make_ready(self, tell: Callable[[Event], None]) -> list[Event]:
         """What is done between answers: blocks move, the context grows, formats of keys and values are tried."""
         self.residency.restore()
-        if not self.has_work or self.scheduler.running:
+        if not self.scheduler.waiting or self.scheduler.running:
             return []
         if (plan := self.residency.settle()) is not None:
             self.scheduler.limits = self._limits.within(plan)
@@ -365,7 +366,7 @@ class Engine:
         try:
             scheduled = self.speculation.drafted(scheduled, is_aborted)
             computed_at = time.perf_counter()
-            goes_on = not self.scheduler.waiting and self.speculation.rests
+            goes_on = not self.scheduler.num_waiting and self.speculation.rests
             progress = telling(scheduled, tell)
             outcomes = compute(self.runner, scheduled, goes_on=goes_on, cancelled=is_aborted, progress=progress)
         except StepCancelledError:
@@ -392,8 +393,7 @@ class Engine:
         plan = self.residency.plan
         if self._kv_probe is None or (self.plan is not None and plan is None):  # memory ran out once: none for a probe
             return
-        with self._lock:
-            long = next((s for s in self.scheduler.waiting if s.num_prompt_tokens >= LAST), None)
+        long = next((s for s in self.scheduler.waiting if s.num_prompt_tokens >= LAST), None)
         if long is None:
             return
         tell(PrefillEvent(long.request_id, 0, long.num_prompt_tokens))
@@ -475,11 +475,11 @@ class Engine:
     def _remove(self, sequences: SequenceOf[Sequence]) -> None:
         for sequence in sequences:  # first: a branch ends before what it is a branch of
             self.speculation.forget(sequence)
-        with self._lock:
-            self.scheduler.remove(sequences)
+        self.scheduler.remove(sequences)
 
     def _drop_aborted(self) -> list[Event]:
         with self._lock:
+            self.scheduler.take_in()
             aborted = [s for s in self.scheduler.sequences if s.request_id in self._aborted]
             self._aborted.clear()
         self._remove(aborted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -109,7 +110,8 @@ class TokenEvent:
 class FinishedEvent:
     """The last event of a request. `text` is what was still held back; `error` is set when the reason is "error".
     miss: of a request that asked for it, where something was known that it could not use. ctx: the tokens of context
-    that it had, None where that is not known. speculation: None where nobody guesses."""
+    that it had, None where that is not known. speculation: None where nobody guesses. embedding: of the prompt, where
+    that was asked for: fp32 [hidden], of length 1. stop_text: the stop string before which the answer ends."""
 
     request_id: int
     finish_reason: FinishReason
@@ -120,6 +122,8 @@ class FinishedEvent:
     miss: CacheMiss | None = None
     ctx: int | None = None
     speculation: SpeculationStats | None = None
+    embedding: array[float] | None = field(default=None, repr=False)
+    stop_text: str | None = None
 
 
 Event = GrownEvent | PrefillEvent | TokenEvent | FinishedEvent

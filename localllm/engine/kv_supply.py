@@ -45,7 +45,7 @@ class KVSupply:
         is held then."""
         kv = self._residency.new_kv(sequence.max_length)
         try:
-            if self.prefix is not None:
+            if self.prefix is not None and sequence.request.pooling != "mean":  # which wants the state of every token
                 keys = self.prefix.attach(kv, sequence.token_ids, self._rotation(sequence), cancelled)
                 sequence.num_cached_tokens = kv.length
                 if sequence.request.explains_miss:

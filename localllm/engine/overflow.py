@@ -58,11 +58,13 @@ def wanted_room(ctx: int, max_tokens: int | None) -> int:
 def overflow_error(num_tokens: int, ctx: int, longest: int, flags: str = "") -> ContextOverflowError:
     """longest: that the model has. flags: with which a longer one would fit, "" where none are."""
     trained = "" if num_tokens < longest else f"; the model was trained for at most {longest}"
-    return ContextOverflowError(
+    error = ContextOverflowError(
         f"the prompt has {num_tokens} tokens, the context {ctx}",
         why=f"at least one token must remain for the answer{trained}; nothing was cut",
         fix=flags or "shorten the prompt",
     )
+    error.num_tokens, error.ctx = num_tokens, ctx
+    return error
 
 
 def num_in_front(messages: Sequence[Message]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from localllm.errors import UsageError
 
@@ -82,12 +82,17 @@ class TokenMask(Protocol):
         ...
 
 
+Pooling = Literal["mean", "last"]
+
+
 @dataclass(frozen=True)
 class Request:
-    """One prompt to continue. Ids, not text: templates and tokenizers have done their work.
+    """One prompt to continue, or to embed. Ids, not text: templates and tokenizers have done their work.
 
     explains_miss: its last event says where it leaves what was computed before. grows: where the prompt leaves its
-    answer too little room, the engine's context becomes longer, if it can. mask: what the answer may be.
+    answer too little room, the engine's context becomes longer, if it can. mask: what the answer may be. priority: of
+    requests that wait, those with a higher one are sooner answered. pooling: what is wanted is no answer, but the mean
+    of the hidden states behind the last block, or the last one, of length 1.
     """
 
     prompt_ids: tuple[int, ...]
@@ -95,10 +100,13 @@ class Request:
     grows: bool = False
     explains_miss: bool = False
     mask: TokenMask | None = None
+    priority: int = 0
+    pooling: Pooling | None = None
 
 
 def require_ids(token_ids: Iterable[int], vocab_size: int) -> None:
     """Raises UsageError for one that the model does not have: the kernels read the row of any number."""
-    outside = next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
-    if outside is not None:
+    ids = tuple(token_ids)
+    if ids and not (0 <= min(ids) and max(ids) < vocab_size):
+        outside = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
         raise UsageError(f"token id {outside} does not exist", why=f"the model has ids 0 to {vocab_size - 1}")

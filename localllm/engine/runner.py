@@ -170,6 +170,36 @@ class ModelRunner:
         StepCancelledError when it says so. There `progress` hears of how many runs of a block are done, and of all.
         Raises MemoryError.
         """
+        return self._forward(chunks, cancelled, progress, all_logits=all_logits, advances=advances)
+
+    @torch.inference_mode()
+    def forward_with_states(
+        self, chunks: Sequence[Chunk], *, cancelled: Callable[[], bool], progress: Progress
+    ) -> tuple[Tensor, Tensor]:
+        """As `forward`, and the hidden states of all tokens behind the final norm, fp32 [T, hidden]."""
+        states: list[Tensor] = []
+        first, last = self.model.blocks[0].name, self.model.blocks[-1].name
+
+        def see(block: Block, x: Tensor) -> None:
+            if block.name == first:
+                states.clear()  # of kernels that failed on the way, for which the operators stepped in
+            elif block.name == last:
+                norm = self.model.final_norm
+                states.append(norm(x.to(norm.weight.device).float()))
+
+        logits = self._forward(chunks, cancelled, progress, see=see)
+        return logits, torch.cat(states)
+
+    def _forward(
+        self,
+        chunks: Sequence[Chunk],
+        cancelled: Callable[[], bool],
+        progress: Progress,
+        *,
+        all_logits: bool = False,
+        advances: bool = True,
+        see: Callable[[Block, Tensor], None] | None = None,
+    ) -> Tensor:
         if cancelled():
             raise StepCancelledError
         require_spare_memory()
@@ -180,15 +210,17 @@ class ModelRunner:
         batches = self._batches(chunks, all_logits)
         num_runs, num_done = len(batches) * len(self.model.blocks), 0
 
-        def between_blocks(_block: Block, _x: Tensor) -> None:
+        def between_blocks(block: Block, x: Tensor) -> None:
             nonlocal num_done
             if cancelled():
                 raise StepCancelledError
+            if see is not None:
+                see(block, x)
             num_done += 1
             progress(num_done, num_runs)
 
         has_step = self.cpu_step is not None or self.gpu_step is not None
-        is_single_call = has_step and sum(map(len, batches)) <= SINGLE_CALL_ROWS
+        is_single_call = see is None and has_step and sum(map(len, batches)) <= SINGLE_CALL_ROWS
         logits = self._logits(batches, num_tokens, None if is_single_call else between_blocks)
         if advances:
             for chunk in chunks:

@@ -19,6 +19,7 @@ from localllm.engine.request import SamplingParams
 from localllm.kernels.noise import gumbel_noise, noise_key
 from localllm.layers.batch import Draw
 
+COLDEST = 1e-30  # of temperatures; what is less may be 0 in fp32
 NUCLEUS_CANDIDATES = 1024  # a full sort of a 150k vocabulary costs 10 ms, its best 1024 cost 1
 
 
@@ -91,7 +92,7 @@ def sample_with_margin(
 def _noisy(logits: Tensor, params: SamplingParams, seed: int, position: int) -> tuple[Tensor, Tensor]:
     """The tokens that may be drawn, and their scores with noise, fp64: the best of them is."""
     # Measured from the best, so that a temperature near zero makes the others -inf and never the best one +inf.
-    scores = truncated((logits - logits.max()) / params.temperature, params)
+    scores = truncated((logits - logits.max()) / max(params.temperature, COLDEST), params)
     candidates = scores.isfinite().nonzero().squeeze(1)
     return candidates, scores[candidates].double() + gumbel_noise(noise_key(seed, position), candidates)
 

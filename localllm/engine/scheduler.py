@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
@@ -35,8 +36,15 @@ class Limits:
         return replace(limits, chunk_tokens=min(limits.chunk_tokens, plan.batch_rows) if asked else plan.batch_rows)
 
 
+PRIORITY_CHUNKS = 32  # of prompts, by which one priority is served sooner than the next
+
+
 class Scheduler:
-    """First come, first served. A step is one chunk of one prompt, or one token of every running answer, in turn.
+    """First come, first served, but that a short prompt passes long ones. A step is one chunk of one prompt, or one
+    token of every running answer, in turn.
+
+    A prompt of n chunks is due when n chunks of any prompts have been read since it came, and what is due first is read
+    first: one of 16 is passed by shorter ones for as long as 16 chunks take, and by none that comes later.
 
     With `shares_steps` it is a token of every answer and as much of the prompts as a chunk has tokens. Either way the
     runner computes each prompt by itself: the arithmetic of a request, and so its text, does not depend on what else
@@ -46,24 +54,44 @@ class Scheduler:
     def __init__(self, limits: Limits, admit: Callable[[Sequence], None]) -> None:
         """admit: gives a sequence its KV cache, or raises what torch does where there is no memory."""
         self.limits = limits
+        self._arrived: deque[Sequence] = deque()  # in any thread; all else is of the one that steps
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._give_kv = admit
         self._answers_are_next = False
+        self.num_chunks = 0  # of prompts, that were read
 
     @property
     def sequences(self) -> list[Sequence]:
         return [*self.running, *self.waiting]
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + len(self._arrived)
+
+    def add(self, sequence: Sequence) -> None:
+        """It waits to be taken in; from any thread."""
+        chunks = -(-sequence.num_prompt_tokens // self.limits.chunk_tokens)
+        sequence.due = self.num_chunks + chunks - PRIORITY_CHUNKS * sequence.request.priority
+        self._arrived.append(sequence)
+
+    def take_in(self) -> None:
+        """What has arrived waits for its turn."""
+        while self._arrived:
+            bisect.insort(self.waiting, self._arrived.popleft(), key=_due)
+
     def schedule(self) -> SequenceOf[tuple[Sequence, Chunk]]:
         """What the next step computes; [] where nothing is left to do."""
+        self.take_in()
         self._admit()
-        reading = [sequence for sequence in self.running if _pending(sequence) > 1]
+        reading = sorted((sequence for sequence in self.running if _pending(sequence) > 1), key=_due)
         answering = [sequence for sequence in self.running if _pending(sequence) == 1]
         if self.limits.shares_steps:
+            self.num_chunks += bool(reading)
             return list(self._chunks([*answering, *reading], self.limits.chunk_tokens + len(answering)))
         chosen = answering if answering and (self._answers_are_next or not reading) else reading[:1]
         self._answers_are_next = chosen is not answering
+        self.num_chunks += chosen is not answering
         return [(sequence, self._chunk(sequence, self.limits.chunk_tokens)) for sequence in chosen]
 
     def _chunks(self, sequences: Iterable[Sequence], num_tokens: int) -> Iterator[tuple[Sequence, Chunk]]:
@@ -106,6 +134,10 @@ class Scheduler:
 
     def _reserved(self, sequence: Sequence) -> int:
         return sequence.max_length + self.limits.sequence_tokens
+
+
+def _due(sequence: Sequence) -> int:
+    return sequence.due
 
 
 def _pending(sequence: Sequence) -> int:

@@ -19,6 +19,7 @@ from localllm.engine.events import (
     Usage,
 )
 from localllm.engine.overflow import wanted_room
+from localllm.engine.pooling import Pool
 from localllm.engine.request import Request
 from localllm.engine.stopping import StopMatcher
 
@@ -93,6 +94,8 @@ class Sequence:
         self.clock = Clock()
         self.tally = Tally()
         self.drafter: str | None = None  # who guesses its tokens, if somebody may
+        self.pool = None if request.pooling is None else Pool(request.pooling)
+        self.due = 0  # as the scheduler counts
         self.finish_reason: FinishReason | None = None
         self._detokenizer = detokenizer
         self._stop = StopMatcher(request.sampling.stop)
@@ -147,6 +150,8 @@ class Sequence:
             miss=self.miss,
             ctx=self.ctx,
             speculation=self._speculation,
+            embedding=self.pool.vector() if self.pool is not None and self.finish_reason == "stop" else None,
+            stop_text=self._stop.found,
         )
 
     @property

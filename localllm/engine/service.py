@@ -9,11 +9,12 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol
 
 from localllm.engine.events import Event, FinishedEvent
 from localllm.engine.request import Request
-from localllm.errors import LocalLLMError
+from localllm.errors import EngineClosedError
 
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine
@@ -22,13 +23,22 @@ if TYPE_CHECKING:
 Inbox = queue.SimpleQueue[Event | BaseException]
 
 
-class RequestStream:
-    """The events of one request, in order; the last is a FinishedEvent. Raises what broke the engine, if anything."""
+class Recipient(Protocol):
+    """Where the events of several requests go together."""
 
-    def __init__(self, request_id: int, abort: Callable[[int], None], inbox: Inbox | None = None) -> None:
-        """inbox: where several requests' events go together; it is read in place of their streams."""
+    def put(self, item: Event | BaseException, /) -> None:
+        """On the engine's thread, which waits for it. The last of a request is its FinishedEvent, or what broke the
+        engine."""
+        ...
+
+
+class RequestStream:
+    """The events of one request, in order, unless they go to a recipient; the last is a FinishedEvent. Raises what
+    broke the engine, if anything."""
+
+    def __init__(self, request_id: int, abort: Callable[[int], None]) -> None:
         self.request_id = request_id
-        self.events: Inbox = queue.SimpleQueue() if inbox is None else inbox
+        self.events: Inbox = queue.SimpleQueue()
         self._abort = abort
 
     def __iter__(self) -> Iterator[Event]:
@@ -52,11 +62,12 @@ class EngineService:
         self._load: Callable[[], Engine] | None = load
         self._engine: Engine | None = None
         self._failure: BaseException | None = None
+        self._failed_at: TracebackType | None = None
         self._loaded = threading.Event()
         self._wake = threading.Event()
         self._ended = False
         self._lock = threading.Lock()
-        self._streams: dict[int, RequestStream] = {}
+        self._recipients: dict[int, Recipient] = {}
         self._thread = threading.Thread(target=self._run, name="localllm-engine", daemon=True)
         self._thread.start()
 
@@ -68,30 +79,51 @@ class EngineService:
         if not self._loaded.wait(timeout_s):
             return None
         if self._failure is not None:
-            raise self._failure
+            raise self._told_failure(self._failure)
         return self._engine
 
-    def submit(self, request: Request, inbox: Inbox | None = None) -> RequestStream:
-        """Queue a request; `inbox` is as in `RequestStream`. Raises ContextOverflowError or UsageError at once."""
+    @property
+    def is_settled(self) -> bool:
+        """Whether the engine is loaded, or cannot be."""
+        return self._loaded.is_set()
+
+    def submit(self, request: Request, recipient: Recipient | None = None) -> RequestStream:
+        """Queue a request. recipient: where its events go instead of into the stream. Raises ContextOverflowError or
+        UsageError at once."""
         engine = self.wait_loaded()
         with self._lock:  # the device thread must not dispatch an event before its stream is known
             if self._ended or engine is None:
-                raise self._failure or LocalLLMError("the engine has been closed", fix="load it again")
+                if self._failure is not None:
+                    raise self._told_failure(self._failure)
+                raise EngineClosedError("the engine has been closed", fix="load it again")
             request_id = engine.submit(request)
-            stream = RequestStream(request_id, self._abort, inbox)
-            self._streams[request_id] = stream
+            stream = RequestStream(request_id, self._abort)
+            self._recipients[request_id] = stream.events if recipient is None else recipient
         self._wake.set()
         return stream
 
-    def close(self, timeout_s: float = 4.0) -> None:
-        """Cancel what runs and end the thread; returns after `timeout_s` even where a forward is still at work."""
+    def wait_ended(self) -> BaseException | None:
+        """Until the engine takes no step any more; what broke it, or None where it was stopped."""
+        self._thread.join()
+        return self._failure
+
+    def stop(self) -> None:
+        """Cancel what runs, and take nothing on any more."""
         with self._lock:
             self._ended = True
-            running = list(self._streams)
+            running = list(self._recipients)
         for request_id in running:
             self._abort(request_id)
         self._wake.set()
+
+    def close(self, timeout_s: float = 4.0) -> None:
+        """`stop`, and end the thread; returns after `timeout_s` even where a forward is still at work."""
+        self.stop()
         self._thread.join(timeout_s)
+
+    def _told_failure(self, failure: BaseException) -> BaseException:
+        """With where it happened, and without the frames of all to whom it was told before."""
+        return failure.with_traceback(self._failed_at)
 
     def _abort(self, request_id: int) -> None:
         engine = self._engine
@@ -105,7 +137,7 @@ class EngineService:
         try:
             self._engine = load()
         except BaseException as error:
-            self._failure = error
+            self._failure, self._failed_at = error, error.__traceback__
             return
         finally:
             del load
@@ -115,9 +147,9 @@ class EngineService:
                 self._serve(self._engine)
         except BaseException as error:
             with self._lock:
-                self._failure, self._ended = error, True
-                for stream in self._streams.values():
-                    stream.events.put(error)
+                self._failure, self._failed_at, self._ended = error, error.__traceback__, True
+                for recipient in self._recipients.values():
+                    recipient.put(error)
         finally:
             self._engine = None  # it is closed; who keeps the service keeps no more than that
 
@@ -131,7 +163,7 @@ class EngineService:
 
     def _pass_on(self, event: Event) -> None:
         with self._lock:
-            stream = self._streams[event.request_id]
+            recipient = self._recipients[event.request_id]
             if isinstance(event, FinishedEvent):
-                del self._streams[event.request_id]
-        stream.events.put(event)
+                del self._recipients[event.request_id]
+        recipient.put(event)

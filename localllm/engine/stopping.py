@@ -10,6 +10,8 @@ class StopMatcher:
 
     The result does not depend on how the text is cut into pieces: it ends at the smallest index at which any of the
     stops begins, as `str.find` on the whole text would say. Each character costs O(stops), amortised.
+
+    found: the stop before which the text ends, as far as it is known; of several that begin there, the shortest.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -19,6 +21,7 @@ class StopMatcher:
         self._held_start = 0  # index of the first held character in the whole text
         self._match_start: int | None = None  # of the leftmost complete stop so far
         self._stopped = False
+        self.found: str | None = None
 
     def push(self, text: str) -> tuple[str, bool]:
         """(text that is certain now, whether a stop was found). Once it was found, nothing more comes out."""
@@ -49,7 +52,7 @@ class StopMatcher:
             if prefix.advance(char):
                 start = position - len(prefix.stop)
                 if self._match_start is None or start < self._match_start:
-                    self._match_start = start
+                    self._match_start, self.found = start, prefix.stop
 
     def _is_decided(self, position: int) -> bool:
         """Whether a stop is complete and no other one that began before it can still be completed."""
@@ -70,13 +73,7 @@ class _Prefix:
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.length = 0
-        self._shorter = [0, 0]  # longest proper border of stop[:i]
-        border = 0
-        for char in stop[1:]:
-            while border and char != stop[border]:
-                border = self._shorter[border]
-            border += char == stop[border]
-            self._shorter.append(border)
+        self._shorter = [0, 0]  # longest proper border of stop[:i], as far as the text has ever matched
 
     def advance(self, char: str) -> bool:
         """Read one character; True if the text now ends with the whole stop string."""
@@ -84,4 +81,13 @@ class _Prefix:
         while length and (length == len(self.stop) or char != self.stop[length]):
             length = self._shorter[length]
         self.length = length + (char == self.stop[length])
+        if self.length == len(self._shorter):
+            self._extend()
         return self.length == len(self.stop)
+
+    def _extend(self) -> None:
+        """By one: a client's stops may be long, and most of them are never begun."""
+        char, border = self.stop[self.length - 1], self._shorter[-1]
+        while border and char != self.stop[border]:
+            border = self._shorter[border]
+        self._shorter.append(border + (char == self.stop[border]))

@@ -33,6 +33,11 @@ def taken(
     is_first = sequence.num_completion_tokens == 0
     if is_first:
         yield PrefillEvent(sequence.request_id, length, sequence.num_prompt_tokens)
+    if sequence.pool is not None:
+        assert outcome.states is not None
+        sequence.pool.take(outcome.states, begin)
+        sequence.finish_reason = "stop" if length == len(sequence.token_ids) else None
+        return
     if length < len(sequence.token_ids):
         return
     own, num_accepted = chunk, 0

@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Opening:
-    """What an engine is for. job: many prompts that are to be answered at once; None: single ones. keeps_pages: what is
-    computed of the prompts may outlive the process, where the user has not said otherwise. probes_kv: as `Engine.load`
-    has it. speculates: what the user has said of it counts; nobody guesses otherwise.
+    """What an engine is for. job: many prompts that are to be answered at once; None: single ones. parallel: of those,
+    how many may come at once; None: the usual number. keeps_pages: what is computed of the prompts may outlive the
+    process, where the user has not said otherwise. probes_kv: as `Engine.load` has it. speculates: what the user has
+    said of it counts; nobody guesses otherwise.
     """
 
     job: JobShape | None = None
+    parallel: int | None = None
     keeps_pages: bool = False
     probes_kv: bool = True
     speculates: bool = True
@@ -48,6 +50,7 @@ def open_engine(selection: Selection, opening: Opening, watcher: Watcher, warn: 
     from localllm.engine.engine import Engine
     from localllm.engine.loading import has_card
     from localllm.engine.memory import choose_device
+    from localllm.engine.scheduler import Limits
     from localllm.engine.speculative.choice import OFF, Speculate
 
     settings = selection.settings
@@ -62,6 +65,7 @@ def open_engine(selection: Selection, opening: Opening, watcher: Watcher, warn: 
         ram=settings.ram,
         vram=vram_cap(selection.resolved, watcher.noting, has_gpu=has_gpu),
         threads=settings.threads,
+        limits=None if opening.parallel is None else Limits(max_sequences=opening.parallel),
         job=opening.job,
         watcher=watcher,
         reuse=_reuse(selection, warn, keeps_pages=opening.keeps_pages),

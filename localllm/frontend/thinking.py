@@ -34,6 +34,11 @@ def _is_closed_only(text: str) -> bool:
     return any(0 <= text.find(close) and opened not in text[: text.find(close)] for opened, close in _MARKS.items())
 
 
+def may_think(template: str) -> bool:
+    """Whether a chat template knows of thoughts."""
+    return any(mark in template for mark in (*_MARKS, "enable_thinking"))
+
+
 class Splitter:
     """Tells them apart while the text is being written; at most a mark's length waits until it is known to be none.
 

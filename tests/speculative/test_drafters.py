@@ -65,6 +65,7 @@ def test_hindsight_tells_what_would_have_been_offered(tmp_path: Path) -> None:
     engine = loaded()
     lookup, wish = NgramLookup(), request(engine, "one two three. " * 4)
     engine.submit(wish)
+    engine.scheduler.take_in()
     (sequence,) = engine.scheduler.sequences
     sequence.token_ids += wish.prompt_ids[:12]
     found = list(lookup.hindsight(sequence, wish.prompt_ids.__len__(), 3))

@@ -76,7 +76,7 @@ def test_two_answers_rest_together_and_a_third_ends_it() -> None:
     while lookup.num_looks < 4 or not engine.speculation.rests:
         engine.step()
     third = engine.submit(wishes[2])
-    while engine.scheduler.waiting:
+    while engine.scheduler.num_waiting:
         engine.step()
     assert not engine.speculation.rests and len(engine.scheduler.running) == 3
     while engine.has_work:
