@@ -4,16 +4,18 @@ PYTHON ?= python3
 export PYTHONDONTWRITEBYTECODE =
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+# Programs that speak to the server, and whose dependencies clash with ours and each other's.
+CLIENTS := $(patsubst tests/server/clients/%.txt,$(VENV)/clients/%/.installed,$(wildcard tests/server/clients/*.txt))
 
 .PHONY: run test test-all check format clean
 
 run: $(VENV)/.installed
 	@$(BIN)/localllm run --prompt "Tell me a tale about a fox who finds a lantern."
 
-test: $(VENV)/.installed-dev $(VENV)/triton-3.6 check
+test: $(VENV)/.installed-dev $(VENV)/triton-3.6 $(CLIENTS) check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
 
-test-all: $(VENV)/.installed-dev $(VENV)/triton-3.6 check
+test-all: $(VENV)/.installed-dev $(VENV)/triton-3.6 $(CLIENTS) check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 check: $(VENV)/.installed-dev
@@ -40,6 +42,12 @@ $(VENV)/.installed-dev: pyproject.toml
 # The Triton of the oldest torch that may be used: the kernels have to compile by it too. Not every system has one.
 $(VENV)/triton-3.6: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==3.6.0 || rm -rf $@
+
+# Each in an environment of its own. What it uses is compiled when it is first imported. Not every system has them all.
+$(VENV)/clients/%/.installed: tests/server/clients/%.txt | $(VENV)/.installed-dev
+	$(BIN)/python -m venv --clear --without-pip $(@D)
+	$(BIN)/python -m pip --python $(@D)/bin/python install --quiet --no-compile --only-binary :all: -r $< \
+		&& touch $@ || rm -rf $(@D)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -20,8 +20,9 @@ from localllm.errors import SettingsError
 from localllm.toml_file import TomlFile
 
 ENVIRONMENT_PREFIX = "LOCALLLM_"
-# Not settings: the folder of all user files, the folder of what can be made again, and the test suite's data.
-OTHER_VARIABLES = frozenset({"LOCALLLM_HOME", "LOCALLLM_CACHE", "LOCALLLM_TEST_DATA"})
+# Not settings: the folder of all user files, the folder of what can be made again, the test suite's data, and the key
+# of `serve`, which `config show` must not print.
+OTHER_VARIABLES = frozenset({"LOCALLLM_HOME", "LOCALLLM_CACHE", "LOCALLLM_TEST_DATA", "LOCALLLM_API_KEY"})
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,7 @@ def test_completion_of_a_models_name_loads_nothing_heavy(tmp_path: Path) -> None
         "localllm.cli.app",
         "localllm.hub",
         "localllm.history",
+        "localllm.server",
         "localllm.registry",
         "localllm.config",
         "localllm.toml_file",
@@ -118,3 +119,8 @@ def test_completion_offers_the_registrys_names(tmp_path: Path) -> None:
 def test_a_screen_is_drawn_before_torch_is_loaded(module: str, tmp_path: Path) -> None:
     loaded = loaded_by(f"import {module}", tmp_path)
     assert not loaded & (HEAVY - {"textual"})
+
+
+def test_the_server_answers_before_torch_is_loaded(tmp_path: Path) -> None:
+    loaded = loaded_by("import localllm.server.app, localllm.server.listening", tmp_path)
+    assert not loaded & {"torch", "numpy", "llvmlite", "transformers", "textual"}

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from localllm import __version__
-from localllm.cli import bench, chat, perplexity, plan, pull, quantize, run, tokenize
+from localllm.cli import bench, chat, perplexity, plan, pull, quantize, run, serve, tokenize
 from localllm.cli.bench import bench_command
 from localllm.cli.cache import cache_app
 from localllm.cli.chat import chat_command
@@ -25,6 +25,7 @@ from localllm.cli.pull import pull_command
 from localllm.cli.quantize import quantize_command
 from localllm.cli.rm import rm_command
 from localllm.cli.run import run_command
+from localllm.cli.serve import serve_command
 from localllm.cli.sessions import sessions_app
 from localllm.cli.show import show_command
 from localllm.cli.tokenize import tokenize_command
@@ -70,6 +71,7 @@ def _add(name: str, function: Callable[..., Any], epilog: str | None = None) -> 
 
 _add("run", run_command, run.EXAMPLES)
 _add("chat", chat_command, chat.EXAMPLES)
+_add("serve", serve_command, serve.EXAMPLES)
 _add("pull", pull_command, pull.EXAMPLES)
 _add("quantize", quantize_command, quantize.EXAMPLES)
 _add("list", list_command)

@@ -133,13 +133,16 @@ def _other_name(arguments: Sequence[str]) -> list[str] | None:
     return None
 
 
+_SWITCHES = frozenset({"--new-key", "--also-ollama-port"})  # of the flags that a fix leaves out: they take no value
+
+
 def _without_flag(arguments: list[str], flag: str) -> list[str]:
-    """The line without a flag that takes a value, however often and in either spelling it stands there."""
+    """The line without a flag and its value, if it takes one, however often and in either spelling it stands there."""
     kept, is_value = [], False
     for argument in arguments:
         if not is_value and argument != flag and not argument.startswith(f"{flag}="):
             kept.append(argument)
-        is_value = not is_value and argument == flag
+        is_value = not is_value and argument == flag and flag not in _SWITCHES
     return kept
 
 

@@ -1,0 +1,280 @@
+"""`localllm serve`: a server for the applications of this machine, until Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from localllm.cli import options
+from localllm.cli.front import Front, front_of
+from localllm.cli.opening import Loading, loading
+from localllm.cli.options import refuse_together
+from localllm.cli.selection import select
+from localllm.config import user_directories
+from localllm.errors import LocalLLMError, UsageError
+from localllm.frontend.opening import Opening
+from localllm.frontend.selection import Selection
+
+if TYPE_CHECKING:
+    import socket
+
+    from localllm.server.guard import Admission
+    from localllm.server.served import Served
+
+DEFAULT_HOST, DEFAULT_PORT, OLLAMA_PORT = "127.0.0.1", 8420, 11434
+DEFAULT_PARALLEL, DEFAULT_QUEUE = 8, 64
+
+EXAMPLES = """Examples:
+
+\b
+  localllm serve
+  localllm serve qwen3-8b --parallel 4 --max-tokens 1024
+  localllm serve mistral-7b --host 0.0.0.0 --api-key-file key.txt
+  curl http://127.0.0.1:8420/v1/chat/completions -H "Content-Type: application/json" \\
+    -d '{"model": "tiny", "messages": [{"role": "user", "content": "A tale about an owl, please."}]}'
+"""
+
+
+def serve_command(
+    context: typer.Context,
+    model: options.Model = None,
+    host: Annotated[
+        str | None,
+        typer.Option(
+            "--host",
+            metavar="ADDRESS",
+            help="Where to listen. Default: 127.0.0.1, which this machine alone reaches; others need an API key.",
+        ),
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option("--port", metavar="N", help=f"The port; 0: one that is free. Default: {DEFAULT_PORT}.")
+    ] = None,
+    also_ollama_port: Annotated[
+        bool,
+        typer.Option("--also-ollama-port", help=f"Listen on {OLLAMA_PORT} too, for programs that look nowhere else."),
+    ] = False,
+    alias: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--alias", metavar="NAME", help="Another name for the model, as clients ask for it. May be repeated."
+        ),
+    ] = None,
+    parallel: Annotated[
+        int | None,
+        typer.Option(
+            "--parallel", metavar="N", help=f"Answers that are computed at once. Default: {DEFAULT_PARALLEL}."
+        ),
+    ] = None,
+    queue: Annotated[
+        int | None,
+        typer.Option(
+            "--queue",
+            metavar="N",
+            help=f"Answers that may wait for their turn; more are refused. Default: {DEFAULT_QUEUE}.",
+        ),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--api-key-file",
+            metavar="FILE",
+            help="The key that clients have to send, also from LOCALLLM_API_KEY. Where one is needed and none given, "
+            "one is made and shown once.",
+        ),
+    ] = None,
+    new_key: Annotated[
+        bool, typer.Option("--new-key", help="Make another key in place of the one that was shown before.")
+    ] = False,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-host",
+            metavar="NAME",
+            help="Another name of this server, with any port or with one: box.local, localhost:9000. May be repeated.",
+        ),
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-origin",
+            metavar="URL",
+            help="Let pages from there talk to the server, as those of this machine may: app://obsidian.md. May be "
+            "repeated.",
+        ),
+    ] = None,
+    pooling: Annotated[
+        Literal["mean", "last"] | None,
+        typer.Option(
+            "--pooling",
+            metavar="mean|last",
+            help="What an embedding is made of: all tokens, or the last one. Default: mean.",
+        ),
+    ] = None,
+    metrics: Annotated[bool, typer.Option("--metrics", help="Serve /metrics for Prometheus.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No line for each request.")] = False,
+    overflow: Annotated[
+        Literal["stop", "evict"] | None,
+        typer.Option(
+            "--overflow",
+            metavar="stop|evict",
+            help="What to do where a chat is longer than the context. stop: an error says what would fit. evict: the "
+            "oldest turns leave the model's view. Default: stop.",
+        ),
+    ] = None,
+    private: options.Private = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-tokens",
+            metavar="N",
+            help="Longest answer where a request does not say. Default: to the context's end, for which room is kept.",
+        ),
+    ] = None,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    ctx: options.Ctx = None,
+    ram: options.Ram = None,
+    vram: options.Vram = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    weights: options.Weights = None,
+    kv: options.KV = None,
+    speculate: options.Speculate = None,
+    draft_tokens: options.DraftTokens = None,
+    cache_disk: options.CacheDisk = None,
+    threads: options.Threads = None,
+) -> None:
+    """Serve a model to the applications of this machine.
+
+    OpenAI's, Anthropic's and Ollama's clients are answered at the same address. Ctrl-C ends it.
+    """
+    flags = dict(locals())
+    front = front_of(context)
+    selection = select(front, model, flags)
+    if "" in (alias or ()):
+        raise UsageError("--alias is empty", why="clients ask for the model by it", fix="--alias NAME")
+    refuse_together({"private": selection.private, "cache_disk": cache_disk}, "--private", "--cache-disk")
+    if selection.settings.overflow == "grow":
+        why = "its answers share the memory of one context, which stays as long as it is at the start"
+        raise UsageError("a server's context cannot grow", why=why, fix="--overflow evict")
+    ports = dict.fromkeys([DEFAULT_PORT if port is None else port, *([OLLAMA_PORT] if also_ollama_port else [])])
+    _serve(front, selection, flags, host or DEFAULT_HOST, tuple(ports))
+
+
+def _serve(front: Front, selection: Selection, flags: Mapping[str, Any], host: str, ports: Sequence[int]) -> None:
+    from localllm.server.app import create_app
+    from localllm.server.listening import bound, serve
+    from localllm.server.served import Capacity, Served
+
+    parallel, queue = flags["parallel"] or DEFAULT_PARALLEL, flags["queue"]
+    capacity = Capacity(parallel, DEFAULT_QUEUE if queue is None else queue)
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(bound(host, ports[0]))]
+        if len(ports) > 1:
+            try:
+                sockets.append(stack.enter_context(bound(host, ports[1])))
+            except LocalLLMError as error:
+                error.fix = "leave --also-ollama-port out"  # or stop what listens there, which the error names
+                raise
+        admission = _admission(front, flags, sockets)
+        load = stack.enter_context(loading(front, selection, Opening(keeps_pages=True, parallel=parallel)))
+        served = Served(selection, load.service, capacity, flags["alias"] or (), flags["pooling"] or "mean")
+        log = front.output.note if not flags["quiet"] else lambda _line: None
+        app = create_app(served, admission, log=log, with_metrics=flags["metrics"])
+        waiting = _Waiting(front, load, served, [f"http://{_shown(sock)}" for sock in sockets])
+        stack.callback(served.close)
+        serve(
+            app, sockets, lambda stop: stack.enter_context(front.interrupts.stopping(waiting.begin(stop))), served.stop
+        )
+    if waiting.failure is not None:
+        raise waiting.failure
+    front.output.note("stopped")
+
+
+class _Waiting:
+    """For the model, while the server answers already, and then for the engine's end: one that breaks ends the server,
+    as nobody would be answered any more. failure: what it was, or why there is no model."""
+
+    def __init__(self, front: Front, load: Loading, served: Served, addresses: Sequence[str]) -> None:
+        self.failure: BaseException | None = None
+        self._front = front
+        self._load = load
+        self._served = served
+        self._addresses = addresses
+
+    def begin(self, stop: Callable[[], None]) -> Callable[[], None]:
+        """What a signal calls."""
+
+        def wait() -> None:
+            try:
+                engine = self._load.wait()
+            except BaseException as error:
+                self.failure = error
+                stop()
+                return
+            where = " and ".join(self._addresses)
+            room = f"{engine.ctx} tokens of context, {self._served.capacity.parallel} answers at once"
+            self._front.output.note(f"serving {self._served.name} ({engine.weights}, {room}) on {where}")
+            self._front.output.note("OpenAI: /v1, Anthropic: /v1/messages, Ollama: /api; Ctrl-C stops")
+            self.failure = self._load.service.wait_ended()
+            if self.failure is not None:
+                stop()
+
+        threading.Thread(target=wait, name="localllm-waiting", daemon=True).start()
+        return stop
+
+
+def _shown(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _admission(front: Front, flags: Mapping[str, Any], sockets: Sequence[socket.socket]) -> Admission:
+    """Who is let in. Raises UsageError."""
+    from localllm.server.guard import Admission
+    from localllm.server.key import given_key, kept_key
+    from localllm.server.listening import is_loopback
+
+    is_local = all(map(is_loopback, sockets))
+    key = given_key(flags["api_key_file"], os.environ)
+    if key is not None and flags["new_key"]:
+        why = "the key that is used was given, and no other is made"
+        raise UsageError("--new-key has no effect", why=why, fix="leave --new-key out")
+    if key is None and (not is_local or flags["new_key"]):
+        key = kept_key(user_directories().data / "server-key", is_new=flags["new_key"])
+        front.output.note(
+            f"the API key, which is shown this once: {key.made}"
+            if key.made
+            else "clients need the API key that was shown when it was made; --new-key makes another"
+        )
+    return Admission(
+        ports=tuple(sock.getsockname()[1] for sock in sockets),
+        is_local=is_local,
+        hosts=tuple(_host(name) for name in flags["allow_host"] or ()),
+        origins=tuple(_origin(url) for url in flags["allow_origin"] or ()),
+        key_digest=None if key is None else key.digest,
+    )
+
+
+def _host(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9._-]+(:\d{1,5})?", name):
+        why = "it must be a name, or a name and a port"
+        raise UsageError(f"--allow-host is {name[:80]!r}", why=why, fix="--allow-host box.local")
+    return name
+
+
+def _origin(url: str) -> str:
+    if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", url):
+        why = "it must be a scheme and a host, without a path, as browsers send it"
+        raise UsageError(f"--allow-origin is {url[:80]!r}", why=why, fix="--allow-origin https://app.example")
+    return url

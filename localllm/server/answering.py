@@ -1,0 +1,186 @@
+"""Answers on their way from the engine's thread to the server's loop.
+
+What a client has not taken yet is one piece of text, however many tokens it is made of: a slow reader costs no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from localllm.engine.events import Event, FinishedEvent, TokenEvent, TokenLogprob
+from localllm.engine.service import EngineService, RequestStream
+from localllm.frontend.thinking import Splitter
+from localllm.server.asking import Asked
+from localllm.server.failures import RequestError
+
+
+@dataclass
+class Piece:
+    """What has been said since the last one was taken. thought: what of it was thought, so many tokens about, of which
+    there are no log-probabilities. finished: it is the last."""
+
+    text: str = ""
+    thought: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    num_thought_tokens: int = 0
+    finished: FinishedEvent | None = None
+
+    def add(self, later: Piece) -> None:
+        """What was said behind it."""
+        self.text += later.text
+        self.thought += later.thought
+        self.logprobs += later.logprobs
+        self.num_thought_tokens += later.num_thought_tokens
+        self.finished = later.finished
+
+    @property
+    def ending(self) -> FinishedEvent:
+        """How a whole answer ended."""
+        assert self.finished is not None
+        return self.finished
+
+
+class Mail:
+    """Takes the events of some requests in on the engine's thread; `take` gives them out on the loop's."""
+
+    def __init__(self, splitter: Callable[[], Splitter | None], ended: Callable[[FinishedEvent], None]) -> None:
+        """splitter: a new one for each answer; None: nothing is thought. ended: hears of each request that has, on the
+        engine's thread."""
+        self._new_splitter = splitter
+        self._splitters: dict[int, Splitter | None] = {}  # by request
+        self._ended = ended
+        self._loop = asyncio.get_running_loop()
+        self._arrived = asyncio.Event()
+        self._lock = threading.Lock()
+        self._pieces: dict[int, Piece] = {}  # by request
+        self._broken: BaseException | None = None
+        self._broken_at: TracebackType | None = None
+
+    def put(self, item: Event | BaseException, /) -> None:
+        """As `Recipient` has it."""
+        if isinstance(item, FinishedEvent):
+            self._ended(item)
+        with self._lock:
+            wakes = not self._pieces and self._broken is None
+            if isinstance(item, BaseException):
+                self._broken, self._broken_at = item, item.__traceback__
+            elif isinstance(item, TokenEvent | FinishedEvent):
+                self._add(self._pieces.setdefault(item.request_id, Piece()), item)
+            else:
+                return
+        if wakes:
+            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits
+                self._loop.call_soon_threadsafe(self._arrived.set)
+
+    async def take(self, silence_s: float | None) -> dict[int, Piece]:
+        """By request, what has come since; waits where nothing has, so long at most. Raises what broke the engine."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(silence_s):
+                await self._arrived.wait()
+        with self._lock:
+            self._arrived.clear()
+            pieces, self._pieces = self._pieces, {}
+            if self._broken is not None:
+                # One error for all whom it is told: it would keep the frames of each.
+                raise self._broken.with_traceback(self._broken_at)
+        return pieces
+
+    def _add(self, piece: Piece, event: TokenEvent | FinishedEvent) -> None:
+        if event.request_id not in self._splitters:
+            self._splitters[event.request_id] = self._new_splitter()
+        splitter = self._splitters[event.request_id]
+        is_thought = False
+        if splitter is None:
+            piece.text += event.text
+        else:
+            is_thought = splitter.is_thinking
+            parts = splitter.feed(event.text)
+            parts += splitter.end() if isinstance(event, FinishedEvent) else []
+            is_thought |= splitter.is_thinking
+            piece.text += _of(parts, thought=False)
+            piece.thought += _of(parts, thought=True)
+        if isinstance(event, FinishedEvent):
+            piece.finished = event
+            return
+        piece.num_thought_tokens += is_thought
+        if event.logprob is not None and not is_thought:
+            piece.logprobs.append(event.logprob)
+
+
+class Answers:
+    """The answers to one ask, several where it wants n. Closing them stops what still runs."""
+
+    def __init__(
+        self,
+        service: EngineService,
+        asked: Asked,
+        closed: Callable[[], None],
+        ended: Callable[[FinishedEvent], None],
+    ) -> None:
+        """closed: called once, when nobody wants anything of them any more. ended: as `Mail` has it. Raises as
+        `EngineService.submit`."""
+        self.asked = asked
+        self._mail = Mail(lambda: Splitter(is_thinking=asked.is_thinking) if asked.splits else None, ended)
+        self._closed = closed
+        self._streams: list[RequestStream] = []
+        self._indices: dict[int, int] = {}
+        try:
+            for index, request in enumerate(asked.requests):
+                stream = service.submit(request, self._mail)
+                self._streams.append(stream)
+                self._indices[stream.request_id] = index
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.asked.requests[0].prompt_ids)
+
+    async def pieces(self, silence_s: float | None = None) -> AsyncIterator[tuple[int, Piece] | None]:
+        """(which of the answers, what is new of it), to the end of all; None where nothing came for so long. Raises
+        what broke the engine, and the error that ended an answer."""
+        num_open = len(self._streams)
+        while num_open:
+            arrived = await self._mail.take(silence_s)
+            if not arrived:
+                yield None
+            for request_id, piece in arrived.items():
+                index = self._indices[request_id]
+                if piece.finished is not None:
+                    num_open -= 1
+                    if piece.finished.error is not None:
+                        raise piece.finished.error
+                    if piece.finished.finish_reason == "cancelled":
+                        raise RequestError(503, "the server is shutting down", name="shutting_down")
+                yield index, piece
+
+    async def whole(self) -> list[Piece]:
+        """All of each. Raises as `pieces`."""
+        wholes = [Piece() for _ in self._streams]
+        async for news in self.pieces():
+            if news is None:
+                continue
+            index, piece = news
+            wholes[index].add(piece)
+        return wholes
+
+    def close(self) -> None:
+        """May be called again, and of answers that have ended."""
+        for stream in self._streams:
+            stream.abort()
+        closed, self._closed = self._closed, _done
+        closed()
+
+
+def _done() -> None:
+    """It was said before."""
+
+
+def _of(parts: Sequence[tuple[bool, str]], *, thought: bool) -> str:
+    return "".join(text for is_thought, text in parts if is_thought is thought)

@@ -1,0 +1,5 @@
+"""Anthropic's dialect."""
+
+from localllm.server.anthropic import messages
+
+ENDPOINTS = messages.ENDPOINTS

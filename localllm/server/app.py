@@ -1,0 +1,103 @@
+"""The application: endpoints behind a guard, every error in the shape of the dialect that was spoken."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from localllm.server import anthropic, native, ollama, openai, openapi
+from localllm.server.bodies import read_body
+from localllm.server.endpoint import Call, Endpoint
+from localllm.server.failures import ClientGoneError, RequestError, body_of, dialect_of, failure_of
+from localllm.server.guard import Admission, Guard
+from localllm.server.logbook import Log, Logbook, note_failure
+from localllm.server.replying import Json, unless_gone
+from localllm.server.served import Served
+
+ENDPOINTS: tuple[Endpoint, ...] = (*openai.ENDPOINTS, *anthropic.ENDPOINTS, *ollama.ENDPOINTS, *native.ENDPOINTS)
+
+
+def create_app(
+    served: Served, admission: Admission, *, log: Log = lambda _line: None, with_metrics: bool = False
+) -> ASGIApp:
+    """log: hears a line of each request that was answered, with nothing of what it said."""
+    endpoints = [each for each in ENDPOINTS if with_metrics or each.path != native.METRICS_PATH]
+    described = openapi.document(endpoints, needs_key=admission.key_digest is not None)
+
+    async def describe(_call: Call, _body: None) -> Json:
+        return Json(described)
+
+    endpoints.append(Endpoint("GET", openapi.PATH, describe, "This document", reply=dict[str, Any]))
+    routes = [_route(paths, served) for paths in _by_path(endpoints)]
+    # Without starlette's own middleware, which takes a client that has gone for an error of the server.
+    router = Router(routes, redirect_slashes=False, default=_Elsewhere([each.path for each in endpoints]))
+    return Logbook(Guard(router, admission), [each.path for each in endpoints], served.metrics, log)
+
+
+def _by_path(endpoints: Sequence[Endpoint]) -> list[list[Endpoint]]:
+    paths: dict[str, list[Endpoint]] = {}
+    for each in endpoints:
+        paths.setdefault(each.path, []).append(each)
+    return list(paths.values())
+
+
+def _route(endpoints: Sequence[Endpoint], served: Served) -> Route:
+    by_method: dict[str, Endpoint] = {each.method: each for each in endpoints}
+    allowed = ", ".join(by_method)
+
+    class Endpoints:
+        """A class, as starlette hands functions only what fits into its own request and response."""
+
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            request = Request(scope, receive)
+            endpoint = by_method.get("GET" if scope["method"] == "HEAD" else scope["method"])
+            if endpoint is None:
+                reply: Response = _failed(request, _no_method(scope["method"], allowed))
+            else:
+                reply = await _reply(endpoint, Call(request, served))
+            await reply(scope, receive, send)
+
+    return Route(endpoints[0].path, Endpoints())
+
+
+def _no_method(method: str, allowed: str) -> RequestError:
+    what, why = "this address knows no such method", f"{method[:20]}; it knows {allowed}"
+    return RequestError(405, what, why=why, name="method_not_allowed", headers={"allow": allowed})
+
+
+class _Elsewhere:
+    """An address that there is not. paths: those that there are."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._paths = paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        method, path = scope["method"][:20], scope["path"][:200]
+        near = difflib.get_close_matches(path, self._paths, n=1)
+        fix = f"ask for {near[0]}" if near else f"GET {openapi.PATH} lists all of them"
+        if path == native.METRICS_PATH:
+            fix = "start the server with --metrics"
+        error = RequestError(404, "there is no such address", why=f"{method} {path}", fix=fix, name="not_found")
+        await _failed(Request(scope, receive), error)(scope, receive, send)
+
+
+async def _reply(endpoint: Endpoint, call: Call) -> Response:
+    try:
+        body = None if endpoint.body is None else await read_body(call.request, endpoint.body)
+        return await unless_gone(call.request.receive, endpoint.handle(call, body))
+    except (ClientGoneError, ClientDisconnect):
+        raise
+    except Exception as error:
+        return _failed(call.request, error)
+
+
+def _failed(request: Request, error: Exception) -> Response:
+    failure = failure_of(error)
+    note_failure(request.scope, failure)
+    return Json(body_of(failure, dialect_of(request.url.path)), failure.status, failure.headers)

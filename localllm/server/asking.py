@@ -1,0 +1,212 @@
+"""The one internal request: what every dialect's body comes to, and the ids that the model is given for it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from localllm.engine.chat_template import ChatInput, encode_chat
+from localllm.engine.overflow import Fitted, fit_turns, overflow_error
+from localllm.engine.request import Pooling, Request, SamplingParams, require_ids
+from localllm.engine.tokenizer_files import SPECIAL_ROLES
+from localllm.errors import ContextOverflowError, UsageError
+from localllm.frontend.thinking import Splitter, begins_in_thought, may_think
+from localllm.server.failures import RequestError, too_long
+
+if TYPE_CHECKING:
+    from localllm.engine.engine import Engine
+    from localllm.engine.overflow import Message
+
+_NOT_FOR_CLIENTS = {"messages", "tools", "add_generation_prompt", "tokenize", "chat_template", *SPECIAL_ROLES}
+_MOST_VARIABLES = 256 << 10  # characters of all of them as JSON: of megabytes a template makes seconds of work
+_MOST_LOGPROBS = 1 << 20  # that one reply may have: each is 200 bytes while it is made
+
+
+@dataclass(frozen=True)
+class Ask:
+    """prompt: chat messages, a text to go on with, or ids. n: answers to it, each with a seed of its own. num_ctx: the
+    context that the client wants to have. effort: how much is to be thought before: "none", "on", a level that the
+    template knows; None: as the model does. evicts: the oldest turns leave where there are too many. said: with which
+    the answer begins, as the client has it. prompt_field, effort_field: what its dialect calls them.
+    """
+
+    prompt: ChatInput | str | tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    n: int = 1
+    num_ctx: int | None = None
+    priority: int = 0
+    pooling: Pooling | None = None
+    effort: str | None = None
+    evicts: bool = False
+    said: str = ""
+    prompt_field: str = "messages"
+    effort_field: str = "reasoning_effort"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the engine is given. is_thinking: the answer begins inside a thought; splits: the model may think at all.
+    num_evicted: turns that have left."""
+
+    requests: tuple[Request, ...]
+    is_thinking: bool = False
+    splits: bool = False
+    num_evicted: int = 0
+
+
+def prepare(ask: Ask, engine: Engine) -> Asked:
+    """Milliseconds, more for a long prompt. Raises RequestError, TemplateError, UsageError."""
+    ctx = min(ask.num_ctx or engine.ctx, engine.ctx)
+    try:
+        fitted = _fitted(ask, engine, ctx)
+        ids = fitted.prompt_ids
+        if len(ids) >= ctx + (ask.pooling is not None):
+            raise _too_long(len(ids), ctx, engine)
+    except ContextOverflowError as error:
+        raise too_long(error, ask.prompt_field) from None
+    _require_room(ask, len(ids), engine)
+    for given, param in ((ids, ask.prompt_field), (ask.sampling.logit_bias, "logit_bias")):
+        try:
+            require_ids(given, engine.config.vocab_size)
+        except UsageError as error:
+            raise RequestError(400, error.what, why=error.why, param=param, name="invalid_value") from None
+    sampling = ask.sampling
+    if ask.pooling is None:
+        sampling = replace(sampling, max_tokens=min(sampling.max_tokens or ctx, ctx - len(ids)))
+    requests = tuple(
+        Request(ids, _seeded(sampling, index), priority=ask.priority, pooling=ask.pooling) for index in range(ask.n)
+    )
+    engine.check(requests[0])
+    if not isinstance(ask.prompt, ChatInput):
+        return Asked(requests)
+    is_thinking = _begins_in_thought(ask, engine, ids)
+    splits = is_thinking or _thinks(engine)
+    return Asked(requests, is_thinking, splits, fitted.evicted.turns)
+
+
+def prompt_ids(ask: Ask, engine: Engine) -> tuple[int, ...]:
+    """Of all that is asked, however long it is. Raises RequestError, TemplateError."""
+    return _fitted(replace(ask, evicts=False), engine, engine.ctx).prompt_ids
+
+
+def joined(asked: Sequence[Asked]) -> Asked:
+    """Several as one, whose answers come in order. Raises RequestError where they would have too many numbers."""
+    requests = tuple(request for each in asked for request in each.requests)
+    told = [request.sampling for request in requests if request.sampling.logprobs is not None]
+    count = sum((each.max_tokens or 0) * (1 + (each.logprobs or 0)) for each in told)
+    if count > _MOST_LOGPROBS:
+        why = f"{count} of them may come, and at most {_MOST_LOGPROBS} are told in one reply"
+        what, fix = "these are too many log-probabilities", "ask for fewer answers, tokens or alternatives"
+        raise RequestError(400, what, why=why, fix=fix, param="logprobs", name="invalid_value")
+    return replace(asked[0], requests=requests)
+
+
+def _seeded(sampling: SamplingParams, index: int) -> SamplingParams:
+    """Of several answers to one prompt, each has its own noise."""
+    return sampling if sampling.seed is None else replace(sampling, seed=(sampling.seed + index) % 2**63)
+
+
+def _require_room(ask: Ask, num_tokens: int, engine: Engine) -> None:
+    """A context that is longer than the server's is one of those that clients send with everything; it is refused where
+    the request would need it. Raises RequestError."""
+    if ask.num_ctx is None or num_tokens + (ask.sampling.max_tokens or 1) <= engine.ctx:
+        return
+    if ask.num_ctx <= engine.ctx or ask.pooling is not None:
+        return
+    flags = engine.flags_for(ask.num_ctx) if ask.num_ctx <= engine.config.longest_context else ""
+    fix = f"restart the server with {flags}" if flags.startswith("--") else "ask for less"
+    why = f"the prompt has {num_tokens} tokens, and the context of this server {engine.ctx}"
+    raise RequestError(400, f"num_ctx is {ask.num_ctx}", why=why, fix=fix, param="num_ctx", name="invalid_value")
+
+
+def _too_long(num_tokens: int, ctx: int, engine: Engine) -> ContextOverflowError:
+    longest = engine.config.longest_context
+    helps = ctx == engine.ctx and num_tokens < longest
+    return overflow_error(num_tokens, ctx, longest, engine.flags_for(min(longest, num_tokens + 512)) if helps else "")
+
+
+def _fitted(ask: Ask, engine: Engine, ctx: int) -> Fitted:
+    prompt = ask.prompt
+    if isinstance(prompt, tuple):
+        return Fitted(prompt)
+    if isinstance(prompt, str):
+        return Fitted(tuple(engine.tokenizer.encode(prompt, special=True, bos=True)))
+    chat = chat_of(prompt, engine, ask.effort, ask.effort_field)
+    tail = _said_ids(ask, engine)
+
+    def encode(messages: Sequence[Message]) -> list[int]:
+        return [*encode_chat(engine.template, engine.tokenizer, replace(chat, messages=messages)), *tail]
+
+    if ask.evicts:
+        return fit_turns(chat.messages, encode, ctx, ask.sampling.max_tokens)
+    return Fitted(tuple(encode(chat.messages)))
+
+
+def _said_ids(ask: Ask, engine: Engine) -> list[int]:
+    return engine.tokenizer.encode(ask.said) if ask.said else []
+
+
+def _begins_in_thought(ask: Ask, engine: Engine, ids: Sequence[int]) -> bool:
+    """Whether the template has opened a thought that what was said has not closed."""
+    in_front = ids[: len(ids) - len(_said_ids(ask, engine))]
+    splitter = Splitter(is_thinking=begins_in_thought(engine.tokenizer, in_front))
+    splitter.feed(ask.said)
+    return splitter.is_thinking
+
+
+def chat_of(
+    chat: ChatInput, engine: Engine, effort: str | None = None, effort_field: str = "reasoning_effort"
+) -> ChatInput:
+    """As the model's template knows it: few have a role of their own for developers. Raises RequestError for variables
+    that it would not even look at."""
+    variables = _variables(engine, chat.variables, effort, effort_field)
+    if _mentions(engine, "developer"):
+        return replace(chat, variables=variables)
+    messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in chat.messages]
+    return replace(chat, messages=messages, variables=variables)
+
+
+def _variables(engine: Engine, given: Mapping[str, Any], effort: str | None, effort_field: str) -> dict[str, Any]:
+    """What the template is told beside the messages."""
+    for name in given:
+        if name in _NOT_FOR_CLIENTS:
+            raise _no_variable(name, "it is not for a request to say")
+        if not (name.isidentifier() and _mentions(engine, name)):
+            raise _no_variable(name, "the chat template of this model does not know it")
+    if given and (size := len(json.dumps(given))) > _MOST_VARIABLES:
+        why = f"as JSON it has {size} characters, and at most {_MOST_VARIABLES} are taken"
+        raise RequestError(400, "chat_template_kwargs is too large", why=why, param="chat_template_kwargs")
+    if effort is None:
+        return dict(given)
+    if effort not in ("none", "on") and _mentions(engine, "reasoning_effort"):
+        return {"reasoning_effort": effort, **given}
+    if _mentions(engine, "enable_thinking"):
+        return {"enable_thinking": effort != "none", **given}
+    thinks = _thinks(engine)
+    if effort == ("on" if thinks else "none"):
+        return dict(given)
+    why = "as its chat template has it, this model " + ("always thinks" if thinks else "does not think")
+    what = f"{effort_field!r}: thinking cannot be had so ({effort!r})"
+    raise RequestError(400, what, why=why, param=effort_field, name="unsupported_value")
+
+
+def _no_variable(name: str, why: str) -> RequestError:
+    param = f"chat_template_kwargs.{name}"[:200]
+    return RequestError(400, f"{param!r} cannot be honoured", why=why, param=param, name="unsupported_value")
+
+
+def _thinks(engine: Engine) -> bool:
+    return any(map(may_think, engine.template.sources.values()))
+
+
+def _mentions(engine: Engine, *words: str) -> bool:
+    """Whether the model's template has one of them."""
+    sources = engine.template.sources.values()
+    return any(
+        word in source and re.search(rf"(?<!\w){re.escape(word)}(?!\w)", source) is not None  # a word may be megabytes
+        for word in words
+        for source in sources
+    )

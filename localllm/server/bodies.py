@@ -1,0 +1,146 @@
+"""The body of a request: how large, how deep and of which type it may be, and what is wrong with it in one sentence."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
+from pydantic_core import CoreSchema, ErrorDetails
+from starlette.requests import Request
+
+from localllm.server.failures import RequestError
+
+# A prompt of 131,072 tokens of English has half a megabyte. The loop waits while a body is parsed: 1 ms for the largest
+# that is text, 0.3 s for one of nothing but the smallest parts.
+MAX_BODY_BYTES = 4 << 20
+# What is too large is read so far, and let go: a client that is still sending would not see the reply.
+_MOST_READ_BYTES = 64 << 20
+_BODY_S = 30.0  # for all of it to arrive
+# A body of four MiB has room for two million. To tell of each takes 7 s and a GiB, while the loop waits.
+_MOST_MISTAKES = 1000
+_MOST_NAMED = 200  # characters of a field's name
+_JSON = "application/json"
+# One of these comes with whatever a page sends. A program without them means JSON where it says nothing of its type, as
+# LiteLLM does, or what `curl -d` says by itself, as in Ollama's own examples.
+_OF_PAGES = frozenset({"origin", "referer", "cookie", "sec-fetch-site", "sec-fetch-mode", "sec-fetch-dest"})
+_OF_PROGRAMS = frozenset({"", "application/x-www-form-urlencoded"})
+_CHOICES = frozenset({"str", "int", "float", "bool", "none"})  # of a union, as pydantic calls them
+
+
+def _fail_fast(schema: Any) -> None:
+    """Lists in it are looked at as far as their first item that is wrong."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "list":
+            schema["fail_fast"] = True
+        for part in schema.values():
+            _fail_fast(part)
+    elif isinstance(schema, list | tuple):
+        for part in schema:
+            _fail_fast(part)
+
+
+class Body(BaseModel):
+    """The fields of a request. What is not among them is refused by name: nothing is accepted and ignored.
+
+    why: of fields that are refused, or are accepted only as they have no effect, what is told of them. elsewhere: where
+    what some take for one belongs.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=())
+    why: ClassVar[Mapping[str, str]] = {}
+    elsewhere: ClassVar[Mapping[str, str]] = {}
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        _fail_fast(schema)
+        return schema
+
+
+B = TypeVar("B", bound=Body)
+
+
+async def read_body(request: Request, of: type[B]) -> B:
+    """Raises RequestError; ClientDisconnect where the client has gone."""
+    headers = request.headers
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    is_program = _OF_PAGES.isdisjoint(headers) and (kind in _OF_PROGRAMS)
+    if kind != _JSON and not is_program:
+        why = f"it is {kind!r}" if kind else "there is none"
+        fix = f"send the header Content-Type: {_JSON}"
+        raise RequestError(415, f"the content type must be {_JSON}", why=why, fix=fix)
+    return validated(of, await _read(request))
+
+
+async def _read(request: Request) -> bytes:
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced[:20]) > _MOST_READ_BYTES:
+        raise _too_large()
+    data, num_bytes = bytearray(), 0
+    try:
+        async with asyncio.timeout(_BODY_S):
+            async for piece in request.stream():
+                num_bytes += len(piece)
+                if num_bytes <= MAX_BODY_BYTES:
+                    data += piece
+                elif num_bytes > _MOST_READ_BYTES:
+                    break
+    except TimeoutError:
+        why = f"{num_bytes} bytes came in {_BODY_S:.0f} s"
+        raise RequestError(408, "the body did not arrive", why=why, headers={"connection": "close"}) from None
+    if num_bytes > MAX_BODY_BYTES:
+        raise _too_large()
+    return bytes(data)
+
+
+def _too_large() -> RequestError:
+    why = f"at most {MAX_BODY_BYTES} bytes are read"
+    return RequestError(413, "the body is too large", why=why, headers={"connection": "close"})
+
+
+def validated(of: type[B], data: bytes) -> B:
+    """Parsed and checked in one go. Raises RequestError naming the first field that is wrong."""
+    try:
+        return of.model_validate_json(data)
+    except ValidationError as error:
+        raise _refusal(of, error) from None
+
+
+def _refusal(of: type[Body], error: ValidationError) -> RequestError:
+    if error.error_count() > _MOST_MISTAKES:
+        why = f"{error.error_count()} fields are wrong"
+        return RequestError(400, "the body is invalid", why=why, name="invalid_value")
+    # Of a union each choice tells what it misses; who came furthest knows best.
+    found: ErrorDetails = max(error.errors(include_url=False, include_input=False), key=lambda each: len(_path(each)))
+    if found["type"] == "json_invalid":
+        return RequestError(400, "the body is no JSON", why=found["msg"].removeprefix("Invalid JSON: "))
+    path = _path(found)
+    param = ".".join(str(part) for part in path)[:_MOST_NAMED]
+    known = next((".".join(map(str, path[:end])) for end in (2, 1) if ".".join(map(str, path[:end])) in of.why), None)
+    if known is not None:
+        return RequestError(
+            400, f"{param!r} cannot be honoured", why=of.why[known], param=param, name="unsupported_value"
+        )
+    if found["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(param, of.model_fields.keys() - of.why.keys(), n=1) if len(path) == 1 else []
+        fix = of.elsewhere.get(param) or (f"{near[0]!r} is known here" if near else "leave it out")
+        what = f"unknown parameter {param!r}"
+        return RequestError(400, what, fix=fix, param=param, name="unknown_parameter")
+    if found["type"] == "missing":
+        return RequestError(400, f"{param}: Field required", param=param, name="missing_required_parameter")
+    message = found["msg"].removeprefix("Value error, ")
+    return RequestError(
+        400, f"{param or 'the body'} is invalid", why=message, param=param or None, name="invalid_value"
+    )
+
+
+def _path(error: ErrorDetails) -> tuple[Any, ...]:
+    """Where it is, without pydantic's names of a union's choices."""
+    return tuple(part for part in error["loc"] if isinstance(part, int) or not _is_choice(part))
+
+
+def _is_choice(part: str) -> bool:
+    return part in _CHOICES or part.startswith("constrained-") or "[" in part or part[:1].isupper()

@@ -1,0 +1,67 @@
+"""Texts to vectors, in whatever dialect they are asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from localllm.engine.request import SamplingParams
+from localllm.server.asking import Ask
+from localllm.server.endpoint import Call
+from localllm.server.failures import RequestError
+from localllm.server.replying import collected
+
+MAX_INPUTS = 2048  # of one request, as OpenAI has it
+_AT_ONCE = 2  # one is computed while the next is prepared
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """vector: fp32, of length 1."""
+
+    vector: array[float]
+    num_tokens: int
+
+
+async def embedded(
+    call: Call, prompts: Sequence[str | tuple[int, ...]], *, num_ctx: int | None = None, dimensions: int | None = None
+) -> list[Embedding]:
+    """Of each prompt, in order. dimensions: as many of each vector's, which then has length 1 again.
+
+    Raises RequestError, and what `Served.ask` does.
+    """
+    size = call.served.engine().config.hidden_size
+    if dimensions is not None and dimensions > size:
+        why = f"the vectors of this model have {size}"
+        raise RequestError(400, f"dimensions is {dimensions}", why=why, param="dimensions", name="invalid_value")
+    capacity = call.served.capacity
+    places = min(_AT_ONCE, len(prompts), capacity.parallel + capacity.queue)
+    give_back, gate = call.served.take_places(places), asyncio.Semaphore(places)
+
+    async def one(prompt: str | tuple[int, ...]) -> Embedding:
+        async with gate:
+            sampling, pooling = SamplingParams(max_tokens=1), call.served.pooling
+            ask = Ask(prompt, sampling, num_ctx=num_ctx, pooling=pooling, prompt_field="input")
+            (piece,) = await collected(await call.served.answer([ask], lambda: None))
+        assert piece.finished is not None and piece.finished.embedding is not None
+        return Embedding(_cut(piece.finished.embedding, dimensions), piece.finished.usage.prompt_tokens)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(prompt)) for prompt in prompts]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    finally:
+        give_back()
+    return [task.result() for task in tasks]
+
+
+def _cut(vector: array[float], dimensions: int | None) -> array[float]:
+    if dimensions is None or dimensions == len(vector):
+        return vector
+    kept = vector[:dimensions]
+    length = math.sqrt(math.fsum(value * value for value in kept)) or 1.0
+    return array("f", (value / length for value in kept))

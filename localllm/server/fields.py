@@ -1,0 +1,89 @@
+"""Fields that requests of several dialects have: how tokens are drawn, how long the model stays, what has no effect."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, StringConstraints
+
+from localllm.engine.request import SamplingParams
+from localllm.errors import UsageError
+from localllm.server.failures import RequestError
+
+_DURATION = re.compile(r"[+-]?(?:(?:\d+(?:\.\d*)?|\.\d+)(?:ns|us|µs|μs|ms|s|m|h))+|[+-]?\d+(?:\.\d*)?")
+MAX_STOPS = 64
+MAX_BIASES = 1024
+MAX_ANSWERS = 16  # to one request
+MAX_MESSAGES = 10_000
+MAX_TOP_LOGPROBS = 20
+
+NUM_CTX = "Tokens of context; more than the server has is refused where prompt and answer would need them."
+TEXT_ONLY = "text is all that is read here: no images, no sound, no files"
+NOT_YET = "this server has no structured output and no tools yet"
+
+Temperature = Annotated[float, Field(ge=0, le=100, description="0: always the likeliest token.")]
+Share = Annotated[float, Field(ge=0, le=1)]
+Penalty = Annotated[float, Field(ge=-100, le=100)]
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+StopText = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+Stop = StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)]
+NonEmptyText = Annotated[str, StringConstraints(min_length=1)]
+Ids = Annotated[list[Annotated[int, Field(ge=0, le=2**31 - 1)]], Field(min_length=1, max_length=1 << 20)]
+TokenBias = Annotated[float, Field(ge=-100, le=100)]
+TokenName = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
+LogitBias = Annotated[dict[TokenName, TokenBias], Field(max_length=MAX_BIASES)]
+
+# Nothing of what is not served yet.
+Nothing = Annotated[list[Any], Field(max_length=0)] | None
+# Accepted; they have no effect on the answer.
+IgnoredText = Annotated[str | None, Field(max_length=10_000, description="Without effect.")]
+IgnoredFlag = Annotated[bool | None, Field(description="Without effect.")]
+IgnoredCount = Annotated[int | None, Field(ge=0, le=2**31 - 1, description="Without effect.")]
+IgnoredTexts = Annotated[dict[str, str] | None, Field(max_length=64, description="Without effect.")]
+IgnoredList = Annotated[list[dict[str, Any]] | None, Field(max_length=1000, description="Without effect.")]
+
+
+def refuse_top_logprobs(most: int | None, *, wanted: bool | None) -> None:
+    """Raises RequestError where there are to be some of log-probabilities that nobody wants."""
+    if most and not wanted:
+        what, why = "'top_logprobs' needs 'logprobs'", "no log-probabilities are asked for"
+        raise RequestError(400, what, why=why, param="top_logprobs", name="invalid_value")
+
+
+def _not_zero(keep_alive: float | str | None) -> float | str | None:
+    if isinstance(keep_alive, str):
+        if not _DURATION.fullmatch(keep_alive):
+            raise ValueError('it must be a number of seconds, or a duration: "5m", "1h30m", "-1"')
+        is_zero = not re.search("[1-9]", keep_alive)
+    else:
+        is_zero = keep_alive == 0
+    if is_zero:
+        raise ValueError("the model is not unloaded while the server runs")
+    return keep_alive
+
+
+KeepAlive = Annotated[
+    float | Annotated[str, Field(max_length=64)] | None,
+    AfterValidator(_not_zero),
+    Field(description="The model stays loaded as long as the server runs; 0 is refused."),
+]
+
+
+def overlaid(base: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
+    """`base` with what a request says; None: it says nothing. Raises RequestError for what is out of range."""
+    known = {name: value for name, value in given.items() if value is not None}
+    if "seed" in known:
+        known["seed"] %= 2**63  # any whole number names one
+    if "stop" in known:
+        stops = (known["stop"],) if isinstance(known["stop"], str) else known["stop"]
+        known["stop"] = tuple(dict.fromkeys((*base.stop, *stops)))  # without its own, a model runs past its turn
+    if "logit_bias" in known:
+        known["logit_bias"] = {int(name): bias for name, bias in known["logit_bias"].items()}
+    try:
+        return replace(base, **known)
+    except UsageError as error:
+        raise RequestError(400, error.what, why=error.why, name="invalid_value") from None

@@ -1,0 +1,175 @@
+"""Who is let in: by the name that the server was called by, the page that calls, and the key.
+
+A page in a browser reaches loopback addresses too. By a name of its own that resolves to one (DNS rebinding) it would
+be of the same origin: the Host header gives it away. From elsewhere it may send what needs no preflight: the Origin
+header gives that away.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from localllm.server.failures import RequestError, body_of, dialect_of, failure_of
+from localllm.server.logbook import note_failure
+from localllm.server.replying import Json
+
+_HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^:\[\]\s]+)(?::(?P<port>\d{1,5}))?")
+_LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+_HTTP_PORT = 80  # of which clients say nothing
+_CONTAINERS_HOST = "host.docker.internal"  # as containers call the machine they run on
+# What a page of another origin could make of a reply: nothing.
+SECURITY_HEADERS = {
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "content-security-policy": "default-src 'none'; frame-ancestors 'none'",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+
+
+@dataclass(frozen=True)
+class Admission:
+    """ports: that are listened on. hosts: names by which the server may be called beside any address of its own; one
+    without a port goes with every port, as proxies and tunnels have others. is_local: bound to loopback alone.
+    origins: pages beside those of this machine. key_digest: SHA-256 of the key; None: none is needed."""
+
+    ports: tuple[int, ...]
+    is_local: bool = True
+    hosts: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
+    key_digest: bytes | None = None
+
+    def require_host(self, host: str | None) -> None:
+        """Raises RequestError."""
+        parts = _HOST.fullmatch(host.lower()) if host is not None else None
+        if parts is not None and self._is_known(parts[0], parts["name"], int(parts["port"] or _HTTP_PORT)):
+            return
+        shown = "no Host header" if not host else f"the Host header {host[:200]!r}"
+        why = f"{shown} does not name this server"
+        fix = f"localllm serve --allow-host {parts[0][:200] if parts else 'NAME'}, if this machine is called so"
+        raise RequestError(403, "refused", why=why, fix=fix, name="host_not_allowed")
+
+    def _is_known(self, host: str, name: str, port: int) -> bool:
+        if not {host, name}.isdisjoint(each.lower() for each in self.hosts):
+            return True
+        if port not in self.ports:
+            return False
+        of_machine = (socket.gethostname().lower(), _CONTAINERS_HOST)
+        return name in _LOOPBACK_NAMES or (not self.is_local and (name in of_machine or _is_address(name)))
+
+    def allows_origin(self, origin: str) -> bool:
+        """Whether a page from there may talk to this server: those of this machine, and what was allowed by name."""
+        if origin in self.origins:
+            return True
+        try:
+            parts = urlsplit(origin)
+            host = parts.hostname
+        except ValueError:
+            return False
+        return parts.scheme in ("http", "https") and host in ("localhost", "127.0.0.1", "::1")
+
+    def require_origin(self, origin: str | None) -> None:
+        """Raises RequestError."""
+        if origin is not None and not self.allows_origin(origin):
+            why = f"pages from {origin[:200]!r} may not talk to this server"
+            fix = "localllm serve --allow-origin URL, if it is an application of yours"
+            raise RequestError(403, "refused", why=why, fix=fix, name="origin_not_allowed")
+
+    def require_key(self, headers: Headers) -> None:
+        """Takes as long whatever was sent. Raises RequestError."""
+        if self.key_digest is None:
+            return
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        given = (headers.get("x-api-key", ""), token.strip() if scheme.lower() == "bearer" else "")
+        # Clients that know two keys send both. Each is compared whatever the other was.
+        are_right = [hmac.compare_digest(key_digest(key), self.key_digest) for key in given]
+        if not any(are_right):
+            what = "the API key is wrong" if any(given) else "an API key is needed"
+            fix = "send the header Authorization: Bearer KEY"
+            headers_back = {"www-authenticate": "Bearer"}
+            raise RequestError(
+                401, what, why="this server was started with one", fix=fix, name="invalid_api_key", headers=headers_back
+            )
+
+
+def key_digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def _is_address(name: str) -> bool:
+    """Whether it is no name, which somebody might have rebound."""
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+class Guard:
+    """In front of the application: nothing of it is reached by who is not let in."""
+
+    def __init__(self, app: ASGIApp, admission: Admission) -> None:
+        self._app = app
+        self._admission = admission
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        origin = headers.get("origin")
+        is_allowed = origin is not None and self._admission.allows_origin(origin)
+        more = {**SECURITY_HEADERS, **(_cors(origin) if is_allowed and origin is not None else {})}
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *_raw(more)]
+            await send(message)
+
+        try:
+            hosts = headers.getlist("host")
+            self._admission.require_host(hosts[0] if len(hosts) == 1 else None)
+            self._admission.require_origin(origin)
+            if scope["method"] == "OPTIONS":
+                await Json({}, 200, _preflight(headers) if is_allowed else {})(scope, receive, with_headers)
+                return
+            self._admission.require_key(headers)
+        except RequestError as error:
+            failure = failure_of(error)
+            note_failure(scope, failure)
+            reply = Json(body_of(failure, dialect_of(scope["path"])), failure.status, failure.headers)
+            await reply(scope, receive, with_headers)
+            return
+        await self._app(scope, receive, with_headers)
+
+
+def _preflight(headers: Headers) -> dict[str, str]:
+    """For a page that may talk to the server: with any headers, of which its libraries have new ones all the time."""
+    return {
+        "access-control-allow-methods": "GET, POST, DELETE, HEAD, OPTIONS",
+        "access-control-allow-headers": headers.get("access-control-request-headers", ""),
+        "access-control-max-age": "600",
+    }
+
+
+def _cors(origin: str) -> dict[str, str]:
+    return {
+        "access-control-allow-origin": origin,
+        "access-control-expose-headers": "x-request-id, retry-after, x-should-retry, x-localllm-evicted-turns",
+        "vary": "Origin",
+    }
+
+
+def _raw(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(name.encode("ascii"), value.encode("latin-1")) for name, value in headers.items()]

@@ -1,0 +1,212 @@
+"""What belongs to no chat: health, metrics, and the questions that llama.cpp's clients ask a server."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+from starlette.responses import Response
+from typing_extensions import TypedDict
+
+from localllm import __version__
+from localllm.engine.chat_template import ChatInput
+from localllm.engine.request import require_ids
+from localllm.errors import TemplateError
+from localllm.server.asking import chat_of
+from localllm.server.bodies import Body
+from localllm.server.endpoint import Call, Endpoint
+from localllm.server.fields import MAX_MESSAGES, IgnoredText
+from localllm.server.openai.messages import Message, chat_messages
+from localllm.server.replying import Json
+
+if TYPE_CHECKING:
+    from localllm.engine.engine import Engine
+    from localllm.engine.tokenizer import Tokenizer
+
+METRICS_PATH = "/metrics"
+_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+_MOST_IDS = 1 << 20
+
+
+class Health(TypedDict):
+    status: Literal["ok"]
+
+
+class GenerationSettings(TypedDict):
+    n_ctx: int
+    params: dict[str, Any]
+
+
+class Props(TypedDict):
+    default_generation_settings: GenerationSettings
+    total_slots: int
+    model_alias: str
+    chat_template: str
+    bos_token: str
+    eos_token: str
+    build_info: str
+    modalities: dict[str, bool]
+    is_sleeping: bool
+
+
+class Slot(TypedDict):
+    id: int
+    id_task: int | None
+    n_ctx: int
+    is_processing: bool
+    n_prompt_tokens: int
+    n_prompt_tokens_processed: int
+    n_decoded: int
+
+
+class TokenizeBody(Body):
+    content: Annotated[str, Field(max_length=_MOST_IDS)]
+    add_special: bool | None = None
+    parse_special: bool | None = None
+    with_pieces: bool | None = None
+    model: IgnoredText = None
+
+
+class TokenPiece(TypedDict):
+    id: int
+    piece: str | list[int]
+
+
+class Tokens(TypedDict):
+    tokens: list[int] | list[TokenPiece]
+
+
+class DetokenizeBody(Body):
+    tokens: Annotated[list[Annotated[int, Field(ge=0, le=2**31 - 1)]], Field(max_length=_MOST_IDS)]
+    model: IgnoredText = None
+
+
+class Content(TypedDict):
+    content: str
+
+
+class TemplateBody(Body):
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    chat_template_kwargs: Annotated[dict[str, Any] | None, Field(max_length=32)] = None
+    add_generation_prompt: bool | None = None
+    model: IgnoredText = None
+
+
+class Prompt(TypedDict):
+    prompt: str
+
+
+async def health(call: Call, _body: None) -> Json:
+    """503 while the model is loaded."""
+    call.served.engine()
+    reply: Health = {"status": "ok"}
+    return Json(reply)
+
+
+async def metrics(call: Call, _body: None) -> Response:
+    engine = call.served.engine_if_loaded
+    running, waiting = (0, 0) if engine is None else (len(engine.scheduler.running), engine.scheduler.num_waiting)
+    text = call.served.metrics.text(running, waiting, is_loaded=engine is not None)
+    return Response(text, media_type=_PROMETHEUS)
+
+
+async def props(call: Call, _body: None) -> Json:
+    served = call.served
+    engine = served.engine()
+    sampling, tokenizer = served.sampling(), engine.tokenizer
+    names = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "frequency_penalty")
+    params = {name: getattr(sampling, name) for name in (*names, "presence_penalty", "max_tokens")}
+    reply: Props = {
+        "default_generation_settings": {"n_ctx": engine.ctx, "params": params},
+        "total_slots": served.capacity.parallel,
+        "model_alias": served.name,
+        "chat_template": _template_source(engine),
+        "bos_token": tokenizer.bos_token or "",
+        "eos_token": tokenizer.eos_token or "",
+        "build_info": f"localllm {__version__}, {engine.weights}",
+        "modalities": {"vision": False, "audio": False},
+        "is_sleeping": False,
+    }
+    return Json(reply)
+
+
+def _template_source(engine: Engine) -> str:
+    """ "" where the model has none."""
+    try:
+        return next(iter(engine.template.sources.values()))
+    except TemplateError:
+        return ""
+
+
+async def slots(call: Call, _body: None) -> Json:
+    """What is being computed: numbers, nothing of what it says."""
+    engine = call.served.engine()
+    running = list(engine.scheduler.running)
+    rows: list[Slot] = []
+    for index in range(max(call.served.capacity.parallel, len(running))):
+        sequence = running[index] if index < len(running) else None
+        kv = None if sequence is None else sequence.kv
+        rows.append(
+            {
+                "id": index,
+                "id_task": None if sequence is None else sequence.request_id,
+                "n_ctx": engine.ctx,
+                "is_processing": sequence is not None,
+                "n_prompt_tokens": 0 if sequence is None else sequence.num_prompt_tokens,
+                "n_prompt_tokens_processed": 0
+                if sequence is None or kv is None
+                else min(kv.length, sequence.num_prompt_tokens),
+                "n_decoded": 0 if sequence is None else sequence.num_completion_tokens,
+            }
+        )
+    return Json(rows)
+
+
+async def tokenize(call: Call, body: TokenizeBody) -> Json:
+    tokenizer = call.served.engine().tokenizer
+    return Json(await call.served.off_loop(lambda: _tokens(body, tokenizer)))
+
+
+def _tokens(body: TokenizeBody, tokenizer: Tokenizer) -> Tokens:
+    ids = tokenizer.encode(body.content, special=body.parse_special is not False, bos=bool(body.add_special))
+    if not body.with_pieces:
+        return {"tokens": ids}
+    pieces: list[TokenPiece] = [{"id": token_id, "piece": _piece(tokenizer.token_bytes(token_id))} for token_id in ids]
+    return {"tokens": pieces}
+
+
+def _piece(data: bytes) -> str | list[int]:
+    """As text where it is some; the bytes of a part of a character."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)
+
+
+async def detokenize(call: Call, body: DetokenizeBody) -> Json:
+    """Raises UsageError for an id that the model does not have."""
+    engine = call.served.engine()
+    require_ids(body.tokens, engine.config.vocab_size)
+    text = await call.served.off_loop(lambda: engine.tokenizer.decode(body.tokens, skip_special=False))
+    reply: Content = {"content": text}
+    return Json(reply)
+
+
+async def apply_template(call: Call, body: TemplateBody) -> Json:
+    """The text that a chat's model would be given, special tokens written out. Raises TemplateError."""
+    engine = call.served.engine()
+    generation = body.add_generation_prompt is not False
+    given = ChatInput(chat_messages(body.messages), None, generation, body.chat_template_kwargs or {})
+    reply: Prompt = {"prompt": await call.served.off_loop(lambda: engine.template.render_chat(chat_of(given, engine)))}
+    return Json(reply)
+
+
+ENDPOINTS = (
+    Endpoint("GET", "/health", health, "200: the model is loaded", reply=Health),
+    Endpoint("GET", METRICS_PATH, metrics, "For Prometheus"),
+    Endpoint("GET", "/props", props, "The model and its defaults", reply=Props),
+    Endpoint("GET", "/slots", slots, "What is being computed", reply=list[Slot]),
+    Endpoint("POST", "/tokenize", tokenize, "A text's token ids", TokenizeBody, Tokens),
+    Endpoint("POST", "/detokenize", detokenize, "The text of token ids", DetokenizeBody, Content),
+    Endpoint("POST", "/apply-template", apply_template, "The text of a chat's prompt", TemplateBody, Prompt),
+)

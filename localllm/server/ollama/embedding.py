@@ -1,0 +1,113 @@
+"""POST /api/embed, and POST /api/embeddings, which came before it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+from starlette.responses import Response
+from typing_extensions import TypedDict
+
+from localllm.server.bodies import Body
+from localllm.server.embedding import MAX_INPUTS, embedded
+from localllm.server.endpoint import Call, Endpoint
+from localllm.server.fields import Count, KeepAlive
+from localllm.server.ollama.options import Options
+from localllm.server.replying import Json, whole
+
+if TYPE_CHECKING:
+    from localllm.engine.engine import Engine
+
+_OPTIONS = "Of these, num_ctx has an effect: no token is drawn."
+
+
+class EmbedBody(Body):
+    model: Annotated[str | None, Field(description="Without one, the model that is served.")] = None
+    input: Annotated[
+        str | Annotated[list[str], Field(max_length=MAX_INPUTS)],
+        Field(description="Without any text, the model is loaded."),
+    ]
+    truncate: Annotated[bool | None, Field(description="true: of a text that is too long, the beginning is taken.")] = (
+        None
+    )
+    dimensions: Annotated[
+        Count | None, Field(description="As many of each vector's, which then has length 1 again.")
+    ] = None
+    options: Annotated[Options | None, Field(description=_OPTIONS)] = None
+    keep_alive: KeepAlive = None
+
+
+class EmbeddingsBody(Body):
+    model: Annotated[str | None, Field(description="Without one, the model that is served.")] = None
+    prompt: Annotated[str | None, Field(description="Without one, the model is loaded.")] = None
+    options: Annotated[Options | None, Field(description=_OPTIONS)] = None
+    keep_alive: KeepAlive = None
+
+
+class EmbedReply(TypedDict):
+    """Durations are nanoseconds."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class EmbeddingsReply(TypedDict):
+    embedding: list[float]
+
+
+async def embed(call: Call, body: EmbedBody) -> Response:
+    """Raises RequestError, ContextOverflowError for a text that is too long."""
+    started_ns = time.perf_counter_ns()
+    served = call.served
+    model, engine = served.require(body.model), served.engine()
+    given = [body.input] if isinstance(body.input, str) else body.input
+    texts = [] if given == [""] else given
+    prompts: Sequence[str | tuple[int, ...]] = texts
+    num_ctx = _num_ctx(body.options)
+    ctx = min(num_ctx or engine.ctx, engine.ctx)
+    if body.truncate:
+        prompts = await served.off_loop(lambda: [_cut(text, engine, ctx) for text in texts])
+        num_ctx = None  # they fit
+    vectors = await embedded(call, prompts, num_ctx=num_ctx, dimensions=body.dimensions)
+
+    def reply() -> EmbedReply:
+        return {
+            "model": model,
+            "embeddings": [list(each.vector) for each in vectors],
+            "total_duration": time.perf_counter_ns() - started_ns,
+            "load_duration": 0,
+            "prompt_eval_count": sum(each.num_tokens for each in vectors),
+        }
+
+    return await whole(reply)
+
+
+def _cut(text: str, engine: Engine, ctx: int) -> tuple[int, ...]:
+    return tuple(engine.tokenizer.encode(text, special=True, bos=True)[:ctx])
+
+
+async def embeddings(call: Call, body: EmbeddingsBody) -> Json:
+    """Raises as `embed`."""
+    call.served.require(body.model)
+    call.served.engine()
+    prompts = [body.prompt] if body.prompt else []
+    vectors = await embedded(call, prompts, num_ctx=_num_ctx(body.options))
+    reply: EmbeddingsReply = {"embedding": list(vectors[0].vector) if vectors else []}
+    return Json(reply)
+
+
+def _num_ctx(options: Options | None) -> int | None:
+    return None if options is None else options.num_ctx
+
+
+ENDPOINTS = (
+    Endpoint("POST", "/api/embed", embed, "Texts as vectors", EmbedBody, EmbedReply),
+    Endpoint(
+        "POST", "/api/embeddings", embeddings, "A text as a vector", EmbeddingsBody, EmbeddingsReply, deprecated=True
+    ),
+)

@@ -1,0 +1,330 @@
+"""The models on this disk, the one that is loaded, and what is known about each: GET /api/tags and /api/ps, POST
+/api/show, DELETE /api/delete; and what programs ask to find out whom they talk to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NotRequired
+
+from pydantic import Field
+from starlette.responses import PlainTextResponse, Response
+from typing_extensions import TypedDict
+
+from localllm import hub
+from localllm.engine.chat_template import ChatTemplate
+from localllm.errors import CheckpointError, TemplateError
+from localllm.frontend.selection import sampling_defaults
+from localllm.frontend.thinking import may_think
+from localllm.server.endpoint import Call, Endpoint
+from localllm.server.failures import RequestError
+from localllm.server.ollama.shapes import NamedBody, tagged, time_text
+from localllm.server.replying import Json
+from localllm.server.served import Served
+
+if TYPE_CHECKING:
+    from localllm.hub import InstalledModel, ModelDescription, ModelFiles
+
+_SPOKEN = "0.13.0"  # the version of Ollama whose interface this is: some clients want a later one than they found
+_NEVER = "2999-12-31T23:59:59Z"  # when the model is unloaded
+_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_PARAMETERS = {"repetition_penalty": "repeat_penalty"}  # as Ollama calls them
+
+
+class Version(TypedDict):
+    version: str
+
+
+class Details(TypedDict):
+    parent_model: str
+    format: Literal["safetensors"]
+    family: str
+    families: list[str]
+    parameter_size: str
+    quantization_level: str
+
+
+class Listed(TypedDict):
+    name: str
+    model: str
+    modified_at: str
+    size: int
+    digest: str
+    details: Details
+
+
+class Tags(TypedDict):
+    models: list[Listed]
+
+
+class Loaded(TypedDict):
+    """size, size_vram: bytes of weights."""
+
+    name: str
+    model: str
+    size: int
+    size_vram: int
+    digest: str
+    details: Details
+    expires_at: str
+    context_length: int
+
+
+class Running(TypedDict):
+    models: list[Loaded]
+
+
+class ShowBody(NamedBody):
+    why: ClassVar = {
+        "verbose": "neither tensors nor the vocabulary are told",
+        **dict.fromkeys(("system", "template", "options"), "a model is shown as it is"),
+    }
+
+    # Ollama's own program sends these with nothing in them.
+    system: Literal[""] | None = None
+    template: Literal[""] | None = None
+    options: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+    verbose: Literal[False] | None = None
+
+
+class Shown(TypedDict):
+    modelfile: str
+    parameters: str
+    template: str
+    details: Details
+    model_info: dict[str, str | int]
+    capabilities: list[str]
+    modified_at: str
+    license: NotRequired[str]
+
+
+async def root(_call: Call, _body: None) -> Response:
+    """What programs look for that want to know whether there is a server."""
+    return PlainTextResponse("Ollama is running")
+
+
+async def version(_call: Call, _body: None) -> Json:
+    reply: Version = {"version": _SPOKEN}
+    return Json(reply)
+
+
+async def tags(call: Call, _body: None) -> Json:
+    """The served model under each of its names, and every other on this disk. Raises SettingsError for a models.toml
+    that cannot be understood."""
+    served = call.served
+    reply: Tags = {"models": await served.on_disk(lambda: list(_tags(served)))}
+    return Json(reply)
+
+
+async def running(call: Call, _body: None) -> Json:
+    """Nothing while the model is being loaded."""
+    served = call.served
+    reply: Running = {"models": await served.on_disk(lambda: list(_running(served)))}
+    return Json(reply)
+
+
+async def show(call: Call, body: ShowBody) -> Json:
+    """Raises RequestError for a model that is not on this disk, CheckpointError for defaults out of range."""
+    served = call.served
+    return Json(await served.on_disk(lambda: _shown(served, body.bare_name)))
+
+
+async def delete(call: Call, body: NamedBody) -> Response:
+    """Raises RequestError for a model that is in use, or not on this disk; what `hub.remove` does."""
+    await call.served.on_disk(lambda: _delete(call.served, body.bare_name))
+    return Response()
+
+
+def _tags(served: Served) -> Iterator[Listed]:
+    own = hub.describe(served.selection.model_name)
+    yield from (_listed(served, name, own) for name in served.names)
+    for row in hub.list_models():
+        if row.directory is not None and row.name not in served.names and row.directory != _files(own).directory:
+            yield _listed(served, row.name, hub.describe(row.name))
+
+
+def _listed(served: Served, name: str, model: ModelDescription) -> Listed:
+    return {
+        "name": tagged(name),
+        "model": tagged(name),
+        "modified_at": _modified_at(model),
+        "size": model.size_bytes,
+        "digest": _digest(model),
+        "details": _details(served, model),
+    }
+
+
+def _running(served: Served) -> Iterator[Loaded]:
+    engine = served.engine_if_loaded
+    if engine is None:
+        return
+    model, plan = hub.describe(served.selection.model_name), engine.plan
+    yield {
+        "name": tagged(served.name),
+        "model": tagged(served.name),
+        "size": model.size_bytes if plan is None else plan.shape.num_bytes,
+        "size_vram": 0 if plan is None else plan.ledger.get("vram", {}).get("weights", 0),
+        "digest": _digest(model),
+        "details": _details(served, model),
+        "expires_at": _NEVER,
+        "context_length": engine.ctx,
+    }
+
+
+def _shown(served: Served, name: str) -> Shown:
+    engine, is_served = served.engine_if_loaded, _is_served(served, name)
+    if is_served:
+        origin, model = served.name, hub.describe(served.selection.model_name)
+    else:
+        row = _installed(name)
+        if row is None or row.directory is None:
+            raise _not_found(name)
+        origin, model = row.name, hub.describe(row.name)
+    template = _template(_files(model))
+    reply: Shown = {
+        "modelfile": f"FROM {origin}\n",
+        "parameters": _parameters(model, engine.ctx if is_served and engine is not None else None),
+        "template": template,
+        "details": _details(served, model),
+        "model_info": _model_info(model),
+        "capabilities": ["completion", *(["thinking"] if may_think(template) else [])],
+        "modified_at": _modified_at(model),
+    }
+    if model.entry is not None:
+        reply["license"] = model.entry.licence
+    return reply
+
+
+def _delete(served: Served, name: str) -> None:
+    row = _installed(name)
+    if _is_served(served, name) or (row is not None and _is_used(served, row)):
+        why, fix = "this server uses it", "stop the server first"
+        raise RequestError(400, f"model {name[:200]!r} cannot be deleted", why=why, fix=fix, param="model")
+    if row is None:
+        raise _not_found(name)
+    hub.remove(name)
+
+
+def _is_used(served: Served, row: InstalledModel) -> bool:
+    """Whether it is the served model, or the one that guesses its tokens."""
+    own = served.selection.files
+    is_own = row.repo == own.repo if row.repo else row.directory == own.directory
+    return is_own or served.selection.settings.speculate.casefold() in _names(row)
+
+
+def _is_served(served: Served, name: str) -> bool:
+    return served.has(name)
+
+
+def _installed(name: str) -> InstalledModel | None:
+    """The model on this disk, whole or not, that is listed by this name. A client's word is no path to look at."""
+    rows = [row for row in hub.list_models() if name.casefold() in _names(row)]
+    return next((row for row in rows if row.name == name), rows[0] if rows else None)
+
+
+def _names(row: InstalledModel) -> set[str]:
+    entry = (row.entry.name, *row.entry.aliases) if row.entry else ()
+    return {each.casefold() for each in (row.name, row.repo or row.name, *entry)}
+
+
+def _not_found(name: str) -> RequestError:
+    what, why, fix = f"model {name[:200]!r} not found", "it is not on this disk", "GET /api/tags lists those that are"
+    return RequestError(404, what, why=why, fix=fix, param="model", name="model_not_found")
+
+
+def _files(model: ModelDescription) -> ModelFiles:
+    """Raises RequestError where they are gone meanwhile."""
+    if model.files is None:
+        raise _not_found(model.name)
+    return model.files
+
+
+def _modified_at(model: ModelDescription) -> str:
+    return time_text(_files(model).directory.stat().st_mtime)
+
+
+def _digest(model: ModelDescription) -> str:
+    """As long as one of contents, which would take minutes: it is another where the model is."""
+    return hashlib.sha256(f"{model.name}@{model.revision}".encode()).hexdigest()
+
+
+def _details(served: Served, model: ModelDescription) -> Details:
+    engine = served.engine_if_loaded
+    is_loaded = engine is not None and _files(model).directory == served.selection.files.directory
+    family, dtype = model.model_type or "", model.dtype or ""
+    return {
+        "parent_model": "",
+        "format": "safetensors",
+        "family": family,
+        "families": [family],
+        "parameter_size": _size_text(_parameter_count(model)),
+        "quantization_level": engine.weights if is_loaded and engine else _DTYPES.get(dtype, dtype),
+    }
+
+
+def _parameter_count(model: ModelDescription) -> int:
+    """As the files have them; 0 where these cannot be read."""
+    from localllm.models.safetensors_file import SafetensorsFile  # which loads torch
+
+    count = 0
+    with suppress(CheckpointError):
+        for path in _files(model).directory.glob("*.safetensors"):
+            with SafetensorsFile.open(path) as file:
+                count += sum(math.prod(spec.shape) for spec in file.specs.values())
+    return count
+
+
+def _size_text(count: int) -> str:
+    """8030261248: "8.0B"; "" where it is not known."""
+    if not count:
+        return ""
+    return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"
+
+
+def _model_info(model: ModelDescription) -> dict[str, str | int]:
+    arch = model.model_type or "unknown"
+    info: dict[str, Any] = {
+        "general.architecture": arch,
+        "general.parameter_count": _parameter_count(model) or None,
+        f"{arch}.context_length": model.context,
+        f"{arch}.embedding_length": model.hidden_size,
+        f"{arch}.block_count": model.layers,
+        f"{arch}.attention.head_count": model.attention_heads,
+        f"{arch}.attention.head_count_kv": model.kv_heads,
+        f"{arch}.vocab_size": model.vocabulary,
+    }
+    return {name: value for name, value in info.items() if value is not None}
+
+
+def _template(files: ModelFiles) -> str:
+    """ "" where the model has none, or a broken one."""
+    try:
+        sources = ChatTemplate.load(files.directory).sources
+    except TemplateError:
+        return ""
+    return sources.get("default") or next(iter(sources.values()))
+
+
+def _shown_number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
+def _parameters(model: ModelDescription, ctx: int | None) -> str:
+    """ctx: that the server has for it."""
+    defaults = {**sampling_defaults(model.entry, model.files), **({} if ctx is None else {"num_ctx": ctx})}
+    lines = [f"{_PARAMETERS.get(name, name):<30} {_shown_number(value)}" for name, value in defaults.items()]
+    stops = model.entry.stop if model.entry else ()
+    return "\n".join([*lines, *(f"{'stop':<30} {json.dumps(text)}" for text in stops)])
+
+
+ENDPOINTS = (
+    Endpoint("GET", "/", root, "Whether there is a server"),
+    Endpoint("GET", "/api/version", version, "The server's version", reply=Version),
+    Endpoint("GET", "/api/tags", tags, "The models on this disk", reply=Tags),
+    Endpoint("GET", "/api/ps", running, "The model that is loaded", reply=Running),
+    Endpoint("POST", "/api/show", show, "What is known about a model", ShowBody, Shown),
+    Endpoint("DELETE", "/api/delete", delete, "Delete a model from this disk", NamedBody),
+)

@@ -1,0 +1,256 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
+
+from pydantic import Field
+from starlette.responses import Response
+from typing_extensions import TypedDict
+
+from localllm.engine.chat_template import ChatInput
+from localllm.engine.tokenizer import Tokenizer
+from localllm.server.answering import Answers, Piece
+from localllm.server.asking import Ask
+from localllm.server.bodies import Body
+from localllm.server.endings import FinishReason, finish_reason, timings_of
+from localllm.server.endpoint import Call, Endpoint
+from localllm.server.failures import RequestError, body_of
+from localllm.server.fields import (
+    MAX_MESSAGES,
+    MAX_TOP_LOGPROBS,
+    NOT_YET,
+    Count,
+    IgnoredFlag,
+    Nothing,
+    refuse_top_logprobs,
+)
+from localllm.server.logprobs import content_logprobs
+from localllm.server.openai.messages import Message, chat_messages
+from localllm.server.openai.shapes import (
+    FINGERPRINT,
+    TIERS,
+    ChoiceLogprobs,
+    GenerationBody,
+    TimingsField,
+    Usage,
+    refuse_stream_options,
+    sampling_of,
+    usage_of,
+)
+from localllm.server.replying import EVENT_STREAM, PING, News, collected, event, evicted_header, new_id, streamed, whole
+
+
+class TextFormat(Body):
+    type: Literal["text"]
+
+
+class ChatBody(GenerationBody):
+    elsewhere: ClassVar = {**GenerationBody.elsewhere, "prompt": "send it as 'messages', or to /v1/completions"}
+    why: ClassVar = {
+        **dict.fromkeys(("tools", "tool_choice", "functions", "function_call", "response_format"), NOT_YET),
+        "modalities": "models here write text",
+        "audio": "models here write text",
+        "prediction": "guesses are made here without being told what to guess",
+        "web_search_options": "nothing is fetched from the network",
+        "moderation": "nothing is judged here",
+        "verbosity": "how much is said cannot be turned up or down; 'medium' is as the model does",
+    }
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, Field(max_length=32, description="Variables of the model's chat template.")
+    ] = None
+    response_format: TextFormat | None = None
+    tools: Nothing = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: IgnoredFlag = None
+    functions: Nothing = None
+    function_call: Literal["none", "auto"] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
+    verbosity: Literal["medium"] | None = None
+    audio: None = None
+    prediction: None = None
+    web_search_options: None = None
+    moderation: None = None
+
+
+class ReplyMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+    reasoning_content: NotRequired[str]
+
+
+class Choice(TypedDict):
+    index: int
+    message: ReplyMessage
+    logprobs: ChoiceLogprobs | None
+    finish_reason: FinishReason
+
+
+class ChatCompletion(TimingsField):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[Choice]
+    usage: Usage
+    service_tier: NotRequired[str]
+
+
+class Delta(TypedDict, total=False):
+    role: Literal["assistant"]
+    content: str
+    reasoning_content: str
+
+
+class ChunkChoice(TypedDict):
+    index: int
+    delta: Delta
+    logprobs: ChoiceLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class ChatChunk(TimingsField):
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChunkChoice]
+    usage: NotRequired[Usage | None]
+
+
+async def chat(call: Call, body: ChatBody) -> Response:
+    """Raises what refuses the request, or ends its answer before anything was said."""
+    served = call.served
+    model = served.require(body.model)
+    refuse_stream_options(body)
+    refuse_top_logprobs(body.top_logprobs, wanted=body.logprobs)
+    if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
+        what, why = "'max_tokens' and 'max_completion_tokens' differ", "one is the other's older name"
+        raise RequestError(400, what, why=why, param="max_tokens", name="invalid_value")
+    sampling = sampling_of(
+        body,
+        served,
+        max_tokens=body.max_completion_tokens or body.max_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+    told = _Logprobs(served.engine().tokenizer, body.top_logprobs or 0 if body.logprobs else None)
+    answers = await served.ask(
+        Ask(
+            ChatInput(chat_messages(body.messages), variables=body.chat_template_kwargs or {}),
+            sampling,
+            n=body.n or 1,
+            num_ctx=body.num_ctx,
+            priority=TIERS.get(body.service_tier or "", 0),
+            effort=body.reasoning_effort,
+            evicts=served.evicts,
+        )
+    )
+    head = {"id": new_id("chatcmpl-"), "created": int(time.time()), "model": model, "system_fingerprint": FINGERPRINT}
+    if body.stream:
+        with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        speech = _Speech(answers, head, told, with_usage=with_usage)
+        return await streamed(answers, speech.chunks, lambda failure: event(body_of(failure, "openai")), EVENT_STREAM)
+    pieces = await collected(answers)
+    return await whole(lambda: _completion(pieces, head, told, body.service_tier), evicted_header(answers))
+
+
+class _Logprobs:
+    """most: of the likeliest tokens that are told; None: no log-probabilities at all."""
+
+    def __init__(self, tokenizer: Tokenizer, most: int | None) -> None:
+        self._tokenizer = tokenizer
+        self._most = most
+
+    def of(self, piece: Piece) -> ChoiceLogprobs | None:
+        if self._most is None:
+            return None
+        return {"content": content_logprobs(piece.logprobs, self._tokenizer, self._most), "refusal": None}
+
+
+def _completion(pieces: Sequence[Piece], head: Mapping[str, Any], told: _Logprobs, tier: str | None) -> ChatCompletion:
+    choices: list[Choice] = []
+    for index, piece in enumerate(pieces):
+        message: ReplyMessage = {"role": "assistant", "content": piece.text, "refusal": None}
+        if piece.thought:
+            message["reasoning_content"] = piece.thought
+        reason = finish_reason(piece.ending)
+        choices.append({"index": index, "message": message, "logprobs": told.of(piece), "finish_reason": reason})
+    ends = [piece.ending for piece in pieces]
+    reply: dict[str, Any] = {
+        **head,
+        "object": "chat.completion",
+        "choices": choices,
+        "usage": usage_of(ends, len(ends)),
+    }
+    if tier is not None:
+        reply["service_tier"] = "default" if tier == "auto" else tier
+    if len(ends) == 1:
+        reply["timings"] = timings_of(ends[0])
+    return reply  # type: ignore[return-value]
+
+
+class _Speech:
+    """Says the answers in chunks: the role, text, why it ended with nothing else, and usage if it is wanted."""
+
+    def __init__(self, answers: Answers, head: Mapping[str, Any], told: _Logprobs, *, with_usage: bool) -> None:
+        self._answers = answers
+        self._head = {**head, "object": "chat.completion.chunk"}
+        self._told = told
+        self._usage: dict[str, Any] = {"usage": None} if with_usage else {}
+
+    async def chunks(self, news: News) -> AsyncIterator[bytes]:
+        for index in range(len(self._answers.asked.requests)):
+            yield self._chunk(index, {"role": "assistant", "content": ""})
+        ends = {}
+        async for each in news:
+            if each is None:
+                yield PING
+                continue
+            index, piece = each
+            if piece.thought:
+                yield self._chunk(index, {"reasoning_content": piece.thought})
+            if piece.text or piece.logprobs:
+                yield self._chunk(index, {"content": piece.text}, self._told.of(piece))
+            if piece.finished is not None:
+                ends[index] = piece.finished
+                timings = {"timings": timings_of(piece.finished)} if len(self._answers.asked.requests) == 1 else {}
+                yield self._chunk(index, {}, None, finish_reason(piece.finished), **timings)
+        if self._usage:
+            usage = usage_of([ends[index] for index in sorted(ends)], len(ends))
+            yield event({**self._head, "choices": [], "usage": usage})
+        yield b"data: [DONE]\n\n"
+
+    def _chunk(
+        self,
+        index: int,
+        delta: Delta,
+        logprobs: ChoiceLogprobs | None = None,
+        reason: FinishReason | None = None,
+        **more: Any,
+    ) -> bytes:
+        choice: ChunkChoice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return event({**self._head, "choices": [choice], **self._usage, **more})
+
+
+ENDPOINTS = (
+    Endpoint(
+        "POST",
+        "/v1/chat/completions",
+        chat,
+        "Answer a conversation",
+        ChatBody,
+        ChatCompletion,
+        (EVENT_STREAM, ChatChunk),
+    ),
+)

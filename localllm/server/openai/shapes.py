@@ -1,0 +1,140 @@
+"""What several of OpenAI's replies have: identity, usage, timings, log-probabilities; and fields that several requests
+have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from localllm import __version__
+from localllm.engine.events import FinishedEvent
+from localllm.engine.request import SamplingParams
+from localllm.server.bodies import Body
+from localllm.server.endings import Timings
+from localllm.server.failures import RequestError
+from localllm.server.fields import (
+    MAX_ANSWERS,
+    NUM_CTX,
+    Count,
+    IgnoredFlag,
+    IgnoredText,
+    IgnoredTexts,
+    KeepAlive,
+    LogitBias,
+    Penalty,
+    Seed,
+    Share,
+    Stop,
+    Temperature,
+    overlaid,
+)
+from localllm.server.logprobs import ContentLogprob
+from localllm.server.served import Served
+
+FINGERPRINT = f"localllm-{__version__}"
+TIERS = {"flex": -1, "priority": 1, "fast": 1}  # of service_tier, as priorities
+
+
+class PromptDetails(TypedDict):
+    cached_tokens: int
+    audio_tokens: int
+
+
+class Usage(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class ChoiceLogprobs(TypedDict):
+    content: list[ContentLogprob]
+    refusal: None
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    include_obfuscation: Annotated[Literal[False] | None, Field(description="Nothing is obfuscated here.")] = None
+
+
+class PromptCacheOptions(Body):
+    """What is known of earlier prompts is found without being told how."""
+
+    mode: IgnoredText = None
+    ttl: IgnoredText = None
+
+
+class GenerationBody(Body):
+    """Fields that both completions endpoints have."""
+
+    elsewhere: ClassVar = {"n_predict": "it is 'max_tokens' here", "num_predict": "it is 'max_tokens' here"}
+
+    model: Annotated[
+        str | None, Field(description="A name of GET /v1/models; without one, the model that is served.")
+    ] = None
+    n: Annotated[int | None, Field(ge=1, le=MAX_ANSWERS)] = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    seed: Seed | None = None
+    stop: Stop | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: LogitBias | None = None
+    max_tokens: Count | None = None
+    service_tier: Annotated[
+        Literal["auto", "default", "flex", "scale", "priority", "fast"] | None,
+        Field(description="Of requests that wait, `priority` and `fast` are answered sooner, `flex` later."),
+    ] = None
+    user: IgnoredText = None
+    metadata: IgnoredTexts = None
+    store: IgnoredFlag = None
+    safety_identifier: IgnoredText = None
+    prompt_cache_key: IgnoredText = None
+    prompt_cache_retention: IgnoredText = None
+    prompt_cache_options: PromptCacheOptions | None = None
+    top_k: Annotated[int | None, Field(ge=0, le=2**31 - 1)] = None
+    min_p: Share | None = None
+    typical_p: Share | None = None
+    repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100)] = None
+    num_ctx: Annotated[Count | None, Field(description=NUM_CTX)] = None
+    keep_alive: KeepAlive = None
+    cache_prompt: Annotated[Literal[True] | None, Field(description="What is known of a prompt is always used.")] = None
+
+
+def refuse_stream_options(body: GenerationBody) -> None:
+    """Raises RequestError where they say how a stream is that nobody asks for."""
+    if body.stream_options is not None and not body.stream:
+        what, why = "'stream_options' cannot be honoured", "it says how a stream is, and no stream is asked for"
+        raise RequestError(400, what, why=why, param="stream_options", name="unsupported_value")
+
+
+def sampling_of(body: GenerationBody, served: Served, **more: Any) -> SamplingParams:
+    """What the request says over what the model does by itself. Raises RequestError."""
+    names = (
+        "temperature", "top_p", "seed", "stop", "frequency_penalty", "presence_penalty", "logit_bias", "max_tokens",
+        "top_k", "min_p", "typical_p", "repetition_penalty",
+    )  # fmt: skip
+    given = {name: getattr(body, name) for name in names}
+    return overlaid(served.sampling(), {**given, **more})
+
+
+def usage_of(finished: Sequence[FinishedEvent], n: int) -> Usage:
+    """Of all answers to one request, n to each prompt, which is counted once."""
+    firsts = [each.usage for each in finished[::n]]
+    prompt, cached = sum(each.prompt_tokens for each in firsts), sum(each.cached_tokens for each in firsts)
+    completion = sum(each.usage.completion_tokens for each in finished)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached, "audio_tokens": 0},
+    }
+
+
+class TimingsField(TypedDict):
+    timings: NotRequired[Timings]

@@ -1,0 +1,125 @@
+"""The OpenAPI document, made of the endpoints themselves: what it says of a request is what checks it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
+
+from localllm import __version__
+from localllm.server.endpoint import Endpoint
+from localllm.server.failures import Dialect, dialect_of
+from localllm.server.replying import EVENT_STREAM
+
+PATH = "/openapi.json"
+_REFERENCE = "#/components/schemas/{model}"
+
+
+class ErrorDetail(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class OpenAIError(TypedDict):
+    error: ErrorDetail
+
+
+class AnthropicErrorDetail(TypedDict):
+    type: str
+    message: str
+
+
+class AnthropicError(TypedDict):
+    type: str
+    error: AnthropicErrorDetail
+
+
+class OllamaError(TypedDict):
+    error: str
+
+
+_ERRORS: Mapping[Dialect, Any] = {"openai": OpenAIError, "anthropic": AnthropicError, "ollama": OllamaError}
+
+
+def document(endpoints: Iterable[Endpoint], *, needs_key: bool) -> dict[str, Any]:
+    """OpenAPI 3.1 of these endpoints."""
+    listed = list(endpoints)
+    schemas, components = _schemas(listed)
+    paths: dict[str, dict[str, Any]] = {}
+    for each in listed:
+        path = re.sub(r"\{(\w+):\w+\}", r"{\1}", each.path)
+        paths.setdefault(path, {})[each.method.lower()] = _operation(each, path, schemas)
+    described: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "localllm", "version": __version__, "description": "A model on this machine."},
+        "paths": paths,
+        "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+    }
+    return {**described, "security": [{"key": []}]} if needs_key else described
+
+
+def _schemas(endpoints: Iterable[Endpoint]) -> tuple[dict[Any, Any], dict[str, Any]]:
+    """(schema of each type, definitions that they refer to)."""
+    types: dict[str, Any] = {}
+    for each in endpoints:
+        streamed = each.stream[1] if each.stream else None
+        for kind in (each.body, each.reply, streamed, *_ERRORS.values()):
+            if kind is not None:
+                types.setdefault(_key(kind), kind)
+    inputs: list[Any] = [(key, "validation", TypeAdapter(kind)) for key, kind in types.items()]
+    found, definitions = TypeAdapter.json_schemas(inputs, ref_template=_REFERENCE)
+    return {key: schema for (key, _), schema in found.items()}, definitions.get("$defs", {})
+
+
+def _key(kind: Any) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}" if isinstance(kind, type) else str(kind)
+
+
+def _operation(endpoint: Endpoint, path: str, schemas: Mapping[Any, Any]) -> dict[str, Any]:
+    dialect = dialect_of(path)
+    content: dict[str, Any] = {}
+    if endpoint.reply is not None:
+        content["application/json"] = {"schema": schemas[_key(endpoint.reply)]}
+    else:
+        content["text/plain"] = {"schema": {"type": "string"}}
+    if endpoint.stream is not None:
+        media_type, item = endpoint.stream
+        content[media_type] = {"schema": _stream_schema(media_type, schemas[_key(item)])}
+    error = {"application/json": {"schema": schemas[_key(_ERRORS[dialect])]}}
+    operation: dict[str, Any] = {
+        "operationId": _operation_id(endpoint, path),
+        "summary": endpoint.summary,
+        "tags": [dialect],
+        "parameters": [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+            for name in re.findall(r"\{(\w+)\}", path)
+        ],
+        "responses": {
+            "200": {"description": "Done.", "content": content},
+            "default": {"description": "Refused, or failed.", "content": error},
+        },
+    }
+    if endpoint.deprecated:
+        operation["deprecated"] = True
+    if endpoint.body is not None:
+        body = {"application/json": {"schema": schemas[_key(endpoint.body)]}}
+        operation["requestBody"] = {"required": True, "content": body}
+    return operation
+
+
+def _stream_schema(media_type: str, item: Any) -> dict[str, Any]:
+    """Of one event, whose data is JSON in a text; of lines of JSON, each by itself."""
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": item}
+    if media_type == EVENT_STREAM:
+        either = {"anyOf": [{"type": "string", "const": "[DONE]"}, data]}
+        return {"type": "object", "properties": {"event": {"type": "string"}, "data": either}, "required": ["data"]}
+    return {"type": "string", "description": "Lines, each a JSON object.", "contentSchema": item}
+
+
+def _operation_id(endpoint: Endpoint, path: str) -> str:
+    return "_".join([endpoint.method.lower(), *re.findall(r"\w+", path)]) or "root"

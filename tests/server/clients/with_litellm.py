@@ -1,0 +1,279 @@
+"""Checks of litellm, which speaks all three dialects: `python with_litellm.py URL`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else prices are asked for over the network, at import
+
+import litellm
+from checks import (
+    GREEDY,
+    LENGTH,
+    STORY,
+    SYSTEM,
+    TOO_LONG,
+    URL,
+    USER,
+    chat_text,
+    completion_text,
+    raised,
+    said,
+    supports,
+    tell,
+)
+
+ASKED: list[dict[str, Any]] = [{"role": "user", "content": USER}]
+TURNS: list[dict[str, Any]] = [
+    {"role": "system", "content": SYSTEM},
+    *ASKED,
+    {"role": "assistant", "content": "Once there was an owl."},
+    {"role": "user", "content": "And then?"},
+]
+OPENAI: dict[str, Any] = {"api_base": f"{URL}/v1", "api_key": "none", "max_retries": 0}
+CHAT: dict[str, Any] = {"model": "openai/tiny", "messages": ASKED, **GREEDY, **OPENAI}
+TEXT: dict[str, Any] = {"model": "text-completion-openai/tiny", "prompt": STORY, **GREEDY, **OPENAI}
+# It asks for no less than 16 tokens.
+RESPONSE: dict[str, Any] = {
+    "model": "openai/tiny",
+    "input": USER,
+    "temperature": 0,
+    "max_output_tokens": 16,
+    **OPENAI,
+}
+ANTHROPIC: dict[str, Any] = {"model": "anthropic/tiny", "messages": ASKED, **GREEDY, "api_base": URL, "api_key": "none"}
+OLLAMA_CHAT: dict[str, Any] = {
+    "model": "ollama_chat/tiny",
+    "messages": ASKED,
+    **GREEDY,
+    "api_base": URL,
+}
+OLLAMA: dict[str, Any] = {**OLLAMA_CHAT, "model": "ollama/tiny"}
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}]
+
+
+def text_of(reply: Any) -> str:
+    return str(reply.choices[0].message.content)
+
+
+def streamed(asked: dict[str, Any]) -> tuple[str, Any]:
+    """(what was said, the last piece)."""
+    chunks = list(litellm.completion(**asked, stream=True, stream_options={"include_usage": True}))
+    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices), chunks[-1]
+
+
+@supports("litellm", "/v1/chat/completions", "a whole answer")
+def check_a_whole_answer() -> None:
+    reply = litellm.completion(**CHAT)
+    assert text_of(reply) == chat_text(), reply
+    assert reply.choices[0].finish_reason == "length", reply
+
+
+@supports("litellm", "/v1/chat/completions", "tokens counted")
+def check_usage_of_a_whole_answer() -> None:
+    usage = litellm.completion(**CHAT).usage
+    assert usage.completion_tokens == LENGTH and usage.total_tokens == usage.prompt_tokens + LENGTH, usage
+
+
+@supports("litellm", "/v1/chat/completions", "an answer, streamed")
+def check_a_streamed_answer() -> None:
+    chunks = list(litellm.completion(**CHAT, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == chat_text(), chunks
+    assert chunks[-1].choices[0].finish_reason == "length", chunks[-1]
+
+
+@supports("litellm", "/v1/chat/completions", "tokens counted, streamed")
+def check_usage_of_a_streamed_answer() -> None:
+    text, last = streamed(CHAT)
+    assert text == chat_text()
+    assert last.usage.completion_tokens == LENGTH, last
+    assert last.usage.prompt_tokens == litellm.completion(**CHAT).usage.prompt_tokens, last
+
+
+@supports("litellm", "/v1/chat/completions", "pieces put together again")
+def check_pieces_put_together() -> None:
+    chunks = list(litellm.completion(**CHAT, stream=True, stream_options={"include_usage": True}))
+    whole = litellm.stream_chunk_builder(chunks, messages=ASKED)
+    assert text_of(whole) == chat_text() and whole.usage.completion_tokens == LENGTH, whole
+
+
+@supports("litellm", "/v1/chat/completions", "asynchronously")
+def check_asynchronous_answers() -> None:
+    async def both() -> list[str]:
+        whole = text_of(await litellm.acompletion(**CHAT))
+        parts = [chunk.choices[0].delta.content or "" async for chunk in await litellm.acompletion(**CHAT, stream=True)]
+        return [whole, "".join(parts)]
+
+    assert asyncio.run(both()) == [chat_text()] * 2
+
+
+@supports("litellm", "/v1/chat/completions", "a system prompt")
+@supports("litellm", "/v1/chat/completions", "several turns")
+def check_several_turns() -> None:
+    assert text_of(litellm.completion(**{**CHAT, "messages": TURNS})) == chat_text(*TURNS)
+
+
+@supports("litellm", "/v1/chat/completions", "log-probabilities")
+def check_logprobs() -> None:
+    content = litellm.completion(**CHAT, logprobs=True, top_logprobs=2).choices[0].logprobs.content
+    assert len(content) == LENGTH and len(content[0].top_logprobs) == 2, content
+
+
+@supports("litellm", "/v1/chat/completions", "several answers")
+def check_several_answers() -> None:
+    choices = litellm.completion(**{**CHAT, "temperature": 1}, n=2, seed=3).choices
+    assert len({choice.message.content for choice in choices}) == 2, choices
+
+
+@supports("litellm", "/v1/chat/completions", "stop texts")
+def check_stop_texts() -> None:
+    word = chat_text().split()[3]
+    reply = litellm.completion(**CHAT, stop=[word])
+    assert text_of(reply) == chat_text().partition(word)[0], reply
+    assert reply.choices[0].finish_reason == "stop", reply
+
+
+@supports("litellm", "/v1/chat/completions", "`top_k`, `min_p`, `num_ctx`")
+def check_fields_of_other_servers() -> None:
+    assert text_of(litellm.completion(**CHAT, top_k=1, extra_body={"min_p": 0.1, "num_ctx": 512})) == chat_text()
+
+
+@supports("litellm", "/v1/chat/completions", "refused: a prompt that is too long")
+def check_a_prompt_that_is_too_long() -> None:
+    too_long = {**CHAT, "messages": [{"role": "user", "content": TOO_LONG}]}
+    raised(litellm.ContextWindowExceededError, lambda: litellm.completion(**too_long))
+    raised(litellm.ContextWindowExceededError, lambda: list(litellm.completion(**too_long, stream=True)))
+
+
+@supports("litellm", "/v1/chat/completions", "refused: an unknown model")
+def check_an_unknown_model() -> None:
+    raised(litellm.NotFoundError, lambda: litellm.completion(**{**CHAT, "model": "openai/tinny"}))
+
+
+@supports("litellm", "/v1/chat/completions", "refused: what cannot be honoured, by name")
+def check_tools() -> None:
+    error = raised(litellm.BadRequestError, lambda: litellm.completion(**CHAT, tools=TOOLS))
+    assert "'tools" in str(error), error
+
+
+@supports("litellm", "/v1/completions", "a whole text")
+def check_a_text_that_goes_on() -> None:
+    reply = litellm.text_completion(**TEXT)
+    assert reply.choices[0].text == completion_text() and reply.usage.completion_tokens == LENGTH, reply
+
+
+@supports("litellm", "/v1/completions", "a text, streamed")
+def check_a_text_that_goes_on_streamed() -> None:
+    chunks = list(litellm.text_completion(**TEXT, stream=True))
+    assert "".join(chunk.choices[0].text or "" for chunk in chunks) == completion_text(), chunks
+
+
+@supports("litellm", "/v1/completions", "several prompts")
+def check_several_prompts() -> None:
+    prompts = [STORY, "The fox"]
+    reply = litellm.text_completion(**{**TEXT, "prompt": prompts})
+    assert [choice.text for choice in reply.choices] == [completion_text(prompt) for prompt in prompts], reply
+
+
+@supports("litellm", "/v1/responses", "a whole answer")
+def check_a_response() -> None:
+    reply = litellm.responses(**RESPONSE)
+    assert reply.output[0].content[0].text.startswith(chat_text()), reply
+    assert reply.usage.output_tokens == 16, reply
+
+
+@supports("litellm", "/v1/responses", "an answer, streamed")
+def check_a_streamed_response() -> None:
+    events = list(litellm.responses(**RESPONSE, stream=True))
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text.startswith(chat_text()), events
+
+
+@supports("litellm", "/v1/embeddings", "several texts")
+def check_embeddings() -> None:
+    texts = ["An owl in the barn.", "A lantern."]
+    reply = litellm.embedding(model="openai/tiny", input=texts, **OPENAI)
+    rows = said("/v1/embeddings", {"input": texts})["data"]
+    for row, told in zip(rows, reply.data, strict=True):
+        assert all(abs(a - b) < 1e-6 for a, b in zip(row["embedding"], told["embedding"], strict=True))
+    assert reply.usage.prompt_tokens > 0, reply.usage
+
+
+@supports("litellm", "/v1/messages", "a whole answer")
+def check_a_message() -> None:
+    reply = litellm.completion(**ANTHROPIC)
+    assert text_of(reply) == chat_text() and reply.choices[0].finish_reason == "length", reply
+    assert reply.usage.completion_tokens == LENGTH, reply
+
+
+@supports("litellm", "/v1/messages", "an answer, streamed")
+def check_a_streamed_message() -> None:
+    text, last = streamed(ANTHROPIC)
+    assert text == chat_text() and last.usage.completion_tokens == LENGTH, last
+
+
+@supports("litellm", "/v1/messages", "a system prompt")
+@supports("litellm", "/v1/messages", "several turns")
+def check_messages_of_several_turns() -> None:
+    assert text_of(litellm.completion(**{**ANTHROPIC, "messages": TURNS})) == chat_text(*TURNS)
+
+
+@supports("litellm", "/v1/messages", "refused: a prompt that is too long")
+def check_a_message_that_is_too_long() -> None:
+    too_long = {**ANTHROPIC, "messages": [{"role": "user", "content": TOO_LONG}]}
+    raised(litellm.ContextWindowExceededError, lambda: litellm.completion(**too_long))
+
+
+@supports("litellm", "/v1/messages", "refused: an unknown model")
+def check_an_unknown_model_of_messages() -> None:
+    raised(litellm.NotFoundError, lambda: litellm.completion(**{**ANTHROPIC, "model": "anthropic/tinny"}))
+
+
+@supports("litellm", "/api/chat", "a whole answer")
+def check_a_chat_of_ollama() -> None:
+    reply = litellm.completion(**OLLAMA_CHAT)
+    assert text_of(reply) == chat_text() and reply.usage.completion_tokens == LENGTH, reply
+
+
+@supports("litellm", "/api/chat", "an answer, streamed")
+def check_a_streamed_chat_of_ollama() -> None:
+    text, last = streamed(OLLAMA_CHAT)
+    assert text == chat_text() and last.usage.completion_tokens == LENGTH, last
+
+
+@supports("litellm", "/api/chat", "a system prompt")
+@supports("litellm", "/api/chat", "several turns")
+def check_several_turns_of_ollama() -> None:
+    assert text_of(litellm.completion(**{**OLLAMA_CHAT, "messages": TURNS})) == chat_text(*TURNS)
+
+
+@supports("litellm", "/api/chat", "refused: a prompt that is too long")
+def check_a_chat_of_ollama_that_is_too_long() -> None:
+    too_long = {**OLLAMA_CHAT, "messages": [{"role": "user", "content": TOO_LONG}]}
+    error = raised(litellm.BadRequestError, lambda: litellm.completion(**too_long))
+    assert "maximum context length is 1024" in str(error), error
+
+
+@supports("litellm", "/api/generate", "a whole answer")
+def check_a_prompt_of_ollama() -> None:
+    reply = litellm.completion(**OLLAMA)
+    assert text_of(reply) and reply.usage.completion_tokens == LENGTH, reply
+
+
+@supports("litellm", "/api/generate", "an answer, streamed")
+def check_a_streamed_prompt_of_ollama() -> None:
+    text, last = streamed(OLLAMA)
+    assert text == text_of(litellm.completion(**OLLAMA)) and last.usage.completion_tokens == LENGTH, last
+
+
+@supports("litellm", "/api/embed", "several texts")
+def check_embeddings_of_ollama() -> None:
+    texts = ["An owl in the barn.", "A lantern."]
+    reply = litellm.embedding(model="ollama/tiny", input=texts, api_base=URL)
+    assert [each["embedding"] for each in reply.data] == said("/api/embed", {"input": texts})["embeddings"]
+
+
+if __name__ == "__main__":
+    tell()

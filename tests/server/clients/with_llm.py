@@ -1,0 +1,166 @@
+"""Checks of llm, the command and the library: `LLM_USER_PATH=FOLDER python with_llm.py URL`. It keeps all in FOLDER."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+
+import llm
+import llm.cli
+from checks import LENGTH, STORY, SYSTEM, TOO_LONG, URL, USER, chat_text, completion_text, said, supports, tell
+from click.testing import CliRunner, Result
+
+API = f'model_name: tiny, api_base: "{URL}/v1"'
+MODELS = f"""
+- {{model_id: tiny-local, {API}}}
+- {{model_id: tiny-whole, {API}, can_stream: false}}
+- {{model_id: tiny-text, {API}, completion: true}}
+- {{model_id: tiny-responses, {API}, responses: true}}
+- {{model_id: tinny, model_name: tinny, api_base: "{URL}/v1"}}
+"""
+Path(os.environ["LLM_USER_PATH"], "extra-openai-models.yaml").write_text(MODELS)
+GREEDY = ("-o", "temperature", "0", "-o", "max_tokens", str(LENGTH))
+ASKED = {"role": "user", "content": USER}
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(llm.cli.cli, arguments)
+
+
+def text_of(*arguments: str) -> str:
+    """What the command prints, but for the end of the line."""
+    result = run(*arguments)
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.stdout.removesuffix("\n")
+
+
+@supports("llm", "/v1/chat/completions", "a whole answer")
+def check_a_whole_answer() -> None:
+    assert text_of("-m", "tiny-local", "--no-stream", *GREEDY, USER) == chat_text()
+    assert text_of("-m", "tiny-whole", *GREEDY, USER) == chat_text()
+
+
+@supports("llm", "/v1/chat/completions", "an answer, streamed")
+def check_a_streamed_answer() -> None:
+    assert text_of("-m", "tiny-local", *GREEDY, USER) == chat_text()
+
+
+@supports("llm", "/v1/chat/completions", "a system prompt")
+def check_a_system_prompt() -> None:
+    whole = chat_text({"role": "system", "content": SYSTEM}, ASKED)
+    assert text_of("-m", "tiny-local", *GREEDY, "-s", SYSTEM, USER) == whole
+
+
+@supports("llm", "/v1/chat/completions", "a system prompt")
+@supports("llm", "/v1/chat/completions", "several turns")
+def check_a_conversation_goes_on() -> None:
+    first = text_of("-m", "tiny-local", *GREEDY, "-s", SYSTEM, USER)
+    turns = [{"role": "system", "content": SYSTEM}, ASKED, {"role": "assistant", "content": first}]
+    whole = chat_text(*turns, {"role": "user", "content": "And then?"})
+    assert text_of("-c", *GREEDY, "And then?") == whole
+
+
+@supports("llm", "/v1/chat/completions", "tokens counted")
+def check_usage_of_a_whole_answer() -> None:
+    count = said("/v1/chat/completions", {"messages": [ASKED], "max_tokens": 1})["usage"]["prompt_tokens"]
+    told = run("-m", "tiny-local", "--no-stream", "-u", *GREEDY, USER).stderr
+    assert f"{count} input, {LENGTH} output" in told, told
+
+
+@supports("llm", "/v1/chat/completions", "tokens counted, streamed")
+def check_usage_of_a_streamed_answer() -> None:
+    told = run("-m", "tiny-local", "-u", *GREEDY, USER).stderr
+    assert f" input, {LENGTH} output" in told, told
+
+
+@supports("llm", "/v1/chat/completions", "a limit of tokens")
+def check_a_limit_of_tokens() -> None:
+    short = text_of("-m", "tiny-local", "-o", "temperature", "0", "-o", "max_tokens", "4", USER)
+    assert short and chat_text().startswith(short) and short != chat_text(), short
+
+
+@supports("llm", "/v1/chat/completions", "a seed")
+def check_a_seed() -> None:
+    asked = ("-m", "tiny-local", "-o", "seed", "1", "-o", "temperature", "1.5", "-o", "max_tokens", "8", USER)
+    assert text_of(*asked) == text_of(*asked) != ""
+
+
+@supports("llm", "/v1/chat/completions", "tokens counted, streamed")
+def check_the_log() -> None:
+    text_of("-m", "tiny-local", *GREEDY, USER)
+    [entry] = json.loads(text_of("logs", "-n", "1", "--json"))
+    assert entry["response"] == chat_text() and entry["output_tokens"] == LENGTH, entry
+    assert entry["response_json"]["finish_reason"] == "length", entry
+
+
+@supports("llm", "/v1/chat/completions", "asynchronously")
+def check_asynchronous_answers() -> None:
+    async def text() -> str:
+        return await llm.get_async_model("tiny-local").prompt(USER, temperature=0, max_tokens=LENGTH).text()
+
+    assert asyncio.run(text()) == chat_text()
+
+
+@supports("llm", "/v1/chat/completions", "refused: a prompt that is too long")
+def check_a_prompt_that_is_too_long() -> None:
+    result = run("-m", "tiny-local", TOO_LONG)
+    assert result.exit_code == 1 and "maximum context length is 1024 tokens" in result.stderr, result.output
+
+
+@supports("llm", "/v1/chat/completions", "refused: an unknown model")
+def check_an_unknown_model() -> None:
+    result = run("-m", "tinny", USER)
+    assert result.exit_code == 1 and "'tiny'" in result.stderr, result.output
+
+
+@supports("llm", "/v1/chat/completions", "an answer, streamed")
+def check_an_endpoint_that_is_named() -> None:
+    assert text_of("openai", "endpoint", f"{URL}/v1", USER, "-m", "tiny", *GREEDY) == chat_text()
+
+
+@supports("llm", "/v1/completions", "a whole text")
+def check_a_text_that_goes_on() -> None:
+    assert text_of("-m", "tiny-text", "--no-stream", *GREEDY, STORY) == completion_text()
+
+
+@supports("llm", "/v1/completions", "a text, streamed")
+def check_a_text_that_goes_on_streamed() -> None:
+    assert text_of("-m", "tiny-text", *GREEDY, STORY) == completion_text()
+
+
+@supports("llm", "/v1/completions", "log-probabilities")
+def check_logprobs_of_a_text() -> None:
+    text_of("-m", "tiny-text", *GREEDY, "-o", "logprobs", "2", STORY)
+    [entry] = json.loads(text_of("logs", "-n", "1", "--json"))
+    tops = [top for piece in entry["response_json"]["logprobs"] for top in piece["top_logprobs"]]
+    assert len(tops) == LENGTH and all(len(top) == 2 for top in tops), entry
+
+
+@supports("llm", "/v1/responses", "a whole answer")
+def check_a_response() -> None:
+    assert text_of("-m", "tiny-responses", "--no-stream", *GREEDY, USER) == chat_text()
+
+
+@supports("llm", "/v1/responses", "an answer, streamed")
+def check_a_streamed_response() -> None:
+    assert text_of("-m", "tiny-responses", *GREEDY, USER) == chat_text()
+
+
+@supports("llm", "/v1/responses", "a system prompt")
+@supports("llm", "/v1/responses", "several turns")
+def check_a_conversation_of_responses_goes_on() -> None:
+    first = text_of("-m", "tiny-responses", *GREEDY, "-s", SYSTEM, USER)
+    turns = [{"role": "system", "content": SYSTEM}, ASKED, {"role": "assistant", "content": first}]
+    whole = chat_text(*turns, {"role": "user", "content": "And then?"})
+    assert text_of("-c", *GREEDY, "And then?") == whole
+
+
+@supports("llm", "/v1/models", "a list")
+def check_the_models() -> None:
+    assert "tiny" in text_of("openai", "endpoint", f"{URL}/v1", "--models").splitlines()
+
+
+if __name__ == "__main__":
+    tell()

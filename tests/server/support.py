@@ -1,0 +1,183 @@
+"""A server as it is, in a thread of the test's process, and raw requests to it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from localllm import hub
+from localllm.config import ResolvedSettings, load_settings
+from localllm.engine.engine import Engine
+from localllm.engine.service import EngineService
+from localllm.frontend.opening import Opening, open_engine
+from localllm.frontend.selection import with_defaults
+from localllm.server.app import create_app
+from localllm.server.guard import Admission, key_digest
+from localllm.server.listening import bound, serve
+from localllm.server.served import Capacity, Served
+
+PATIENCE_S = 20.0
+OWL = [{"role": "user", "content": "A tale about an owl, please."}]
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server that answers."""
+
+    port: int
+    served: Served
+    log: list[str]
+    client: httpx2.Client
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def engine(self) -> Engine:
+        return self.served.engine()
+
+    def post(self, path: str, body: Any, **headers: str) -> httpx2.Response:
+        return self.client.post(path, json=body, headers=headers)
+
+    def get(self, path: str, **headers: str) -> httpx2.Response:
+        return self.client.get(path, headers=headers)
+
+    def stream_lines(self, path: str, body: Any) -> list[str]:
+        """The lines of a streamed reply that say something."""
+        with self.client.stream("POST", path, json=body) as reply:
+            assert reply.status_code == 200, reply.read()
+            return [line for line in reply.iter_lines() if line]
+
+    def events(self, path: str, body: Any) -> list[Any]:
+        """The data of a stream of events, but for its end mark."""
+        lines = self.stream_lines(path, body)
+        data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+        return [json.loads(each) for each in data if each != "[DONE]"]
+
+    def wait_until_idle_engine(self) -> None:
+        """Until nothing is being computed, whoever still listens."""
+        wait_for(lambda: not self.engine.has_work)
+
+    def wait_until_idle(self) -> None:
+        """Until nothing is being computed, and nobody listens."""
+        wait_for(lambda: not self.engine.has_work and not self.served.num_open)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Fails where it takes long."""
+    until = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.0005)
+
+
+@contextmanager
+def running(
+    model: str | Path = "tiny",
+    *,
+    capacity: Capacity | None = None,
+    key: str | None = None,
+    aliases: Sequence[str] = (),
+    load: Callable[[], Engine] | None = None,
+    with_metrics: bool = True,
+    send_bytes: int | None = None,
+    **settings: Any,
+) -> Iterator[Running]:
+    """load: how the engine comes to be; None: as `localllm serve` has it. send_bytes: that the system keeps of what a
+    client has not taken."""
+    capacity = capacity or Capacity()
+    resolved: ResolvedSettings = load_settings(settings, environ={})
+    selection = with_defaults(resolved, hub.locate(str(model)))
+    opening = Opening(parallel=capacity.parallel)
+
+    def opened() -> Engine:
+        from localllm.engine.loading import Watcher
+
+        return open_engine(selection, opening, Watcher(), lambda _text: None)
+
+    service = EngineService(load or opened)
+    served = Served(selection, service, capacity, aliases)
+    sock = bound("127.0.0.1", 0)
+    if send_bytes is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
+    port = int(sock.getsockname()[1])
+    log: list[str] = []
+    admission = Admission((port,), key_digest=None if key is None else key_digest(key))
+    app = create_app(served, admission, log=log.append, with_metrics=with_metrics)
+    stops: list[Callable[[], None]] = []
+    thread = threading.Thread(target=serve, args=(app, [sock], stops.append, served.stop), daemon=True)
+    thread.start()
+    try:
+        if load is None:
+            service.wait_loaded()
+        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            yield Running(port, served, log, client)
+    finally:
+        stops[0]()
+        thread.join(10)
+        served.close()
+
+
+@dataclass
+class Raw:
+    """A connection on which a test says what it likes. receive_bytes: that the system takes in before it is read."""
+
+    port: int
+    receive_bytes: int | None = None
+    sock: socket.socket = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sock = socket.socket()
+        self.sock.settimeout(20)
+        if self.receive_bytes is not None:
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self.receive_bytes)
+        self.sock.connect(("127.0.0.1", self.port))
+
+    def send(self, data: bytes) -> None:
+        self.sock.sendall(data)
+
+    def post(self, path: str, body: Any, **headers: str) -> None:
+        """A whole request."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        fields = {"host": f"127.0.0.1:{self.port}", "content-type": "application/json", "content-length": len(data)}
+        fields |= {name.replace("_", "-"): value for name, value in headers.items()}
+        head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+        self.send(f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + data)
+
+    def get(self, path: str) -> None:
+        self.send(f"GET {path} HTTP/1.1\r\nhost: 127.0.0.1:{self.port}\r\n\r\n".encode())
+
+    def read_until(self, mark: bytes) -> bytes:
+        data = b""
+        while mark not in data:
+            piece = self.sock.recv(65536)
+            if not piece:
+                break
+            data += piece
+        return data
+
+    def read_all(self) -> bytes:
+        """To the end of the connection."""
+        data = b""
+        while piece := self.sock.recv(65536):
+            data += piece
+        return data
+
+    def close(self) -> None:
+        self.sock.close()
+
+    def __enter__(self) -> Raw:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

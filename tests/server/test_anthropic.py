@@ -1,0 +1,363 @@
+"""/v1/messages, by Anthropic's own library and by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anthropic
+import pytest
+
+from localllm.engine.chat_template import ChatTemplate
+from localllm.engine.engine import Engine
+from localllm.server.answering import Answers, Piece
+from localllm.server.failures import RequestError
+from tests.server.support import OWL, Running
+
+PATH = "/v1/messages"
+ASKED: dict[str, Any] = {"model": "tiny", "messages": OWL}
+GREEDY: dict[str, Any] = {**ASKED, "max_tokens": 12, "extra_body": {"temperature": 0, "top_k": 1}}
+RAW: dict[str, Any] = {**ASKED, "max_tokens": 12, "temperature": 0}
+BILLING = "x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch=0a1b2;"
+SHORT = "Tell tales."
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "7"}
+
+
+@pytest.fixture(scope="module")
+def library(shared_server: Running) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=shared_server.url, api_key="none", max_retries=0)
+
+
+@pytest.fixture
+def client(server: Running, library: anthropic.Anthropic) -> anthropic.Anthropic:
+    return library
+
+
+@pytest.fixture
+def thinker(server: Running, monkeypatch: pytest.MonkeyPatch) -> Running:
+    """The model's template opens a thought, which goes on to the end of the answer unless it is told not to think."""
+    source = server.engine.template.sources["default"]
+    opened = "{% if add_generation_prompt and enable_thinking is not false %}{{ '<think>\\n' }}{% endif %}"
+    template = ChatTemplate(source + opened, special_tokens=server.engine.tokenizer.special_tokens)
+    monkeypatch.setattr(Engine, "template", property(lambda _engine: template))
+    return server
+
+
+def text_of(message: anthropic.types.Message) -> str:
+    return "".join(block.text for block in message.content if block.type == "text")
+
+
+def blocks(*texts: str) -> list[Any]:
+    return [{"type": "text", "text": text, "cache_control": {"type": "ephemeral"}} for text in texts]
+
+
+def user(*contents: Any) -> list[Any]:
+    return [{"role": "user", "content": content} for content in contents]
+
+
+@pytest.mark.supports("anthropic", "/v1/messages", "a whole answer")
+def test_the_library_gets_a_whole_message(client: anthropic.Anthropic) -> None:
+    message = client.messages.create(**GREEDY)
+    assert message.id.startswith("msg_") and message.model == "tiny"
+    assert (message.type, message.role) == ("message", "assistant")
+    assert [block.type for block in message.content] == ["text"] and text_of(message)
+    assert (message.stop_reason, message.stop_sequence, message.usage.output_tokens) == ("max_tokens", None, 12)
+
+
+def test_an_answer_that_ends_by_itself_has_ended_its_turn(client: anthropic.Anthropic) -> None:
+    begun = [*OWL, {"role": "assistant", "content": "The end."}]
+    message = client.messages.create(**{**GREEDY, "messages": begun}, stop_sequences=["never said"])
+    assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
+    assert [block.type for block in message.content] == ["text"]
+
+
+@pytest.mark.supports("anthropic", "/v1/messages", "an answer, streamed")
+@pytest.mark.supports("anthropic", "/v1/messages", "pieces put together again")
+def test_the_librarys_stream_helper_accumulates_the_same_message(client: anthropic.Anthropic) -> None:
+    whole = client.messages.create(**GREEDY)
+    with client.messages.stream(**GREEDY) as stream:
+        said = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert said == text_of(whole) == text_of(final)
+    assert (final.stop_reason, final.usage.output_tokens) == ("max_tokens", 12)
+    assert total_input(final) == total_input(whole)
+
+
+def total_input(message: anthropic.types.Message) -> int:
+    return message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0)
+
+
+def test_the_events_of_a_stream_come_in_the_originals_order(client: anthropic.Anthropic) -> None:
+    events = list(client.messages.create(**GREEDY, stream=True))
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["message_start", "content_block_start"]
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert set(kinds[2:-3]) == {"content_block_delta"}
+
+
+def test_a_message_starts_with_nothing_said_and_the_tokens_of_its_prompt(client: anthropic.Anthropic) -> None:
+    counted = client.messages.count_tokens(**ASKED).input_tokens
+    with client.messages.create(**GREEDY, stream=True) as stream:
+        first = next(iter(stream))
+    assert first.type == "message_start" and first.message.content == []
+    assert first.message.stop_reason is None and first.message.usage.input_tokens == counted
+
+
+def test_each_event_is_named_by_its_type(server: Running) -> None:
+    lines = server.stream_lines(PATH, {**RAW, "stream": True})
+    names = [line.removeprefix("event: ") for line in lines[::2]]
+    assert names == [json.loads(line.removeprefix("data: "))["type"] for line in lines[1::2]]
+    assert names[0] == "message_start" and names[-1] == "message_stop"
+
+
+@pytest.mark.supports("anthropic", "/v1/messages", "cached tokens counted")
+def test_the_tokens_of_a_prompt_are_computed_or_cached(client: anthropic.Anthropic) -> None:
+    asked = {**GREEDY, "messages": user("A tale about a fox, an owl and a hen, please. " * 8)}  # no other test's
+    first, again = (client.messages.create(**asked).usage for _ in range(2))
+    assert again.cache_read_input_tokens and again.cache_creation_input_tokens == 0
+    assert again.input_tokens + again.cache_read_input_tokens == first.input_tokens
+
+
+@pytest.mark.supports("anthropic", "/v1/messages", "stop texts")
+@pytest.mark.parametrize("streams", [False, True])
+def test_the_stop_sequence_that_ended_an_answer_is_told(client: anthropic.Anthropic, streams: bool) -> None:
+    whole = text_of(client.messages.create(**GREEDY))
+    word = whole.split()[3]
+    asked = {**GREEDY, "stop_sequences": ["never said", word]}
+    message = final_of(client, asked) if streams else client.messages.create(**asked)
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", word)
+    assert text_of(message) == whole[: whole.index(word)]
+
+
+def shown(message: anthropic.types.Message) -> list[str]:
+    return [getattr(block, block.type) for block in message.content]
+
+
+def final_of(client: anthropic.Anthropic, asked: dict[str, Any]) -> anthropic.types.Message:
+    with client.messages.stream(**asked) as stream:
+        return stream.get_final_message()
+
+
+@pytest.mark.supports("anthropic", "/v1/messages", "a system prompt")
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"system": blocks(SHORT)},
+        {"system": [*blocks(BILLING), *blocks(SHORT)]},
+        {"system": f"{BILLING}\n{SHORT}"},
+        {"system": f"{BILLING}\n{BILLING}\n{SHORT}"},
+        {"messages": [{"role": "system", "content": SHORT}, *OWL]},
+    ],
+    ids=["blocks", "billing block", "billing line", "billing lines", "message"],
+)
+def test_a_system_prompt_is_the_same_however_it_comes(client: anthropic.Anthropic, asked: dict[str, Any]) -> None:
+    plain = client.messages.create(**GREEDY, system=SHORT)
+    message = client.messages.create(**{**GREEDY, **asked})
+    assert (total_input(message), text_of(message)) == (total_input(plain), text_of(plain))
+
+
+def test_a_system_prompt_of_billing_alone_is_none(client: anthropic.Anthropic) -> None:
+    counted = client.messages.count_tokens(**ASKED, system=BILLING).input_tokens
+    assert counted == client.messages.count_tokens(**ASKED).input_tokens
+
+
+def test_messages_of_one_role_behind_each_other_are_one_turn(server: Running) -> None:
+    parts = [*user("one", "two", blocks("three")), {"role": "assistant", "content": "four"}, *user("five")]
+    one = [*user("one\ntwo\nthree"), {"role": "assistant", "content": "four"}, *user("five")]
+    counted = [server.post(f"{PATH}/count_tokens", {"messages": each}).json() for each in (parts, one)]
+    assert counted[0] == counted[1] and counted[0]["input_tokens"] > 0
+
+
+@pytest.mark.supports("anthropic", "/v1/messages", "an answer that was begun goes on")
+def test_an_answer_that_was_begun_goes_on(client: anthropic.Anthropic) -> None:
+    whole = text_of(client.messages.create(**GREEDY))
+    begun = " ".join(whole.split(" ")[:5])
+    message = client.messages.create(**{**GREEDY, "messages": [*OWL, {"role": "assistant", "content": begun}]})
+    assert (begun + text_of(message)).startswith(whole)
+
+
+@pytest.mark.parametrize("begun", ["Once ", "Once\n"])
+def test_an_answer_is_not_begun_with_white_space_at_its_end(client: anthropic.Anthropic, begun: str) -> None:
+    with pytest.raises(anthropic.BadRequestError, match="cannot end with trailing whitespace"):
+        client.messages.create(**{**GREEDY, "messages": [*OWL, {"role": "assistant", "content": begun}]})
+
+
+def test_an_answer_to_nothing_is_refused(client: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.BadRequestError, match="nothing to answer"):
+        client.messages.create(**{**GREEDY, "messages": [{"role": "assistant", "content": "Once"}]})
+
+
+@pytest.mark.supports("anthropic", "/v1/messages/count_tokens", "tokens counted")
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"system": SHORT},
+        {"thinking": {"type": "disabled"}},
+        {"messages": [*OWL, {"role": "assistant", "content": "Once upon"}]},
+    ],
+    ids=["messages", "system", "thinking", "prefill"],
+)
+def test_tokens_are_counted_as_an_answer_has_them(client: anthropic.Anthropic, more: dict[str, Any]) -> None:
+    counted = client.messages.count_tokens(**{**ASKED, **more}).input_tokens
+    assert counted == total_input(client.messages.create(**{**GREEDY, "max_tokens": 1, **more}))
+
+
+def test_the_tokens_of_a_prompt_that_is_too_long_are_counted(client: anthropic.Anthropic) -> None:
+    assert client.messages.count_tokens(model="tiny", messages=user("owl " * 3000)).input_tokens > 3000
+
+
+@pytest.mark.supports("anthropic", "/v1/messages", "refused: a prompt that is too long")
+def test_a_prompt_that_is_too_long_is_refused_in_the_originals_words(client: anthropic.Anthropic) -> None:
+    messages = user("owl " * 3000)
+    counted = client.messages.count_tokens(model="tiny", messages=messages).input_tokens
+    with pytest.raises(anthropic.BadRequestError, match=f"prompt is too long: {counted} tokens > 1024 maximum"):
+        client.messages.create(**{**GREEDY, "messages": messages})
+
+
+@pytest.mark.supports("anthropic", "/v1/messages", "thinking")
+def test_a_thought_is_a_block_of_its_own(thinker: Running, client: anthropic.Anthropic) -> None:
+    thought, text = client.messages.create(**GREEDY).content
+    assert thought.type == "thinking" and thought.thinking and thought.signature == ""
+    assert text.type == "text" and text.text == ""
+
+
+@pytest.mark.supports("anthropic", "/v1/messages", "thinking, streamed")
+def test_a_thought_is_streamed_with_a_signature_at_its_end(thinker: Running, client: anthropic.Anthropic) -> None:
+    whole = client.messages.create(**GREEDY)
+    events = thinker.events(PATH, {**RAW, "stream": True})
+    deltas = [event["delta"]["type"] for event in events if event["type"] == "content_block_delta"]
+    assert set(deltas[:-1]) == {"thinking_delta"} and deltas[-1] == "signature_delta"
+    assert shown(final_of(client, GREEDY)) == shown(whole)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_thought_is_not_shown_where_it_is_to_be_omitted(
+    thinker: Running, client: anthropic.Anthropic, streams: bool
+) -> None:
+    asked = {**GREEDY, "thinking": {"type": "adaptive", "display": "omitted"}}
+    message = final_of(client, asked) if streams else client.messages.create(**asked)
+    assert [block.type for block in message.content] == ["thinking", "text"] and shown(message) == ["", ""]
+
+
+@pytest.mark.supports("anthropic", "/v1/messages", "thinking turned off")
+def test_disabled_thinking_is_told_to_the_template(thinker: Running, client: anthropic.Anthropic) -> None:
+    message = client.messages.create(**GREEDY, thinking={"type": "disabled"})
+    assert [block.type for block in message.content] == ["text"] and text_of(message)
+
+
+@pytest.mark.supports("anthropic", "/v1/messages", "an answer goes back")
+def test_a_message_with_its_thought_can_be_sent_back(thinker: Running, client: anthropic.Anthropic) -> None:
+    said = client.messages.create(**GREEDY)
+    history: list[Any] = [*OWL, {"role": "assistant", "content": said.content}, *user("And then?")]
+    assert client.messages.create(**{**GREEDY, "messages": history}).content
+
+
+@pytest.mark.supports("anthropic", "/v1/messages", "refused: what cannot be honoured, by name")
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tools", [{"name": "f", "input_schema": {"type": "object"}}]),
+        ("tool_choice", {"type": "any"}),
+        ("mcp_servers", [{"type": "url", "url": "http://localhost", "name": "x"}]),
+        ("container", "container_1"),
+        ("context_management", {"edits": []}),
+        ("diagnostics", {"previous_message_id": None}),
+        ("inference_geo", "us"),
+        ("speed", "fast"),
+        ("thinking", {"type": "enabled", "budget_tokens": 1024}),
+        ("output_config.format", {"format": {"type": "json_schema", "schema": {}}}),
+        ("output_config.effort", {"effort": "utmost"}),
+        ("messages.0.content.0", user([IMAGE])),
+        ("messages.0.content.0", user([RESULT])),
+        ("messages.0", user([{"type": "thinking", "thinking": "hm", "signature": ""}])),
+        ("messages", []),
+        ("system.0", [IMAGE]),
+        ("metadata.team", {"team": "x"}),
+        ("service_tier", "flex"),
+        ("stop_sequences", ["x"] * 1000),
+        ("temperature", -1),
+        ("top_k", -1),
+        ("max_tokens", 0),
+        ("frobnicate", 1),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_what_cannot_be_honoured_is_a_400_that_names_it(client: anthropic.Anthropic, field: str, value: object) -> None:
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        client.messages.create(**{**GREEDY, "extra_body": {field.partition(".")[0]: value}})
+    error: Any = caught.value.body
+    assert error["type"] == "error" and error["error"]["type"] == "invalid_request_error"
+    assert field in error["error"]["message"]
+
+
+def test_a_thinking_budget_is_refused_with_the_reason(client: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.BadRequestError, match="budget of thinking cannot be held to"):
+        client.messages.create(**GREEDY, thinking={"type": "enabled", "budget_tokens": 1024})
+
+
+def test_an_effort_without_thinking_is_refused(client: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.BadRequestError, match=r"output_config\.effort"):
+        client.messages.create(**GREEDY, thinking={"type": "disabled"}, output_config={"effort": "low"})
+
+
+def test_a_request_without_max_tokens_is_refused_in_the_originals_words(server: Running) -> None:
+    reply = server.post(PATH, ASKED)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"] == "max_tokens: Field required"
+
+
+def test_what_has_no_effect_is_accepted(client: anthropic.Anthropic) -> None:
+    inert: dict[str, Any] = {
+        "metadata": {"user_id": "u"},
+        "service_tier": "auto",
+        "tools": [],
+        "tool_choice": {"type": "auto"},
+        "cache_control": {"type": "ephemeral", "ttl": "1h"},
+        "speed": "standard",
+        "container": None,
+        "thinking": {"type": "adaptive"},
+    }
+    assert client.messages.create(**GREEDY, **inert).usage.service_tier == "standard"
+
+
+def test_silence_is_told_by_pings_and_a_failure_ends_the_stream(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_answers(monkeypatch)
+    lines = server.stream_lines(PATH, {**RAW, "stream": True})
+    assert lines[lines.index("event: ping") + 1] == 'data: {"type":"ping"}'
+    assert lines[-2] == "event: error"
+    assert lines[-1].startswith('data: {"type":"error","error":{"type":"overloaded_error"')
+
+
+def test_the_library_raises_what_ends_a_stream(client: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_answers(monkeypatch)
+    with pytest.raises(anthropic.APIStatusError, match="overloaded_error"):
+        list(client.messages.create(**GREEDY, stream=True))
+
+
+def break_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They begin, are silent, and fail."""
+
+    async def pieces(_answers: Answers, _silence_s: float | None = None) -> AsyncIterator[tuple[int, Piece] | None]:
+        yield 0, Piece("Once")
+        yield None
+        raise RequestError(503, "the server is shutting down", name="overloaded")
+
+    monkeypatch.setattr(Answers, "pieces", pieces)
+
+
+@pytest.mark.supports("anthropic", "/v1/messages", "refused: an unknown model")
+def test_an_unknown_model_is_a_404_with_the_nearest_name(client: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.NotFoundError, match="'tiny'"):
+        client.messages.create(**{**GREEDY, "model": "tinny"})
+
+
+@pytest.mark.supports("anthropic", "/v1/models", "a list")
+@pytest.mark.supports("anthropic", "/v1/models/{model:path}", "one model")
+def test_the_models_are_listed(client: anthropic.Anthropic) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny", "teller"]
+    assert client.models.retrieve("tiny").display_name == "tiny"

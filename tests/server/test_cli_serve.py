@@ -1,0 +1,178 @@
+"""`localllm serve` as a process: its start, its key, its port, its end."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from localllm.cli.dispatch import _with_flags
+from localllm.cli.serve import _serve, _Waiting
+from localllm.errors import LocalLLMError
+from tests.cli_support import run_cli, start_cli
+from tests.server.support import OWL, running
+
+START_S = 30.0
+REACTION_S = 2.0
+
+
+class Served:
+    """The process, and what it has said so far."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.process = process
+        self.said: list[str] = []
+        self.url = re.findall(r"http://[0-9.:]+", self.wait_for("serving"))[0]
+
+    def wait_for(self, word: str) -> str:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.said.append(line.decode())
+            if word in self.said[-1]:
+                return self.said[-1]
+        raise AssertionError("".join(self.said))
+
+    def ask(self, path: str, body: Any = None, **headers: str) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"content-type": "application/json", **headers})
+        return urllib.request.urlopen(request, timeout=20)
+
+    def end(self, number: int) -> float:
+        """Seconds until it has ended."""
+        started = time.monotonic()
+        self.process.send_signal(number)
+        assert self.process.stderr is not None
+        self.said += [line.decode() for line in self.process.stderr]
+        self.process.wait(10)
+        return time.monotonic() - started
+
+
+@contextmanager
+def serving(home: Path, *arguments: str, **variables: str) -> Iterator[Served]:
+    process = start_cli(
+        home, "serve", "--port", "0", *arguments, variables=variables, stderr=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with process:
+        try:
+            yield Served(process)
+        finally:
+            process.kill()
+
+
+def test_it_answers_until_ctrl_c_and_a_stream_ends_with_a_word(tmp_path: Path) -> None:
+    with serving(tmp_path, "--metrics") as served:
+        assert json.load(served.ask("/v1/models"))["data"][0]["id"] == "tiny"
+        body = {"messages": OWL, "stream": True, "logit_bias": {"2": -100, "0": -100}}
+        stream = served.ask("/v1/chat/completions", body)
+        assert stream.readline().startswith(b"data: ")
+        assert b"localllm_answers_running 1.0" in served.ask("/metrics").read()
+        assert served.end(signal.SIGINT) < REACTION_S
+        assert served.process.returncode == 0
+        assert b"the server is shutting down" in stream.read()
+        assert "stopped\n" in served.said[-1] and served.process.stdout is not None
+        assert served.process.stdout.read() == b""
+        lines = [line for line in served.said if "/v1/models" in line]
+        assert len(lines) == 1 and " 200 " in lines[0]
+
+
+def test_others_need_the_key_that_is_shown_once(tmp_path: Path) -> None:
+    shown = []
+    for _ in range(2):
+        with serving(tmp_path, "--host", "0.0.0.0", "--quiet", "--parallel", "2") as served:
+            shown.append("".join(served.said))
+            served.url = served.url.replace("0.0.0.0", "127.0.0.1")
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                served.ask("/v1/models")
+            assert refused.value.code == 401
+            refused.value.close()
+            key = re.findall(r"shown this once: (\S+)", shown[0])[0]
+            assert served.ask("/v1/models", authorization=f"Bearer {key}").status == 200
+            assert served.end(signal.SIGTERM) < REACTION_S
+            assert served.process.returncode == 0 and not any("/v1/models" in line for line in served.said)
+    assert "shown this once" not in shown[1] and "--new-key" in shown[1]
+
+
+def test_a_port_that_is_taken_names_who_has_it(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        result = run_cli("serve", "--port", str(port))
+    assert result.code == 1 and f"port {port} is taken" in result.err and "process " in result.err
+    assert f"--port {port + 1}" in result.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (["--port", "70000"], "--port"),
+        (["--parallel", "0"], "--parallel"),
+        (["--host", "no.such.host.invalid"], "--host"),
+        (["--overflow", "grow"], "--overflow"),
+        (["--allow-host", "a b"], "--allow-host"),
+        (["--allow-origin", "evil"], "--allow-origin"),
+        (["--api-key-file", "/no/such/file"], "--api-key-file"),
+        (["no-such-model"], "no-such-model"),
+        (["--pooling", "max"], "--pooling"),
+        (["--frobnicate"], "--frobnicate"),
+    ],
+    ids=" ".join,
+)
+def test_what_cannot_be_served_is_refused_before_anything_is_loaded(flags: list[str], word: str) -> None:
+    result = run_cli("serve", "--port", "0", *flags)
+    assert result.code in (2, 3) and word in result.err
+
+
+def test_a_context_cannot_grow_under_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCALLLM_OVERFLOW", "grow")
+    result = run_cli("serve", "--port", "0")
+    assert result.code == 2 and "LOCALLLM_OVERFLOW=evict" in result.err
+
+
+def test_a_model_that_does_not_fit_ends_the_server_with_the_numbers(tmp_path: Path) -> None:
+    process = start_cli(tmp_path, "serve", "--port", "0", "--ram", "100MiB", stderr=subprocess.PIPE)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 4 and b"MiB" in said and b"fix:" in said
+
+
+def test_where_ollama_itself_runs_its_port_is_left_alone() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(LocalLLMError, match="is taken") as taken:
+        ports = 0, other.getsockname()[1]
+        _serve(SimpleNamespace(), None, {"parallel": 1, "queue": 1}, "127.0.0.1", ports)  # type: ignore[arg-type]
+    assert taken.value.fix == "leave --also-ollama-port out"
+
+
+def test_a_fix_leaves_a_switch_out_and_keeps_what_follows_it() -> None:
+    line = ["serve", "--new-key", "--api-key-file", "key.txt", "qwen3-8b"]
+    assert _with_flags(line, "leave --new-key out") == "localllm serve --api-key-file key.txt qwen3-8b"
+
+
+def test_a_server_whose_engine_has_broken_ends() -> None:
+    def step(*_: Any) -> Any:
+        raise AssertionError("the engine's own bookkeeping")
+
+    with running() as server, pytest.MonkeyPatch.context() as patch:
+        told, ended = SimpleNamespace(output=SimpleNamespace(note=lambda _text: None)), threading.Event()
+        load = SimpleNamespace(wait=lambda: server.engine, service=server.served.service)
+        waiting = _Waiting(told, load, server.served, [server.url])  # type: ignore[arg-type]
+        waiting.begin(ended.set)
+        patch.setattr(server.engine, "step", step)
+        assert server.post("/v1/completions", {"prompt": "Once"}).status_code == 500
+        assert ended.wait(20) and isinstance(waiting.failure, AssertionError)
+
+
+def test_a_server_that_is_stopped_has_not_failed() -> None:
+    with running() as server:
+        service = server.served.service
+    assert service.wait_ended() is None

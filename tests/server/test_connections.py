@@ -1,0 +1,337 @@
+"""Clients that go, stall, or say things by halves: the engine is idle at once, and others do not notice."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localllm.engine.engine import Engine
+from localllm.engine.events import TokenEvent
+from localllm.engine.sequence import Sequence
+from localllm.server import listening
+from localllm.server.answering import Mail, Piece
+from localllm.server.served import Capacity
+from tests.cli_support import write_checkpoint
+from tests.server.conftest import Connect
+from tests.server.support import OWL, Running, running, wait_for
+
+CHAT = "/v1/chat/completions"
+PHASES = ("queued", "reading the prompt", "before the first token", "answering", "answered by half")
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A model that never ends its answer, one answer at a time, prompts in small chunks."""
+    folder = write_checkpoint(tmp_path_factory.mktemp("endless"), hidden=128, layers=6, context=8192)
+    with running(folder, capacity=Capacity(parallel=1, queue=8)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """Of what its clients do not take, the system keeps next to nothing; its model ends no answer."""
+    folder = write_checkpoint(tmp_path_factory.mktemp("narrow"), context=4096)
+    with running(folder, send_bytes=4096, speculate="off") as server:
+        yield server
+
+
+def long_chat(number: int) -> list[dict[str, str]]:
+    """One of which the prefix cache knows nothing."""
+    return [{"role": "user", "content": f"{number} " * 3 + "fox lantern " * 1400}]
+
+
+def num_cancelled(server: Running) -> float:
+    return server.served.metrics.registry.get_sample_value("localllm_answers_total", {"reason": "cancelled"}) or 0
+
+
+class Steps:
+    """Counts the steps that an engine computes, and those of them after requests were aborted."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.all = self.after = 0
+        self._aborted: set[int] = set()
+        plain_abort, plain_step = engine.abort, engine.step
+
+        def abort(request_id: int) -> None:
+            self._aborted.add(request_id)
+            plain_abort(request_id)
+
+        def step(*arguments: Any) -> Any:
+            held = {sequence.request_id for sequence in engine.scheduler.sequences}
+            self.all += bool(held)
+            self.after += bool(held & self._aborted)
+            return plain_step(*arguments)
+
+        monkeypatch.setattr(engine, "abort", abort)
+        monkeypatch.setattr(engine, "step", step)
+
+
+def is_in(phase: str, sequence: Sequence, running: list[Sequence]) -> bool:
+    done = sequence.kv.length if sequence.kv is not None else 0
+    match phase:
+        case "queued":
+            return sequence not in running
+        case "reading the prompt":
+            return 0 < done < sequence.num_prompt_tokens // 2
+        case "before the first token":
+            return sequence.num_prompt_tokens // 2 <= done and sequence.num_completion_tokens == 0
+        case "answering":
+            return sequence.num_completion_tokens >= 1
+    return sequence.num_completion_tokens >= 40
+
+
+def leave_in(connect: Connect, server: Running, phase: str, steps: Steps, *, stream: bool, number: int) -> None:
+    """Asks for an answer and goes while it is in that phase; steps: has counted those since then."""
+    others = [connect(server)] if phase == "queued" else []
+    for other in others:
+        other.post(CHAT, {"messages": OWL})
+        wait_for(lambda: bool(server.engine.scheduler.running))
+    known = {sequence.request_id for sequence in server.engine.scheduler.sequences}
+    raw = connect(server)
+    raw.post(CHAT, {"messages": long_chat(number) if "prompt" in phase or "first" in phase else OWL, "stream": stream})
+
+    def has_come() -> bool:
+        found = [s for s in server.engine.scheduler.sequences if s.request_id not in known]
+        return bool(found) and is_in(phase, found[0], server.engine.scheduler.running)
+
+    wait_for(has_come)
+    steps.all = 0
+    raw.close()
+    for other in others:
+        time.sleep(0.05)
+        other.close()
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("times", [2, pytest.param(40, marks=pytest.mark.slow)])
+def test_who_goes_is_not_computed_for(
+    connect: Connect, endless: Running, phase: str, stream: bool, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(times):
+        with monkeypatch.context() as patch:
+            steps, before = Steps(endless.engine, patch), num_cancelled(endless)
+            leave_in(
+                connect, endless, phase, steps, stream=stream, number=100 * PHASES.index(phase) + 2 * number + stream
+            )
+            endless.wait_until_idle()
+            assert steps.after <= 2  # the step that was under way, and the one that lets go of it
+            assert steps.all < 1000  # of the 8,000 of its answer: the loop hears of it at once, on a busy machine too
+            wait_for(lambda count=before + 1 + (phase == "queued"): num_cancelled(endless) == count)
+    assert endless.engine.prefix is not None
+    endless.engine.prefix.check_integrity()
+
+
+def test_what_a_reader_has_not_taken_is_one_piece_of_text() -> None:
+    async def taken() -> dict[int, Piece]:
+        mail = Mail(lambda: None, lambda _event: None)
+        for index in range(100_000):
+            mail.put(TokenEvent(7, index % 4, "ab"))
+        return await mail.take(None)
+
+    pieces = asyncio.run(taken())
+    assert list(pieces) == [7] and pieces[7].text == "ab" * 100_000
+
+
+@pytest.fixture
+def stalled(monkeypatch: pytest.MonkeyPatch) -> list[listening.Connection]:
+    """Connections whose clients take nothing any more."""
+    found: list[listening.Connection] = []
+    plain = listening.Connection.pause_writing
+
+    def pause_writing(self: listening.Connection) -> None:
+        found.append(self)
+        plain(self)
+
+    monkeypatch.setattr(listening.Connection, "pause_writing", pause_writing)
+    return found
+
+
+def test_a_reader_that_takes_nothing_costs_little_and_holds_nobody_up(
+    connect: Connect, narrow: Running, stalled: list[listening.Connection]
+) -> None:
+    slow = connect(narrow, receive_bytes=4096)
+    slow.post(CHAT, {"messages": OWL, "stream": True, "max_tokens": 2500})
+    assert narrow.post(CHAT, {"messages": OWL, "max_tokens": 8}).status_code == 200
+    narrow.wait_until_idle_engine()
+    (connection,) = stalled
+    assert 0 < connection.transport.get_write_buffer_size() < 128 << 10  # of 600 KiB
+    assert b"[DONE]" in slow.read_until(b"[DONE]")
+    narrow.wait_until_idle()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_reader_that_takes_nothing_for_long_is_given_up(
+    connect: Connect,
+    narrow: Running,
+    stalled: list[listening.Connection],
+    monkeypatch: pytest.MonkeyPatch,
+    stream: bool,
+) -> None:
+    monkeypatch.setattr(listening, "STALL_S", 0.2)
+    slow = connect(narrow, receive_bytes=4096)
+    slow.post(CHAT, {"messages": OWL, "stream": stream, "max_tokens": 1500, "logprobs": True, "top_logprobs": 5})
+    wait_for(lambda: bool(stalled))
+    narrow.wait_until_idle()
+    (connection,) = stalled
+    wait_for(lambda: connection.transport.is_closing() and not connection.transport.get_write_buffer_size())
+
+
+def test_where_all_connections_are_taken_one_that_reads_nothing_gives_way(
+    connect: Connect, narrow: Running, stalled: list[listening.Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    narrow.client.close()
+    monkeypatch.setattr(listening, "MAX_CONNECTIONS", 4)
+    for _ in range(4):
+        connect(narrow, receive_bytes=4096).post(CHAT, {"messages": OWL, "stream": True, "max_tokens": 1500})
+    wait_for(lambda: len(stalled) == 4)
+    late = connect(narrow)
+    late.get("/v1/models")
+    assert b" 200 " in late.read_until(b"\r\n")
+    assert sum(each.transport.is_closing() for each in stalled) == 1
+
+
+def test_half_a_body_holds_nobody_up(connect: Connect, server: Running) -> None:
+    half = connect(server)
+    half.post(CHAT, b'{"messages": [', content_length="1000")
+    assert server.post(CHAT, {"messages": OWL, "max_tokens": 2}).status_code == 200
+    half.close()
+
+
+def test_a_body_that_does_not_arrive_is_given_up(
+    connect: Connect, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("localllm.server.bodies._BODY_S", 0.1)
+    half = connect(server)
+    half.post(CHAT, b'{"messages": [', content_length="1000")
+    assert b" 408 " in half.read_until(b"\r\n")
+
+
+def test_who_says_nothing_does_not_stay(connect: Connect, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "_HEADERS_S", 0.2)
+    silent, slow = connect(server), connect(server)
+    slow.send(b"GET /v1/models HTTP/1.1\r\nhost: ")
+    started = time.monotonic()
+    assert silent.read_all() == b"" and slow.read_all() == b""
+    assert time.monotonic() - started < 5
+
+
+def test_a_new_connection_takes_the_place_of_a_silent_one(
+    connect: Connect, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listening, "MAX_CONNECTIONS", 8)
+    silent = [connect(server) for _ in range(40)]
+    assert server.post(CHAT, {"messages": OWL, "max_tokens": 2}).status_code == 200
+    for raw in silent:
+        raw.close()
+
+
+def test_of_silent_connections_as_many_stay_as_may_and_none_that_is_answered_goes(
+    connect: Connect, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listening, "MAX_CONNECTIONS", 8)
+    busy = connect(server)
+    busy.post(CHAT, {"messages": OWL, "stream": True, "max_tokens": 100, "logit_bias": {"2": -100, "0": -100}})
+    assert busy.read_until(b"data: ")
+    silent = [connect(server) for _ in range(40)]
+    last = connect(server)
+    last.send(f"GET /v1/models HTTP/1.1\r\nhost: 127.0.0.1:{server.port}\r\n\r\n".encode())
+    assert b" 200 " in last.read_until(b"\r\n")
+    assert b"[DONE]" in busy.read_until(b"[DONE]")
+    assert sum(is_open(raw.sock) for raw in silent) < 8
+
+
+def is_open(sock: socket.socket) -> bool:
+    sock.setblocking(False)
+    try:
+        return sock.recv(1) != b""
+    except BlockingIOError:
+        return True
+
+
+@pytest.mark.parametrize(
+    "said", [b"GARBAGE\r\n\r\n", b"GET / HTTP/1.1\r\nx: " + b"a" * (70 << 10)], ids=["garbage", "head"]
+)
+def test_what_is_no_http_is_refused_as_all_else_is(connect: Connect, server: Running, said: bytes) -> None:
+    raw = connect(server)
+    raw.send(said)
+    head, _, body = raw.read_all().partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400") and b"x-content-type-options: nosniff" in head
+    assert json.loads(body)["error"]["code"] == "invalid_request"
+
+
+def test_bytes_that_are_no_http_behind_a_reply_end_the_connection_in_silence(
+    connect: Connect, server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    raw = connect(server)
+    raw.send(f"POST /no HTTP/1.1\r\nhost: 127.0.0.1:{server.port}\r\ntransfer-encoding: chunked\r\n\r\n".encode())
+    assert b" 404 " in raw.read_until(b"\r\n")
+    raw.send(b"no chunk at all\r\n\r\n")
+    with contextlib.suppress(ConnectionError):
+        raw.read_all()
+    assert server.get("/v1/models").status_code == 200
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_requests_in_a_row_on_one_connection_are_answered_in_order(connect: Connect, server: Running) -> None:
+    raw = connect(server)
+    body = json.dumps({"messages": OWL, "max_tokens": 3, "temperature": 0}).encode()
+    one = f"POST {CHAT} HTTP/1.1\r\nhost: 127.0.0.1:{server.port}\r\ncontent-type: application/json\r\n"
+    raw.send((f"{one}content-length: {len(body)}\r\n\r\n".encode() + body) * 3)
+    raw.send(f"GET /v1/models HTTP/1.1\r\nhost: 127.0.0.1:{server.port}\r\nconnection: close\r\n\r\n".encode())
+    replies = raw.read_all()
+    assert replies.count(b"HTTP/1.1 200 OK") == 4
+    assert replies.rindex(b"chat.completion") < replies.index(b'"object":"list"')
+
+
+def test_more_than_may_wait_is_refused_with_the_time_to_come_back(connect: Connect, endless: Running) -> None:
+    clients = [connect(endless) for _ in range(9)]
+    for raw in clients:
+        raw.post(CHAT, {"messages": OWL})
+    wait_for(lambda: endless.served.num_open == 9)
+    refused = endless.post(CHAT, {"messages": OWL})
+    assert refused.status_code == 503 and 0 < int(refused.headers["retry-after"]) <= 120
+    assert refused.json()["error"]["code"] == "overloaded"
+    for raw in clients:
+        raw.close()
+    endless.wait_until_idle()
+
+
+def test_a_server_that_loads_says_so_and_lists_its_model_at_once(tmp_path: Path) -> None:
+    loaded = threading.Event()
+
+    def load() -> Engine:
+        loaded.wait(20)
+        return Engine.load("tiny")
+
+    with running(load=load) as server:
+        assert [model["id"] for model in server.get("/v1/models").json()["data"]] == ["tiny"]
+        assert server.get("/health").status_code == 503
+        refused = server.post(CHAT, {"messages": OWL})
+        assert refused.status_code == 503 and "retry-after" in refused.headers
+        assert refused.json()["error"]["code"] == "loading"
+        loaded.set()
+        server.served.service.wait_loaded()
+        assert server.get("/health").json() == {"status": "ok"}
+        assert server.post(CHAT, {"messages": OWL, "max_tokens": 1}).status_code == 200
+
+
+def test_a_model_that_cannot_be_loaded_is_an_error_that_nobody_retries() -> None:
+    def load() -> Engine:
+        raise MemoryError("no room")
+
+    with running(load=load) as server:
+        wait_for(lambda: server.served.service.is_settled)
+        refused = server.post(CHAT, {"messages": OWL})
+        assert refused.status_code == 503 and refused.headers["x-should-retry"] == "false"
+        assert server.get("/health").status_code == 503

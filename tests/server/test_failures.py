@@ -1,0 +1,155 @@
+"""What fails while an answer is computed: a status before anything was said, an event after it, and the next request
+works."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from openai.types.responses import ResponseErrorEvent
+
+from localllm.engine.events import FinishedEvent
+from localllm.engine.service import RequestStream
+from localllm.errors import DoesNotFitError, NonFiniteError
+from localllm.server.failures import body_of, failure_of
+from tests.server.support import OWL, Running, running, wait_for
+from tests.thinning import thinned
+
+CHAT = "/v1/chat/completions"
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": OWL, "max_tokens": 30},
+    "/v1/completions": {"prompt": "Once", "max_tokens": 30},
+    "/v1/responses": {"input": "Once", "max_output_tokens": 30},
+    "/v1/messages": {"messages": OWL, "max_tokens": 30},
+    "/api/chat": {"messages": OWL, "options": {"num_predict": 30}},
+    "/api/generate": {"prompt": "Once", "options": {"num_predict": 30}},
+}
+Fail = Callable[[int, Exception], None]
+
+
+@pytest.fixture(scope="module")
+def own() -> Iterator[Running]:
+    with running(speculate="off") as server:
+        yield server
+
+
+@pytest.fixture
+def fail(own: Running, monkeypatch: pytest.MonkeyPatch) -> Fail:
+    """Has the steps after so many fail."""
+
+    def failing(num_steps: int, error: Exception) -> None:
+        plain, left = own.engine.runner.forward, num_steps
+
+        def forward(*arguments: Any, **keywords: Any) -> Any:
+            nonlocal left
+            if left <= 0:
+                raise error
+            left -= 1
+            return plain(*arguments, **keywords)
+
+        monkeypatch.setattr(own.engine.runner, "forward", forward)
+
+    return failing
+
+
+def message(body: dict[str, Any]) -> str:
+    """Of an error in any dialect."""
+    error = body.get("error", body)
+    return str(error if isinstance(error, str) else error["message"])
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "status"),
+    thinned(
+        [
+            (path, error, status)
+            for path in BODIES
+            for error, status in (
+                (NonFiniteError("a NaN in block 3"), 500),
+                (DoesNotFitError("there is no room", why="3 GiB are missing"), 503),
+                (ValueError("nobody foresaw it"), 500),
+            )
+        ],
+        lambda case: isinstance(case[1], NonFiniteError) or case[0] in (CHAT, "/api/chat"),
+    ),
+    ids=str,
+)
+def test_what_fails_before_anything_is_said_has_a_status(
+    own: Running, fail: Fail, monkeypatch: pytest.MonkeyPatch, path: str, error: Exception, status: int
+) -> None:
+    if isinstance(error, ValueError):  # within the engine's bookkeeping: of one request alone
+
+        def taken(*_: Any) -> Any:
+            raise error
+
+        monkeypatch.setattr("localllm.engine.engine.taken", taken)
+    else:
+        fail(0, error)
+    for stream in (False, True):
+        reply = own.post(path, {**BODIES[path], "stream": stream})
+        assert reply.status_code == status and reply.headers["x-should-retry"] == "false"
+        assert str(error.args[0] if not isinstance(error, ValueError) else "ValueError") in message(reply.json())
+    own.wait_until_idle()
+    monkeypatch.undo()
+    assert own.post(path, {**BODIES[path], "stream": False}).status_code == 200
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_what_fails_later_ends_the_stream_with_an_error(
+    own: Running, fail: Fail, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    fail(6, NonFiniteError("a NaN in block 3"))
+    lines = own.stream_lines(path, {**BODIES[path], "stream": True})
+    last = [json.loads(line.removeprefix("data: ")) for line in lines if not line.startswith("event: ")][-1]
+    assert "a NaN in block 3" in message(last) and "data: [DONE]" not in lines
+    assert len(lines) > 3
+    own.wait_until_idle()
+    wait_for(lambda: any(path in line and " non-finite " in line for line in own.log))
+    if path == "/v1/responses":
+        assert ResponseErrorEvent.model_validate(last, strict=True).type == "error"
+    monkeypatch.undo()
+    assert own.post(path, {**BODIES[path], "stream": False}).status_code == 200
+
+
+@pytest.mark.parametrize("path", thinned(BODIES, lambda path: path in (CHAT, "/v1/responses")))
+def test_an_engine_that_is_broken_answers_everyone_with_an_error(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    with running() as server:
+
+        def step(*_: Any) -> list[FinishedEvent]:
+            raise AssertionError("the engine's own bookkeeping")
+
+        plain = server.served.service.submit
+
+        def submit(*arguments: Any) -> RequestStream:
+            stream = plain(*arguments)
+            wait_for(lambda: server.served.engine_if_loaded is None)  # it has broken before anybody asks for more
+            return stream
+
+        monkeypatch.setattr(server.engine, "step", step)
+        monkeypatch.setattr(server.served.service, "submit", submit)
+        assert server.post(path, BODIES[path]).status_code == 500
+        wait_for(lambda: bool(server.log))
+        assert "bug AssertionError test_failures.py:" in server.log[0]
+        wait_for(lambda: not server.served.num_open)
+        assert server.post(path, BODIES[path]).status_code == 503
+        assert server.get("/health").status_code == 503
+        assert server.get("/v1/models").status_code == 200
+
+
+def test_a_bug_tells_its_kind_and_nothing_more() -> None:
+    failure = failure_of(KeyError("/home/somebody/secret"))
+    assert failure.status == 500 and failure.place is not None
+    assert "secret" not in failure.place + json.dumps(body_of(failure, "openai"))
+
+
+def test_a_bug_is_told_to_the_log_with_its_place(own: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(*_: Any) -> Any:
+        raise ValueError("with something secret")
+
+    monkeypatch.setattr("localllm.engine.engine.taken", taken)
+    own.log.clear()
+    assert own.post(CHAT, BODIES[CHAT]).status_code == 500
+    wait_for(lambda: bool(own.log))
+    assert " 500 bug ValueError test_failures.py:" in own.log[0] and "secret" not in own.log[0]

@@ -1,0 +1,266 @@
+"""Who is let in: hosts, origins, keys, and what every reply says to browsers."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+
+from localllm.errors import UsageError
+from localllm.server import guard, openapi
+from localllm.server.app import ENDPOINTS
+from localllm.server.failures import RequestError
+from localllm.server.guard import Admission
+from localllm.server.key import given_key, kept_key
+from tests.server.conftest import Connect
+from tests.server.support import Running, running, wait_for
+
+KEY = "correct-horse-battery"
+_PATHS = {(each.method, re.sub(r"\{.*?\}", "tiny", each.path)) for each in ENDPOINTS}
+ROUTES = sorted(_PATHS | {("GET", openapi.PATH)})
+EVERY_ROUTE = pytest.mark.parametrize(("method", "path"), ROUTES, ids=lambda value: value)
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[Running]:
+    with running(key=KEY) as server:
+        yield server
+
+
+def ask(server: Running, method: str, path: str, **headers: str) -> httpx2.Response:
+    fields = {"content-type": "application/json", **{name.replace("_", "-"): value for name, value in headers.items()}}
+    return server.client.request(method, path, headers=fields, content=b"{}" if method != "GET" else None)
+
+
+@EVERY_ROUTE
+@pytest.mark.parametrize("host", ["evil.test", "127.0.0.1.nip.io", "", "localhost:1", "localhost", "[::1"])
+def test_a_host_that_is_not_this_server_is_refused(server: Running, method: str, path: str, host: str) -> None:
+    host = f"{host}:{server.port}" if host.count(".") else host
+    reply = ask(server, method, path, host=host)
+    assert reply.status_code == 403 and "Host" in reply.text
+
+
+@EVERY_ROUTE
+@pytest.mark.parametrize(
+    "origin", ["https://evil.test", "null", "http://localhost.evil.test", "file://", "ftp://localhost", "http://[::1"]
+)
+def test_a_page_from_elsewhere_is_refused(server: Running, method: str, path: str, origin: str) -> None:
+    reply = ask(server, method, path, origin=origin)
+    assert reply.status_code == 403
+    assert "access-control-allow-origin" not in reply.headers
+
+
+@pytest.mark.parametrize("origin", ["http://localhost:3000", "http://127.0.0.1", "https://localhost", "http://[::1]:5"])
+def test_a_page_of_this_machine_is_let_in_without_credentials(server: Running, origin: str) -> None:
+    reply = ask(server, "GET", "/v1/models", origin=origin)
+    assert reply.status_code == 200
+    assert reply.headers["access-control-allow-origin"] == origin
+    assert "access-control-allow-credentials" not in reply.headers and "Origin" in reply.headers["vary"]
+
+
+def test_a_preflight_is_answered_for_pages_of_this_machine_alone(server: Running) -> None:
+    asked = {"access_control_request_method": "POST", "access_control_request_headers": "authorization"}
+    ours = ask(server, "OPTIONS", "/v1/chat/completions", origin="http://localhost:3000", **asked)
+    assert ours.status_code == 200 and ours.headers["access-control-allow-headers"] == "authorization"
+    theirs = ask(server, "OPTIONS", "/v1/chat/completions", origin="https://evil.test", **asked)
+    nobodys = ask(server, "OPTIONS", "/v1/chat/completions", **asked)
+    assert (theirs.status_code, nobodys.status_code) == (403, 200)
+    assert not any(name.startswith("access-control") for name in (*theirs.headers, *nobodys.headers))
+
+
+@pytest.mark.parametrize(("method", "path"), [route for route in ROUTES if route[0] != "GET"])
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [("text/plain", {}), ("multipart/form-data", {}), ("application/x-www-form-urlencoded", {"referer": "http://x"})],
+    ids=lambda value: str(value).partition("/")[2],
+)
+def test_what_a_page_could_send_without_a_preflight_is_no_request(
+    server: Running, method: str, path: str, kind: str, told: dict[str, str]
+) -> None:
+    reply = ask(server, method, path, content_type=kind, **told)
+    assert reply.status_code == 415 and "application/json" in reply.text
+
+
+@pytest.mark.parametrize("kind", ["", "Content-Type: application/x-www-form-urlencoded\r\n"], ids=["none", "curl's"])
+@pytest.mark.parametrize(
+    "told",
+    [{}, {"Origin": "http://localhost"}, {"Sec-Fetch-Site": "none"}, {"Cookie": "a=b"}, {"Sec-Fetch-Mode": "cors"}],
+    ids=lambda told: next(iter(told), "a program"),
+)
+def test_a_body_of_no_type_or_of_curls_is_taken_from_programs_alone(
+    connect: Connect, server: Running, told: dict[str, str], kind: str
+) -> None:
+    head = kind + "".join(f"{name}: {value}\r\n" for name, value in told.items())
+    connection = connect(server)
+    connection.send(
+        f"POST /tokenize HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n{head}Content-Length: 15\r\n\r\n".encode()
+        + b'{"content":"a"}'
+    )
+    assert connection.read_until(b"\r\n").split()[1] == (b"415" if told else b"200")
+
+
+@EVERY_ROUTE
+def test_without_the_key_no_route_is_reached(locked: Running, method: str, path: str) -> None:
+    assert ask(locked, method, path).status_code == 401
+    assert ask(locked, method, path, authorization="Bearer wrong").status_code == 401
+    assert ask(locked, method, path, authorization=f"Basic {KEY}").status_code == 401
+    assert ask(locked, method, path, x_api_key=KEY[:-1]).status_code == 401
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "PUT", "PATCH", "DELETE", "FROBNICATE"])
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/chat/completions", "/api/delete", "/no", "/", "//", "/v1/models/"])
+def test_without_the_key_no_method_and_no_other_address_is_reached(locked: Running, method: str, path: str) -> None:
+    assert ask(locked, method, path).status_code == 401
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"authorization": f"Bearer {KEY}"},
+        {"authorization": f"bearer {KEY}"},
+        {"x_api_key": KEY},
+        {"x_api_key": "of-another-service", "authorization": f"Bearer {KEY}"},
+    ],
+    ids=str,
+)
+def test_the_key_opens(locked: Running, headers: dict[str, str]) -> None:
+    assert ask(locked, "GET", "/v1/models", **headers).status_code == 200
+
+
+def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[tuple[bytes, bytes]] = []
+    plain = hmac.compare_digest
+
+    def noting(one: Any, other: Any) -> bool:
+        compared.append((one, other))
+        return plain(one, other)
+
+    monkeypatch.setattr(guard.hmac, "compare_digest", noting)
+    admission = Admission((1,), key_digest=guard.key_digest(KEY))
+    for key in ("", "x", KEY):
+        headers = guard.Headers({"x-api-key": key, "authorization": "Bearer another"})
+        if key == KEY:
+            admission.require_key(headers)
+        else:
+            with pytest.raises(RequestError):
+                admission.require_key(headers)
+    assert len(compared) == 6 and {len(part) for pair in compared for part in pair} == {32}
+
+
+def test_every_reply_tells_browsers_to_make_nothing_of_it(server: Running) -> None:
+    replies = [ask(server, "GET", "/v1/models"), ask(server, "GET", "/no"), ask(server, "GET", "/", host="evil.test")]
+    for reply in replies:
+        assert reply.headers["x-content-type-options"] == "nosniff"
+        assert reply.headers["content-security-policy"].startswith("default-src 'none'")
+        assert (reply.headers["x-frame-options"], reply.headers["cache-control"]) == ("DENY", "no-store")
+        assert reply.headers["cross-origin-resource-policy"] == "same-origin"
+        assert reply.headers["referrer-policy"] == "no-referrer"
+        assert "server" not in reply.headers
+
+
+def test_a_server_that_others_reach_is_called_by_address_or_by_a_name_of_its_own() -> None:
+    admission = Admission((8420,), is_local=False, hosts=("box.local", "front:80"))
+    known = ("192.168.1.7:8420", "[fe80::1]:8420", "BOX.local:8420", "box.local", "box.local:443", "front:80")
+    for host in (*known, "localhost:8420", "host.docker.internal:8420"):
+        admission.require_host(host)
+    for host in ("192.168.1.7", "192.168.1.7:8421", "evil.test:8420", "front", "front:8420", "1.2.3.4.evil.test:8420"):
+        with pytest.raises(RequestError):
+            admission.require_host(host)
+
+
+def test_who_says_no_port_means_the_one_of_http() -> None:
+    for host in ("192.168.1.7", "localhost", "[::1]"):
+        Admission((80,), is_local=False).require_host(host)
+
+
+def test_a_tunnel_is_let_in_by_its_name_and_port() -> None:
+    admission = Admission((8420,), hosts=("localhost:9000",))
+    admission.require_host("localhost:9000")
+    with pytest.raises(RequestError, match="refused") as refused:
+        admission.require_host("localhost:9001")
+    assert "--allow-host localhost:9001" in refused.value.fix
+
+
+@pytest.mark.parametrize("host", ["192.168.1.7:8420", "host.docker.internal:8420"])
+def test_a_local_server_is_not_called_by_another_address(host: str) -> None:
+    with pytest.raises(RequestError):
+        Admission((8420,)).require_host(host)
+
+
+def test_a_page_that_was_allowed_is_let_in() -> None:
+    admission = Admission((1,), origins=("app://obsidian.md",))
+    assert admission.allows_origin("app://obsidian.md") and not admission.allows_origin("app://other")
+
+
+def test_two_hosts_are_none(connect: Connect, server: Running) -> None:
+    raw, own = connect(server), f"Host: 127.0.0.1:{server.port}\r\n"
+    raw.send(f"GET /v1/models HTTP/1.1\r\n{own}{own}\r\n".encode())
+    assert raw.read_until(b"\r\n").split()[1] in (b"400", b"403")
+
+
+def test_two_hosts_are_none_for_the_guard_either() -> None:
+    own = (b"host", b"127.0.0.1:1")
+    scope = {"type": "http", "method": "GET", "path": "/", "headers": [own, own]}
+    statuses: list[int] = []
+
+    async def app(*_: Any) -> None:
+        statuses.append(200)
+
+    async def send(message: Any) -> None:
+        statuses.extend([message["status"]] if "status" in message else [])
+
+    asyncio.run(guard.Guard(app, Admission((1,)))(scope, app, send))  # type: ignore[arg-type]
+    assert statuses == [403]
+
+
+def test_a_made_key_is_shown_once_and_kept_as_its_digest(tmp_path: Any) -> None:
+    file = tmp_path / "data" / "server-key"
+    first, second = kept_key(file, is_new=False), kept_key(file, is_new=False)
+    assert first.made is not None and second.made is None
+    assert first.digest == second.digest == guard.key_digest(first.made)
+    assert first.made not in file.read_text() and file.stat().st_mode & 0o077 == 0
+    assert kept_key(file, is_new=True).made not in (None, first.made)
+
+
+def test_a_half_written_key_file_is_made_anew(tmp_path: Any) -> None:
+    file = tmp_path / "server-key"
+    file.write_text("abcd")
+    assert kept_key(file, is_new=False).made is not None
+
+
+@pytest.mark.parametrize("text", ["", "short", "with blanks in the middle", "schlüssel-mit-umlaut"])
+def test_what_is_no_key_is_refused(tmp_path: Any, text: str) -> None:
+    file = tmp_path / "key.txt"
+    file.write_text(text)
+    with pytest.raises(UsageError):
+        given_key(file, {})
+
+
+def test_a_key_comes_from_the_file_before_the_variable(tmp_path: Any) -> None:
+    file = tmp_path / "key.txt"
+    file.write_text(f"{KEY}\n")
+    variable = {"LOCALLLM_API_KEY": "another-key-of-mine"}
+    found = given_key(file, variable), given_key(None, variable), given_key(None, {})
+    assert [each and each.digest for each in found] == [
+        guard.key_digest(KEY),
+        guard.key_digest("another-key-of-mine"),
+        None,
+    ]
+
+
+def test_the_log_names_the_address_also_of_who_is_not_let_in(locked: Running) -> None:
+    locked.log.clear()
+    ask(locked, "GET", "/v1/models/tiny", host="evil.test")
+    ask(locked, "POST", "/api/chat")
+    ask(locked, "GET", "/no/such")
+    wait_for(lambda: len(locked.log) == 3)
+    assert [line.rsplit(maxsplit=3)[0] for line in locked.log] == [
+        "GET /v1/models/{model:path} 403 host_not_allowed",
+        "POST /api/chat 401 invalid_api_key",
+        "GET (no such address) 401 invalid_api_key",
+    ]

@@ -1,0 +1,291 @@
+"""/v1/chat/completions, by OpenAI's own library and by hand."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import openai
+import pytest
+
+from localllm.engine.request import Request, SamplingParams
+from localllm.server.asking import Asked, joined
+from localllm.server.failures import RequestError
+from tests.server.support import OWL, Running
+
+LIBRARYS_OWN = ("self", "extra_headers", "extra_query", "extra_body", "timeout")  # of its arguments: these are not sent
+PATH = "/v1/chat/completions"
+GREEDY: dict[str, Any] = {"model": "tiny", "messages": OWL, "temperature": 0, "max_tokens": 24}
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.mark.supports("openai", "/v1/chat/completions", "a whole answer")
+@pytest.mark.supports("openai", "/v1/chat/completions", "tokens counted")
+@pytest.mark.supports("openai", "/v1/chat/completions", "a limit of tokens")
+def test_the_library_gets_a_whole_answer(client: openai.OpenAI) -> None:
+    reply = client.chat.completions.create(**GREEDY)
+    assert reply.choices[0].finish_reason == "length"
+    assert reply.choices[0].message.role == "assistant" and reply.choices[0].message.content
+    assert reply.usage is not None
+    assert (reply.usage.completion_tokens, reply.usage.total_tokens) == (24, reply.usage.prompt_tokens + 24)
+
+
+@pytest.mark.supports("openai", "/v1/chat/completions", "an answer, streamed")
+@pytest.mark.supports("openai", "/v1/chat/completions", "tokens counted, streamed")
+def test_a_stream_says_the_same_as_a_whole_answer(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(**GREEDY).choices[0].message.content
+    chunks = list(client.chat.completions.create(**GREEDY, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == whole
+    assert chunks[-1].choices == [] and chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 24
+
+
+def test_a_stream_begins_with_a_role_and_ends_with_an_empty_delta(server: Running) -> None:
+    chunks = server.events(PATH, {**GREEDY, "stream": True})
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert chunks[-1]["choices"][0]["delta"] == {} and chunks[-1]["choices"][0]["finish_reason"] == "length"
+    assert all(chunk["choices"] and "usage" not in chunk for chunk in chunks)
+
+
+def test_a_stream_has_data_lines_alone_and_ends_with_its_mark(server: Running) -> None:
+    lines = server.stream_lines(PATH, {**GREEDY, "stream": True})
+    assert all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]"
+
+
+@pytest.mark.supports("openai", "/v1/chat/completions", "pieces put together again")
+def test_the_librarys_stream_helper_accumulates_an_answer(client: openai.OpenAI) -> None:
+    # Of an answer that was cut it raises, as it does with the original.
+    with client.chat.completions.stream(**GREEDY, stop=["."]) as stream:
+        events = [event.type for event in stream]
+        final = stream.get_final_completion()
+    assert "content.delta" in events and final.choices[0].message.content
+
+
+@pytest.mark.supports("openai", "/v1/chat/completions", "a seed")
+@pytest.mark.supports("openai", "/v1/chat/completions", "several answers")
+def test_the_same_seed_gives_the_same_text_and_each_of_n_answers_has_its_own(client: openai.OpenAI) -> None:
+    asked = {**GREEDY, "temperature": 1, "seed": -5, "n": 3}
+    first, again = (client.chat.completions.create(**asked) for _ in range(2))
+    texts = [choice.message.content for choice in first.choices]
+    assert texts == [choice.message.content for choice in again.choices] and len(set(texts)) == 3
+    assert [choice.index for choice in first.choices] == [0, 1, 2]
+
+
+@pytest.mark.supports("openai", "/v1/chat/completions", "several answers, streamed")
+def test_several_answers_are_streamed_side_by_side(client: openai.OpenAI) -> None:
+    asked = {**GREEDY, "temperature": 1, "seed": 3, "n": 2}
+    whole = [choice.message.content for choice in client.chat.completions.create(**asked).choices]
+    said = ["", ""]
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        for choice in chunk.choices:
+            said[choice.index] += choice.delta.content or ""
+    assert said == whole
+
+
+@pytest.mark.supports("openai", "/v1/chat/completions", "log-probabilities")
+def test_logprobs_come_with_the_tokens_bytes_and_the_likeliest_beside_them(client: openai.OpenAI) -> None:
+    reply = client.chat.completions.create(**GREEDY, logprobs=True, top_logprobs=3)
+    content = reply.choices[0].logprobs.content  # type: ignore[union-attr]
+    assert content is not None and len(content) == 24
+    assert all(len(token.top_logprobs) == 3 and token.logprob == token.top_logprobs[0].logprob for token in content)
+    said = b"".join(bytes(token.bytes or ()) for token in content)
+    assert said.decode().lstrip() == (reply.choices[0].message.content or "").lstrip()
+
+
+@pytest.mark.supports("openai", "/v1/chat/completions", "stop texts")
+def test_a_stop_text_ends_the_answer_before_it(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(**GREEDY).choices[0].message.content or ""
+    word = whole.split()[3]
+    reply = client.chat.completions.create(**GREEDY, stop=[word])
+    assert reply.choices[0].message.content == whole[: whole.index(word)]
+    assert reply.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.supports("openai", "/v1/chat/completions", "parts of text")
+def test_parts_of_text_are_a_text(client: openai.OpenAI) -> None:
+    parts = [{"type": "text", "text": OWL[0]["content"]}]
+    asked = {**GREEDY, "messages": [{"role": "user", "content": parts}]}
+    whole = client.chat.completions.create(**GREEDY).choices[0].message.content
+    assert client.chat.completions.create(**asked).choices[0].message.content == whole
+
+
+@pytest.mark.supports("openai", "/v1/chat/completions", "a logit bias")
+def test_a_logit_bias_rules_a_token_out(client: openai.OpenAI, server: Running) -> None:
+    first = client.chat.completions.create(**{**GREEDY, "max_tokens": 1}, logprobs=True)
+    token = server.engine.tokenizer.token_id(first.choices[0].logprobs.content[0].token)  # type: ignore[union-attr,index]
+    assert token is not None
+    other = client.chat.completions.create(**{**GREEDY, "max_tokens": 1}, logit_bias={str(token): -100})
+    assert other.choices[0].message.content != first.choices[0].message.content
+
+
+@pytest.mark.supports("openai", "/v1/chat/completions", "refused: what cannot be honoured, by name")
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tools", [{"type": "function", "function": {"name": "f", "parameters": {}}}]),
+        ("tool_choice", "required"),
+        ("response_format", {"type": "json_object"}),
+        ("modalities", ["audio"]),
+        ("n", 10**9),
+        ("n", 0),
+        ("top_logprobs", 10**6),
+        ("logit_bias", {str(i): 1 for i in range(10**5)}),
+        ("stop", ["x"] * 10**5),
+        ("temperature", -1),
+        ("temperature", "hot"),
+        ("max_tokens", 0),
+        ("frobnicate", 1),
+        ("seed", 2**70),
+        ("messages", []),
+        ("max_completion_tokens", 2),
+        ("verbosity", "low"),
+        ("audio", {"voice": "alloy"}),
+        ("function_call", {"name": "f"}),
+        ("prediction", {"type": "content", "content": "a"}),
+        ("reasoning_effort", "high"),
+        ("chat_template_kwargs", {"enable_thinking": True}),
+        ("stream_options", {"include_usage": True}),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_what_cannot_be_honoured_is_a_400_that_names_it(client: openai.OpenAI, field: str, value: object) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**{**GREEDY, "extra_body": {field: value}})
+    assert field in str(caught.value.param) or field in caught.value.message
+
+
+def test_what_has_no_effect_is_accepted(client: openai.OpenAI) -> None:
+    inert: dict[str, Any] = {"user": "u", "metadata": {"a": "b"}, "store": True, "tools": [], "top_logprobs": 0}
+    inert |= {"parallel_tool_calls": True, "function_call": "none", "verbosity": "medium", "service_tier": "scale"}
+    assert client.chat.completions.create(**GREEDY, extra_body=inert).choices
+
+
+def test_a_parameter_of_the_library_that_is_null_is_none(client: openai.OpenAI, server: Running) -> None:
+    asked: tuple[tuple[str, Any, dict[str, Any]], ...] = (
+        ("/v1/chat/completions", client.chat.completions.create, {"messages": OWL, "max_tokens": 1}),
+        ("/v1/completions", client.completions.create, {"prompt": "Once", "max_tokens": 1}),
+        ("/v1/responses", client.responses.create, {"input": "Once", "max_output_tokens": 1}),
+        ("/v1/embeddings", client.embeddings.create, {"input": "Once"}),
+    )
+    for path, create, body in asked:
+        nulls = dict.fromkeys(set(inspect.signature(create).parameters) - set(LIBRARYS_OWN))
+        reply = server.post(path, {**nulls, **body})
+        assert reply.status_code == 200, reply.text
+
+
+def test_an_answer_may_be_sent_back(client: openai.OpenAI) -> None:
+    with client.chat.completions.stream(**{**GREEDY, "max_tokens": 600}) as stream:
+        parsed = stream.get_final_completion().choices[0].message
+    plain = client.chat.completions.create(**GREEDY).choices[0].message
+    for said in (parsed, plain):
+        messages = [*OWL, said, {"role": "user", "content": "Go on."}]
+        assert client.chat.completions.create(**{**GREEDY, "messages": messages}).choices[0].message.content
+
+
+def test_a_developer_speaks_as_the_system_where_the_template_knows_no_other(client: openai.OpenAI) -> None:
+    told = [
+        client.chat.completions.create(**{**GREEDY, "messages": [{"role": role, "content": "Be brief."}, *OWL]})
+        for role in ("developer", "system")
+    ]
+    assert told[0].choices[0].message.content == told[1].choices[0].message.content
+    counts = [each.usage.prompt_tokens for each in told if each.usage is not None]
+    assert len(counts) == 2 and counts[0] == counts[1]
+
+
+def test_a_context_that_is_not_needed_may_be_longer_than_the_servers(server: Running) -> None:
+    body = {"messages": OWL, "max_tokens": 3, "num_ctx": 10**6}
+    assert server.post("/v1/chat/completions", body).status_code == 200
+    refused = server.post("/v1/chat/completions", {**body, "max_tokens": 10**5})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "num_ctx"
+
+
+def test_a_stop_text_comes_to_those_of_the_model(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = replace(server.served.sampling(), stop=(" a",))
+    monkeypatch.setattr(server.served, "sampling", lambda: own)
+    asked = {"messages": OWL, "temperature": 0, "max_tokens": 20, "stop": "there is no such text"}
+    reply = server.post("/v1/chat/completions", asked).json()["choices"][0]
+    assert " a" not in reply["message"]["content"] and reply["finish_reason"] == "stop"
+
+
+def test_numbers_beyond_what_a_reply_may_have_are_refused() -> None:
+    request = Request((1,), SamplingParams(logprobs=20, max_tokens=8192))
+    assert joined([Asked((request,) * 6)]).requests
+    with pytest.raises(RequestError, match="too many log-probabilities"):
+        joined([Asked((request,) * 4), Asked((request,) * 4)])
+
+
+def test_a_token_that_does_not_exist_is_refused_by_the_name_of_its_field(server: Running) -> None:
+    body = {"messages": OWL, "logit_bias": {"999999": -100}}
+    error = server.post("/v1/chat/completions", body).json()["error"]
+    assert error["param"] == "logit_bias" and "999999" in error["message"]
+    error = server.post("/v1/completions", {"prompt": [999999]}).json()["error"]
+    assert error["param"] == "prompt"
+
+
+def test_more_answers_than_the_server_ever_takes_on_are_not_asked_for_again(server: Running) -> None:
+    refused = server.post("/v1/completions", {"prompt": ["Once"] * 16, "n": 16})
+    assert refused.status_code == 400 and "72" in refused.json()["error"]["message"]
+
+
+@pytest.mark.supports("openai", "/v1/chat/completions", "refused: a prompt that is too long")
+def test_a_prompt_that_is_too_long_is_refused_with_the_numbers(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "owl " * 3000}])
+    error: Any = caught.value.body
+    assert caught.value.code == "context_length_exceeded"
+    assert error["n_ctx"] == 1024 and error["n_prompt_tokens"] > 3000
+    assert "maximum context length is 1024 tokens" in error["message"]
+    assert "exceeds the available context size" in error["message"]
+
+
+@pytest.mark.supports("openai", "/v1/chat/completions", "refused: an unknown model")
+def test_an_unknown_model_is_a_404_with_the_nearest_name(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.chat.completions.create(**{**GREEDY, "model": "tinny"})
+    assert caught.value.code == "model_not_found" and "'tiny'" in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny:latest", "teller"])
+def test_a_model_is_known_by_its_names(client: openai.OpenAI, name: str) -> None:
+    assert client.chat.completions.create(**{**GREEDY, "model": name}).model == name
+
+
+@pytest.mark.supports("openai", "/v1/models", "a list")
+@pytest.mark.supports("openai", "/v1/models/{model:path}", "one model")
+def test_the_models_are_listed(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny", "teller"]
+    assert client.models.retrieve("teller").id == "teller"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-4o")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "hint"),
+    [
+        ("/v1/chat/completions", {"n_predict": 5}, "'max_tokens'"),
+        ("/v1/chat/completions", {"prompt": "Once"}, "/v1/completions"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "no images"),
+        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "no images"),
+        ("/api/chat", {"temperature": 0.5}, "'options'"),
+        ("/api/chat", {"messages": [{"role": "user", "content": "a", "images": ["aGk="]}]}, "no images"),
+        ("/chat/completions", {}, "/v1/chat/completions"),
+        ("/v1/v1/messages", {}, "/v1/messages"),
+        ("/completion", {}, "/v1/completions"),
+    ],
+)
+def test_what_belongs_elsewhere_is_told_where(server: Running, path: str, body: dict[str, Any], hint: str) -> None:
+    needed: dict[str, Any] = {} if path == "/v1/responses" else {"messages": OWL}
+    refused = server.post(path, {**needed, **body})
+    error = refused.json()["error"]
+    assert refused.status_code in (400, 404) and hint in (error if isinstance(error, str) else error["message"])
+
+
+def test_the_list_of_models_may_be_asked_for_with_a_slash(server: Running) -> None:
+    assert server.get("/v1/models/").json()["object"] == "list"
+    assert server.get("/v1/models/%0A").status_code == 404
