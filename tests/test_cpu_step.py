@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from localllm.models.decoder import Decoder
 from localllm.models.families import parse_config
 from localllm.models.load import load_decoder
 from localllm.quant.recipe import recipe
+from tests.thinning import every_other
 
 pytestmark = pytest.mark.skipif(not cpu_linear.is_available(), reason="no CPU kernel runs on this machine")
 
@@ -93,8 +95,7 @@ def test_the_native_step_computes_what_the_operators_compute(family: str, weight
     assert float((ours - expected).square().mean().sqrt()) < 0.04 * spread
 
 
-@pytest.mark.parametrize("kv_format", KV_FORMATS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "kv_format"), every_other(itertools.product(FAMILIES, KV_FORMATS)))
 def test_chunks_of_any_size_give_the_same_bits(family: str, kv_format: str) -> None:
     runner = ModelRunner(decoder(FAMILIES[family], "int4"))
     tokens = ids(200)

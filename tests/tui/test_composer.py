@@ -175,6 +175,7 @@ async def test_a_command_that_there_is_not_names_the_nearest() -> None:
     app = chat_app()
     async with running(app) as pilot:
         await send(pilot, "/regem now")
+        await pilot.pause()
         assert "there is no command /regem" in shown(app) and "the nearest is /regen" in shown(app)
 
 
@@ -200,11 +201,12 @@ async def test_an_editor_that_is_not_there_is_told_of(monkeypatch: pytest.Monkey
         assert app.chat.composer.text == "this" and "the editor '/no/such/editor' did not work" in shown(app)
 
 
-async def test_a_file_is_put_before_the_question(tmp_path: Path) -> None:
+async def test_a_file_is_put_before_the_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "notes.txt").write_text("the notes")
+    monkeypatch.chdir(tmp_path)  # a long path is shown on two lines
     app = chat_app()
     async with running(app) as pilot:
-        app.chat.take_command(f"/file {tmp_path / 'notes.txt'}")
+        app.chat.take_command("/file notes.txt")
         await until(pilot, lambda: "(9 characters)" in shown(app))
         await say(pilot, "What of it?")
         assert texts(app)[0][1] == "the notes\n\nWhat of it?"

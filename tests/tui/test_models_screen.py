@@ -276,14 +276,21 @@ async def test_a_pull_shows_how_far_it_is_and_is_paused_and_gone_on_with(disk: F
         await until(pilot, lambda: not app.transfers.all and not app.screen.query(TransferView))
 
 
+def where(app: ChatApp, word: str) -> tuple[int, int] | None:
+    """(column, row) of a word beside the file that is being fetched; None while it is not shown."""
+    lines = enumerate(shown(app).splitlines())
+    return next(((line.index(word) + 1, y) for y, line in lines if "model.safetensors" in line and word in line), None)
+
+
 async def test_a_pull_is_paused_and_cancelled_by_the_mouse(disk: FakeDisk) -> None:
     app = chat_app()
     async with running(app) as pilot:
         await begin_pull(pilot, "gemma-3-1b", disk)
-        await until(pilot, lambda: "cancel" in shown(app))
         for word, state in (("pause", "paused"), ("cancel", "what is there is kept")):
-            row = next(y for y, line in enumerate(shown(app).splitlines()) if "model.safetensors" in line)
-            await pilot.click(offset=(shown(app).splitlines()[row].index(word) + 1, row))
+            await until(pilot, lambda word=word: where(app, word) is not None)
+            place = where(app, word)
+            assert place is not None
+            await pilot.click(offset=place)
             await until(pilot, lambda state=state: state in shown(app))
         assert app.transfers.all == ()
 

@@ -452,6 +452,7 @@ async def test_the_real_model_is_planned_and_loaded_anew_beside_its_conversation
 async def test_without_a_model_there_is_no_plan_yet() -> None:
     app = chat_app()
     async with running(app) as pilot:
+        await pilot.pause()  # the first model is asked for
         app.desk = SimpleNamespace(selection=None, close=app.desk.close)  # type: ignore[assignment]
         await pilot.press("f2")
         assert app.screen is app.chat and "there is no model yet" in shown(app)
