@@ -13,10 +13,10 @@ run: $(VENV)/.installed
 	@$(BIN)/localllm run --prompt "Tell me a tale about a fox who finds a lantern."
 
 test: $(VENV)/.installed-dev $(VENV)/triton-3.6 $(CLIENTS) check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 test-all: $(VENV)/.installed-dev $(VENV)/triton-3.6 $(CLIENTS) check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .

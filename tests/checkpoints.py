@@ -113,11 +113,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def write_checkpoint(directory: Path, family: str, *, shard_size: str = "50GB", seed: int = 0) -> Any:
+def write_checkpoint(
+    directory: Path, family: str, *, shard_size: str = "50GB", seed: int = 0, layers: int | None = None
+) -> Any:
     """A random fp32 model of the family in `directory`, with a byte tokenizer; returns transformers' own model."""
     model_type, differences = FAMILIES[family]
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(model_type, **{**SHAPE, **differences})
+    config = AutoConfig.for_model(
+        model_type, **{**SHAPE, **differences, **({"num_hidden_layers": layers} if layers else {})}
+    )
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     for name, parameter in model.named_parameters():
         # Initial weights are near zero and norms are one: a wrong norm or an exchanged matrix would hide in that.

@@ -29,6 +29,7 @@ from localllm.offload.plan import Memory
 from localllm.quant.recipe import recipe
 from tests.cli_support import Result, environment, run_cli, start_cli, write_checkpoint
 from tests.test_imports import HEAVY, loaded_by
+from tests.thinning import every_other
 
 QUICK = ("--prompt-tokens", "12", "--gen-tokens", "4", "--rounds", "2", "--device", "cpu")
 
@@ -479,7 +480,7 @@ def test_under_a_cap_that_is_too_small_the_error_names_the_model(home: Path, sha
     assert "cache/random-" not in outcome.err
 
 
-@pytest.mark.parametrize("kv", ["int4", "bf16"])
+@pytest.mark.parametrize("kv", every_other(["int4", "bf16"]))
 def test_the_format_of_keys_and_values_is_the_one_that_was_measured(kv: str) -> None:
     (run,) = bench("tiny", "--kv", kv, *QUICK, "--json").json["runs"]
     assert run["kv"] == kv

@@ -39,6 +39,7 @@ from tests.packed_support import (
     read_all,
     small_checkpoint,
 )
+from tests.thinning import every_other
 
 NUM_BLOCKS = 10
 
@@ -74,7 +75,7 @@ def test_nothing_but_the_blocks_and_the_index_is_left(whole, checkpoint):
     assert len(names) == NUM_BLOCKS
 
 
-@pytest.mark.parametrize("weights", FORMATS)
+@pytest.mark.parametrize("weights", every_other(FORMATS))
 def test_the_number_of_threads_does_not_change_a_byte(weights, tmp_path):
     checkpoint = wide_checkpoint(tmp_path / "m")
     before = torch.get_num_threads()

@@ -26,6 +26,7 @@ from localllm.offload.search import Search
 from tests.cli_support import run_cli
 from tests.packed_support import pack, small_checkpoint
 from tests.test_device_placement import Packed
+from tests.thinning import every_other
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 PROMPT = tuple(range(3, 23))
@@ -101,7 +102,7 @@ class Disk:
 
 
 @pytest.mark.usefixtures("nothing_mapped")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", every_other(KINDS))
 def test_a_disk_that_vanishes_ends_the_answer_with_its_file_and_the_engine_goes_on_when_it_is_back(
     kind: str, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,7 @@ from tests.packed_support import (
     read_all,
     small_checkpoint,
 )
+from tests.thinning import every_other
 
 CPU = torch.device("cpu")
 
@@ -75,7 +76,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return cache(lambda name: small_checkpoint(tmp_path_factory.mktemp(name), name))
 
 
-@pytest.mark.parametrize(("name", "weights"), PAIRS)
+@pytest.mark.parametrize(("name", "weights"), every_other(PAIRS))
 def test_a_decoder_from_a_packed_model_is_the_one_from_the_checkpoint(families, name, weights, tmp_path):
     family = families(name)
     pack(family, tmp_path / "p", weights)

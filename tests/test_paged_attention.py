@@ -22,7 +22,7 @@ from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.paged_attention import paged_attention, write
 from localllm.layers.attention_tables import attention_tables
 from localllm.layers.batch import Segment
-from tests.thinning import every_other
+from tests.thinning import every_other, one_in
 
 native = pytest.mark.skipif(not cpu_linear.is_available(), reason="no CPU kernel runs on this machine")
 every_isa = pytest.mark.parametrize("isa", host_isas(), ids=lambda isa: isa.name)
@@ -139,7 +139,7 @@ CASES = [
 
 
 @native
-@pytest.mark.parametrize(("isa", "kv_format", "shape", "segments"), every_other(CASES))
+@pytest.mark.parametrize(("isa", "kv_format", "shape", "segments"), one_in(3, CASES))
 def test_the_kernels_write_and_attend_as_torch_does(isa, kv_format, shape, segments) -> None:  # type: ignore[no-untyped-def]
     """segments: (tokens held, new tokens) of each sequence."""
     pages = new_pages(kv_format, shape)

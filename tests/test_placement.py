@@ -25,7 +25,7 @@ from localllm.offload.profile import Profile
 from localllm.offload.search import Search
 from localllm.quant.recipe import RECIPES
 from tests.packed_support import small_checkpoint
-from tests.thinning import every_other
+from tests.thinning import one_in
 
 FAMILIES = ["llama", "qwen2", "gemma2"]
 WEIGHTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int4": torch.bfloat16, "int8": torch.float32}
@@ -82,7 +82,7 @@ def tokens(engine: Engine, prompt: tuple[int, ...] = PROMPT, max_tokens: int = 8
     return [event.token_id for event in events if isinstance(event, TokenEvent)]
 
 
-@pytest.mark.parametrize("weights", every_other(WEIGHTS))
+@pytest.mark.parametrize("weights", one_in(3, WEIGHTS))
 def test_whatever_is_streamed_the_text_is_the_same(directory: Path, weights: str) -> None:
     """Under caps from the least that the model runs in to where all of it fits."""
     shape = shape_of(directory, weights)

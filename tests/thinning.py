@@ -15,7 +15,12 @@ def thinned(cases: Iterable[Any], runs: Callable[[Any], bool]) -> list[Any]:
 
 def every_other(cases: Iterable[Any]) -> list[Any]:
     """All cases, every second of them slow."""
-    return [case if number % 2 == 0 else _slow(case) for number, case in enumerate(cases)]
+    return one_in(2, cases)
+
+
+def one_in(count: int, cases: Iterable[Any]) -> list[Any]:
+    """All cases, slow but for the first of each so many."""
+    return [_slow(case) if number % count else case for number, case in enumerate(cases)]
 
 
 def _slow(case: Any) -> Any:

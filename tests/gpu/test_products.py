@@ -83,7 +83,7 @@ def test_dot_products_of_bytes_are_the_reference_for_any_shape(
     assert error(matrix.by_gemv(x), matrix.expected(x)) < TOLERANCE
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("weights", every_other(WEIGHTS))
 @pytest.mark.parametrize(
     ("shape", "rows", "N", "K"), every_other([(Shape(64, 1), 5, 70, 300), (Shape(32, 4), 17, 20, 1100)])
 )
@@ -94,7 +94,7 @@ def test_tensor_cores_give_the_same_bits(weights: str, shape: Shape, rows: int, 
     assert torch.equal(found, matrix.by_gemv(x))
 
 
-@pytest.mark.parametrize("weights", ["int4-g64", "int8"])
+@pytest.mark.parametrize("weights", every_other(["int4-g64", "int8"]))
 def test_a_row_has_the_same_bits_whatever_rows_are_beside_it(weights: str) -> None:
     matrix, x = Matrix(32, 600, weights), torch.randn(6, 600)
     alone = torch.cat([matrix.by_gemv(x[i : i + 1]) for i in range(6)])
@@ -128,7 +128,7 @@ def test_what_is_no_number_stays_so_in_16_bits() -> None:
 
 
 @pytest.mark.parametrize("weights", ["int4-g64", "int8"])
-@pytest.mark.parametrize("rows", [2, 6])
+@pytest.mark.parametrize("rows", every_other([2, 6]))
 def test_a_bias_and_what_is_there_are_added(weights: str, rows: int) -> None:
     matrix, x, bias = Matrix(40, 200, weights), torch.randn(rows, 200), torch.randn(40)
     for dispatch in (Dispatch(1, gemv_rows=16), Dispatch(1, gemv_rows=0), Dispatch(64, gemv_rows=0)):

