@@ -9,6 +9,7 @@ import shutil
 
 os.environ["TRITON_INTERPRET"] = "1"  # what kernels are defined by: read when Triton is imported, by whichever test
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,28 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def machine_measured_once() -> Iterator[None]:
+    """Whatever cache a test has: memory, disk and each format of weights take half a second to three."""
+    from localllm.offload import profile
+
+    def rates(weight_format: Any, dtype: Any, device: Any) -> Any:
+        return (of_cpu if device.type == "cpu" else measured)(weight_format, dtype, device)
+
+    def disk(folder: Path) -> float:
+        if not found:
+            found.append(disk_gbs(folder))
+        return found[0]
+
+    measured, disk_gbs = profile.format_rates, profile._disk_gbs
+    of_cpu, found = cache(measured), list[float]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profile, "format_rates", rates)
+        patch.setattr(profile, "_dram_gbs", cache(profile._dram_gbs))
+        patch.setattr(profile, "_disk_gbs", disk)
+        yield
+
+
 @pytest.fixture(scope="session")
 def known_machine(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], None]:
     """Puts this machine's rates and compiled kernels into a cache of a test's own: to find them out takes 4 s."""
@@ -59,8 +82,8 @@ def known_machine(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], 
         for weights in ("bf16", "int4-g64"):
             assert run_cli("plan", "tiny", "--weights", weights).code == 0
 
-    def put(cache: Path) -> None:
-        shutil.copytree(known, cache, dirs_exist_ok=True)
+    def put(folder: Path) -> None:
+        shutil.copytree(known, folder, dirs_exist_ok=True)
 
     return put
 

@@ -266,7 +266,8 @@ def test_an_interrupt_leaves_cleanly(tmp_path: Path) -> None:
     out, _ = child.communicate()
     watchdog.cancel()
     assert (child.returncode, out) == (130, b"")
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    kept = tmp_path / "cache" / "kernels"  # compiled, for the next command
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.parent != kept]
 
 
 @pytest.mark.parametrize("line", [["bench", "--help"], ["bench", "--compare", "{path}", "{path}"]], ids=" ".join)
