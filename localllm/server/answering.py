@@ -171,15 +171,10 @@ class Answers:
         return wholes
 
     def close(self) -> None:
-        """May be called again, and of answers that have ended."""
+        """Once; also of answers that have ended."""
         for stream in self._streams:
             stream.abort()
-        closed, self._closed = self._closed, _done
-        closed()
-
-
-def _done() -> None:
-    """It was said before."""
+        self._closed()
 
 
 def _of(parts: Sequence[tuple[bool, str]], *, thought: bool) -> str:

@@ -22,6 +22,8 @@ from localllm.server.served import Served
 
 ENDPOINTS: tuple[Endpoint, ...] = (*openai.ENDPOINTS, *anthropic.ENDPOINTS, *ollama.ENDPOINTS, *native.ENDPOINTS)
 
+_NEAR = 0.8  # of 1: what is less alike is another address, not one that was misspelt
+
 
 def create_app(
     served: Served, admission: Admission, *, log: Log = lambda _line: None, with_metrics: bool = False
@@ -79,7 +81,7 @@ class _Elsewhere:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         method, path = scope["method"][:20], scope["path"][:200]
-        near = difflib.get_close_matches(path, self._paths, n=1)
+        near = difflib.get_close_matches(path, self._paths, n=1, cutoff=_NEAR)
         fix = f"ask for {near[0]}" if near else f"GET {openapi.PATH} lists all of them"
         if path == native.METRICS_PATH:
             fix = "start the server with --metrics"

@@ -131,7 +131,7 @@ def _refusal(of: type[Body], error: ValidationError) -> RequestError:
         return RequestError(400, what, fix=fix, param=param, name="unknown_parameter")
     if found["type"] == "missing":
         return RequestError(400, f"{param}: Field required", param=param, name="missing_required_parameter")
-    message = found["msg"].removeprefix("Value error, ")
+    message = found["msg"].removeprefix("Value error, ").replace(" after validation", "")
     return RequestError(
         400, f"{param or 'the body'} is invalid", why=message, param=param or None, name="invalid_value"
     )

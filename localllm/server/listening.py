@@ -103,7 +103,7 @@ class Connection(H11Protocol):
         self.transport.close()
 
     def _wait_for_headers(self) -> None:
-        self._deadline = self.loop.call_later(_HEADERS_S, self._give_up)
+        self._deadline = self.loop.call_later(_HEADERS_S, self.transport.close)
 
     def _forget_deadline(self) -> None:
         if self._deadline is not None:
@@ -114,11 +114,6 @@ class Connection(H11Protocol):
         if self._stall is not None:
             self._stall.cancel()
             self._stall = None
-
-    def _give_up(self) -> None:
-        self._deadline = None
-        if self._is_answered:
-            self.transport.close()
 
 
 class Listener(uvicorn.Server):

@@ -18,12 +18,12 @@ import pytest
 from localllm.engine.engine import Engine
 from localllm.engine.events import TokenEvent
 from localllm.engine.sequence import Sequence
-from localllm.server import listening
+from localllm.server import listening, replying
 from localllm.server.answering import Mail, Piece
 from localllm.server.served import Capacity
 from tests.cli_support import write_checkpoint
 from tests.server.conftest import Connect
-from tests.server.support import OWL, Running, running, wait_for
+from tests.server.support import OWL, Raw, Running, running, wait_for
 
 CHAT = "/v1/chat/completions"
 PHASES = ("queued", "reading the prompt", "before the first token", "answering", "answered by half")
@@ -226,6 +226,17 @@ def test_who_says_nothing_does_not_stay(connect: Connect, server: Running, monke
     assert time.monotonic() - started < 5
 
 
+def test_who_was_answered_stays_and_who_then_says_half_of_something_does_not(
+    connect: Connect, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listening, "_HEADERS_S", 0.2)
+    idle, half = kept(connect, server), kept(connect, server)
+    half.send(b"GET /v1/models HTTP/1.1\r\nhost: ")
+    assert half.read_all() == b""
+    time.sleep(0.2)
+    assert is_open(idle.sock)
+
+
 def test_a_new_connection_takes_the_place_of_a_silent_one(
     connect: Connect, server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,6 +260,57 @@ def test_of_silent_connections_as_many_stay_as_may_and_none_that_is_answered_goe
     assert b" 200 " in last.read_until(b"\r\n")
     assert b"[DONE]" in busy.read_until(b"[DONE]")
     assert sum(is_open(raw.sock) for raw in silent) < 8
+
+
+def kept(connect: Connect, server: Running) -> Raw:
+    """A connection that stays after its first request."""
+    raw = connect(server)
+    raw.get("/health")
+    assert raw.read_until(b"}").endswith(b'{"status":"ok"}')
+    return raw
+
+
+def test_who_has_said_nothing_gives_way_before_who_was_answered(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listening, "MAX_CONNECTIONS", 8)
+    with running() as server:
+        used = [kept(connect, server) for _ in range(7)]
+        for _ in range(12):
+            connect(server)
+        kept(connect, server)
+        assert all(is_open(raw.sock) for raw in used)
+
+
+def test_where_all_were_answered_one_gives_way(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "MAX_CONNECTIONS", 4)
+    with running() as server:
+        used = [kept(connect, server) for _ in range(5)]
+        wait_for(lambda: sum(is_open(raw.sock) for raw in used) == 4)
+
+
+def test_who_has_not_taken_all_of_a_reply_does_not_give_way(
+    connect: Connect, narrow: Running, stalled: list[listening.Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listening, "MAX_CONNECTIONS", 4)
+    slow = connect(narrow, receive_bytes=4096)
+    slow.post(CHAT, {"messages": OWL, "max_tokens": 1500, "logprobs": True, "top_logprobs": 5})
+    wait_for(lambda: bool(stalled))
+    narrow.wait_until_idle()
+    for _ in range(24):
+        kept(connect, narrow)
+    assert b'"usage"' in slow.read_until(b'"usage"')
+
+
+def test_who_goes_on_reading_is_not_given_up(
+    connect: Connect, narrow: Running, stalled: list[listening.Connection]
+) -> None:
+    slow = connect(narrow, receive_bytes=4096)
+    slow.post(CHAT, {"messages": OWL, "stream": True, "max_tokens": 1500})
+    wait_for(lambda: bool(stalled))
+    assert stalled[0].is_stalled
+    slow.read_until(b"[DONE]")
+    wait_for(lambda: not stalled[0].is_stalled)
 
 
 def is_open(sock: socket.socket) -> bool:
@@ -303,6 +365,31 @@ def test_more_than_may_wait_is_refused_with_the_time_to_come_back(connect: Conne
     assert refused.status_code == 503 and 0 < int(refused.headers["retry-after"]) <= 120
     assert refused.json()["error"]["code"] == "overloaded"
     for raw in clients:
+        raw.close()
+    endless.wait_until_idle()
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "sign"),
+    [
+        (CHAT, {"messages": OWL}, b": ping\n\n"),
+        ("/v1/completions", {"prompt": "Once"}, b": ping\n\n"),
+        ("/v1/responses", {"input": "Once"}, b": ping\n\n"),
+        ("/v1/messages", {"messages": OWL, "max_tokens": 9}, b'event: ping\ndata: {"type":"ping"}\n\n'),
+        ("/api/chat", {"messages": OWL}, b"\r\n\r\n"),  # it begins, and has no line that says nothing
+    ],
+)
+def test_a_stream_gives_signs_of_life_while_it_waits(
+    connect: Connect, endless: Running, monkeypatch: pytest.MonkeyPatch, path: str, asked: dict[str, Any], sign: bytes
+) -> None:
+    monkeypatch.setattr(replying, "SILENCE_S", 0.02)
+    first, second = connect(endless), connect(endless)
+    first.post(CHAT, {"messages": OWL})
+    wait_for(lambda: bool(endless.engine.scheduler.running))
+    second.post(path, {**asked, "stream": True})
+    said = second.read_until(sign)
+    assert said.startswith(b"HTTP/1.1 200") and sign in said
+    for raw in (first, second):
         raw.close()
     endless.wait_until_idle()
 

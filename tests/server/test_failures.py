@@ -12,7 +12,7 @@ from openai.types.responses import ResponseErrorEvent
 
 from localllm.engine.events import FinishedEvent
 from localllm.engine.service import RequestStream
-from localllm.errors import DoesNotFitError, NonFiniteError
+from localllm.errors import DoesNotFitError, EngineClosedError, NonFiniteError
 from localllm.server.failures import body_of, failure_of
 from tests.server.support import OWL, Running, running, wait_for
 from tests.thinning import thinned
@@ -100,6 +100,7 @@ def test_what_fails_before_anything_is_said_has_a_status(
 def test_what_fails_later_ends_the_stream_with_an_error(
     own: Running, fail: Fail, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
+    own.log.clear()
     fail(6, NonFiniteError("a NaN in block 3"))
     lines = own.stream_lines(path, {**BODIES[path], "stream": True})
     last = [json.loads(line.removeprefix("data: ")) for line in lines if not line.startswith("event: ")][-1]
@@ -136,6 +137,47 @@ def test_an_engine_that_is_broken_answers_everyone_with_an_error(monkeypatch: py
         assert server.post(path, BODIES[path]).status_code == 503
         assert server.get("/health").status_code == 503
         assert server.get("/v1/models").status_code == 200
+
+
+def test_of_several_answers_none_is_left_where_one_cannot_be_begun(
+    own: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, count = own.served.service.submit, 0
+
+    def submit(*arguments: Any) -> RequestStream:
+        nonlocal count
+        count += 1
+        if count == 3:
+            raise EngineClosedError("it is closed")
+        return plain(*arguments)
+
+    monkeypatch.setattr(own.served.service, "submit", submit)
+    endless = {"messages": OWL, "n": 3, "logit_bias": {"2": -100, "0": -100}}
+    refused = own.post(CHAT, endless)
+    assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
+    own.wait_until_idle()
+    assert own.served.metrics.registry.get_sample_value("localllm_answers_total", {"reason": "cancelled"}) == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "fix"),
+    [
+        ("/v1/chat/completion", "ask for /v1/chat/completions"),
+        ("/api/copy", "GET /openapi.json lists all of them"),
+        ("/" + "x" * 5000, "GET /openapi.json lists all of them"),
+    ],
+    ids=["misspelt", "another", "long"],
+)
+def test_an_address_that_there_is_not_is_told_with_one_that_there_is(own: Running, path: str, fix: str) -> None:
+    reply = own.post(path, {})
+    assert reply.status_code == 404 and message(reply.json()).endswith(f"To mend it: {fix}")
+    assert len(reply.content) < 600
+
+
+def test_a_method_that_an_address_does_not_know_is_told_with_those_it_knows(own: Running) -> None:
+    reply = own.client.request("PATCH" * 100, "/v1/models")
+    assert reply.status_code == 405 and reply.headers["allow"] == "GET"
+    assert message(reply.json()).endswith("it knows GET") and len(reply.content) < 300
 
 
 def test_a_bug_tells_its_kind_and_nothing_more() -> None:

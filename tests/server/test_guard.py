@@ -47,8 +47,12 @@ def test_a_host_that_is_not_this_server_is_refused(server: Running, method: str,
 
 @EVERY_ROUTE
 @pytest.mark.parametrize(
-    "origin", ["https://evil.test", "null", "http://localhost.evil.test", "file://", "ftp://localhost", "http://[::1"]
-)
+    "origin",
+    [
+        "https://evil.test", "null", "http://localhost.evil.test", "http://evillocalhost", "http://evil.test#localhost",
+        "http://localhost@evil.test", "file://", "ftp://localhost", "http://[::1",
+    ],
+)  # fmt: skip
 def test_a_page_from_elsewhere_is_refused(server: Running, method: str, path: str, origin: str) -> None:
     reply = ask(server, method, path, origin=origin)
     assert reply.status_code == 403
@@ -61,6 +65,8 @@ def test_a_page_of_this_machine_is_let_in_without_credentials(server: Running, o
     assert reply.status_code == 200
     assert reply.headers["access-control-allow-origin"] == origin
     assert "access-control-allow-credentials" not in reply.headers and "Origin" in reply.headers["vary"]
+    told = set(reply.headers["access-control-expose-headers"].split(", "))
+    assert told == {"x-request-id", "retry-after", "x-should-retry", "x-localllm-evicted-turns"}
 
 
 def test_a_preflight_is_answered_for_pages_of_this_machine_alone(server: Running) -> None:

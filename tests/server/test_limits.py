@@ -214,6 +214,32 @@ def test_a_body_that_grows_too_large_is_given_up(connect: Connect, server: Runni
     assert psutil.Process().memory_info().rss - before < MOST_BYTES
 
 
+@pytest.mark.parametrize(
+    ("field", "told"),
+    [("max_token", "'max_tokens' is known here"), ("mesages", "'messages' is known here"), ("qqq", "leave it out")],
+)
+def test_a_field_that_is_not_known_is_told_with_the_one_that_was_meant(server: Running, field: str, told: str) -> None:
+    error = server.post(CHAT, {**ASKED, field: 1}).json()["error"]
+    assert error["param"] == field and told in error["message"]
+
+
+def test_too_few_messages_are_told_in_a_sentence(server: Running) -> None:
+    error = server.post(CHAT, {"messages": []}).json()["error"]
+    assert (error["param"], error["message"]) == (
+        "messages",
+        "messages is invalid: List should have at least 1 item, not 0",
+    )
+
+
+def test_a_header_may_be_as_large_as_is_told(connect: Connect, server: Running) -> None:
+    raw = connect(server)
+    head = f"GET /v1/models HTTP/1.1\r\nhost: 127.0.0.1:{server.port}\r\nx: "
+    raw.send(head.encode() + b"y" * (MAX_HEADER_BYTES - len(head) - 100))
+    time.sleep(0.1)  # what arrives whole is not measured
+    raw.send(b"\r\n\r\n")
+    assert raw.read_until(b"\r\n").split()[1] == b"200"
+
+
 @pytest.mark.parametrize("head", [b"x: " + b"y" * (1 << 20), b"x" * MAX_HEADER_BYTES + b": y"], ids=["value", "name"])
 def test_a_header_that_is_too_large_is_refused(connect: Connect, server: Running, head: bytes) -> None:
     raw = connect(server)

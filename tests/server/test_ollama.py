@@ -297,7 +297,9 @@ def test_a_model_stays_loaded_as_long_as_is_asked(raw: httpx2.Client, keep_alive
 def test_the_oldest_turns_leave_where_the_client_says_so(raw: httpx2.Client) -> None:
     turns = [{"role": role, "content": "owl " * 150} for role in ("user", "assistant")] * 4
     body = {"messages": [*turns, *OWL], "options": GREEDY, "stream": False}
-    assert raw.post("/api/chat", json={**body, "truncate": True}).headers["x-localllm-evicted-turns"]
+    replies = [raw.post("/api/chat", json={**body, "truncate": True, "stream": stream}) for stream in (False, True)]
+    counts = [int(reply.headers["x-localllm-evicted-turns"]) for reply in replies]
+    assert counts[0] == counts[1] > 0
     assert "maximum context length is 1024" in refused(raw, "/api/chat", {**body, "truncate": False})
     assert "maximum context length is 1024" in refused(raw, "/api/chat", {**body, "stream": True})
 

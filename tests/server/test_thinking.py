@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -20,26 +20,68 @@ SAID = ("Hm", ", ", "an owl.", "</think>", "\n\n", "Once", " upon", " a time.")
 NUM_THOUGHT = 4  # with the mark that ends it
 
 
-async def pieces_of(every: int) -> list[Piece]:
+def token(request_id: int, count: int, text: str) -> TokenEvent:
+    return TokenEvent(request_id, count, text, TokenLogprob(count, text, -0.5, ()))
+
+
+def end(request_id: int, num_tokens: int) -> FinishedEvent:
+    return FinishedEvent(request_id, "stop", Usage(1, 0, num_tokens), Timings())
+
+
+async def pieces_of(every: int, said: Sequence[str] = SAID, *, is_thinking: bool = True) -> list[Piece]:
     """What a reader gets who takes what has come after every so many tokens."""
-    mail, found = Mail(lambda: Splitter(is_thinking=True), lambda _event: None), []
-    for count, text in enumerate(SAID, 1):
-        mail.put(TokenEvent(3, count, text, TokenLogprob(count, text, -0.5, ())))
+    mail, found = Mail(lambda: Splitter(is_thinking=is_thinking), lambda _event: None), []
+    for count, text in enumerate(said, 1):
+        mail.put(token(3, count, text))
         if count % every == 0:
             found.append((await mail.take(None))[3])
-    mail.put(FinishedEvent(3, "stop", Usage(1, 0, len(SAID)), Timings()))
+    mail.put(end(3, len(said)))
     found.append((await mail.take(None))[3])
     return found
 
 
+def whole_of(pieces: Iterable[Piece]) -> Piece:
+    whole = Piece()
+    for piece in pieces:
+        whole.add(piece)
+    return whole
+
+
 @pytest.mark.parametrize("every", [1, 3, 5, 100])
 def test_each_token_is_of_the_thought_or_of_the_answer(every: int) -> None:
-    whole = Piece()
-    for piece in asyncio.run(pieces_of(every)):
-        whole.add(piece)
+    whole = whole_of(asyncio.run(pieces_of(every)))
     assert (whole.thought, whole.text) == ("Hm, an owl.", "Once upon a time.")
     assert whole.num_thought_tokens == NUM_THOUGHT
     assert [each.token for each in whole.logprobs] == list(SAID[NUM_THOUGHT:])
+
+
+@pytest.mark.parametrize("every", [1, 3, 5, 100])
+def test_the_token_that_opens_a_thought_is_of_it(every: int) -> None:
+    whole = whole_of(asyncio.run(pieces_of(every, ("<think>", *SAID), is_thinking=False)))
+    assert (whole.thought, whole.text) == ("Hm, an owl.", "Once upon a time.")
+    assert whole.num_thought_tokens == NUM_THOUGHT + 1
+    assert [each.token for each in whole.logprobs] == list(SAID[NUM_THOUGHT:])
+
+
+@pytest.mark.parametrize("every", [1, 100])
+def test_what_begins_like_a_mark_at_the_very_end_is_said(every: int) -> None:
+    thought = whole_of(asyncio.run(pieces_of(every, ("Hm", "</thi"))))
+    said = whole_of(asyncio.run(pieces_of(every, ("<thi",), is_thinking=False)))
+    assert (thought.thought, thought.text, said.thought, said.text) == ("Hm</thi", "", "", "<thi")
+
+
+def test_each_of_several_answers_has_thoughts_of_its_own() -> None:
+    async def taken() -> dict[int, Piece]:
+        mail = Mail(lambda: Splitter(is_thinking=True), lambda _event: None)
+        for request_id, texts in ((3, SAID), (4, SAID[:2])):
+            for count, text in enumerate(texts):
+                mail.put(token(request_id, count, text))
+            mail.put(end(request_id, len(texts)))
+        return await mail.take(None)
+
+    found = asyncio.run(taken())
+    assert (found[3].thought, found[3].text) == ("Hm, an owl.", "Once upon a time.")
+    assert (found[4].thought, found[4].text) == ("Hm, ", "")
 
 
 @pytest.mark.parametrize("every", [1, 3, 5, 100])

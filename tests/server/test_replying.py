@@ -1,0 +1,108 @@
+"""What replies are made of: JSON that every client reads, encoded while others have their turn."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import traceback
+from collections.abc import Awaitable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localllm.server import replying
+from localllm.server.answering import Mail
+from localllm.server.failures import ClientGoneError
+from localllm.server.replying import encoded, encoded_in_parts, unless_gone
+from tests.server.support import OWL, Running
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(VALUES)
+def test_in_parts_it_is_the_same(value: Any) -> None:
+    said = b"".join(encoded_in_parts(value))
+    assert said == encoded(value) and said.isascii() and json.loads(said) == value
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_no_number_in_json_is_not_said(number: float) -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        encoded({"a": [number]})
+
+
+def test_a_large_reply_is_made_in_parts_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    threads: set[int] = set()
+
+    def noting(value: object) -> bytes:
+        threads.add(threading.get_ident())
+        sizes.append(len(encoded(value)))
+        return encoded(value)
+
+    monkeypatch.setattr(replying, "encoded", noting)
+    vectors = [{"index": index, "embedding": [0.25] * 64} for index in range(100)]
+    reply = asyncio.run(replying.whole(lambda: {"object": "list", "data": vectors}))
+    assert json.loads(bytes(reply.body)) == {"object": "list", "data": vectors}
+    assert max(sizes) < 1000 < len(reply.body) and threading.get_ident() not in threads
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"), [("/v1/chat/completions", "text/event-stream"), ("/api/chat", "application/x-ndjson")]
+)
+def test_a_stream_is_told_not_to_be_kept_back(server: Running, path: str, kind: str) -> None:
+    with server.client.stream("POST", path, json={"messages": OWL, "stream": True}) as reply:
+        assert reply.headers["content-type"].startswith(kind)
+        assert reply.headers["x-accel-buffering"] == "no"
+
+
+def test_an_error_that_many_are_told_does_not_grow() -> None:
+    try:
+        raise ValueError("the engine broke")
+    except ValueError as error:
+        broken = error
+
+    async def told() -> set[int]:
+        mails = [Mail(lambda: None, lambda _event: None) for _ in range(5)]
+        for mail in mails:
+            mail.put(broken)
+        depths = set()
+        for mail in mails:
+            with pytest.raises(ValueError, match="broke"):
+                await mail.take(None)
+            depths.add(len(traceback.extract_tb(broken.__traceback__)))
+        return depths
+
+    assert len(asyncio.run(told())) == 1
+
+
+def test_where_the_client_goes_the_work_has_ended_before_that_is_told() -> None:
+    did: list[str] = []
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.01)
+            did.append("tidied up")
+
+    async def receive() -> dict[str, str]:
+        await asyncio.sleep(0)
+        return {"type": "http.disconnect"}
+
+    with pytest.raises(ClientGoneError):
+        asyncio.run(after(unless_gone(receive, work()), did))
+    assert did == ["tidied up", "told"]
+
+
+async def after(work: Awaitable[None], did: list[str]) -> None:
+    try:
+        await work
+    finally:
+        did.append("told")
