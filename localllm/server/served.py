@@ -142,7 +142,6 @@ class Served:
 
     async def ask(self, *asks: Ask) -> Answers:
         """Has them answered, all or none. Raises RequestError where too many wait, and what `prepare` does."""
-        self.engine()
         return await self.answer(asks, self.take_places(sum(ask.n for ask in asks)))
 
     async def answer(self, asks: Sequence[Ask], closed: Callable[[], None]) -> Answers:

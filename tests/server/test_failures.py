@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -134,7 +135,8 @@ def test_an_engine_that_is_broken_answers_everyone_with_an_error(monkeypatch: py
         wait_for(lambda: bool(server.log))
         assert "bug AssertionError test_failures.py:" in server.log[0]
         wait_for(lambda: not server.served.num_open)
-        assert server.post(path, BODIES[path]).status_code == 503
+        refused = server.post(path, BODIES[path])
+        assert refused.status_code == 503 and message(refused.json()) == "tiny cannot be used: a bug in localllm"
         assert server.get("/health").status_code == 503
         assert server.get("/v1/models").status_code == 200
 
@@ -157,6 +159,21 @@ def test_of_several_answers_none_is_left_where_one_cannot_be_begun(
     assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
     own.wait_until_idle()
     assert own.served.metrics.registry.get_sample_value("localllm_answers_total", {"reason": "cancelled"}) == 2
+
+
+def test_a_server_that_is_being_closed_says_so() -> None:
+    with running() as server:
+        server.served.service.close(timeout_s=5)
+        refused = server.post(CHAT, BODIES[CHAT])
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
+
+
+def test_a_model_is_known_by_the_name_of_its_repository(own: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    selection = own.served.selection
+    files = replace(selection.files, repo="maker/Model")
+    monkeypatch.setattr(own.served, "selection", replace(selection, files=files))
+    replies = {name: own.post(CHAT, {**BODIES[CHAT], "model": name}) for name in ("Maker/model", "tiny", "maker/other")}
+    assert [reply.status_code for reply in replies.values()] == [200, 200, 404]
 
 
 @pytest.mark.parametrize(
