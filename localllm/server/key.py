@@ -66,6 +66,8 @@ def kept_key(file: Path, *, is_new: bool) -> ServerKey:
             os.fsync(stream.fileno())
         unfinished.replace(file)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
         what, fix = f"the key cannot be kept in {file}", "localllm serve --api-key-file FILE"
         raise LocalLLMError(what, why=error.strerror or str(error), fix=fix) from None
     return ServerKey(digest, key)

@@ -81,6 +81,11 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.0005)
 
 
+def num_cancelled(server: Running) -> float:
+    """Answers that nobody waited for."""
+    return server.served.metrics.registry.get_sample_value("localllm_answers_total", {"reason": "cancelled"}) or 0
+
+
 @contextmanager
 def running(
     model: str | Path = "tiny",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import anthropic
@@ -26,8 +26,9 @@ RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "7"}
 
 
 @pytest.fixture(scope="module")
-def library(shared_server: Running) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=shared_server.url, api_key="none", max_retries=0)
+def library(shared_server: Running) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=shared_server.url, api_key="none", max_retries=0) as library:
+        yield library
 
 
 @pytest.fixture

@@ -54,6 +54,17 @@ def test_a_text_to_embed_may_fill_the_context(engine: Engine, num_ctx: int | Non
         prepare(Ask((5,) * (ctx + 1), num_ctx=num_ctx, pooling="mean"), engine)
 
 
+def test_a_longer_context_is_advised_where_it_helps() -> None:
+    short = Engine.load("tiny", ctx=256)
+    advised: list[bool] = []
+    for num_tokens, num_ctx in ((300, None), (5000, None), (300, 64)):
+        with pytest.raises(RequestError) as caught:
+            prepare(Ask((5,) * num_tokens, num_ctx=num_ctx), short)
+        advised.append("--ctx" in caught.value.what)
+    short.close()
+    assert advised == [True, False, False]
+
+
 def test_an_answer_ends_where_the_context_does(engine: Engine) -> None:
     asked = [prepare(Ask((5,) * 24, SamplingParams(max_tokens=n), num_ctx=c), engine) for n, c in TOLD]
     assert [most_tokens(each) for each in asked] == [engine.ctx - 24, 7, engine.ctx - 24, 40, engine.ctx - 24]
@@ -91,6 +102,13 @@ def test_a_raw_prompt_may_have_special_tokens_and_a_chat_may_not(engine: Engine)
     special = engine.tokenizer.encode("<|im_start|>", special=True)
     assert len(special) == 1
     assert list(prepare(Ask("<|im_start|>hi"), engine).requests[0].prompt_ids[:1]) == special
+
+
+def test_a_raw_prompt_begins_as_the_models_texts_do(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.tokenizer, "adds_bos", True)
+    monkeypatch.setattr(engine.tokenizer, "bos_token_id", 7)
+    ids = prepare(Ask("Once"), engine).requests[0].prompt_ids
+    assert ids == (7, *engine.tokenizer.encode("Once"))
 
 
 def test_all_of_a_conversation_is_counted_and_of_an_answer_only_what_fits(engine: Engine) -> None:
@@ -193,6 +211,18 @@ def test_a_variable_that_has_no_effect_is_refused(
         chat_of(replace(CHAT, variables={name: 1}), engine)
     assert caught.value.param is not None
     assert caught.value.param.startswith(f"chat_template_kwargs.{name[:20]}") and len(caught.value.param) <= 200
+
+
+@pytest.mark.parametrize(("length", "fits"), [(250_000, True), (270_000, False)])
+def test_variables_may_be_so_long(engine: Engine, telling: Callable[[str], None], length: int, fits: bool) -> None:
+    telling("{{ verbose }}")
+    chat = replace(CHAT, variables={"verbose": "x" * length})
+    if fits:
+        assert chat_of(chat, engine).variables == chat.variables
+        return
+    with pytest.raises(RequestError, match="too large") as caught:
+        chat_of(chat, engine)
+    assert caught.value.param == "chat_template_kwargs"
 
 
 @pytest.mark.parametrize(("template", "role"), [("", "system"), ("developer", "developer")])

@@ -23,7 +23,7 @@ from localllm.server.answering import Mail, Piece
 from localllm.server.served import Capacity
 from tests.cli_support import write_checkpoint
 from tests.server.conftest import Connect
-from tests.server.support import OWL, Raw, Running, running, wait_for
+from tests.server.support import OWL, Raw, Running, num_cancelled, running, wait_for
 
 CHAT = "/v1/chat/completions"
 PHASES = ("queued", "reading the prompt", "before the first token", "answering", "answered by half")
@@ -48,10 +48,6 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 def long_chat(number: int) -> list[dict[str, str]]:
     """One of which the prefix cache knows nothing."""
     return [{"role": "user", "content": f"{number} " * 3 + "fox lantern " * 1400}]
-
-
-def num_cancelled(server: Running) -> float:
-    return server.served.metrics.registry.get_sample_value("localllm_answers_total", {"reason": "cancelled"}) or 0
 
 
 class Steps:

@@ -15,7 +15,7 @@ from localllm.engine.events import FinishedEvent
 from localllm.engine.service import RequestStream
 from localllm.errors import DoesNotFitError, EngineClosedError, NonFiniteError
 from localllm.server.failures import body_of, failure_of
-from tests.server.support import OWL, Running, running, wait_for
+from tests.server.support import OWL, Running, num_cancelled, running, wait_for
 from tests.thinning import thinned
 
 CHAT = "/v1/chat/completions"
@@ -144,7 +144,7 @@ def test_an_engine_that_is_broken_answers_everyone_with_an_error(monkeypatch: py
 def test_of_several_answers_none_is_left_where_one_cannot_be_begun(
     own: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, count = own.served.service.submit, 0
+    plain, count, before = own.served.service.submit, 0, num_cancelled(own)
 
     def submit(*arguments: Any) -> RequestStream:
         nonlocal count
@@ -158,7 +158,7 @@ def test_of_several_answers_none_is_left_where_one_cannot_be_begun(
     refused = own.post(CHAT, endless)
     assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
     own.wait_until_idle()
-    assert own.served.metrics.registry.get_sample_value("localllm_answers_total", {"reason": "cancelled"}) == 2
+    wait_for(lambda: num_cancelled(own) == before + 2)
 
 
 def test_a_server_that_is_being_closed_says_so() -> None:
@@ -180,15 +180,22 @@ def test_a_model_is_known_by_the_name_of_its_repository(own: Running, monkeypatc
     ("path", "fix"),
     [
         ("/v1/chat/completion", "ask for /v1/chat/completions"),
+        ("/health/", "ask for /health"),
         ("/api/copy", "GET /openapi.json lists all of them"),
         ("/" + "x" * 5000, "GET /openapi.json lists all of them"),
     ],
-    ids=["misspelt", "another", "long"],
+    ids=["misspelt", "a folder", "another", "long"],
 )
 def test_an_address_that_there_is_not_is_told_with_one_that_there_is(own: Running, path: str, fix: str) -> None:
     reply = own.post(path, {})
     assert reply.status_code == 404 and message(reply.json()).endswith(f"To mend it: {fix}")
     assert len(reply.content) < 600
+
+
+def test_metrics_that_nobody_asked_for_are_told_to_come_with_a_flag() -> None:
+    with running(with_metrics=False) as server:
+        reply = server.get("/metrics")
+    assert reply.status_code == 404 and message(reply.json()).endswith("To mend it: start the server with --metrics")
 
 
 def test_a_method_that_an_address_does_not_know_is_told_with_those_it_knows(own: Running) -> None:

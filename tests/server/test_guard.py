@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hmac
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
-from localllm.errors import UsageError
+from localllm.errors import LocalLLMError, UsageError
 from localllm.server import guard, openapi
 from localllm.server.app import ENDPOINTS
 from localllm.server.failures import RequestError
@@ -237,6 +239,41 @@ def test_a_half_written_key_file_is_made_anew(tmp_path: Any) -> None:
     file = tmp_path / "server-key"
     file.write_text("abcd")
     assert kept_key(file, is_new=False).made is not None
+
+
+def test_a_key_that_cannot_be_kept_replaces_none(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "server-key"
+    first = kept_key(file, is_new=False)
+
+    def fail(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("localllm.server.key.os.fsync", fail)
+    with pytest.raises(LocalLLMError, match="cannot be kept") as caught:
+        kept_key(file, is_new=True)
+    assert (caught.value.why, caught.value.fix) == ("No space left on device", "localllm serve --api-key-file FILE")
+    assert list(tmp_path.iterdir()) == [file]
+    assert kept_key(file, is_new=False).digest == first.digest
+
+
+def test_a_key_in_a_file_of_no_text_is_refused(tmp_path: Any) -> None:
+    file = tmp_path / "key.bin"
+    file.write_bytes(b"\xff" * 32)
+    for path in (file, tmp_path / "absent", tmp_path):
+        with pytest.raises(UsageError, match="cannot be read"):
+            given_key(path, {})
+
+
+def test_a_key_file_may_be_in_the_home_of_its_user(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "key.txt").write_text(KEY)
+    found = given_key(Path("~/key.txt"), {})
+    assert found is not None and found.digest == guard.key_digest(KEY)
+
+
+def test_the_document_tells_whether_a_key_is_needed(locked: Running, server: Running) -> None:
+    told = ask(locked, "GET", openapi.PATH, x_api_key=KEY).json(), ask(server, "GET", openapi.PATH).json()
+    assert [each.get("security") for each in told] == [[{"key": []}], None]
 
 
 @pytest.mark.parametrize("text", ["", "short", "with blanks in the middle", "schlüssel-mit-umlaut"])

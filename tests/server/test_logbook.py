@@ -1,0 +1,67 @@
+"""A line and a count of every request: of those that were answered, that failed, and whose client has gone."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import pytest
+
+from localllm.server.logbook import Logbook
+from localllm.server.metrics import Metrics
+from tests.server.conftest import Connect
+from tests.server.support import OWL, Running, wait_for
+
+CHAT = "/v1/chat/completions"
+ENDLESS = {"messages": OWL, "max_tokens": 900, "logit_bias": {"2": -100, "0": -100}}
+
+
+def num_requests(metrics: Metrics, path: str, status: int) -> float:
+    labels = {"path": path, "status": str(status)}
+    return metrics.registry.get_sample_value("localllm_requests_total", labels) or 0
+
+
+@pytest.mark.parametrize("path", [CHAT, "/api/chat"])
+def test_who_has_gone_is_no_failure(connect: Connect, server: Running, path: str) -> None:
+    server.log.clear()
+    before = num_requests(server.served.metrics, path, 499)
+    raw = connect(server)
+    raw.post(path, {**ENDLESS, "stream": False} if path == CHAT else {"messages": OWL, "stream": False})
+    wait_for(lambda: server.engine.has_work)
+    raw.close()
+    wait_for(lambda: bool(server.log))
+    assert server.log[0].startswith(f"POST {path} 499 ") and "bug" not in server.log[0]
+    assert num_requests(server.served.metrics, path, 499) == before + 1
+
+
+def test_who_goes_while_a_stream_is_sent_has_been_answered(connect: Connect, server: Running) -> None:
+    server.log.clear()
+    raw = connect(server)
+    raw.post(CHAT, {**ENDLESS, "stream": True})
+    raw.read_until(b"data: ")
+    raw.close()
+    wait_for(lambda: bool(server.log))
+    assert re.match(rf"POST {CHAT} (200|499) \d", server.log[0])
+
+
+def test_a_reply_and_its_line_have_one_id(server: Running) -> None:
+    server.log.clear()
+    reply = server.get("/health")
+    wait_for(lambda: bool(server.log))
+    assert reply.headers["x-request-id"] == reply.headers["request-id"] == server.log[0].split()[-1]
+    assert len(reply.headers["x-request-id"]) == 16
+    assert server.get("/health").headers["x-request-id"] != reply.headers["x-request-id"]
+
+
+def test_what_fails_without_a_reply_is_noted_as_a_failure() -> None:
+    lines: list[str] = []
+    metrics = Metrics()
+
+    async def app(*_: Any) -> None:
+        raise ValueError("nobody foresaw it")
+
+    logbook = Logbook(app, ["/health"], metrics, lines.append)
+    with pytest.raises(ValueError, match="foresaw"):
+        asyncio.run(logbook({"type": "http", "method": "GET", "path": "/health"}, app, app))  # type: ignore[arg-type]
+    assert lines[0].startswith("GET /health 500 ") and num_requests(metrics, "/health", 500) == 1
