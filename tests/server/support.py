@@ -64,6 +64,11 @@ class Running:
         data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
         return [json.loads(each) for each in data if each != "[DONE]"]
 
+    def line_with(self, words: str) -> str:
+        """The first line of the log that has them, which may come a moment after the reply."""
+        wait_for(lambda: any(words in line for line in self.log))
+        return next(line for line in self.log if words in line)
+
     def wait_until_idle_engine(self) -> None:
         """Until nothing is being computed, whoever still listens."""
         wait_for(lambda: not self.engine.has_work)
