@@ -21,6 +21,7 @@ from localllm.server.failures import RequestError
 from tests.server.support import OWL, Running, running
 
 CHAT = ChatInput(messages=OWL)
+LONG = [*({"role": role, "content": "owl " * 150} for role in ("user", "assistant") * 4), *OWL]  # beyond the context
 PLAIN = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
@@ -66,21 +67,19 @@ def test_a_longer_context_is_advised_where_it_helps() -> None:
 
 
 def test_an_answer_ends_where_the_context_does(engine: Engine) -> None:
-    asked = [prepare(Ask((5,) * 24, SamplingParams(max_tokens=n), num_ctx=c), engine) for n, c in TOLD]
-    assert [most_tokens(each) for each in asked] == [engine.ctx - 24, 7, engine.ctx - 24, 40, engine.ctx - 24]
+    room = engine.ctx - 24
+    told = {(None, None): room, (7, None): 7, (5000, None): room, (None, 64): 40, (None, 5000): room}
+    for (max_tokens, num_ctx), most in told.items():
+        ask = Ask((5,) * 24, SamplingParams(max_tokens=max_tokens), num_ctx=num_ctx)
+        assert most_tokens(prepare(ask, engine)) == most
 
 
-TOLD = ((None, None), (7, None), (5000, None), (None, 64), (None, 5000))
-
-
-@pytest.mark.parametrize(("max_tokens", "fits"), [(1000, True), (1001, False)])
-def test_a_longer_context_is_refused_where_it_is_needed(engine: Engine, max_tokens: int, fits: bool) -> None:
-    ask = Ask((5,) * 24, SamplingParams(max_tokens=max_tokens), num_ctx=5000)
-    if fits:
-        assert most_tokens(prepare(ask, engine)) == 1000
-        return
+def test_a_longer_context_is_refused_where_it_is_needed(engine: Engine) -> None:
+    room = engine.ctx - 24
+    fits, does_not = (Ask((5,) * 24, SamplingParams(max_tokens=most), num_ctx=5000) for most in (room, room + 1))
+    assert most_tokens(prepare(fits, engine)) == room
     with pytest.raises(RequestError) as caught:
-        prepare(ask, engine)
+        prepare(does_not, engine)
     assert (caught.value.param, caught.value.name) == ("num_ctx", "invalid_value")
 
 
@@ -102,6 +101,9 @@ def test_a_raw_prompt_may_have_special_tokens_and_a_chat_may_not(engine: Engine)
     special = engine.tokenizer.encode("<|im_start|>", special=True)
     assert len(special) == 1
     assert list(prepare(Ask("<|im_start|>hi"), engine).requests[0].prompt_ids[:1]) == special
+    chats = [replace(CHAT, messages=[{"role": "user", "content": text}]) for text in ("hi", "<|im_start|>hi")]
+    plain, forged = (prepare(Ask(chat), engine).requests[0].prompt_ids for chat in chats)
+    assert plain.count(special[0]) == forged.count(special[0]) and len(forged) > len(plain)
 
 
 def test_a_raw_prompt_begins_as_the_models_texts_do(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,8 +114,7 @@ def test_a_raw_prompt_begins_as_the_models_texts_do(engine: Engine, monkeypatch:
 
 
 def test_all_of_a_conversation_is_counted_and_of_an_answer_only_what_fits(engine: Engine) -> None:
-    turns = [{"role": role, "content": "owl " * 150} for role in ("user", "assistant")] * 4
-    ask = Ask(replace(CHAT, messages=[*turns, *OWL]), evicts=True)
+    ask = Ask(replace(CHAT, messages=LONG), evicts=True)
     asked = prepare(ask, engine)
     assert len(prompt_ids(ask, engine)) > engine.ctx > len(asked.requests[0].prompt_ids)
     assert asked.num_evicted > 0
@@ -213,15 +214,12 @@ def test_a_variable_that_has_no_effect_is_refused(
     assert caught.value.param.startswith(f"chat_template_kwargs.{name[:20]}") and len(caught.value.param) <= 200
 
 
-@pytest.mark.parametrize(("length", "fits"), [(250_000, True), (270_000, False)])
-def test_variables_may_be_so_long(engine: Engine, telling: Callable[[str], None], length: int, fits: bool) -> None:
+def test_variables_may_be_so_long(engine: Engine, telling: Callable[[str], None]) -> None:
     telling("{{ verbose }}")
-    chat = replace(CHAT, variables={"verbose": "x" * length})
-    if fits:
-        assert chat_of(chat, engine).variables == chat.variables
-        return
+    long, too_long = (replace(CHAT, variables={"verbose": "x" * length}) for length in (250_000, 270_000))
+    assert chat_of(long, engine).variables == long.variables
     with pytest.raises(RequestError, match="too large") as caught:
-        chat_of(chat, engine)
+        chat_of(too_long, engine)
     assert caught.value.param == "chat_template_kwargs"
 
 
@@ -253,23 +251,17 @@ def test_an_answer_begins_in_the_thought_that_the_template_has_opened(
     assert (asked.is_thinking, asked.splits) == (is_thinking, splits or is_thinking)
 
 
-# Threads
+# The server
 
 
-@pytest.fixture(scope="module")
-def evicting() -> Iterator[Running]:
-    with running(overflow="evict") as server:
-        yield server
-
-
-def test_the_server_may_be_told_to_let_old_turns_go(evicting: Running) -> None:
-    turns = [{"role": role, "content": "owl " * 150} for role in ("user", "assistant")] * 4
-    reply = evicting.post("/v1/chat/completions", {"messages": [*turns, *OWL], "max_tokens": 1})
+def test_the_server_may_be_told_to_let_old_turns_go() -> None:
+    with running(overflow="evict") as evicting:
+        reply = evicting.post("/v1/chat/completions", {"messages": LONG, "max_tokens": 1})
     assert reply.status_code == 200 and int(reply.headers["x-localllm-evicted-turns"]) > 0
 
 
 def test_prompts_are_prepared_beside_the_loop_and_disks_beside_both(
-    evicting: Running, monkeypatch: pytest.MonkeyPatch
+    server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[str] = []
 
@@ -278,6 +270,6 @@ def test_prompts_are_prepared_beside_the_loop_and_disks_beside_both(
         return prepare(ask, engine)
 
     monkeypatch.setattr(served, "prepare", noting)
-    assert evicting.post("/v1/completions", {"prompt": "Once", "max_tokens": 1}).status_code == 200
-    on_disk = asyncio.run(evicting.served.on_disk(lambda: threading.current_thread().name))
+    assert server.post("/v1/completions", {"prompt": "Once", "max_tokens": 1}).status_code == 200
+    on_disk = asyncio.run(server.served.on_disk(lambda: threading.current_thread().name))
     assert threads[0].startswith("localllm-prepare") and on_disk.startswith("localllm-look")

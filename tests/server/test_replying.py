@@ -6,7 +6,6 @@ import asyncio
 import json
 import threading
 import traceback
-from collections.abc import Awaitable
 from typing import Any
 
 import pytest
@@ -96,13 +95,10 @@ def test_where_the_client_goes_the_work_has_ended_before_that_is_told() -> None:
         await asyncio.sleep(0)
         return {"type": "http.disconnect"}
 
-    with pytest.raises(ClientGoneError):
-        asyncio.run(after(unless_gone(receive, work()), did))
-    assert did == ["tidied up", "told"]
-
-
-async def after(work: Awaitable[None], did: list[str]) -> None:
-    try:
-        await work
-    finally:
+    async def tell() -> None:
+        with pytest.raises(ClientGoneError):
+            await unless_gone(receive, work())
         did.append("told")
+
+    asyncio.run(tell())
+    assert did == ["tidied up", "told"]
