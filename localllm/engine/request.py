@@ -82,6 +82,24 @@ class TokenMask(Protocol):
         ...
 
 
+GrammarKind = Literal["json_schema", "regex", "lark", "gbnf"]
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What an answer has to look like. Plain data, unlike a `TokenMask`.
+
+    source: a JSON Schema as JSON, a regular expression, a grammar in llguidance's Lark or in llama.cpp's GBNF.
+    thoughts: opening and closing marks of what may be thought before, in which everything may be said. is_thinking:
+    the answer begins inside of one.
+    """
+
+    kind: GrammarKind
+    source: str
+    thoughts: tuple[tuple[str, str], ...] = ()
+    is_thinking: bool = False
+
+
 Pooling = Literal["mean", "last"]
 
 
@@ -90,9 +108,9 @@ class Request:
     """One prompt to continue, or to embed. Ids, not text: templates and tokenizers have done their work.
 
     explains_miss: its last event says where it leaves what was computed before. grows: where the prompt leaves its
-    answer too little room, the engine's context becomes longer, if it can. mask: what the answer may be. priority: of
-    requests that wait, those with a higher one are sooner answered. pooling: what is wanted is no answer, but the mean
-    of the hidden states behind the last block, or the last one, of length 1.
+    answer too little room, the engine's context becomes longer, if it can. mask, grammar: what the answer may be.
+    priority: of requests that wait, those with a higher one are sooner answered. pooling: what is wanted is no answer,
+    but the mean of the hidden states behind the last block, or the last one, of length 1.
     """
 
     prompt_ids: tuple[int, ...]
@@ -100,6 +118,7 @@ class Request:
     grows: bool = False
     explains_miss: bool = False
     mask: TokenMask | None = None
+    grammar: Grammar | None = None
     priority: int = 0
     pooling: Pooling | None = None
 

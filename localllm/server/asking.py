@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from localllm.engine.chat_template import ChatInput, encode_chat
 from localllm.engine.overflow import Fitted, fit_turns, overflow_error
-from localllm.engine.request import Pooling, Request, SamplingParams, require_ids
+from localllm.engine.request import Grammar, Pooling, Request, SamplingParams, require_ids
 from localllm.engine.tokenizer_files import SPECIAL_ROLES
 from localllm.errors import ContextOverflowError, UsageError
 from localllm.frontend.thinking import Splitter, begins_in_thought, may_think
@@ -30,7 +30,8 @@ class Ask:
     """prompt: chat messages, a text to go on with, or ids. n: answers to it, each with a seed of its own. num_ctx: the
     context that the client wants to have. effort: how much is to be thought before: "none", "on", a level that the
     template knows; None: as the model does. evicts: the oldest turns leave where there are too many. said: with which
-    the answer begins, as the client has it. prompt_field, effort_field: what its dialect calls them.
+    the answer begins, as the client has it. grammar: what the answer has to look like. prompt_field, effort_field: what
+    its dialect calls them.
     """
 
     prompt: ChatInput | str | tuple[int, ...]
@@ -42,6 +43,7 @@ class Ask:
     effort: str | None = None
     evicts: bool = False
     said: str = ""
+    grammar: Grammar | None = None
     prompt_field: str = "messages"
     effort_field: str = "reasoning_effort"
 
@@ -77,7 +79,8 @@ def prepare(ask: Ask, engine: Engine) -> Asked:
     if ask.pooling is None:
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens or ctx, ctx - len(ids)))
     requests = tuple(
-        Request(ids, _seeded(sampling, index), priority=ask.priority, pooling=ask.pooling) for index in range(ask.n)
+        Request(ids, _seeded(sampling, index), grammar=ask.grammar, priority=ask.priority, pooling=ask.pooling)
+        for index in range(ask.n)
     )
     engine.check(requests[0])
     if not isinstance(ask.prompt, ChatInput):
