@@ -44,7 +44,8 @@ from localllm.quant.recipe import RECIPES
 from localllm.server.app import create_app
 from localllm.server.guard import Admission
 from localllm.server.listening import bound, serve
-from localllm.server.served import Capacity, Served
+from localllm.server.pool import Pool
+from localllm.server.served import Capacity
 
 NAME, WEIGHTS = "tinyllama-1.1b", "int4-g64"
 PATH = "/v1/completions"
@@ -100,11 +101,12 @@ def bench(files: ModelFiles) -> Iterator[Bench]:
     service = EngineService(load)
     engine = service.wait_loaded()
     assert engine is not None
-    served = Served(with_defaults(load_settings({}, environ={}), files), service, Capacity(PARALLEL, PARALLEL))
+    resolved = load_settings({}, environ={})
+    pool = Pool(with_defaults(resolved, files), resolved, lambda *_: service, Capacity(PARALLEL, PARALLEL))
     sock = bound("127.0.0.1", 0)
     port = int(sock.getsockname()[1])
     stops: list[Callable[[], None]] = []
-    arguments = (create_app(served, Admission((port,))), [sock], stops.append, served.stop)
+    arguments = (create_app(pool, Admission((port,))), [sock], stops.append, lambda: pool.load(pool.first), pool.stop)
     thread = threading.Thread(target=serve, args=arguments, daemon=True)
     thread.start()
     command = [sys.executable, "-m", "benchmarks.serve_client"]
@@ -113,7 +115,7 @@ def bench(files: ModelFiles) -> Iterator[Bench]:
         client.terminate()
     stops[0]()
     thread.join(10)
-    served.close()
+    pool.close()
 
 
 def rate(arrivals: Sequence[float], tokens: int) -> float:

@@ -126,6 +126,12 @@ class EngineClosedError(LocalLLMError):
     """The engine takes nothing on any more."""
 
 
+class EngineGoneError(LocalLLMError):
+    """The process of the engine has ended in the middle of its work."""
+
+    code = "engine-gone"
+
+
 class UnwrittenError(LocalLLMError):
     """Standard output took no more of an answer."""
 

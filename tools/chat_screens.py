@@ -91,7 +91,7 @@ def _service() -> FakeService:
     plan = SimpleNamespace(
         ledger=_LEDGER, limits={"vram": 8 * _GIB, "ram": 16 * _GIB}, bound_by="disk", streamed_bytes=3 * _GIB
     )
-    service.engine.plan = service.engine.residency.plan = plan
+    service.engine.current_plan = plan
     return service
 
 
@@ -130,8 +130,8 @@ async def _plan(pilot: Pilot[Any]) -> None:
     assert app.desk.selection is not None
     advice = ("--ram 1.1GiB: about 45 tok/s", "--kv int4: twice the context in the same memory")
     planning = FakePlanning("gemma-3-1b", advice=advice)
-    engine = app.desk._talk_now.engine
-    engine.plan = engine.residency.plan = planning._planned(NOW).plan
+    engine: Any = app.desk._talk_now.engine
+    engine.current_plan = planning._planned(NOW).plan
     screen = PlanScreen(app.desk, app.desk.selection, planning)
     app.push_screen(screen)
     await until(pilot, lambda: bool(screen.sliders) and screen.shown_wish == screen.wish)

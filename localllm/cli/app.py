@@ -26,6 +26,7 @@ from localllm.cli.quantize import quantize_command
 from localllm.cli.rm import rm_command
 from localllm.cli.run import run_command
 from localllm.cli.serve import serve_command
+from localllm.cli.server import load_command, ps_command, stop_command
 from localllm.cli.sessions import sessions_app
 from localllm.cli.show import show_command
 from localllm.cli.tokenize import tokenize_command
@@ -72,6 +73,9 @@ def _add(name: str, function: Callable[..., Any], epilog: str | None = None) -> 
 _add("run", run_command, run.EXAMPLES)
 _add("chat", chat_command, chat.EXAMPLES)
 _add("serve", serve_command, serve.EXAMPLES)
+_add("ps", ps_command)
+_add("load", load_command)
+_add("stop", stop_command)
 _add("pull", pull_command, pull.EXAMPLES)
 _add("quantize", quantize_command, quantize.EXAMPLES)
 _add("list", list_command)

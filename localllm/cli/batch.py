@@ -57,7 +57,7 @@ def run_batch(front: Front, selection: Selection, flags: Mapping[str, Any]) -> N
         loading(front, selection, Opening(job_shape(prompts, rules, parallel))) as load,
     ):
         encoder = Encoder.load(selection.files.directory, is_raw=rules.raw)
-        sizes = measure(prompts, encoder, load.line)
+        sizes = measure(prompts, encoder, load.shown.line)
         engine = load.wait()
         require_room(prompts, sizes, encoder, engine)
         key = job_key(selection, rules, prompts, engine)

@@ -44,8 +44,7 @@ from localllm.frontend.text_file import read_text_file, typed_path
 from localllm.registry import BUILT_IN
 
 if TYPE_CHECKING:
-    from localllm.engine.engine import Engine
-    from localllm.engine.service import EngineService
+    from localllm.engine.facts import LoadedEngine, Service
 
 _LISTED = 10  # by /sessions
 _SHOWN_LINES = 12  # of each message that a resumed chat begins with
@@ -112,13 +111,14 @@ def chat_command(
     draft_tokens: options.DraftTokens = None,
     cache_disk: options.CacheDisk = None,
     threads: options.Threads = None,
+    no_attach: options.NoAttach = False,
 ) -> None:
     """Talk with a model, on the full screen, or line by line.
 
     What was said before is part of each question. The chat is kept as it happens, on this disk alone.
     """
     flags = dict(locals())  # by name: they are passed on as one
-    from localllm.cli.opening import loading
+    from localllm.cli.opening import attaching
 
     front = front_of(context)
     options.refuse_together(flags, "--private", "--cache-disk")
@@ -135,7 +135,10 @@ def chat_command(
         assert front.resolved is not None
         run_screen(front, selection, front.resolved, flags, resumed)
     reader = LineReader(front.output, user_directories().data / "history")
-    with loading(front, selection, Opening(keeps_pages=True)) as load, contextlib.ExitStack() as stack:
+    with (
+        attaching(front, selection, Opening(keeps_pages=True), attaches=not no_attach) as load,
+        contextlib.ExitStack() as stack,
+    ):
         keeper = keeper_of(front.output, selection, resumed)
         stack.callback(keeper.close)
         if not selection.private:
@@ -192,8 +195,8 @@ class Chat:
         self,
         front: Front,
         selection: Selection,
-        service: EngineService,
-        engine: Engine,
+        service: Service,
+        engine: LoadedEngine,
         reader: LineReader,
         flags: dict[str, Any],
         keeper: Keeper,

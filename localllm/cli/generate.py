@@ -22,7 +22,7 @@ from localllm.frontend.miss import NEW, Explanation, miss_fields
 from localllm.frontend.selection import named
 
 if TYPE_CHECKING:
-    from localllm.engine.service import EngineService
+    from localllm.engine.facts import Service
     from localllm.hub import ModelFiles
 
 
@@ -92,7 +92,7 @@ def print_answer(
 def print_kept(
     front: Front,
     files: ModelFiles,
-    service: EngineService,
+    service: Service,
     request: Request,
     printing: Printing,
     dialogue: Dialogue,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -20,62 +20,134 @@ from localllm.frontend.selection import Selection
 
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine
+    from localllm.engine.facts import LoadedEngine, Service
+    from localllm.engine.loading import Watcher
     from localllm.engine.service import EngineService
+
+
+class LoadLine:
+    """What is shown of a load."""
+
+    def __init__(self, front: Front, selection: Selection) -> None:
+        name, weights = selection.files.name, selection.settings.weights
+        self._front = front
+        self.line: ProgressLine = front.output.progress(f"loading {name}")
+        self.packing = Packing(
+            front,
+            f"packing {name} to {'int4' if weights == 'auto' else weights}",
+            again="the same command",
+            is_first_use=True,
+        )
+        self.line.show(f"loading {name} ...")
+
+    def hear(self, kind: str, arguments: tuple[Any, ...]) -> None:
+        """kind: a field of `Watcher`, or "warning"."""
+        match kind:
+            case "reading":
+                self._reading(*arguments)
+            case "packing":
+                self.packing.update(*arguments)
+            case "waiting":
+                self.packing.wait(*arguments)
+            case "measuring":
+                self.line.show(*arguments)
+            case "noting":
+                self.line.interject(*arguments)
+            case "warning":
+                self._front.output.warn(*arguments)
+
+    def watcher(self) -> Watcher:
+        """Imports torch."""
+        from localllm.engine.loading import Watcher
+
+        return Watcher(self._reading, self.packing.update, self.packing.wait, self.line.show, self.line.interject)
+
+    def end(self) -> None:
+        self.packing.end()
+        self.line.clear()
+
+    def _reading(self, done: int, total: int) -> None:
+        self.packing.end()
+        self.line.update(done, total)
 
 
 @dataclass(frozen=True)
 class Loading:
-    """An engine on its way."""
+    """An engine of this process on its way."""
 
     service: EngineService
-    line: ProgressLine
+    shown: LoadLine
 
     def wait(self) -> Engine:
         """The engine. Raises what stopped the load."""
         engine = self.service.wait_loaded()
         assert engine is not None
-        self.line.clear()
+        self.shown.line.clear()
+        return engine
+
+
+@dataclass(frozen=True)
+class Attaching:
+    """An engine on its way, of this process or of the server's."""
+
+    service: Service
+    shown: LoadLine
+
+    def wait(self) -> LoadedEngine:
+        """As `Loading.wait`."""
+        engine = self.service.wait_loaded()
+        assert engine is not None
+        self.shown.line.clear()
         return engine
 
 
 @contextlib.contextmanager
 def loading(front: Front, selection: Selection, opening: Opening) -> Iterator[Loading]:
     """Begins to load; what is done inside (reading the prompt) happens meanwhile. Ends the engine's thread."""
+    shown = LoadLine(front, selection)
+    with shown.line:
+        service = _own(front, selection, opening, shown)
+        with _in_use(service, shown):
+            yield Loading(service, shown)
+
+
+@contextlib.contextmanager
+def attaching(front: Front, selection: Selection, opening: Opening, *, attaches: bool) -> Iterator[Attaching]:
+    """As `loading`; where a server of this user runs, its engine is used, if that `attaches`."""
+    from localllm.frontend.attaching import attached
+
+    shown = LoadLine(front, selection)
+    with shown.line:
+        service: Service | None = attached(selection, front.output.note) if attaches else None
+        if service is None:
+            service = _own(front, selection, opening, shown)
+        with _in_use(service, shown):
+            yield Attaching(service, shown)
+
+
+@contextlib.contextmanager
+def _in_use(service: Service, shown: LoadLine) -> Iterator[None]:
+    try:
+        yield
+    except typer.Exit:  # an end like any other
+        service.close()
+        raise
+    except BaseException:
+        shown.packing.leave()
+        service.close(timeout_s=0)  # its thread is a daemon: nobody waits for a step that is being computed
+        raise
+    service.close()
+
+
+def _own(front: Front, selection: Selection, opening: Opening, shown: LoadLine) -> EngineService:
     from localllm.engine.service import EngineService
 
     check(selection)
-    name, weights = selection.files.name, selection.settings.weights
-    line = front.output.progress(f"loading {name}")
-    packing = Packing(
-        front,
-        f"packing {name} to {'int4' if weights == 'auto' else weights}",
-        again="the same command",
-        is_first_use=True,
-    )
-    with line:
-        line.show(f"loading {name} ...")
-        service = EngineService(lambda: _engine(front, selection, opening, line, packing))
-        try:
-            yield Loading(service, line)
-        except typer.Exit:  # an end like any other
-            service.close()
-            raise
-        except BaseException:
-            packing.leave()
-            service.close(timeout_s=0)  # its thread is a daemon: nobody waits for a step that is being computed
-            raise
-        service.close()
+    return EngineService(lambda: _engine(front, selection, opening, shown))
 
 
-def _engine(front: Front, selection: Selection, opening: Opening, line: ProgressLine, packing: Packing) -> Engine:
-    from localllm.engine.loading import Watcher
-
-    def reading(done: int, total: int) -> None:
-        packing.end()
-        line.update(done, total)
-
-    watcher = Watcher(reading, packing.update, packing.wait, line.show, line.interject)
+def _engine(front: Front, selection: Selection, opening: Opening, shown: LoadLine) -> Engine:
     try:
-        return open_engine(selection, opening, watcher, front.output.warn)
+        return open_engine(selection, opening, shown.watcher(), front.output.warn)
     finally:
-        packing.end()
+        shown.packing.end()

@@ -146,6 +146,10 @@ Private = Annotated[
         help="Keep nothing: neither the conversation, nor what was computed of it, nor the lines that were typed.",
     ),
 ]
+NoAttach = Annotated[
+    bool,
+    typer.Option("--no-attach", help="Load the model here also where `localllm serve` runs and would answer."),
+]
 
 # A sequence has its KV cache reserved for the longest answer that it may give: with the rest of the context for each,
 # few prompts of a job would have room at once.

@@ -35,7 +35,7 @@ from localllm.registry import BUILT_IN
 
 if TYPE_CHECKING:
     from localllm.engine.chat_template import ChatInput
-    from localllm.engine.engine import Engine
+    from localllm.engine.facts import LoadedEngine
     from localllm.engine.request import Request, SamplingParams
 
 EXAMPLES = """Examples:
@@ -166,6 +166,7 @@ def run_command(
     draft_tokens: options.DraftTokens = None,
     cache_disk: options.CacheDisk = None,
     threads: options.Threads = None,
+    no_attach: options.NoAttach = False,
 ) -> None:
     """Answer one prompt, or with --batch many.
 
@@ -304,7 +305,7 @@ def _answer(
     dialogue: Dialogue,
     keeper: Keeper,
 ) -> Answer:
-    from localllm.cli.opening import loading
+    from localllm.cli.opening import attaching
 
     printing = Printing(
         as_json=flags["json"],
@@ -313,7 +314,7 @@ def _answer(
         statistics=flags["stats"],
         logprobs=flags["logprobs"] is not None,
     )
-    with loading(front, selection, Opening(keeps_pages=True)) as load:
+    with attaching(front, selection, Opening(keeps_pages=True), attaches=not flags["no_attach"]) as load:
         encoder = Encoder.load(selection.files.directory, is_raw=source.chat is None)
         ids = encoder.encode(source)
         engine = load.wait()
@@ -345,7 +346,7 @@ def _given(source: Source, fitted: Fitted) -> ChatInput | None:
 
 
 def _request(
-    engine: Engine, source: Source, encoder: Encoder, ids: tuple[int, ...], sampling: SamplingParams, policy: str
+    engine: LoadedEngine, source: Source, encoder: Encoder, ids: tuple[int, ...], sampling: SamplingParams, policy: str
 ) -> tuple[Request, Fitted]:
     """What is asked as the context has room for it. ids: of all of it. Raises ContextOverflowError, TemplateError."""
     from localllm.engine.request import Request

@@ -84,6 +84,7 @@ def _app(
         from localllm.tui import draft
         from localllm.tui.app import DARK, LIGHT, ChatApp, Start
         from localllm.tui.keys import checked_keys, checked_theme
+        from localllm.tui.loading import serve, serve_attached
         from localllm.tui.terminal import as_meant
     finally:
         is_light, typed = background.is_light()
@@ -109,4 +110,4 @@ def _app(
         with front.interrupts.elsewhere(), background.elsewhere():
             yield
 
-    return ChatApp(start, away=away)
+    return ChatApp(start, serve if flags["no_attach"] else serve_attached, away)

@@ -14,19 +14,22 @@ import typer
 
 from localllm.cli import options
 from localllm.cli.front import Front, front_of
-from localllm.cli.opening import Loading, loading
+from localllm.cli.opening import LoadLine
 from localllm.cli.options import refuse_together
 from localllm.cli.selection import select
 from localllm.config import user_directories
-from localllm.errors import LocalLLMError, UsageError
-from localllm.frontend.opening import Opening
-from localllm.frontend.selection import Selection
+from localllm.errors import EngineClosedError, LocalLLMError, UsageError
+from localllm.frontend.opening import Opening, check
+from localllm.frontend.selection import Selection, locate, with_defaults
 
 if TYPE_CHECKING:
+    import asyncio
     import socket
 
+    from localllm.engine.facts import Service
+    from localllm.frontend.engine_process import Caps, Foreseen
     from localllm.server.guard import Admission
-    from localllm.server.served import Served
+    from localllm.server.pool import Launch, Pool
 
 DEFAULT_HOST, DEFAULT_PORT, OLLAMA_PORT = "127.0.0.1", 8420, 11434
 DEFAULT_PARALLEL, DEFAULT_QUEUE = 8, 64
@@ -109,6 +112,23 @@ def serve_command(
             "repeated.",
         ),
     ] = None,
+    also: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--also",
+            metavar="MODEL",
+            help="Another model that may be asked for, as a folder of yours: what was pulled may be anyhow. May be "
+            "repeated.",
+        ),
+    ] = None,
+    idle_unload: Annotated[
+        str | None,
+        typer.Option(
+            "--idle-unload",
+            metavar="TIME",
+            help="Unload a model that nobody has asked for so long: 10m, 1h30m. Default: when its room is needed.",
+        ),
+    ] = None,
     pooling: Annotated[
         Literal["mean", "last"] | None,
         typer.Option(
@@ -154,7 +174,7 @@ def serve_command(
     cache_disk: options.CacheDisk = None,
     threads: options.Threads = None,
 ) -> None:
-    """Serve a model to the applications of this machine.
+    """Serve a model to the applications of this machine, and others on this disk when they are asked for.
 
     OpenAI's, Anthropic's and Ollama's clients are answered at the same address. Ctrl-C ends it.
     """
@@ -163,6 +183,7 @@ def serve_command(
     selection = select(front, model, flags)
     if "" in (alias or ()):
         raise UsageError("--alias is empty", why="clients ask for the model by it", fix="--alias NAME")
+    flags["idle_s"] = _idle_seconds(idle_unload)
     refuse_together({"private": selection.private, "cache_disk": cache_disk}, "--private", "--cache-disk")
     if selection.settings.overflow == "grow":
         why = "its answers share the memory of one context, which stays as long as it is at the start"
@@ -172,9 +193,11 @@ def serve_command(
 
 
 def _serve(front: Front, selection: Selection, flags: Mapping[str, Any], host: str, ports: Sequence[int]) -> None:
-    from localllm.server.app import create_app
+    from localllm.server.app import create_app, create_local_app
     from localllm.server.listening import bound, serve
-    from localllm.server.served import Capacity, Served
+    from localllm.server.local import Doors, endpoints
+    from localllm.server.pool import Pool
+    from localllm.server.served import Capacity
 
     parallel, queue = flags["parallel"] or DEFAULT_PARALLEL, flags["queue"]
     capacity = Capacity(parallel, DEFAULT_QUEUE if queue is None else queue)
@@ -187,51 +210,108 @@ def _serve(front: Front, selection: Selection, flags: Mapping[str, Any], host: s
                 error.fix = "leave --also-ollama-port out"  # or stop what listens there, which the error names
                 raise
         admission = _admission(front, flags, sockets)
-        load = stack.enter_context(loading(front, selection, Opening(keeps_pages=True, parallel=parallel)))
-        served = Served(selection, load.service, capacity, flags["alias"] or (), flags["pooling"] or "mean")
-        log = front.output.note if not flags["quiet"] else lambda _line: None
-        app = create_app(served, admission, log=log, with_metrics=flags["metrics"])
-        waiting = _Waiting(front, load, served, [f"http://{_shown(sock)}" for sock in sockets])
-        stack.callback(served.close)
-        serve(
-            app, sockets, lambda stop: stack.enter_context(front.interrupts.stopping(waiting.begin(stop))), served.stop
+        check(selection)
+        assert front.resolved is not None
+        pool = Pool(
+            selection,
+            front.resolved,
+            _launch(front, Opening(keeps_pages=True, parallel=parallel)),
+            capacity,
+            aliases=flags["alias"] or (),
+            also=[with_defaults(front.resolved, locate(front.resolved, word)) for word in flags["also"] or ()],
+            pooling=flags["pooling"] or "mean",
+            idle_s=flags["idle_s"],
+            note=front.output.note,
         )
-    if waiting.failure is not None:
-        raise waiting.failure
+        stack.callback(pool.close)
+        first = _First(front, pool, [f"http://{_shown(sock)}" for sock in sockets])
+        log = front.output.note if not flags["quiet"] else lambda _line: None
+        inner = create_local_app(pool, endpoints(first.addresses, first.stop))
+        app = Doors(create_app(pool, admission, log=log, with_metrics=flags["metrics"]), inner)
+        local = _local_socket(front, stack)
+        listened = [*sockets, *([] if local is None else [local])]
+        serve(app, listened, lambda stop: stack.enter_context(first.stopping(stop)), first.begin, pool.stop)
+    if first.failure is not None:
+        raise first.failure
     front.output.note("stopped")
 
 
-class _Waiting:
-    """For the model, while the server answers already, and then for the engine's end: one that breaks ends the server,
-    as nobody would be answered any more. failure: what it was, or why there is no model."""
+def _launch(front: Front, opening: Opening) -> Launch:
+    """Loads a model in a process of its own, of which a line tells."""
 
-    def __init__(self, front: Front, load: Loading, served: Served, addresses: Sequence[str]) -> None:
+    def launch(selection: Selection, caps: Caps, foreseen: Callable[[Foreseen], None]) -> Service:
+        from localllm.frontend.engine_process import EngineProcess, Hearer
+
+        shown = LoadLine(front, selection)
+
+        def ended() -> None:
+            with contextlib.suppress(Exception):  # of which who asked for it is told
+                process.wait_loaded()
+            shown.end()
+
+        process = EngineProcess(selection, opening, caps, Hearer(foreseen, shown.hear))
+        threading.Thread(target=ended, name="localllm-loading", daemon=True).start()
+        return process
+
+    return launch
+
+
+def _local_socket(front: Front, stack: contextlib.ExitStack) -> socket.socket | None:
+    """At which this user's own programs reach the server; None where another of this user's has it."""
+    from localllm.frontend.sockets import IS_SUPPORTED, listening, runtime_folder, server_socket
+
+    if not IS_SUPPORTED:
+        return None
+    try:
+        runtime_folder()
+        sock = stack.enter_context(listening(server_socket()))
+    except LocalLLMError as error:
+        front.output.note(f"run, chat, ps, load and stop do not find this server: {error.what} ({error.why})")
+        return None
+    sock.setblocking(False)
+    stack.callback(server_socket().unlink, missing_ok=True)
+    return sock
+
+
+class _First:
+    """The load of the model that the server was started with, while it answers already; a server that has none ends.
+    failure: why there is none."""
+
+    def __init__(self, front: Front, pool: Pool, addresses: list[str]) -> None:
         self.failure: BaseException | None = None
+        self.addresses = addresses
         self._front = front
-        self._load = load
-        self._served = served
-        self._addresses = addresses
+        self._pool = pool
+        self._stop: Callable[[], None] = lambda: None
+        self._task: asyncio.Task[None] | None = None
 
-    def begin(self, stop: Callable[[], None]) -> Callable[[], None]:
-        """What a signal calls."""
+    def stopping(self, stop: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+        """stop: what ends the server, which a signal does."""
+        self._stop = stop
+        return self._front.interrupts.stopping(stop)
 
-        def wait() -> None:
-            try:
-                engine = self._load.wait()
-            except BaseException as error:
-                self.failure = error
-                stop()
-                return
-            where = " and ".join(self._addresses)
-            room = f"{engine.ctx} tokens of context, {self._served.capacity.parallel} answers at once"
-            self._front.output.note(f"serving {self._served.name} ({engine.weights}, {room}) on {where}")
-            self._front.output.note("OpenAI: /v1, Anthropic: /v1/messages, Ollama: /api; Ctrl-C stops")
-            self.failure = self._load.service.wait_ended()
-            if self.failure is not None:
-                stop()
+    def stop(self) -> None:
+        self._stop()
 
-        threading.Thread(target=wait, name="localllm-waiting", daemon=True).start()
-        return stop
+    async def begin(self) -> None:
+        import asyncio
+
+        self._task = asyncio.create_task(self._load())
+
+    async def _load(self) -> None:
+        served = self._pool.first
+        try:
+            await self._pool.load(served)
+        except EngineClosedError:  # the server was stopped meanwhile
+            return
+        except Exception as error:
+            self.failure = error
+            self.stop()
+            return
+        engine, where = served.engine(), " and ".join(self.addresses)
+        room = f"{engine.ctx} tokens of context, {served.capacity.parallel} answers at once"
+        self._front.output.note(f"serving {served.name} ({engine.weights}, {room}) on {where}")
+        self._front.output.note("OpenAI: /v1, Anthropic: /v1/messages, Ollama: /api; Ctrl-C stops")
 
 
 def _shown(sock: socket.socket) -> str:
@@ -264,6 +344,19 @@ def _admission(front: Front, flags: Mapping[str, Any], sockets: Sequence[socket.
         origins=tuple(_origin(url) for url in flags["allow_origin"] or ()),
         key_digest=None if key is None else key.digest,
     )
+
+
+def _idle_seconds(text: str | None) -> float | None:
+    """Raises UsageError."""
+    if text is None:
+        return None
+    from localllm.server.fields import DURATION, keep_seconds
+
+    seconds = keep_seconds(text) if DURATION.fullmatch(text) else None
+    if seconds is None or seconds <= 0:
+        why = "it must be a time above 0, with its unit"
+        raise UsageError(f"--idle-unload is {text[:80]!r}", why=why, fix="--idle-unload 10m")
+    return seconds
 
 
 def _host(name: str) -> str:

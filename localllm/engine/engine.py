@@ -16,16 +16,17 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from localllm import hub
 from localllm.cache.kv_format import choose_format
 from localllm.cache.prefix import PrefixCache
-from localllm.engine.chat_template import ChatInput, ChatTemplate, encode_chat
+from localllm.engine.chat_template import ChatTemplate
+from localllm.engine.checking import Prompt, encode_prompt, require_fit
 from localllm.engine.detokenizer import Detokenizer
 from localllm.engine.draft_loading import DraftModel
 from localllm.engine.drawing import Outcome, Scheduled, compute, num_rows
 from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent
+from localllm.engine.facts import EngineFacts, EngineStatus
 from localllm.engine.growth import Needed, cannot_grow, grow
 from localllm.engine.kv_probe import LAST, KVProbe, Switch, load_as_found
 from localllm.engine.kv_reuse import IN_POOLS, UNKNOWN_SOURCE, Computed, KVReuse
@@ -39,7 +40,6 @@ from localllm.engine.memory import (
     out_of_memory,
     use_threads,
 )
-from localllm.engine.overflow import overflow_error
 from localllm.engine.perplexity import Perplexity, perplexity
 from localllm.engine.request import Request, SamplingParams, require_ids
 from localllm.engine.residency import Residency
@@ -49,6 +49,7 @@ from localllm.engine.scheduler import Limits, Scheduler
 from localllm.engine.scores import Scores
 from localllm.engine.sequence import Sequence
 from localllm.engine.speculative.choice import AUTO, NO_GUESSES, Speculate, Speculating, speculation
+from localllm.engine.state import facts_of, status_of
 from localllm.engine.taking import taken
 from localllm.engine.telling import forward_split, telling, untold
 from localllm.engine.tokenizer import Tokenizer
@@ -63,8 +64,6 @@ from localllm.models.load import Progress
 from localllm.models.placed import PlacedModel
 from localllm.offload.plan import JobShape, Placed, Plan
 from localllm.quant.recipe import RECIPES
-
-Prompt = str | SequenceOf[int] | SequenceOf[dict[str, Any]]
 
 
 class Engine:
@@ -239,12 +238,7 @@ class Engine:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The ids of a prompt: a text, with the BOS token where the model wants one; ids; or chat messages."""
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt, special=True, bos=True)
-        if all(isinstance(item, int) for item in prompt):
-            return [item for item in prompt if isinstance(item, int)]
-        messages = [item for item in prompt if not isinstance(item, int)]
-        return encode_chat(self.template, self.tokenizer, ChatInput(messages))
+        return encode_prompt(prompt, self.tokenizer, lambda: self.template)
 
     @property
     def template(self) -> ChatTemplate:
@@ -274,14 +268,20 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raises ContextOverflowError or UsageError for a request that cannot run."""
-        num_tokens = len(request.prompt_ids)
-        if num_tokens == 0:
-            raise UsageError("the prompt is empty", why="a model continues a text, and there is none")
-        require_ids((*request.prompt_ids, *request.sampling.logit_bias), self.config.vocab_size)
-        longest = self.config.longest_context
-        if num_tokens >= (longest if request.grows else self.ctx) + (request.pooling is not None):
-            flags = self.flags_for(min(longest, num_tokens + 512)) if num_tokens < longest else ""
-            raise overflow_error(num_tokens, self.ctx, longest, flags)
+        require_fit(request, self.ctx, self.config, self.flags_for)
+
+    @property
+    def current_plan(self) -> Plan | None:
+        """By which the model is placed; None where it is not by one."""
+        return self.residency.plan or self.plan
+
+    def facts(self) -> EngineFacts:
+        """How the model rests now."""
+        return facts_of(self)
+
+    def status(self) -> EngineStatus:
+        """Of this moment; from any thread."""
+        return status_of(self.scheduler)
 
     def abort(self, request_id: int) -> None:
         """Stop a request between two blocks of the running forward; its last event says "cancelled"."""

@@ -25,8 +25,8 @@ from localllm.errors import ContextOverflowError
 from localllm.frontend.answer import context_used, filled
 
 if TYPE_CHECKING:
-    from localllm.engine.engine import Engine
     from localllm.engine.events import FinishedEvent
+    from localllm.engine.facts import LoadedEngine
     from localllm.engine.request import Request, SamplingParams
 
 _WARNED = 80  # percent of the context: from here on a chat tells how full it is
@@ -48,7 +48,7 @@ class Conversation:
     floor: int = 0
     looks: bool = False
 
-    def request(self, engine: Engine, sampling: SamplingParams) -> tuple[Request, Fitted]:
+    def request(self, engine: LoadedEngine, sampling: SamplingParams) -> tuple[Request, Fitted]:
         """What the policy makes of it. Raises ContextOverflowError naming what would fit; TemplateError."""
         from localllm.engine.request import Request
 
@@ -66,7 +66,7 @@ class Conversation:
             raise
         return request, fitted
 
-    def _explain(self, error: ContextOverflowError, engine: Engine, num_tokens: int) -> None:
+    def _explain(self, error: ContextOverflowError, engine: LoadedEngine, num_tokens: int) -> None:
         """Adds what of this conversation is too much, and the policies that would help."""
         limit = engine.config.longest_context if self.policy == "grow" else engine.ctx
         turns, helping = 0, []
@@ -235,6 +235,6 @@ def is_cut_by_context(finished: FinishedEvent, ctx: int) -> bool:
     return finished.finish_reason == "length" and context_used(finished) >= ctx
 
 
-def can_be_longer(engine: Engine) -> bool:
+def can_be_longer(engine: LoadedEngine) -> bool:
     """Whether a larger --ctx would give this model more room."""
     return engine.ctx < engine.config.longest_context

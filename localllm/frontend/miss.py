@@ -13,7 +13,7 @@ from localllm.errors import LocalLLMError
 
 if TYPE_CHECKING:
     from localllm.engine.chat_template import ChatInput
-    from localllm.engine.engine import Engine
+    from localllm.engine.facts import LoadedEngine
 
 NEW = "a new conversation"
 _SHOWN_TOKENS = 12  # of each side: enough to recognise the place
@@ -39,7 +39,7 @@ class Explanation:
 
 
 def explain(
-    engine: Engine, chat: ChatInput | None, prompt_ids: Sequence[int], miss: CacheMiss, *, num_out: int = 0
+    engine: LoadedEngine, chat: ChatInput | None, prompt_ids: Sequence[int], miss: CacheMiss, *, num_out: int = 0
 ) -> Explanation:
     """chat: what the prompt was made of, where it was made of messages; num_out: how many have left it."""
     if miss.other:
@@ -86,7 +86,7 @@ def _same_text(one: str, other: str) -> bool:
     return length > 0 and one[:length] == other[:length]
 
 
-def _message_at(engine: Engine, chat: ChatInput, prompt_ids: Sequence[int], position: int) -> int | None:
+def _message_at(engine: LoadedEngine, chat: ChatInput, prompt_ids: Sequence[int], position: int) -> int | None:
     """The message in which a token stands; None where it stands in none."""
     from localllm.engine.chat_template import encode_chat
 
@@ -100,7 +100,7 @@ def _message_at(engine: Engine, chat: ChatInput, prompt_ids: Sequence[int], posi
     return None
 
 
-def _first_content(engine: Engine, chat: ChatInput, prompt_ids: Sequence[int]) -> int:
+def _first_content(engine: LoadedEngine, chat: ChatInput, prompt_ids: Sequence[int]) -> int:
     """Where the first message's own text begins: before it stand the template's words."""
     from localllm.engine.chat_template import encode_chat
 

@@ -32,8 +32,8 @@ from localllm.frontend.thinking import begins_in_thought
 
 if TYPE_CHECKING:
     from localllm.cache.miss import CacheMiss
-    from localllm.engine.engine import Engine
     from localllm.engine.events import FinishedEvent
+    from localllm.engine.facts import LoadedEngine
     from localllm.engine.overflow import Evicted
     from localllm.engine.request import Request
     from localllm.hub import ModelFiles
@@ -73,7 +73,7 @@ class Talk:
     """Of one thread at a time. extra: sampling parameters that are no settings."""
 
     def __init__(
-        self, files: ModelFiles, engine: Engine, dialogue: Dialogue, keeper: Keeper, extra: Mapping[str, Any]
+        self, files: ModelFiles, engine: LoadedEngine, dialogue: Dialogue, keeper: Keeper, extra: Mapping[str, Any]
     ) -> None:
         _ = engine.template  # raises TemplateError where there is none to talk through
         self.files = files

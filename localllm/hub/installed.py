@@ -44,6 +44,11 @@ class InstalledModel:
     entry: ModelEntry | None = None
     packed: tuple[PackedWeights, ...] = ()
 
+    def is_called(self, name: str) -> bool:
+        """In letters of whatever size."""
+        entry = (self.entry.name, *self.entry.aliases) if self.entry else ()
+        return name.casefold() in {each.casefold() for each in (self.name, self.repo or self.name, *entry)}
+
     @property
     def state(self) -> Literal["installed", "partial", "folder", "orphan"]:
         """ "folder": one of the user's, that something is packed of. "orphan": packed weights without a checkpoint."""

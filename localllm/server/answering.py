@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
 from localllm.engine.events import Event, FinishedEvent, TokenEvent, TokenLogprob
-from localllm.engine.service import EngineService, RequestStream
+from localllm.engine.facts import AnswerStream, Service
+from localllm.errors import EngineGoneError
 from localllm.frontend.thinking import Splitter
 from localllm.server.asking import Asked
 from localllm.server.failures import RequestError
@@ -117,26 +118,35 @@ class Answers:
 
     def __init__(
         self,
-        service: EngineService,
+        service: Service,
         asked: Asked,
         closed: Callable[[], None],
         ended: Callable[[FinishedEvent], None],
+        renewed: Callable[[], Awaitable[Service]] | None = None,
     ) -> None:
-        """closed: called once, when nobody wants anything of them any more. ended: as `Mail` has it. Raises as
-        `EngineService.submit`."""
+        """closed: called once, when nobody wants anything of them any more. ended: as `Mail` has it. renewed: another
+        engine, where the first is gone before anything was said; None: there is none. Raises as `Service.submit`."""
         self.asked = asked
-        self._mail = Mail(lambda: Splitter(is_thinking=asked.is_thinking) if asked.splits else None, ended)
         self._closed = closed
-        self._streams: list[RequestStream] = []
-        self._indices: dict[int, int] = {}
+        self._ended = ended
+        self._renewed = renewed
         try:
-            for index, request in enumerate(asked.requests):
-                stream = service.submit(request, self._mail)
-                self._streams.append(stream)
-                self._indices[stream.request_id] = index
+            self._submit(service)
         except BaseException:
             self.close()
             raise
+
+    def _submit(self, service: Service) -> None:
+        self._streams: list[AnswerStream] = []
+        self._indices: dict[int, int] = {}
+        self._mail = Mail(self._splitter, self._ended)
+        for index, request in enumerate(self.asked.requests):
+            stream = service.submit(request, self._mail)
+            self._streams.append(stream)
+            self._indices[stream.request_id] = index
+
+    def _splitter(self) -> Splitter | None:
+        return Splitter(is_thinking=self.asked.is_thinking) if self.asked.splits else None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -147,9 +157,18 @@ class Answers:
         what broke the engine, and the error that ended an answer."""
         num_open = len(self._streams)
         while num_open:
-            arrived = await self._mail.take(silence_s)
+            try:
+                arrived = await self._mail.take(silence_s)
+            except EngineGoneError:
+                if self._renewed is None:
+                    raise
+                renewed, self._renewed = self._renewed, None
+                self._submit(await renewed())
+                continue
             if not arrived:
                 yield None
+            else:
+                self._renewed = None  # what was said is not said again
             for request_id, piece in arrived.items():
                 index = self._indices[request_id]
                 if piece.finished is not None:

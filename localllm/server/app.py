@@ -17,8 +17,8 @@ from localllm.server.endpoint import Call, Endpoint
 from localllm.server.failures import ClientGoneError, RequestError, body_of, dialect_of, failure_of
 from localllm.server.guard import Admission, Guard
 from localllm.server.logbook import Log, Logbook, note_failure
+from localllm.server.pool import Pool
 from localllm.server.replying import Json, unless_gone
-from localllm.server.served import Served
 
 ENDPOINTS: tuple[Endpoint, ...] = (*openai.ENDPOINTS, *anthropic.ENDPOINTS, *ollama.ENDPOINTS, *native.ENDPOINTS)
 
@@ -26,7 +26,7 @@ _NEAR = 0.8  # of 1: what is less alike is another address, not one that was mis
 
 
 def create_app(
-    served: Served, admission: Admission, *, log: Log = lambda _line: None, with_metrics: bool = False
+    pool: Pool, admission: Admission, *, log: Log = lambda _line: None, with_metrics: bool = False
 ) -> ASGIApp:
     """log: hears a line of each request that was answered, with nothing of what it said."""
     endpoints = [each for each in ENDPOINTS if with_metrics or each.path != native.METRICS_PATH]
@@ -36,10 +36,16 @@ def create_app(
         return Json(described)
 
     endpoints.append(Endpoint("GET", openapi.PATH, describe, "This document", reply=dict[str, Any]))
-    routes = [_route(paths, served) for paths in _by_path(endpoints)]
+    routes = [_route(paths, pool) for paths in _by_path(endpoints)]
     # Without starlette's own middleware, which takes a client that has gone for an error of the server.
     router = Router(routes, redirect_slashes=False, default=_Elsewhere([each.path for each in endpoints]))
-    return Logbook(Guard(router, admission), [each.path for each in endpoints], served.metrics, log)
+    return Logbook(Guard(router, admission), [each.path for each in endpoints], pool.metrics, log)
+
+
+def create_local_app(pool: Pool, endpoints: Sequence[Endpoint]) -> ASGIApp:
+    """For programs of the same user, at a socket that nobody else can open: without a guard, and without a log."""
+    routes = [_route(paths, pool) for paths in _by_path(endpoints)]
+    return Router(routes, redirect_slashes=False, default=_Elsewhere([each.path for each in endpoints]))
 
 
 def _by_path(endpoints: Sequence[Endpoint]) -> list[list[Endpoint]]:
@@ -49,7 +55,7 @@ def _by_path(endpoints: Sequence[Endpoint]) -> list[list[Endpoint]]:
     return list(paths.values())
 
 
-def _route(endpoints: Sequence[Endpoint], served: Served) -> Route:
+def _route(endpoints: Sequence[Endpoint], pool: Pool) -> Route:
     by_method: dict[str, Endpoint] = {each.method: each for each in endpoints}
     allowed = ", ".join(by_method)
 
@@ -62,7 +68,7 @@ def _route(endpoints: Sequence[Endpoint], served: Served) -> Route:
             if endpoint is None:
                 reply: Response = _failed(request, _no_method(scope["method"], allowed))
             else:
-                reply = await _reply(endpoint, Call(request, served))
+                reply = await _reply(endpoint, Call(request, pool))
             await reply(scope, receive, send)
 
     return Route(endpoints[0].path, Endpoints())

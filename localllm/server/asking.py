@@ -17,7 +17,7 @@ from localllm.frontend.thinking import Splitter, begins_in_thought, may_think
 from localllm.server.failures import RequestError, too_long
 
 if TYPE_CHECKING:
-    from localllm.engine.engine import Engine
+    from localllm.engine.facts import LoadedEngine
     from localllm.engine.overflow import Message
 
 _NOT_FOR_CLIENTS = {"messages", "tools", "add_generation_prompt", "tokenize", "chat_template", *SPECIAL_ROLES}
@@ -59,7 +59,7 @@ class Asked:
     num_evicted: int = 0
 
 
-def prepare(ask: Ask, engine: Engine) -> Asked:
+def prepare(ask: Ask, engine: LoadedEngine) -> Asked:
     """Milliseconds, more for a long prompt. Raises RequestError, TemplateError, UsageError."""
     ctx = min(ask.num_ctx or engine.ctx, engine.ctx)
     try:
@@ -90,7 +90,7 @@ def prepare(ask: Ask, engine: Engine) -> Asked:
     return Asked(requests, is_thinking, splits, fitted.evicted.turns)
 
 
-def prompt_ids(ask: Ask, engine: Engine) -> tuple[int, ...]:
+def prompt_ids(ask: Ask, engine: LoadedEngine) -> tuple[int, ...]:
     """Of all that is asked, however long it is. Raises RequestError, TemplateError."""
     return _fitted(replace(ask, evicts=False), engine, engine.ctx).prompt_ids
 
@@ -112,7 +112,7 @@ def _seeded(sampling: SamplingParams, index: int) -> SamplingParams:
     return sampling if sampling.seed is None else replace(sampling, seed=(sampling.seed + index) % 2**63)
 
 
-def _require_room(ask: Ask, num_tokens: int, engine: Engine) -> None:
+def _require_room(ask: Ask, num_tokens: int, engine: LoadedEngine) -> None:
     """A context that is longer than the server's is one of those that clients send with everything; it is refused where
     the request would need it. Raises RequestError."""
     if ask.num_ctx is None or num_tokens + (ask.sampling.max_tokens or 1) <= engine.ctx:
@@ -125,13 +125,13 @@ def _require_room(ask: Ask, num_tokens: int, engine: Engine) -> None:
     raise RequestError(400, f"num_ctx is {ask.num_ctx}", why=why, fix=fix, param="num_ctx", name="invalid_value")
 
 
-def _too_long(num_tokens: int, ctx: int, engine: Engine) -> ContextOverflowError:
+def _too_long(num_tokens: int, ctx: int, engine: LoadedEngine) -> ContextOverflowError:
     longest = engine.config.longest_context
     helps = ctx == engine.ctx and num_tokens < longest
     return overflow_error(num_tokens, ctx, longest, engine.flags_for(min(longest, num_tokens + 512)) if helps else "")
 
 
-def _fitted(ask: Ask, engine: Engine, ctx: int) -> Fitted:
+def _fitted(ask: Ask, engine: LoadedEngine, ctx: int) -> Fitted:
     prompt = ask.prompt
     if isinstance(prompt, tuple):
         return Fitted(prompt)
@@ -148,11 +148,11 @@ def _fitted(ask: Ask, engine: Engine, ctx: int) -> Fitted:
     return Fitted(tuple(encode(chat.messages)))
 
 
-def _said_ids(ask: Ask, engine: Engine) -> list[int]:
+def _said_ids(ask: Ask, engine: LoadedEngine) -> list[int]:
     return engine.tokenizer.encode(ask.said) if ask.said else []
 
 
-def _begins_in_thought(ask: Ask, engine: Engine, ids: Sequence[int]) -> bool:
+def _begins_in_thought(ask: Ask, engine: LoadedEngine, ids: Sequence[int]) -> bool:
     """Whether the template has opened a thought that what was said has not closed."""
     in_front = ids[: len(ids) - len(_said_ids(ask, engine))]
     splitter = Splitter(is_thinking=begins_in_thought(engine.tokenizer, in_front))
@@ -161,7 +161,7 @@ def _begins_in_thought(ask: Ask, engine: Engine, ids: Sequence[int]) -> bool:
 
 
 def chat_of(
-    chat: ChatInput, engine: Engine, effort: str | None = None, effort_field: str = "reasoning_effort"
+    chat: ChatInput, engine: LoadedEngine, effort: str | None = None, effort_field: str = "reasoning_effort"
 ) -> ChatInput:
     """As the model's template knows it: few have a role of their own for developers. Raises RequestError for variables
     that it would not even look at."""
@@ -172,7 +172,7 @@ def chat_of(
     return replace(chat, messages=messages, variables=variables)
 
 
-def _variables(engine: Engine, given: Mapping[str, Any], effort: str | None, effort_field: str) -> dict[str, Any]:
+def _variables(engine: LoadedEngine, given: Mapping[str, Any], effort: str | None, effort_field: str) -> dict[str, Any]:
     """What the template is told beside the messages."""
     for name in given:
         if name in _NOT_FOR_CLIENTS:
@@ -201,11 +201,11 @@ def _no_variable(name: str, why: str) -> RequestError:
     return RequestError(400, f"{param!r} cannot be honoured", why=why, param=param, name="unsupported_value")
 
 
-def _thinks(engine: Engine) -> bool:
+def _thinks(engine: LoadedEngine) -> bool:
     return any(map(may_think, engine.template.sources.values()))
 
 
-def _mentions(engine: Engine, *words: str) -> bool:
+def _mentions(engine: LoadedEngine, *words: str) -> bool:
     """Whether the model's template has one of them."""
     sources = engine.template.sources.values()
     return any(

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from localllm.engine.request import SamplingParams
 from localllm.server.asking import Ask
-from localllm.server.endpoint import Call
 from localllm.server.failures import RequestError
 from localllm.server.replying import collected
+from localllm.server.served import Served
 
 MAX_INPUTS = 2048  # of one request, as OpenAI has it
 _AT_ONCE = 2  # one is computed while the next is prepared
@@ -27,25 +27,29 @@ class Embedding:
 
 
 async def embedded(
-    call: Call, prompts: Sequence[str | tuple[int, ...]], *, num_ctx: int | None = None, dimensions: int | None = None
+    served: Served,
+    prompts: Sequence[str | tuple[int, ...]],
+    *,
+    num_ctx: int | None = None,
+    dimensions: int | None = None,
 ) -> list[Embedding]:
     """Of each prompt, in order. dimensions: as many of each vector's, which then has length 1 again.
 
     Raises RequestError, and what `Served.ask` does.
     """
-    size = call.served.engine().config.hidden_size
+    size = served.engine().config.hidden_size
     if dimensions is not None and dimensions > size:
         why = f"the vectors of this model have {size}"
         raise RequestError(400, f"dimensions is {dimensions}", why=why, param="dimensions", name="invalid_value")
-    capacity = call.served.capacity
+    capacity = served.capacity
     places = min(_AT_ONCE, len(prompts), capacity.parallel + capacity.queue)
-    give_back, gate = call.served.take_places(places), asyncio.Semaphore(places)
+    give_back, gate = served.take_places(places), asyncio.Semaphore(places)
 
     async def one(prompt: str | tuple[int, ...]) -> Embedding:
         async with gate:
-            sampling, pooling = SamplingParams(max_tokens=1), call.served.pooling
+            sampling, pooling = SamplingParams(max_tokens=1), served.pooling
             ask = Ask(prompt, sampling, num_ctx=num_ctx, pooling=pooling, prompt_field="input")
-            (piece,) = await collected(await call.served.answer([ask], lambda: None))
+            (piece,) = await collected(await served.answer([ask], lambda: None))
         assert piece.finished is not None and piece.finished.embedding is not None
         return Embedding(_cut(piece.finished.embedding, dimensions), piece.finished.usage.prompt_tokens)
 

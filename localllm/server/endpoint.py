@@ -11,6 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localllm.server.bodies import Body
+from localllm.server.fields import KeepAlive, keep_seconds
+from localllm.server.pool import Pool
 from localllm.server.served import Served
 
 
@@ -19,7 +21,11 @@ class Call:
     """A request that was let in."""
 
     request: Request
-    served: Served
+    pool: Pool
+
+    async def model(self, name: str | None, keep_alive: KeepAlive = None) -> Served:
+        """The one that is asked for, loaded. keep_alive: as requests have it. Raises RequestError."""
+        return await self.pool.model(name, keep_seconds(keep_alive))
 
 
 Handler = Callable[[Call, Any], Awaitable[Response]]

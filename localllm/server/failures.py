@@ -13,6 +13,7 @@ from localllm.errors import (
     ContextOverflowError,
     DoesNotFitError,
     EngineClosedError,
+    EngineGoneError,
     LocalLLMError,
     ModelNotFoundError,
     TemplateError,
@@ -91,6 +92,8 @@ def failure_of(error: BaseException) -> Failure:
             return Failure(400, _sentence(error), "invalid_value")
         case EngineClosedError():
             return Failure(503, "the server is shutting down", "shutting_down")
+        case EngineGoneError():
+            return Failure(503, _sentence(error), "engine_gone", headers={"retry-after": str(RETRY_S)})
         case DoesNotFitError():
             return Failure(503, _sentence(error), "does_not_fit", headers=_NO_RETRY)
         case LocalLLMError():

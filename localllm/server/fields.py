@@ -13,7 +13,9 @@ from localllm.engine.request import SamplingParams
 from localllm.errors import UsageError
 from localllm.server.failures import RequestError
 
-_DURATION = re.compile(r"[+-]?(?:(?:\d+(?:\.\d*)?|\.\d+)(?:ns|us|µs|μs|ms|s|m|h))+|[+-]?\d+(?:\.\d*)?")
+DURATION = re.compile(r"[+-]?(?:(?:\d+(?:\.\d*)?|\.\d+)(?:ns|us|µs|μs|ms|s|m|h))+|[+-]?\d+(?:\.\d*)?")
+_PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|μs|ms|s|m|h)")
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 MAX_STOPS = 64
 MAX_BIASES = 1024
 MAX_ANSWERS = 16  # to one request
@@ -54,23 +56,26 @@ def refuse_top_logprobs(most: int | None, *, wanted: bool | None) -> None:
         raise RequestError(400, what, why=why, param="top_logprobs", name="invalid_value")
 
 
-def _not_zero(keep_alive: float | str | None) -> float | str | None:
-    if isinstance(keep_alive, str):
-        if not _DURATION.fullmatch(keep_alive):
-            raise ValueError('it must be a number of seconds, or a duration: "5m", "1h30m", "-1"')
-        is_zero = not re.search("[1-9]", keep_alive)
-    else:
-        is_zero = keep_alive == 0
-    if is_zero:
-        raise ValueError("the model is not unloaded while the server runs")
+def _is_duration(keep_alive: float | str | None) -> float | str | None:
+    if isinstance(keep_alive, str) and not DURATION.fullmatch(keep_alive):
+        raise ValueError('it must be a number of seconds, or a duration: "5m", "1h30m", "-1"')
     return keep_alive
 
 
 KeepAlive = Annotated[
     float | Annotated[str, Field(max_length=64)] | None,
-    AfterValidator(_not_zero),
-    Field(description="The model stays loaded as long as the server runs; 0 is refused."),
+    AfterValidator(_is_duration),
+    Field(description="How long the model stays loaded behind this request; 0: it is unloaded, -1: it stays."),
 ]
+
+
+def keep_seconds(keep_alive: float | str | None) -> float | None:
+    """Below 0: for good. A number without a unit is seconds."""
+    if not isinstance(keep_alive, str):
+        return keep_alive
+    parts = _PART.findall(keep_alive)
+    sign = -1 if keep_alive.startswith("-") else 1
+    return sign * (sum(float(number) * _SECONDS[unit] for number, unit in parts) if parts else abs(float(keep_alive)))
 
 
 def overlaid(base: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:

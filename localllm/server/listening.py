@@ -11,7 +11,7 @@ import logging
 import operator
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import h11
@@ -119,9 +119,16 @@ class Connection(H11Protocol):
 class Listener(uvicorn.Server):
     """Ends when it is told to; signals are the caller's."""
 
-    def __init__(self, config: uvicorn.Config, ending: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, beginning: Callable[[], Awaitable[None]], ending: Callable[[], None]
+    ) -> None:
         super().__init__(config)
+        self._beginning = beginning
         self._ending = ending
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        await self._beginning()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._ending()  # so that streams end with a word, not with their connection
@@ -181,10 +188,12 @@ def serve(
     app: ASGIApp,
     sockets: Sequence[socket.socket],
     began: Callable[[Callable[[], None]], Any],
+    beginning: Callable[[], Awaitable[None]],
     ending: Callable[[], None],
 ) -> None:
     """Answers until it is stopped. began: is given what stops it, which may be called from any thread, or in a signal
-    handler. ending: called when it has been; ends what is still being answered."""
+    handler. beginning: called on the loop, when it listens. ending: called when it has been stopped; ends what is still
+    being answered."""
     sys.setswitchinterval(_SWITCH_S)
     logging.getLogger("uvicorn.error").addHandler(logging.NullHandler())
     logging.getLogger("uvicorn.error").propagate = False
@@ -200,7 +209,7 @@ def serve(
         timeout_keep_alive=75,
         timeout_graceful_shutdown=_GRACE_S,
     )
-    listener = Listener(config, ending)
+    listener = Listener(config, beginning, ending)
 
     def stop() -> None:
         listener.should_exit = True

@@ -25,7 +25,7 @@ class Metrics:
         self._ended = Counter("localllm_answers", "Answers, by why they ended.", ["reason"], registry=here)
         self._running = Gauge("localllm_answers_running", "Being computed now.", registry=here)
         self._waiting = Gauge("localllm_answers_waiting", "Waiting for their turn now.", registry=here)
-        self._is_loaded = Gauge("localllm_model_loaded", "1: the model is loaded.", registry=here)
+        self._num_loaded = Gauge("localllm_models_loaded", "Models that are loaded.", registry=here)
 
     def count_request(self, path: str, status: int) -> None:
         """path: of the endpoint, not what was asked for."""
@@ -43,9 +43,9 @@ class Metrics:
             self._tokens.labels("drafted").inc(finished.speculation.drafted)
             self._tokens.labels("draft_accepted").inc(finished.speculation.accepted)
 
-    def text(self, num_running: int, num_waiting: int, *, is_loaded: bool) -> bytes:
+    def text(self, num_running: int, num_waiting: int, *, num_loaded: int) -> bytes:
         """In Prometheus' format."""
-        self._is_loaded.set(is_loaded)
+        self._num_loaded.set(num_loaded)
         self._running.set(num_running)
         self._waiting.set(num_waiting)
         return generate_latest(self.registry)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
@@ -10,17 +11,18 @@ from typing_extensions import TypedDict
 
 from localllm import __version__
 from localllm.engine.chat_template import ChatInput
+from localllm.engine.facts import EngineStatus
 from localllm.engine.request import require_ids
-from localllm.errors import TemplateError
+from localllm.errors import LocalLLMError, TemplateError
 from localllm.server.asking import chat_of
 from localllm.server.bodies import Body
 from localllm.server.endpoint import Call, Endpoint
-from localllm.server.fields import MAX_MESSAGES, IgnoredText
+from localllm.server.fields import MAX_MESSAGES
 from localllm.server.openai.messages import Message, chat_messages
 from localllm.server.replying import Json
 
 if TYPE_CHECKING:
-    from localllm.engine.engine import Engine
+    from localllm.engine.facts import LoadedEngine
     from localllm.engine.tokenizer import Tokenizer
 
 METRICS_PATH = "/metrics"
@@ -64,7 +66,7 @@ class TokenizeBody(Body):
     add_special: bool | None = None
     parse_special: bool | None = None
     with_pieces: bool | None = None
-    model: IgnoredText = None
+    model: str | None = None
 
 
 class TokenPiece(TypedDict):
@@ -78,7 +80,7 @@ class Tokens(TypedDict):
 
 class DetokenizeBody(Body):
     tokens: Annotated[list[Annotated[int, Field(ge=0, le=2**31 - 1)]], Field(max_length=_MOST_IDS)]
-    model: IgnoredText = None
+    model: str | None = None
 
 
 class Content(TypedDict):
@@ -89,7 +91,7 @@ class TemplateBody(Body):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     chat_template_kwargs: Annotated[dict[str, Any] | None, Field(max_length=32)] = None
     add_generation_prompt: bool | None = None
-    model: IgnoredText = None
+    model: str | None = None
 
 
 class Prompt(TypedDict):
@@ -97,21 +99,23 @@ class Prompt(TypedDict):
 
 
 async def health(call: Call, _body: None) -> Json:
-    """503 while the model is loaded."""
-    call.served.engine()
+    """503 while the model is being loaded. One that has left, as nobody asked for it, is as good as loaded."""
+    if call.pool.is_starting:
+        call.pool.first.engine()
     reply: Health = {"status": "ok"}
     return Json(reply)
 
 
 async def metrics(call: Call, _body: None) -> Response:
-    engine = call.served.engine_if_loaded
-    running, waiting = (0, 0) if engine is None else (len(engine.scheduler.running), engine.scheduler.num_waiting)
-    text = call.served.metrics.text(running, waiting, is_loaded=engine is not None)
+    engines = [each.engine_if_loaded for each in call.pool.loaded]
+    told = [await status_of(engine) for engine in engines if engine is not None]
+    running, waiting = sum(len(each.running) for each in told), sum(each.num_waiting for each in told)
+    text = call.pool.metrics.text(running, waiting, num_loaded=len(told))
     return Response(text, media_type=_PROMETHEUS)
 
 
 async def props(call: Call, _body: None) -> Json:
-    served = call.served
+    served = await call.model(None)
     engine = served.engine()
     sampling, tokenizer = served.sampling(), engine.tokenizer
     names = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "frequency_penalty")
@@ -130,7 +134,7 @@ async def props(call: Call, _body: None) -> Json:
     return Json(reply)
 
 
-def _template_source(engine: Engine) -> str:
+def _template_source(engine: LoadedEngine) -> str:
     """ "" where the model has none."""
     try:
         return next(iter(engine.template.sources.values()))
@@ -140,31 +144,38 @@ def _template_source(engine: Engine) -> str:
 
 async def slots(call: Call, _body: None) -> Json:
     """What is being computed: numbers, nothing of what it says."""
-    engine = call.served.engine()
-    running = list(engine.scheduler.running)
+    served = await call.model(None)
+    engine = served.engine()
+    status = await status_of(engine)
     rows: list[Slot] = []
-    for index in range(max(call.served.capacity.parallel, len(running))):
-        sequence = running[index] if index < len(running) else None
-        kv = None if sequence is None else sequence.kv
+    for index in range(max(served.capacity.parallel, len(status.running))):
+        slot = status.running[index] if index < len(status.running) else None
         rows.append(
             {
                 "id": index,
-                "id_task": None if sequence is None else sequence.request_id,
+                "id_task": None if slot is None else slot.request_id,
                 "n_ctx": engine.ctx,
-                "is_processing": sequence is not None,
-                "n_prompt_tokens": 0 if sequence is None else sequence.num_prompt_tokens,
-                "n_prompt_tokens_processed": 0
-                if sequence is None or kv is None
-                else min(kv.length, sequence.num_prompt_tokens),
-                "n_decoded": 0 if sequence is None else sequence.num_completion_tokens,
+                "is_processing": slot is not None,
+                "n_prompt_tokens": 0 if slot is None else slot.num_prompt_tokens,
+                "n_prompt_tokens_processed": 0 if slot is None else slot.num_read,
+                "n_decoded": 0 if slot is None else slot.num_said,
             }
         )
     return Json(rows)
 
 
+async def status_of(engine: LoadedEngine) -> EngineStatus:
+    """What it is doing: nothing, where it has gone."""
+    try:
+        return await asyncio.to_thread(engine.status)
+    except LocalLLMError:
+        return EngineStatus()
+
+
 async def tokenize(call: Call, body: TokenizeBody) -> Json:
-    tokenizer = call.served.engine().tokenizer
-    return Json(await call.served.off_loop(lambda: _tokens(body, tokenizer)))
+    served = await call.model(body.model)
+    tokenizer = served.engine().tokenizer
+    return Json(await served.off_loop(lambda: _tokens(body, tokenizer)))
 
 
 def _tokens(body: TokenizeBody, tokenizer: Tokenizer) -> Tokens:
@@ -185,19 +196,21 @@ def _piece(data: bytes) -> str | list[int]:
 
 async def detokenize(call: Call, body: DetokenizeBody) -> Json:
     """Raises UsageError for an id that the model does not have."""
-    engine = call.served.engine()
+    served = await call.model(body.model)
+    engine = served.engine()
     require_ids(body.tokens, engine.config.vocab_size)
-    text = await call.served.off_loop(lambda: engine.tokenizer.decode(body.tokens, skip_special=False))
+    text = await served.off_loop(lambda: engine.tokenizer.decode(body.tokens, skip_special=False))
     reply: Content = {"content": text}
     return Json(reply)
 
 
 async def apply_template(call: Call, body: TemplateBody) -> Json:
     """The text that a chat's model would be given, special tokens written out. Raises TemplateError."""
-    engine = call.served.engine()
+    served = await call.model(body.model)
+    engine = served.engine()
     generation = body.add_generation_prompt is not False
     given = ChatInput(chat_messages(body.messages), None, generation, body.chat_template_kwargs or {})
-    reply: Prompt = {"prompt": await call.served.off_loop(lambda: engine.template.render_chat(chat_of(given, engine)))}
+    reply: Prompt = {"prompt": await served.off_loop(lambda: engine.template.render_chat(chat_of(given, engine)))}
     return Json(reply)
 
 

@@ -1,17 +1,14 @@
-"""The model that is served: by which names, whether it is loaded yet, and how many requests it takes on at once."""
+"""A model that is served: by which names, whether it is loaded, and how many requests it takes on at once."""
 
 from __future__ import annotations
 
 import asyncio
-import difflib
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from localllm.errors import BugError, LocalLLMError
+from localllm.errors import BugError, EngineClosedError, EngineGoneError, LocalLLMError
 from localllm.frontend.selection import Selection, told_of
 from localllm.registry import BUILT_IN
 from localllm.server.answering import Answers
@@ -20,69 +17,73 @@ from localllm.server.failures import RequestError, busy
 from localllm.server.metrics import Metrics
 
 if TYPE_CHECKING:
-    from localllm.engine.engine import Engine
+    from localllm.engine.facts import LoadedEngine, Service
     from localllm.engine.request import Pooling, SamplingParams
-    from localllm.engine.service import EngineService
 
 T = TypeVar("T")
 
-_PREPARING_THREADS = 2  # templates and tokenizers, while the loop goes on; as many again look at the disk
+LOAD_WAIT_S = 120.0  # for which a request waits for its model; libraries give up after 60 to 600 s of silence
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """parallel: answers that are computed at once. queue: that may wait beside them."""
+    """parallel: answers that a model computes at once. queue: that may wait beside them."""
 
     parallel: int = 8
     queue: int = 64
 
 
-class Served:
-    """One model, loaded or on its way."""
+class House(Protocol):
+    """What a model needs of the server that it is in."""
 
-    def __init__(
-        self,
-        selection: Selection,
-        service: EngineService,
-        capacity: Capacity,
-        aliases: Sequence[str] = (),
-        pooling: Pooling = "mean",
-    ) -> None:
-        """aliases: more names for it. pooling: what an embedding is made of."""
+    @property
+    def metrics(self) -> Metrics: ...
+
+    @property
+    def capacity(self) -> Capacity: ...
+
+    @property
+    def pooling(self) -> Pooling:
+        """What an embedding is made of."""
+        ...
+
+    async def load(self, served: Served) -> None:
+        """Returns when it is loaded. Raises what keeps it from that."""
+        ...
+
+    def left_alone(self, served: Served) -> None:
+        """Its last answer has ended."""
+        ...
+
+    async def off_loop(self, work: Callable[[], T]) -> T: ...
+
+
+class Served:
+    """One model, loaded or not."""
+
+    def __init__(self, house: House, selection: Selection, aliases: Sequence[str] = ()) -> None:
+        """aliases: more names for it."""
+        self.house = house
         self.selection = selection
-        self.service = service
-        self.capacity = capacity
-        self.metrics = Metrics()
-        self.pooling = pooling
-        self.started_at = time.time()
         entry = selection.files.entry
         self.names = tuple(dict.fromkeys((_name(selection), *aliases, *(entry.aliases if entry else ()))))
         self.num_open = 0  # answers that were asked for and have not ended
-        self._preparing = ThreadPoolExecutor(_PREPARING_THREADS, "localllm-prepare")
-        self._looking = ThreadPoolExecutor(_PREPARING_THREADS, "localllm-look")
+        self.service: Service | None = None
+        self.is_leaving = False  # it makes room for another as soon as nothing is asked of it
+        self.last_used = 0.0  # as time.monotonic has it
+        self.keep_s: float | None = None  # for which it stays when nobody asks for it; None: for good
 
     @property
     def name(self) -> str:
         return self.names[0]
 
     @property
-    def is_loading(self) -> bool:
-        return not self.service.is_settled
+    def capacity(self) -> Capacity:
+        return self.house.capacity
 
-    def require(self, name: str | None) -> str:
-        """The name under which the client knows it; None: the client leaves the choice to the server.
-
-        Raises RequestError for a model that is not served.
-        """
-        if name is None:
-            return self.name
-        bare = name.removesuffix(":latest")
-        if self.has(bare):
-            return name
-        near = difflib.get_close_matches(bare[:200], self.names, n=1, cutoff=0)
-        what, why = f"the model {name[:200]!r} is not served here", f"this server has {', '.join(self.names)}"
-        fix = f"ask for {near[0]!r}"
-        raise RequestError(404, what, why=why, fix=fix, param="model", name="model_not_found")
+    @property
+    def pooling(self) -> Pooling:
+        return self.house.pooling
 
     def has(self, name: str) -> bool:
         """Whether the model is called so, in letters of whatever size."""
@@ -94,31 +95,50 @@ class Served:
         return self.selection.settings.overflow == "evict"
 
     @property
-    def started_text(self) -> str:
-        """When the server was started, as RFC 3339 has it."""
-        return datetime.fromtimestamp(self.started_at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    def is_loading(self) -> bool:
+        return self.service is not None and not self.service.is_settled
 
     @property
-    def engine_if_loaded(self) -> Engine | None:
-        """None while it is loaded, and where it cannot be."""
+    def engine_if_loaded(self) -> LoadedEngine | None:
+        """None while it is not, and where it cannot be."""
+        service = self.service
+        if service is None or not service.is_settled:
+            return None
         try:
-            return self.engine()
-        except RequestError:
+            return service.wait_loaded(0)
+        except Exception:
             return None
 
-    def engine(self) -> Engine:
-        """Raises RequestError while it is loaded, and where it cannot be."""
-        if self.is_loading:
+    def engine(self) -> LoadedEngine:
+        """Raises RequestError where it is not loaded."""
+        engine = self.engine_if_loaded
+        if engine is None:
             why = "it takes seconds, or minutes where it is packed first"
             raise busy(f"{self.name} is being loaded", why, "loading")
-        try:
-            engine = self.service.wait_loaded(0)
-        except Exception as error:
-            known = told_of(error, self.selection.files, self.selection.resolved)
-            raise _gone(f"{self.name} cannot be used", known) from error
-        if engine is None:
-            raise busy(f"{self.name} is being closed", "the server is shutting down", "shutting_down")
         return engine
+
+    async def ready(self) -> LoadedEngine:
+        """The engine, when it is loaded. Raises RequestError where it cannot be, or takes very long."""
+        self.last_used = time.monotonic()
+        if self.is_leaving or self.engine_if_loaded is None:
+            try:
+                async with asyncio.timeout(LOAD_WAIT_S):
+                    await self._load()
+            except TimeoutError:
+                why = f"it has taken {LOAD_WAIT_S:.0f} s so far"
+                raise busy(f"{self.name} is being loaded", why, "loading") from None
+            except (RequestError, EngineClosedError, EngineGoneError):
+                raise
+            except Exception as error:
+                known = told_of(error, self.selection.files, self.selection.resolved)
+                raise _gone(f"{self.name} cannot be used", known) from error
+        return self.engine()
+
+    async def _load(self) -> None:
+        try:
+            await self.house.load(self)
+        except EngineGoneError:  # its process was killed meanwhile, which is no reason that it must be again
+            await self.house.load(self)
 
     def sampling(self) -> SamplingParams:
         """How tokens are drawn where a request says nothing."""
@@ -137,6 +157,8 @@ class Served:
 
         def give_back() -> None:
             self.num_open -= count
+            if not self.num_open:
+                self.house.left_alone(self)
 
         return give_back
 
@@ -147,30 +169,28 @@ class Served:
     async def answer(self, asks: Sequence[Ask], closed: Callable[[], None]) -> Answers:
         """As `ask`, in places that were taken before. closed: called in any case, when they are not needed any more."""
         try:
-            engine = self.engine()
+            # It may have left since its name was asked for; while it has these places it does not.
+            engine = self.engine_if_loaded or await self.ready()
             asked = await self.off_loop(lambda: joined([prepare(ask, engine) for ask in asks]))
+            service = self._loaded_service()
         except BaseException:
             closed()
             raise
-        return Answers(self.service, asked, closed, self.metrics.count_answer)
+        return Answers(service, asked, closed, self.house.metrics.count_answer, self._renewed)
 
-    async def off_loop(self, work: Callable[[], T]) -> T:
+    async def _renewed(self) -> Service:
+        """Of an engine whose process has ended. Raises as `ready`."""
+        await self.ready()
+        return self._loaded_service()
+
+    def _loaded_service(self) -> Service:
+        if self.service is None:
+            raise EngineClosedError("the engine has been closed")
+        return self.service
+
+    def off_loop(self, work: Callable[[], T]) -> Awaitable[T]:
         """What it gives, computed while the loop goes on: templates and tokenizers take milliseconds, or more."""
-        return await asyncio.get_running_loop().run_in_executor(self._preparing, work)
-
-    async def on_disk(self, work: Callable[[], T]) -> T:
-        """As `off_loop`, of what may wait for a disk: no prompt waits behind it."""
-        return await asyncio.get_running_loop().run_in_executor(self._looking, work)
-
-    def stop(self) -> None:
-        """Ends what runs."""
-        self.service.stop()
-
-    def close(self) -> None:
-        """`stop`, and waits a moment for it."""
-        for pool in (self._preparing, self._looking):
-            pool.shutdown(wait=False, cancel_futures=True)
-        self.service.close(timeout_s=1.0)
+        return self.house.off_loop(work)
 
 
 def _name(selection: Selection) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from localllm.errors import EngineGoneError
 from localllm.frontend.answer import Answer
 from localllm.frontend.context import evicted_text
 from localllm.frontend.keeping import Resumed
@@ -13,11 +15,11 @@ from localllm.frontend.talk import Asked, Talk
 from localllm.tui.facts import facts_of
 from localllm.tui.following import Pace, follow
 from localllm.tui.key_names import KeyNames
-from localllm.tui.loading import Post, Service
+from localllm.tui.loading import Post
 from localllm.tui.messages import AnswerBegan, AnswerEnded, ModelReady, Told, Turn
 
 if TYPE_CHECKING:
-    from localllm.engine.service import RequestStream
+    from localllm.engine.facts import AnswerStream, Service
 
 
 class Answering:
@@ -29,7 +31,7 @@ class Answering:
         self.busy_text = f"an answer is being written: {key_names['chat.stop']} in the chat stops it"
         self._anew = f"{key_names['chat.regenerate']} answers anew"
         self._goes_on = f"{key_names['chat.continue']} goes on, {self._anew}"
-        self._stream: RequestStream | None = None
+        self._stream: AnswerStream | None = None
         self._stops = threading.Event()
         self.pace = Pace()
         self._asked: Asked | None = None
@@ -129,8 +131,9 @@ class Answering:
         finished = None if self.last is None else self.last.finished
         if finished is None:
             return
-        if finished.ctx is not None and talk.engine.plan is not None:  # blocks may have moved, the context grown
-            self._post(ModelReady(facts_of(talk.files.name, talk.engine)))
+        if finished.ctx is not None:  # blocks may have moved, the context grown
+            with suppress(EngineGoneError):
+                self._post(ModelReady(facts_of(talk.files.name, talk.engine)))
         if (fullness := talk.fullness(finished)) is not None:
             self._post(Told(fullness.text, "warning" if fullness.is_full else "information"))
 

@@ -24,7 +24,7 @@ from localllm.tui.answering import Answering
 from localllm.tui.facts import asked_before, facts_of
 from localllm.tui.jobs import Job, Jobs
 from localllm.tui.key_names import KeyNames
-from localllm.tui.loading import Loader, Post, Serve, Service
+from localllm.tui.loading import Loader, Post, Serve
 from localllm.tui.messages import (
     Begun,
     Counted,
@@ -40,7 +40,7 @@ from localllm.tui.messages import (
 )
 
 if TYPE_CHECKING:
-    from localllm.engine.engine import Engine
+    from localllm.engine.facts import LoadedEngine, Service
     from localllm.frontend.context import ContextUsage
     from localllm.offload.plan import Plan
 
@@ -134,13 +134,13 @@ class Desk:
     def plan(self) -> Plan | None:
         """By which the model is placed; None where none is loaded, or it is not by a plan."""
         talk = self._talk
-        return None if talk is None else talk.engine.residency.plan or talk.engine.plan
+        return None if talk is None else talk.engine.current_plan
 
     @property
     def host_bytes(self) -> int:
-        """Of the host's memory, what the loaded model has."""
+        """Of the host's memory, what the loaded model has in this process."""
         talk = self._talk
-        return 0 if talk is None else talk.engine.residency.host_bytes
+        return 0 if talk is None or talk.engine.current_plan is None else talk.engine.facts().host_bytes
 
     # Jobs
 
@@ -430,7 +430,7 @@ class Desk:
         self._selection, self._talk = selection, None
         self.answering.forget_model()
 
-    def _loaded(self, service: Service, found: Engine | Exception) -> None:
+    def _loaded(self, service: Service, found: LoadedEngine | Exception) -> None:
         if service is not self._loader.service:  # another was chosen meanwhile, which has closed this one
             return
         try:

@@ -9,20 +9,16 @@ from localllm.history import History, history_file, nothing_is_kept
 from localllm.tui.messages import Facts
 
 if TYPE_CHECKING:
-    from localllm.engine.engine import Engine
+    from localllm.engine.facts import LoadedEngine
 
 _MOST_ASKED, _LONGEST_ASKED = 500, 4000  # questions, characters, for the arrows and the search
 
 
-def facts_of(name: str, engine: Engine) -> Facts:
-    """What the status line says of a loaded model."""
-    plan = engine.residency.plan or engine.plan
-    if plan is None:
-        return Facts(name, engine.weights, engine.kv_format.name, engine.ctx)
-    ledger = {str(tier): dict(owners) for tier, owners in plan.ledger.items()}
-    limits = {str(tier): count for tier, count in plan.limits.items()}
+def facts_of(name: str, engine: LoadedEngine) -> Facts:
+    """What the status line says of a loaded model. Raises EngineGoneError."""
+    facts = engine.facts()
     return Facts(
-        name, engine.weights, engine.kv_format.name, engine.ctx, ledger, limits, plan.bound_by, plan.streamed_bytes
+        name, facts.weights, facts.kv, facts.ctx, facts.ledger, facts.limits, facts.bound_by, facts.streamed_bytes
     )
 
 

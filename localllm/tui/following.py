@@ -13,7 +13,7 @@ from localllm.tui.loading import Post
 from localllm.tui.messages import Prefilled, Said, Told
 
 if TYPE_CHECKING:
-    from localllm.engine.service import RequestStream
+    from localllm.engine.facts import AnswerStream
 
 _SHORTEST_S = 0.07  # between two messages: what an eye follows
 _LONGEST_S = 0.25
@@ -40,7 +40,7 @@ class Pace:
         self._spent_s = spent_s
 
 
-def follow(stream: RequestStream, answer: Answer, hear: Callable[[str], None], post: Post, pace: Pace) -> None:
+def follow(stream: AnswerStream, answer: Answer, hear: Callable[[str], None], post: Post, pace: Pace) -> None:
     """`answer` collects what is said; `hear` is given each text before it is posted."""
     began = 0.0
     for events in _batches(stream, pace):
@@ -66,7 +66,7 @@ def _post_progress(events: Sequence[Event], post: Post) -> None:
         post(Prefilled(prefilled[-1].done, prefilled[-1].total))
 
 
-def _batches(stream: RequestStream, pace: Pace) -> Iterator[list[Event]]:
+def _batches(stream: AnswerStream, pace: Pace) -> Iterator[list[Event]]:
     """The events as they come, those of an interval together; the first at once."""
     events, flushed_at = iter(stream), 0.0
     for event in events:

@@ -11,29 +11,20 @@ from typing import TYPE_CHECKING, Protocol
 from textual.message import Message
 
 from localllm.config import format_bytes
+from localllm.engine.facts import Service
 from localllm.errors import LocalLLMError
+from localllm.frontend.attaching import attached
 from localllm.frontend.opening import Opening, check, open_engine
 from localllm.frontend.selection import Selection
 from localllm.tui.messages import Loading, Told
 
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine
+    from localllm.engine.facts import LoadedEngine
     from localllm.engine.loading import Watcher
-    from localllm.engine.request import Request
-    from localllm.engine.service import RequestStream
 
 Post = Callable[[Message], object]
 _PAUSE_S = 0.1  # between two messages of progress
-
-
-class Service(Protocol):
-    """`EngineService`, and what stands in for it in a test."""
-
-    def wait_loaded(self, timeout_s: float | None = None) -> Engine | None: ...
-
-    def submit(self, request: Request) -> RequestStream: ...
-
-    def close(self, timeout_s: float = 4.0) -> None: ...
 
 
 class Serve(Protocol):
@@ -42,8 +33,22 @@ class Serve(Protocol):
     def __call__(self, selection: Selection, post: Post, before: Callable[[], None]) -> Service: ...
 
 
+def serve_attached(selection: Selection, post: Post, before: Callable[[], None]) -> Service:
+    """As `serve`; where a server of this user runs, its engine is used."""
+
+    def note(text: str) -> None:
+        post(Told(text))
+
+    service = attached(selection, note)
+    if service is None:
+        return serve(selection, post, before)
+    before()
+    note("the running server answers")
+    return service
+
+
 def serve(selection: Selection, post: Post, before: Callable[[], None]) -> Service:
-    """The service of a model. Raises what can be known at once: that it cannot run."""
+    """The service of a model, in this process. Raises what can be known at once: that it cannot run."""
     from localllm.engine.service import EngineService
 
     check(selection)
@@ -67,7 +72,7 @@ class Loader:
         self._watched = object()  # a sign of the load that is told of
         self.service: Service | None = None
 
-    def begin(self, selection: Selection, ended: Callable[[Service, Engine | Exception], None]) -> None:
+    def begin(self, selection: Selection, ended: Callable[[Service, LoadedEngine | Exception], None]) -> None:
         """Begins to load it, after the model that is there has been given up. ended: told of it on another thread.
 
         Raises what can be known at once; the model that is there then stays.
@@ -96,7 +101,7 @@ def _give_up(service: Service) -> None:
     gc.collect()  # an engine's parts know each other: 14 MiB of `tiny` would stay for a while
 
 
-def _await(service: Service, ended: Callable[[Service, Engine | Exception], None]) -> None:
+def _await(service: Service, ended: Callable[[Service, LoadedEngine | Exception], None]) -> None:
     try:
         engine = service.wait_loaded()
     except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -17,12 +18,17 @@ import httpx2
 from localllm import hub
 from localllm.config import ResolvedSettings, load_settings
 from localllm.engine.engine import Engine
+from localllm.engine.facts import Service
 from localllm.engine.service import EngineService
+from localllm.frontend.engine_process import Caps, EngineProcess, Foreseen, Hearer
 from localllm.frontend.opening import Opening, open_engine
-from localllm.frontend.selection import with_defaults
-from localllm.server.app import create_app
+from localllm.frontend.selection import Selection, with_defaults
+from localllm.server.app import create_app, create_local_app
 from localllm.server.guard import Admission, key_digest
 from localllm.server.listening import bound, serve
+from localllm.server.local import Doors
+from localllm.server.local import endpoints as local_endpoints
+from localllm.server.pool import Pool
 from localllm.server.served import Capacity, Served
 
 PATIENCE_S = 20.0
@@ -34,7 +40,7 @@ class Running:
     """A server that answers."""
 
     port: int
-    served: Served
+    pool: Pool
     log: list[str]
     client: httpx2.Client
 
@@ -43,8 +49,19 @@ class Running:
         return f"http://127.0.0.1:{self.port}"
 
     @property
+    def served(self) -> Served:
+        return self.pool.first
+
+    @property
+    def service(self) -> EngineService:
+        assert isinstance(self.served.service, EngineService)
+        return self.served.service
+
+    @property
     def engine(self) -> Engine:
-        return self.served.engine()
+        engine = self.served.engine()
+        assert isinstance(engine, Engine)
+        return engine
 
     def post(self, path: str, body: Any, **headers: str) -> httpx2.Response:
         return self.client.post(path, json=body, headers=headers)
@@ -71,11 +88,17 @@ class Running:
 
     def wait_until_idle_engine(self) -> None:
         """Until nothing is being computed, whoever still listens."""
-        wait_for(lambda: not self.engine.has_work)
+        wait_for(lambda: self.is_idle)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is being computed; also where no model is loaded."""
+        engine = self.served.engine_if_loaded
+        return engine is None or engine.status().is_idle
 
     def wait_until_idle(self) -> None:
         """Until nothing is being computed, and nobody listens."""
-        wait_for(lambda: not self.engine.has_work and not self.served.num_open)
+        wait_for(lambda: self.is_idle and not self.served.num_open)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -88,7 +111,13 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 def num_cancelled(server: Running) -> float:
     """Answers that nobody waited for."""
-    return server.served.metrics.registry.get_sample_value("localllm_answers_total", {"reason": "cancelled"}) or 0
+    return server.pool.metrics.registry.get_sample_value("localllm_answers_total", {"reason": "cancelled"}) or 0
+
+
+async def begin(pool: Pool) -> None:
+    """As `localllm serve` does: the server answers while the model is loaded."""
+    loading = asyncio.ensure_future(pool.load(pool.first))
+    loading.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
 @contextmanager
@@ -99,43 +128,55 @@ def running(
     key: str | None = None,
     aliases: Sequence[str] = (),
     load: Callable[[], Engine] | None = None,
+    in_processes: bool = False,
+    also: Sequence[Path] = (),
+    idle_s: float | None = None,
     with_metrics: bool = True,
     send_bytes: int | None = None,
     **settings: Any,
 ) -> Iterator[Running]:
-    """load: how the engine comes to be; None: as `localllm serve` has it. send_bytes: that the system keeps of what a
+    """load: how the engine comes to be; None: as `localllm serve` has it, but on a thread of this process unless
+    `in_processes`. also: folders of other models. send_bytes: that the system keeps of what a
     client has not taken."""
     capacity = capacity or Capacity()
     resolved: ResolvedSettings = load_settings(settings, environ={})
     selection = with_defaults(resolved, hub.locate(str(model)))
     opening = Opening(parallel=capacity.parallel)
+    log: list[str] = []
 
-    def opened() -> Engine:
+    def opened(selection: Selection) -> Engine:
         from localllm.engine.loading import Watcher
 
         return open_engine(selection, opening, Watcher(), lambda _text: None)
 
-    service = EngineService(load or opened)
-    served = Served(selection, service, capacity, aliases)
+    def launch(selection: Selection, caps: Caps, foreseen: Callable[[Foreseen], None]) -> Service:
+        if in_processes:
+            return EngineProcess(selection, opening, caps, Hearer(foreseen))
+        return EngineService(load or (lambda: opened(selection)))
+
+    others = [with_defaults(resolved, hub.locate(str(folder))) for folder in also]
+    pool = Pool(selection, resolved, launch, capacity, aliases=aliases, also=others, idle_s=idle_s, note=log.append)
     sock = bound("127.0.0.1", 0)
     if send_bytes is not None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
     port = int(sock.getsockname()[1])
-    log: list[str] = []
     admission = Admission((port,), key_digest=None if key is None else key_digest(key))
-    app = create_app(served, admission, log=log.append, with_metrics=with_metrics)
     stops: list[Callable[[], None]] = []
-    thread = threading.Thread(target=serve, args=(app, [sock], stops.append, served.stop), daemon=True)
+    outer = create_app(pool, admission, log=log.append, with_metrics=with_metrics)
+    app = Doors(outer, create_local_app(pool, local_endpoints([], lambda: stops[0]())))
+    arguments = (app, [sock], stops.append, lambda: begin(pool), pool.stop)
+    thread = threading.Thread(target=serve, args=arguments, daemon=True)
     thread.start()
     try:
+        wait_for(lambda: pool.first.service is not None)
         if load is None:
-            service.wait_loaded()
+            wait_for(lambda: pool.first.engine_if_loaded is not None)
         with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
-            yield Running(port, served, log, client)
+            yield Running(port, pool, log, client)
     finally:
         stops[0]()
         thread.join(10)
-        served.close()
+        pool.close()
 
 
 @dataclass

@@ -271,5 +271,5 @@ def test_prompts_are_prepared_beside_the_loop_and_disks_beside_both(
 
     monkeypatch.setattr(served, "prepare", noting)
     assert server.post("/v1/completions", {"prompt": "Once", "max_tokens": 1}).status_code == 200
-    on_disk = asyncio.run(server.served.on_disk(lambda: threading.current_thread().name))
+    on_disk = asyncio.run(server.pool.on_disk(lambda: threading.current_thread().name))
     assert threads[0].startswith("localllm-prepare") and on_disk.startswith("localllm-look")

@@ -7,7 +7,6 @@ import re
 import signal
 import socket
 import subprocess
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -20,7 +19,7 @@ from typing import Any
 import pytest
 
 from localllm.cli.dispatch import _with_flags
-from localllm.cli.serve import _serve, _Waiting
+from localllm.cli.serve import _serve
 from localllm.errors import LocalLLMError
 from tests.cli_support import run_cli, start_cli
 from tests.server.support import OWL, running
@@ -158,21 +157,14 @@ def test_a_fix_leaves_a_switch_out_and_keeps_what_follows_it() -> None:
     assert _with_flags(line, "leave --new-key out") == "localllm serve --api-key-file key.txt qwen3-8b"
 
 
-def test_a_server_whose_engine_has_broken_ends() -> None:
-    def step(*_: Any) -> Any:
-        raise AssertionError("the engine's own bookkeeping")
-
-    with running() as server, pytest.MonkeyPatch.context() as patch:
-        told, ended = SimpleNamespace(output=SimpleNamespace(note=lambda _text: None)), threading.Event()
-        load = SimpleNamespace(wait=lambda: server.engine, service=server.served.service)
-        waiting = _Waiting(told, load, server.served, [server.url])  # type: ignore[arg-type]
-        waiting.begin(ended.set)
-        patch.setattr(server.engine, "step", step)
-        assert server.post("/v1/completions", {"prompt": "Once"}).status_code == 500
-        assert ended.wait(20) and isinstance(waiting.failure, AssertionError)
+@pytest.mark.usefixtures("own_folders")
+def test_a_server_whose_model_cannot_be_loaded_ends_and_says_why() -> None:
+    told = run_cli("serve", "tiny", "--ram", "40MiB", "--port", "0")
+    assert told.code == 4 and "tiny does not fit into 40.0 MiB of memory" in told.err
+    assert "--ram 352MiB" in told.err
 
 
 def test_a_server_that_is_stopped_has_not_failed() -> None:
     with running() as server:
-        service = server.served.service
+        service = server.service
     assert service.wait_ended() is None

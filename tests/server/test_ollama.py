@@ -282,14 +282,14 @@ def test_a_raw_prompt_goes_with_no_template(raw: httpx2.Client, field: str) -> N
 
 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate", "/api/embed", "/api/embeddings"])
-@pytest.mark.parametrize("keep_alive", [0, 0.0, "0", "0s", "0h0m", "later", "", "5 minutes"])
-def test_a_model_is_not_unloaded(raw: httpx2.Client, path: str, keep_alive: object) -> None:
+@pytest.mark.parametrize("keep_alive", ["later", "", "5 minutes"])
+def test_a_time_that_is_none_is_refused(raw: httpx2.Client, path: str, keep_alive: object) -> None:
     body = {"input": "a"} if path == "/api/embed" else {}
     said = refused(raw, path, {**body, "model": "tiny", "keep_alive": keep_alive})
     assert said.startswith("keep_alive is invalid: ")
 
 
-@pytest.mark.parametrize("keep_alive", [-1, 300, 0.5, "5m", "1h30m", "-1", "-1m", "1.5h", "60", None])
+@pytest.mark.parametrize("keep_alive", ["5m", 300, 60.5, "1h30m", "1.5h", "60", None, "-1", "-1m", -1])
 def test_a_model_stays_loaded_as_long_as_is_asked(raw: httpx2.Client, keep_alive: object) -> None:
     assert raw.post("/api/chat", json={"model": "tiny", "keep_alive": keep_alive}).json()["done_reason"] == "load"
 

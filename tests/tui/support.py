@@ -15,6 +15,7 @@ from textual.pilot import Pilot
 
 from localllm.config import load_settings
 from localllm.engine.events import FinishedEvent, PrefillEvent, Timings, TokenEvent, Usage
+from localllm.engine.facts import EngineFacts
 from localllm.engine.request import Request
 from localllm.engine.service import RequestStream
 from localllm.frontend.keeping import Resumed
@@ -22,6 +23,7 @@ from localllm.frontend.selection import Selection, locate, with_defaults
 from localllm.tui.app import ChatApp, Start
 from localllm.tui.loading import Post
 
+_OF_PLANS = ("ledger", "limits", "bound_by", "streamed_bytes")
 PATIENCE_S = 15.0  # a loaded machine
 
 
@@ -43,12 +45,10 @@ class FakeTokenizer:
 @dataclass
 class FakeEngine:
     ctx: int = 4096
-    plan: Any = None
+    current_plan: Any = None
     template: str = "a template"
     weights: str = "int4-g64"
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
-    kv_format: Any = field(default_factory=lambda: SimpleNamespace(name="int8"))
-    residency: Any = field(default_factory=lambda: SimpleNamespace(plan=None, host_bytes=0))
     config: Any = field(default_factory=lambda: SimpleNamespace(longest_context=8192))
 
     def encode(self, messages: Sequence[dict[str, Any]]) -> list[int]:
@@ -56,6 +56,11 @@ class FakeEngine:
 
     def check(self, request: Request) -> None:
         """Everything fits."""
+
+    def facts(self) -> EngineFacts:
+        plan = self.current_plan
+        known = {} if plan is None else {name: getattr(plan, name) for name in _OF_PLANS}
+        return EngineFacts(self.ctx, self.weights, "int8", **known)
 
     def flags_for(self, ctx: int) -> str:
         return f"--ctx {ctx}"

@@ -21,6 +21,7 @@ from localllm.server.fields import (
     IgnoredFlag,
     IgnoredText,
     IgnoredTexts,
+    KeepAlive,
     Nothing,
     Share,
     StopText,
@@ -152,6 +153,7 @@ class PromptBody(Body):
     inference_geo: None = None
     speed: Literal["standard"] | None = None
     cache_control: IgnoredTexts = None
+    keep_alive: KeepAlive = None
     user_profile_id: IgnoredText = None
     workspace_id: IgnoredText = None
 

@@ -73,8 +73,8 @@ class _Head:
 
 async def messages(call: Call, body: MessagesBody) -> Response:
     """Raises what refuses the request, or ends its answer before anything was said."""
-    served = call.served
-    model = served.require(body.model)
+    served = await call.model(body.model, body.keep_alive)
+    model = body.model or served.name
     given = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "max_tokens")}
     sampling = overlaid(served.sampling(), {**given, "stop": body.stop_sequences or None})
     answers = await served.ask(replace(ask_of(body), sampling=sampling, evicts=served.evicts))
@@ -88,8 +88,7 @@ async def messages(call: Call, body: MessagesBody) -> Response:
 
 async def count_tokens(call: Call, body: PromptBody) -> Json:
     """Of any prompt, also one that is too long. Raises what refuses it."""
-    served = call.served
-    served.require(body.model)
+    served = await call.model(body.model, body.keep_alive)
     engine, ask = served.engine(), ask_of(body)
     reply: TokenCount = {"input_tokens": len(await served.off_loop(lambda: prompt_ids(ask, engine)))}
     return Json(reply)

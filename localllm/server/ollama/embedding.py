@@ -18,7 +18,7 @@ from localllm.server.ollama.options import Options
 from localllm.server.replying import Json, whole
 
 if TYPE_CHECKING:
-    from localllm.engine.engine import Engine
+    from localllm.engine.facts import LoadedEngine
 
 _OPTIONS = "Of these, num_ctx has an effect: no token is drawn."
 
@@ -63,8 +63,8 @@ class EmbeddingsReply(TypedDict):
 async def embed(call: Call, body: EmbedBody) -> Response:
     """Raises RequestError, ContextOverflowError for a text that is too long."""
     started_ns = time.perf_counter_ns()
-    served = call.served
-    model, engine = served.require(body.model), served.engine()
+    served = await call.model(body.model, body.keep_alive)
+    model, engine = body.model or served.name, served.engine()
     given = [body.input] if isinstance(body.input, str) else body.input
     texts = [] if given == [""] else given
     prompts: Sequence[str | tuple[int, ...]] = texts
@@ -73,7 +73,7 @@ async def embed(call: Call, body: EmbedBody) -> Response:
     if body.truncate:
         prompts = await served.off_loop(lambda: [_cut(text, engine, ctx) for text in texts])
         num_ctx = None  # they fit
-    vectors = await embedded(call, prompts, num_ctx=num_ctx, dimensions=body.dimensions)
+    vectors = await embedded(served, prompts, num_ctx=num_ctx, dimensions=body.dimensions)
 
     def reply() -> EmbedReply:
         return {
@@ -87,16 +87,15 @@ async def embed(call: Call, body: EmbedBody) -> Response:
     return await whole(reply)
 
 
-def _cut(text: str, engine: Engine, ctx: int) -> tuple[int, ...]:
+def _cut(text: str, engine: LoadedEngine, ctx: int) -> tuple[int, ...]:
     return tuple(engine.tokenizer.encode(text, special=True, bos=True)[:ctx])
 
 
 async def embeddings(call: Call, body: EmbeddingsBody) -> Json:
     """Raises as `embed`."""
-    call.served.require(body.model)
-    call.served.engine()
+    served = await call.model(body.model, body.keep_alive)
     prompts = [body.prompt] if body.prompt else []
-    vectors = await embedded(call, prompts, num_ctx=_num_ctx(body.options))
+    vectors = await embedded(served, prompts, num_ctx=_num_ctx(body.options))
     reply: EmbeddingsReply = {"embedding": list(vectors[0].vector) if vectors else []}
     return Json(reply)
 

@@ -25,12 +25,14 @@ from localllm.server.fields import (
     TEXT_ONLY,
     KeepAlive,
     Nothing,
+    keep_seconds,
     refuse_top_logprobs,
 )
 from localllm.server.logprobs import ContentLogprob, content_logprobs
 from localllm.server.ollama.options import Options, sampling_of
 from localllm.server.ollama.shapes import Ending, ending_of, line, time_text
 from localllm.server.replying import NDJSON, Json, News, collected, evicted_header, streamed, whole
+from localllm.server.served import Served
 
 
 class Message(Body):
@@ -145,6 +147,10 @@ def _as_response(text: str, thought: str) -> Mapping[str, Any]:
     return {"response": text, **({"thinking": thought} if thought else {})}
 
 
+def _head(model: str) -> dict[str, Any]:
+    return {"model": model, "created_at": time_text()}
+
+
 @dataclass(frozen=True)
 class _Teller:
     """Says an answer in lines or as one. shape: of text and thought. most_logprobs: of the likeliest tokens that are
@@ -155,15 +161,12 @@ class _Teller:
     tokenizer: Tokenizer
     most_logprobs: int | None
     started_ns: int
-
-    def loaded(self) -> dict[str, Any]:
-        """The reply to who asks nothing but that the model be loaded."""
-        return {**self._head(), **self.shape("", ""), "done": True, "done_reason": "load"}
+    load_ns: int
 
     def whole(self, piece: Piece) -> dict[str, Any]:
         assert piece.finished is not None
         said = {**self._head(), **self.shape(piece.text, piece.thought), "done": True, **self._logprobs(piece)}
-        return {**said, **ending_of(piece.finished, self.started_ns)}
+        return {**said, **ending_of(piece.finished, self.started_ns, self.load_ns)}
 
     async def lines(self, news: News) -> AsyncIterator[bytes]:
         async for each in news:
@@ -175,11 +178,11 @@ class _Teller:
             if piece.text or piece.logprobs:
                 yield line({**self._head(), **self.shape(piece.text, ""), "done": False, **self._logprobs(piece)})
             if piece.finished is not None:
-                end = ending_of(piece.finished, self.started_ns)
+                end = ending_of(piece.finished, self.started_ns, self.load_ns)
                 yield line({**self._head(), **self.shape("", ""), "done": True, **end})
 
     def _head(self) -> dict[str, Any]:
-        return {"model": self.model, "created_at": time_text()}
+        return _head(self.model)
 
     def _logprobs(self, piece: Piece) -> dict[str, Any]:
         if self.most_logprobs is None:
@@ -189,41 +192,54 @@ class _Teller:
 
 async def chat(call: Call, body: ChatBody) -> Response:
     """Raises what refuses the request, or ends its answer before anything was said."""
-    teller = _teller(call, body, _as_message)
     if not body.messages:
-        return Json(teller.loaded())
-    evicts = call.served.evicts if body.truncate is None else body.truncate
+        return await _only_loaded(call, body, _as_message)
+    served, teller = await _teller(call, body, _as_message)
+    evicts = served.evicts if body.truncate is None else body.truncate
     *before, last = body.messages
     said = (last.content or "") if last.role == "assistant" and before else ""  # the answer is gone on with
     prompt = ChatInput([message.fields for message in (before if said else body.messages)])
-    return await _answered(call, body, teller, prompt, said=said, evicts=evicts)
+    return await _answered(served, body, teller, prompt, said=said, evicts=evicts)
 
 
 async def generate(call: Call, body: GenerateBody) -> Response:
     """Raises as `chat`."""
-    teller = _teller(call, body, _as_response)
     if not body.prompt:
-        return Json(teller.loaded())
+        return await _only_loaded(call, body, _as_response)
+    served, teller = await _teller(call, body, _as_response)
     if body.raw:
         for name, given in (("system", body.system), ("think", body.think)):
             if given:
                 why = "a raw prompt goes on as it is, without a chat template"
                 raise RequestError(400, f"{name!r} cannot be honoured", why=why, param=name, name="unsupported_value")
-        return await _answered(call, body, teller, body.prompt)
+        return await _answered(served, body, teller, body.prompt)
     system = [{"role": "system", "content": body.system}] if body.system else []
-    return await _answered(call, body, teller, ChatInput([*system, {"role": "user", "content": body.prompt}]))
+    return await _answered(served, body, teller, ChatInput([*system, {"role": "user", "content": body.prompt}]))
 
 
-def _teller(call: Call, body: GenerationBody, shape: Shape) -> _Teller:
-    """Raises RequestError for another model, or none that is loaded."""
+async def _only_loaded(call: Call, body: GenerationBody, shape: Shape) -> Json:
+    """The reply to who asks nothing but that the model be loaded, or unloaded."""
+    if keep_seconds(body.keep_alive) == 0:
+        served = await call.pool.find(body.model)
+        await call.pool.leave(served)
+        return Json({**_head(body.model or served.name), **shape("", ""), "done": True, "done_reason": "unload"})
+    served = await call.model(body.model, body.keep_alive)
+    return Json({**_head(body.model or served.name), **shape("", ""), "done": True, "done_reason": "load"})
+
+
+async def _teller(call: Call, body: GenerationBody, shape: Shape) -> tuple[Served, _Teller]:
+    """Raises RequestError for a model that there is not, or that cannot be loaded."""
     refuse_top_logprobs(body.top_logprobs, wanted=body.logprobs)
-    model = call.served.require(body.model)
+    started_ns = time.perf_counter_ns()
+    served = await call.model(body.model, body.keep_alive)
+    load_ns = time.perf_counter_ns() - started_ns
     most = body.top_logprobs or 0 if body.logprobs else None
-    return _Teller(model, shape, call.served.engine().tokenizer, most, time.perf_counter_ns())
+    model = body.model or served.name
+    return served, _Teller(model, shape, served.engine().tokenizer, most, started_ns, load_ns)
 
 
 async def _answered(
-    call: Call,
+    served: Served,
     body: GenerationBody,
     teller: _Teller,
     prompt: ChatInput | str,
@@ -231,12 +247,12 @@ async def _answered(
     said: str = "",
     evicts: bool = False,
 ) -> Response:
-    sampling = sampling_of(body.options, call.served, logprobs=teller.most_logprobs)
+    sampling = sampling_of(body.options, served, logprobs=teller.most_logprobs)
     num_ctx = None if body.options is None else body.options.num_ctx
     effort = None if isinstance(prompt, str) else _effort(body.think)
     field = "messages" if isinstance(body, ChatBody) else "prompt"
     ask = Ask(prompt, sampling, num_ctx=num_ctx, effort=effort, evicts=evicts, said=said)
-    answers = await call.served.ask(replace(ask, prompt_field=field, effort_field="think"))
+    answers = await served.ask(replace(ask, prompt_field=field, effort_field="think"))
     if body.stream is not False:
         return await streamed(answers, teller.lines, lambda failure: line(body_of(failure, "ollama")), NDJSON)
     [piece] = await collected(answers)

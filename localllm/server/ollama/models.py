@@ -16,12 +16,14 @@ from typing_extensions import TypedDict
 
 from localllm import hub
 from localllm.engine.chat_template import ChatTemplate
+from localllm.engine.facts import EngineFacts
 from localllm.errors import CheckpointError, TemplateError
 from localllm.frontend.selection import sampling_defaults
 from localllm.frontend.thinking import may_think
 from localllm.server.endpoint import Call, Endpoint
 from localllm.server.failures import RequestError
 from localllm.server.ollama.shapes import NamedBody, tagged, time_text
+from localllm.server.pool import Pool
 from localllm.server.replying import Json
 from localllm.server.served import Served
 
@@ -112,71 +114,73 @@ async def version(_call: Call, _body: None) -> Json:
 
 
 async def tags(call: Call, _body: None) -> Json:
-    """The served model under each of its names, and every other on this disk. Raises SettingsError for a models.toml
+    """The served models under each of their names, and every other on this disk. Raises SettingsError for a models.toml
     that cannot be understood."""
-    served = call.served
-    reply: Tags = {"models": await served.on_disk(lambda: list(_tags(served)))}
+    pool = call.pool
+    reply: Tags = {"models": await pool.on_disk(lambda: list(_tags(pool)))}
     return Json(reply)
 
 
 async def running(call: Call, _body: None) -> Json:
-    """Nothing while the model is being loaded."""
-    served = call.served
-    reply: Running = {"models": await served.on_disk(lambda: list(_running(served)))}
+    """Nothing of a model that is being loaded."""
+    pool = call.pool
+    reply: Running = {"models": await pool.on_disk(lambda: [_running(pool, each) for each in pool.loaded])}
     return Json(reply)
 
 
 async def show(call: Call, body: ShowBody) -> Json:
     """Raises RequestError for a model that is not on this disk, CheckpointError for defaults out of range."""
-    served = call.served
-    return Json(await served.on_disk(lambda: _shown(served, body.bare_name)))
+    pool = call.pool
+    return Json(await pool.on_disk(lambda: _shown(pool, body.bare_name)))
 
 
 async def delete(call: Call, body: NamedBody) -> Response:
     """Raises RequestError for a model that is in use, or not on this disk; what `hub.remove` does."""
-    await call.served.on_disk(lambda: _delete(call.served, body.bare_name))
+    await call.pool.on_disk(lambda: _delete(call.pool, body.bare_name))
     return Response()
 
 
-def _tags(served: Served) -> Iterator[Listed]:
-    own = hub.describe(served.selection.model_name)
-    yield from (_listed(served, name, own) for name in served.names)
+def _tags(pool: Pool) -> Iterator[Listed]:
+    for served in pool.models:
+        own = hub.describe(served.selection.model_name)
+        yield from (_listed(pool, name, own) for name in served.names)
+    known = {served.selection.files.directory for served in pool.models}
     for row in hub.list_models():
-        if row.directory is not None and row.name not in served.names and row.directory != _files(own).directory:
-            yield _listed(served, row.name, hub.describe(row.name))
+        if row.directory is not None and pool.known(row.name) is None and row.directory not in known:
+            yield _listed(pool, row.name, hub.describe(row.name))
 
 
-def _listed(served: Served, name: str, model: ModelDescription) -> Listed:
+def _listed(pool: Pool, name: str, model: ModelDescription) -> Listed:
     return {
         "name": tagged(name),
         "model": tagged(name),
         "modified_at": _modified_at(model),
         "size": model.size_bytes,
         "digest": _digest(model),
-        "details": _details(served, model),
+        "details": _details(pool, model),
     }
 
 
-def _running(served: Served) -> Iterator[Loaded]:
-    engine = served.engine_if_loaded
-    if engine is None:
-        return
-    model, plan = hub.describe(served.selection.model_name), engine.plan
-    yield {
+def _running(pool: Pool, served: Served) -> Loaded:
+    engine, model = served.engine_if_loaded, hub.describe(served.selection.model_name)
+    facts = EngineFacts(0, "", "") if engine is None else engine.facts()
+    expires_at = pool.expires_at(served)
+    return {
         "name": tagged(served.name),
         "model": tagged(served.name),
-        "size": model.size_bytes if plan is None else plan.shape.num_bytes,
-        "size_vram": 0 if plan is None else plan.ledger.get("vram", {}).get("weights", 0),
+        "size": facts.weight_bytes or model.size_bytes,
+        "size_vram": facts.ledger.get("vram", {}).get("weights", 0),
         "digest": _digest(model),
-        "details": _details(served, model),
-        "expires_at": _NEVER,
-        "context_length": engine.ctx,
+        "details": _details(pool, model),
+        "expires_at": _NEVER if expires_at is None else time_text(expires_at),
+        "context_length": facts.ctx,
     }
 
 
-def _shown(served: Served, name: str) -> Shown:
-    engine, is_served = served.engine_if_loaded, _is_served(served, name)
-    if is_served:
+def _shown(pool: Pool, name: str) -> Shown:
+    served = pool.known(name)
+    engine = None if served is None else served.engine_if_loaded
+    if served is not None:
         origin, model = served.name, hub.describe(served.selection.model_name)
     else:
         row = _installed(name)
@@ -186,9 +190,9 @@ def _shown(served: Served, name: str) -> Shown:
     template = _template(_files(model))
     reply: Shown = {
         "modelfile": f"FROM {origin}\n",
-        "parameters": _parameters(model, engine.ctx if is_served and engine is not None else None),
+        "parameters": _parameters(model, None if engine is None else engine.ctx),
         "template": template,
-        "details": _details(served, model),
+        "details": _details(pool, model),
         "model_info": _model_info(model),
         "capabilities": ["completion", *(["thinking"] if may_think(template) else [])],
         "modified_at": _modified_at(model),
@@ -198,9 +202,9 @@ def _shown(served: Served, name: str) -> Shown:
     return reply
 
 
-def _delete(served: Served, name: str) -> None:
+def _delete(pool: Pool, name: str) -> None:
     row = _installed(name)
-    if _is_served(served, name) or (row is not None and _is_used(served, row)):
+    if pool.known(name) is not None or (row is not None and any(_uses(each, row) for each in pool.models)):
         why, fix = "this server uses it", "stop the server first"
         raise RequestError(400, f"model {name[:200]!r} cannot be deleted", why=why, fix=fix, param="model")
     if row is None:
@@ -208,26 +212,17 @@ def _delete(served: Served, name: str) -> None:
     hub.remove(name)
 
 
-def _is_used(served: Served, row: InstalledModel) -> bool:
-    """Whether it is the served model, or the one that guesses its tokens."""
+def _uses(served: Served, row: InstalledModel) -> bool:
+    """Whether it is that model, or the one that guesses its tokens."""
     own = served.selection.files
     is_own = row.repo == own.repo if row.repo else row.directory == own.directory
-    return is_own or served.selection.settings.speculate.casefold() in _names(row)
-
-
-def _is_served(served: Served, name: str) -> bool:
-    return served.has(name)
+    return is_own or row.is_called(served.selection.settings.speculate)
 
 
 def _installed(name: str) -> InstalledModel | None:
     """The model on this disk, whole or not, that is listed by this name. A client's word is no path to look at."""
-    rows = [row for row in hub.list_models() if name.casefold() in _names(row)]
+    rows = [row for row in hub.list_models() if row.is_called(name)]
     return next((row for row in rows if row.name == name), rows[0] if rows else None)
-
-
-def _names(row: InstalledModel) -> set[str]:
-    entry = (row.entry.name, *row.entry.aliases) if row.entry else ()
-    return {each.casefold() for each in (row.name, row.repo or row.name, *entry)}
 
 
 def _not_found(name: str) -> RequestError:
@@ -251,9 +246,10 @@ def _digest(model: ModelDescription) -> str:
     return hashlib.sha256(f"{model.name}@{model.revision}".encode()).hexdigest()
 
 
-def _details(served: Served, model: ModelDescription) -> Details:
-    engine = served.engine_if_loaded
-    is_loaded = engine is not None and _files(model).directory == served.selection.files.directory
+def _details(pool: Pool, model: ModelDescription) -> Details:
+    directory = _files(model).directory
+    engines = (each.engine_if_loaded for each in pool.models if each.selection.files.directory == directory)
+    engine = next(engines, None)
     family, dtype = model.model_type or "", model.dtype or ""
     return {
         "parent_model": "",
@@ -261,7 +257,7 @@ def _details(served: Served, model: ModelDescription) -> Details:
         "family": family,
         "families": [family],
         "parameter_size": _size_text(_parameter_count(model)),
-        "quantization_level": engine.weights if is_loaded and engine else _DTYPES.get(dtype, dtype),
+        "quantization_level": engine.weights if engine is not None else _DTYPES.get(dtype, dtype),
     }
 
 
@@ -324,7 +320,7 @@ ENDPOINTS = (
     Endpoint("GET", "/", root, "Whether there is a server"),
     Endpoint("GET", "/api/version", version, "The server's version", reply=Version),
     Endpoint("GET", "/api/tags", tags, "The models on this disk", reply=Tags),
-    Endpoint("GET", "/api/ps", running, "The model that is loaded", reply=Running),
+    Endpoint("GET", "/api/ps", running, "The models that are loaded", reply=Running),
     Endpoint("POST", "/api/show", show, "What is known about a model", ShowBody, Shown),
     Endpoint("DELETE", "/api/delete", delete, "Delete a model from this disk", NamedBody),
 )

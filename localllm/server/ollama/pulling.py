@@ -21,8 +21,8 @@ from localllm.registry import BUILT_IN, REPO_ID, load_registry
 from localllm.server.endpoint import Call, Endpoint
 from localllm.server.failures import RequestError, body_of, busy
 from localllm.server.ollama.shapes import NamedBody, line
+from localllm.server.pool import Pool
 from localllm.server.replying import NDJSON, Json, Stream
-from localllm.server.served import Served
 
 if TYPE_CHECKING:
     from localllm.config import ResolvedSettings
@@ -143,13 +143,13 @@ def _line_of(name: str, progress: PullProgress) -> PullLine:
 
 async def pull(call: Call, body: PullBody) -> Response:
     """Raises RequestError for a name that cannot be pulled, and what ends a pull before anything was told of it."""
-    served, name = call.served, body.bare_name
+    pool, name = call.pool, body.bare_name
     is_streamed = body.stream is not False
-    if await served.on_disk(lambda: _is_here(served, name)):
+    if await pool.on_disk(lambda: _is_here(pool, name)):
         return Response(line(_SUCCESS), media_type=NDJSON) if is_streamed else Json(_SUCCESS)
     if sum(thread.name == _THREAD for thread in threading.enumerate()) >= _MOST_PULLS:
         raise busy("the server has too much to do", f"{_MOST_PULLS} models are being fetched")
-    running = _Pull(name, served.selection.resolved)
+    running = _Pull(name, pool.first.selection.resolved)
     if is_streamed:
         return await _streamed(running)
     try:
@@ -176,10 +176,10 @@ async def _streamed(running: _Pull) -> Stream:
     return Stream(pieces(), lambda failure: line(body_of(failure, "ollama")), running.stop, NDJSON)
 
 
-def _is_here(served: Served, name: str) -> bool:
+def _is_here(pool: Pool, name: str) -> bool:
     """Raises RequestError for a name that is neither a known one nor ORG/REPOSITORY: a client's word is no path to look
     at."""
-    if name == BUILT_IN or name in (*served.names, served.selection.files.repo):
+    if name == BUILT_IN or pool.known(name) is not None:
         return True
     registry = load_registry()
     if registry.find(name) is None and not REPO_ID.fullmatch(name.partition("@")[0]):
@@ -188,7 +188,7 @@ def _is_here(served: Served, name: str) -> bool:
         why = "it is neither a known name nor ORG/REPOSITORY"
         raise RequestError(404, f"model {name[:200]!r} not found", why=why, fix=fix, param="model")
     try:
-        hub.locate(name, registry=registry, offline=served.selection.settings.offline)
+        hub.locate(name, registry=registry, offline=pool.first.selection.settings.offline)
     except ModelNotFoundError:
         return False
     return True

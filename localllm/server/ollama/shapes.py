@@ -35,7 +35,7 @@ class NamedBody(Body):
 class Ending(TypedDict, total=False):
     """What the last line of a reply has, and no other. Durations are nanoseconds."""
 
-    done_reason: FinishReason | Literal["load"]
+    done_reason: FinishReason | Literal["load", "unload"]
     total_duration: int
     load_duration: int
     prompt_eval_count: int
@@ -44,13 +44,13 @@ class Ending(TypedDict, total=False):
     eval_duration: int
 
 
-def ending_of(finished: FinishedEvent, started_ns: int) -> Ending:
-    """started_ns: of `time.perf_counter_ns`, when the request came. The model was loaded before that."""
+def ending_of(finished: FinishedEvent, started_ns: int, load_ns: int) -> Ending:
+    """started_ns: of `time.perf_counter_ns`, when the request came. load_ns: for which it waited for its model."""
     timings = timings_of(finished)
     return {
         "done_reason": finish_reason(finished),
         "total_duration": time.perf_counter_ns() - started_ns,
-        "load_duration": 0,
+        "load_duration": load_ns,
         "prompt_eval_count": finished.usage.prompt_tokens,
         "prompt_eval_duration": round(timings["prompt_ms"] * 1e6),
         "eval_count": finished.usage.completion_tokens,

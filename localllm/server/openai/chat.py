@@ -131,13 +131,13 @@ class ChatChunk(TimingsField):
 
 async def chat(call: Call, body: ChatBody) -> Response:
     """Raises what refuses the request, or ends its answer before anything was said."""
-    served = call.served
-    model = served.require(body.model)
     refuse_stream_options(body)
     refuse_top_logprobs(body.top_logprobs, wanted=body.logprobs)
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         what, why = "'max_tokens' and 'max_completion_tokens' differ", "one is the other's older name"
         raise RequestError(400, what, why=why, param="max_tokens", name="invalid_value")
+    served = await call.model(body.model, body.keep_alive)
+    model = body.model or served.name
     sampling = sampling_of(
         body,
         served,

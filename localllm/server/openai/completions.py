@@ -99,8 +99,8 @@ class CompletionChunk(TimingsField):
 
 async def completions(call: Call, body: CompletionBody) -> Response:
     """Raises what refuses the request, or ends its answers before anything was said."""
-    served = call.served
-    model = served.require(body.model)
+    served = await call.model(body.model, body.keep_alive)
+    model = body.model or served.name
     refuse_stream_options(body)
     if body.echo and body.logprobs is not None:
         why = "the prompt's own log-probabilities are not computed"

@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 from localllm.server.bodies import Body
 from localllm.server.embedding import MAX_INPUTS, embedded
 from localllm.server.endpoint import Call, Endpoint
-from localllm.server.fields import Count, Ids, IgnoredText, NonEmptyText
+from localllm.server.fields import Count, Ids, IgnoredText, KeepAlive, NonEmptyText
 from localllm.server.openai.completions import prompt_list
 from localllm.server.replying import whole
 
@@ -31,6 +31,7 @@ class EmbeddingsBody(Body):
     input: Inputs
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Count | None = None
+    keep_alive: KeepAlive = None
     user: IgnoredText = None
 
 
@@ -54,8 +55,8 @@ class EmbeddingList(TypedDict):
 
 async def embeddings(call: Call, body: EmbeddingsBody) -> Response:
     """Raises RequestError, ContextOverflowError, UsageError for ids that the model does not have."""
-    model = call.served.require(body.model)
-    vectors = await embedded(call, prompt_list(body.input), dimensions=body.dimensions)
+    served = await call.model(body.model, body.keep_alive)
+    vectors = await embedded(served, prompt_list(body.input), dimensions=body.dimensions)
     num_tokens = sum(each.num_tokens for each in vectors)
 
     def reply() -> EmbeddingList:
@@ -64,7 +65,7 @@ async def embeddings(call: Call, body: EmbeddingsBody) -> Response:
             for index, each in enumerate(vectors)
         ]
         usage: EmbeddingsUsage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-        return {"object": "list", "data": data, "model": model, "usage": usage}
+        return {"object": "list", "data": data, "model": body.model or served.name, "usage": usage}
 
     return await whole(reply)
 

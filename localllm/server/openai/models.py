@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NotRequired
+from typing import TYPE_CHECKING, Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
+from localllm import hub
 from localllm.server.endpoint import Call, Endpoint
+from localllm.server.pool import Pool
 from localllm.server.replying import Json
 from localllm.server.served import Served
 
+if TYPE_CHECKING:
+    from localllm.engine.facts import LoadedEngine
+
 
 class Meta(TypedDict):
-    """n_ctx: of the loaded model; null while it is being loaded."""
+    """n_ctx: of the loaded model; null where it is not."""
 
     n_ctx: int | None
     n_ctx_train: int | None
@@ -42,8 +47,14 @@ class ModelList(TypedDict):
 
 
 async def models(call: Call, _body: None) -> Json:
-    """The names of the one model. Anthropic's libraries ask here, too, and look for fields of their own."""
-    data = [_model(call.served, name) for name in call.served.names]
+    """The names of the served models, and all others on this disk: a request for one loads it. Anthropic's libraries
+    ask here, too, and look for fields of their own."""
+    pool = call.pool
+    data = [_model(pool, each, name) for each in pool.models for name in each.names]
+    known = {each.selection.files.directory for each in pool.models}
+    for row in await pool.on_disk(hub.list_models):
+        if row.directory is not None and not row.partial_bytes and row.directory not in known:
+            data.append(_described(pool, row.name, row.repo, _meta_of(None)))
     reply: ModelList = {
         "object": "list",
         "data": data,
@@ -55,39 +66,41 @@ async def models(call: Call, _body: None) -> Json:
 
 
 async def model(call: Call, _body: None) -> Json:
-    """Raises RequestError for a model that is not served."""
+    """Raises RequestError for a model that is not on this disk."""
     if call.request.scope["path"] == "/v1/models/":  # the list's own address
         return await models(call, None)
-    name = call.served.require(call.request.path_params["model"])
-    return Json(_model(call.served, name))
+    name = call.request.path_params["model"]
+    return Json(_model(call.pool, await call.pool.find(name), name))
 
 
-def _model(served: Served, name: str) -> Model:
-    meta = _meta_of(served)
+def _model(pool: Pool, served: Served, name: str) -> Model:
+    return _described(pool, name, served.selection.files.repo, _meta_of(served.engine_if_loaded))
+
+
+def _described(pool: Pool, name: str, repo: str | None, meta: Meta) -> Model:
     return {
         "id": name,
         "object": "model",
-        "created": int(served.started_at),
-        "owned_by": (served.selection.files.repo or "localllm").partition("/")[0],
+        "created": int(pool.started_at),
+        "owned_by": (repo or "localllm").partition("/")[0],
         "display_name": name,
         "type": "model",
-        "created_at": served.started_text,
+        "created_at": pool.started_text,
         "lifecycle": "active",
         "max_input_tokens": meta["n_ctx"],
         "meta": meta,
     }
 
 
-def _meta_of(served: Served) -> Meta:
+def _meta_of(engine: LoadedEngine | None) -> Meta:
     """What is known of the model without waiting for it."""
     meta: dict[str, Any] = {"n_ctx": None, "n_ctx_train": None, "weights": None}
-    engine = served.engine_if_loaded
     if engine is not None:
         meta |= {"n_ctx": engine.ctx, "n_ctx_train": engine.config.longest_context, "weights": engine.weights}
     return {**meta, "capabilities": ["completion", "chat", "embeddings"]}  # type: ignore[typeddict-item]
 
 
 ENDPOINTS = (
-    Endpoint("GET", "/v1/models", models, "The names under which the model is served", reply=ModelList),
+    Endpoint("GET", "/v1/models", models, "The models that can be asked for", reply=ModelList),
     Endpoint("GET", "/v1/models/{model:path}", model, "One of them", reply=Model),
 )

@@ -22,6 +22,7 @@ from localllm.server.fields import (
     IgnoredFlag,
     IgnoredList,
     IgnoredText,
+    KeepAlive,
     Nothing,
     Penalty,
     Seed,
@@ -126,6 +127,7 @@ class ResponsesBody(Body):
     store: IgnoredFlag = None
     metadata: Annotated[dict[str, str] | None, Field(max_length=16, description="Given back.")] = None
     user: IgnoredText = None
+    keep_alive: KeepAlive = None
     safety_identifier: IgnoredText = None
     prompt_cache_key: IgnoredText = None
     prompt_cache_retention: IgnoredText = None
@@ -142,8 +144,8 @@ class ResponsesBody(Body):
 
 async def responses(call: Call, body: ResponsesBody) -> HTTPResponse:
     """Raises what refuses the request, or ends its answer before anything was said."""
-    served = call.served
-    model = served.require(body.model)
+    served = await call.model(body.model, body.keep_alive)
+    model = body.model or served.name
     most = body.top_logprobs if body.top_logprobs is not None else (0 if body.include else None)
     names = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed")
     given = {name: getattr(body, name) for name in names}

@@ -1,0 +1,121 @@
+"""`localllm ps`, `load` and `stop`: what the server of this user has loaded, and what it is to load or let go."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+
+from localllm.cli import options
+from localllm.cli.front import front_of
+from localllm.cli.names import complete_installed
+from localllm.cli.output import SCHEMA_VERSION
+from localllm.config import format_bytes
+from localllm.errors import LocalLLMError, ModelNotFoundError
+
+_TIERS = {"vram": "GPU", "ram": "memory", "disk": "disk"}
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", autocompletion=complete_installed, help="A name, or a folder of yours.")
+]
+
+
+def ps_command(context: typer.Context, as_json: options.AsJson = False) -> None:
+    """List the models that the server has loaded.
+
+    With their memory by tier, and until when they stay.
+    """
+    output = front_of(context).output
+    told = _asked("GET", "/models", is_needed=False)
+    rows = [] if told is None else told["models"]
+    if as_json:
+        urls = [] if told is None else told["urls"]
+        output.json(
+            {"schema_version": SCHEMA_VERSION, "running": told is not None, "urls": urls, "models": rows}, indent=2
+        )
+        return
+    if not rows:
+        output.note("no server is running: localllm serve MODEL" if told is None else "no model is loaded")
+        return
+    header = ("NAME", "STATE", "WEIGHTS", "CONTEXT", "MEMORY", "ANSWERS", "UNTIL", "PID")
+    output.table(header, [_cells(row) for row in rows], optional=("PID", "WEIGHTS"))
+
+
+def load_command(context: typer.Context, model: Model) -> None:
+    """Have the server load a model, so that the first question need not wait for it.
+
+    Others leave where their room is needed.
+    """
+    output = front_of(context).output
+    with output.progress(f"loading {model}") as line:
+        line.show(f"loading {model} ...")
+        told = _asked("POST", "/load", {"model": _own(model)})
+    assert told is not None
+    output.note(f"{told['name']} is loaded")
+
+
+def stop_command(
+    context: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]", autocompletion=complete_installed, show_default=False, help="Without one: the server."
+        ),
+    ] = None,
+) -> None:
+    """Unload a model, or end the server.
+
+    What is being answered ends with an error. A model that is asked for again is loaded again.
+    """
+    output = front_of(context).output
+    if model is None:
+        _asked("POST", "/stop", {})
+        output.note("the server ends")
+        return
+    told = _asked("POST", "/unload", {"model": _own(model)})
+    assert told is not None
+    output.note(f"{told['name']} is unloaded")
+
+
+def _own(word: str) -> str:
+    """A folder by its whole path: the server may have been started in another one."""
+    from pathlib import Path
+
+    return str(Path(word).absolute()) if Path(word).is_dir() else word
+
+
+def _asked(
+    method: str, path: str, body: Mapping[str, Any] | None = None, *, is_needed: bool = True
+) -> dict[str, Any] | None:
+    """What the server says; None where there is none. Raises what it refuses, and LocalLLMError where one is needed."""
+    from localllm.frontend.attaching import Server, ServerRefusedError
+
+    server = Server.find()
+    try:
+        if server is not None:
+            told: dict[str, Any] = server.ask(method, path, body)
+            return told
+    except OSError:  # it was killed: what it left says nothing
+        pass
+    except ServerRefusedError as error:
+        if error.status != 404:
+            raise
+        raise ModelNotFoundError(error.what, why=error.why, fix="localllm list") from None
+    if is_needed:
+        raise LocalLLMError("no server is running", why="this user has started none", fix="localllm serve MODEL")
+    return None
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    memory = ", ".join(
+        f"{format_bytes(count)} {_TIERS.get(tier, tier)}" for tier, count in row.get("memory", {}).items() if count
+    )
+    answers = f"{row['running']}, {row['waiting']} wait" if row.get("waiting") else str(row.get("running", ""))
+    expires_at = row.get("expires_at")
+    until = "its room is needed" if expires_at is None else time.strftime("%H:%M:%S", time.localtime(expires_at))
+    return (
+        row["name"], row["state"], row.get("weights", ""), str(row.get("ctx", "")), memory, answers, until,
+        str(row["pid"] or ""),
+    )  # fmt: skip

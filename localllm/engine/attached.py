@@ -1,0 +1,362 @@
+"""An engine in another process, used as if it were here. Knows the socket to it, not who started it. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from localllm.engine import wire
+from localllm.engine.chat_template import ChatTemplate
+from localllm.engine.checking import encode_prompt, require_fit
+from localllm.engine.events import Event, FinishedEvent, GrownEvent
+from localllm.engine.facts import EngineFacts, EngineStatus, Recipient
+from localllm.engine.request import Request
+from localllm.engine.tokenizer import Tokenizer
+from localllm.errors import EngineClosedError, EngineGoneError, TemplateError
+from localllm.models.config import ModelConfig
+from localllm.models.families import load_config
+
+_CALL_S = 30.0  # for an answer: a grammar is compiled in one second at most, and the engine's threads may be busy
+Call = Callable[[str, Any], Any]
+
+
+class AttachedEngine:
+    """`LoadedEngine`: what the model's files say is read here, all else is asked over there."""
+
+    def __init__(self, directory: Path, facts: EngineFacts, call: Call) -> None:
+        self._directory = directory
+        self._facts = facts
+        self._call = call
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.load(self._directory)
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        return load_config(self._directory)
+
+    @cached_property
+    def _template(self) -> ChatTemplate | TemplateError:
+        return ChatTemplate.load_or_why_not(self._directory, self.tokenizer)
+
+    @property
+    def template(self) -> ChatTemplate:
+        """Raises TemplateError where the model has none, or a broken one."""
+        if isinstance(self._template, TemplateError):
+            raise self._template.with_traceback(None)
+        return self._template
+
+    @property
+    def ctx(self) -> int:
+        return self._facts.ctx
+
+    @property
+    def weights(self) -> str:
+        return self._facts.weights
+
+    @property
+    def load_s(self) -> float:
+        return self._facts.load_s
+
+    def flags_for(self, ctx: int) -> str:
+        """With which flags a context of so many tokens fits; "" where none does."""
+        return str(self._call("flags_for", ctx))
+
+    def check(self, request: Request) -> None:
+        """Raises ContextOverflowError or UsageError for a request that cannot run."""
+        require_fit(request, self.ctx, self.config, self.flags_for)
+        if request.grammar is not None:  # which is compiled where it is used
+            self._call("check", wire.plain(request))
+
+    def encode(self, prompt: str | Sequence[int] | Sequence[dict[str, Any]]) -> list[int]:
+        """The ids of a prompt, as `encode_prompt` has it."""
+        return encode_prompt(prompt, self.tokenizer, lambda: self.template)
+
+    @property
+    def current_plan(self) -> None:
+        """It is not of this process."""
+        return None
+
+    def facts(self) -> EngineFacts:
+        """As they are now."""
+        self._facts = wire.read(EngineFacts, self._call("facts", None))
+        return self._facts
+
+    def status(self) -> EngineStatus:
+        status: EngineStatus = wire.read(EngineStatus, self._call("status", None))
+        return status
+
+    def go_on_as(self, other: AttachedEngine) -> None:
+        """The same model has been loaded anew."""
+        self._facts, self._call = other._facts, other._call
+
+    def grown(self, ctx: int) -> None:
+        """The context has become longer."""
+        self._facts = replace(self._facts, ctx=ctx)
+
+
+class AttachedStream:
+    """As `AnswerStream` has it."""
+
+    def __init__(self, request_id: int, abort: Callable[[int], None]) -> None:
+        self.request_id = request_id
+        self.events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
+        self._abort = abort
+
+    def __iter__(self) -> Iterator[Event]:
+        while True:
+            event = self.events.get()
+            if isinstance(event, BaseException):
+                raise event
+            yield event
+            if isinstance(event, FinishedEvent):
+                return
+
+    def abort(self) -> None:
+        self._abort(self.request_id)
+
+
+def _unheard(_message: wire.Message) -> None:
+    """Nobody listens."""
+
+
+class AttachedService:
+    """`Service` over one connection, for as long as that lasts."""
+
+    def __init__(
+        self,
+        directory: Path,
+        connect: Callable[[], socket.socket],
+        hear: Callable[[wire.Message], None] = _unheard,
+        why_gone: Callable[[], str] = lambda: "its process has ended",
+    ) -> None:
+        """directory: of the model's files. connect: called once, on a thread of this. hear: is given what is told of a
+        load. why_gone: asked when the connection has ended and nobody has closed it."""
+        self._directory = directory
+        self._connect = connect
+        self._hear = hear
+        self._why_gone = why_gone
+        self._sock: socket.socket | None = None
+        self._engine: AttachedEngine | None = None
+        self._failure: BaseException | None = None
+        self._settled = threading.Event()
+        self._is_closed = self._has_ended = False
+        self._lock = threading.Lock()
+        self._sending = threading.Lock()
+        self._numbers = itertools.count()
+        self._recipients: dict[int, Recipient] = {}
+        self._calls: dict[int, queue.SimpleQueue[Any]] = {}
+        self._began = self._load_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="localllm-attached", daemon=True)
+        self._thread.start()
+
+    # As `Service` has it
+
+    def wait_loaded(self, timeout_s: float | None = None) -> AttachedEngine | None:
+        """Raises what stopped the load, and EngineGoneError."""
+        if not self._settled.wait(timeout_s):
+            return None
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
+        return None if self._is_closed else self._engine
+
+    @property
+    def is_settled(self) -> bool:
+        return self._settled.is_set()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more will come."""
+        return self._has_ended
+
+    def submit(self, request: Request, recipient: Recipient | None = None) -> AttachedStream:
+        """What refuses the request at the other end arrives as what `check` raises would, in the place of events.
+
+        Raises what `AttachedEngine.check` does without asking, and EngineGoneError.
+        """
+        engine = self.wait_loaded()
+        if engine is None:
+            raise EngineClosedError("the engine has been closed", fix="load it again")
+        require_fit(request, engine.ctx, engine.config, engine.flags_for)
+        plain = wire.plain(request)
+        stream = AttachedStream(next(self._numbers), self._abort)
+        with self._lock:
+            if self._has_ended:
+                raise self._failure or EngineClosedError("the engine has been closed", fix="load it again")
+            self._recipients[stream.request_id] = stream.events if recipient is None else recipient
+        self._send({"op": "submit", "id": stream.request_id, "request": plain})
+        return stream
+
+    def wait_ended(self) -> BaseException | None:
+        self._thread.join()
+        return self._failure
+
+    def stop(self) -> None:
+        self._is_closed = True
+        with self._lock:
+            running = list(self._recipients)
+        for number in running:
+            self._abort(number)
+
+    def close(self, timeout_s: float = 4.0) -> None:
+        self.stop()
+        sock = self._sock
+        if sock is not None:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_WR)
+        self._thread.join(timeout_s)
+
+    # What is said
+
+    def _abort(self, number: int) -> None:
+        self._send({"op": "abort", "id": number})
+
+    def _call(self, name: str, argument: Any) -> Any:
+        """Raises what it raised over there, and EngineGoneError."""
+        number, answer = next(self._numbers), queue.SimpleQueue[Any]()
+        with self._lock:
+            if self._has_ended:
+                raise self._failure or EngineClosedError("the engine has been closed")
+            self._calls[number] = answer
+        self._send({"op": "call", "id": number, "name": name, "argument": argument})
+        try:
+            value = answer.get(timeout=_CALL_S)
+        except queue.Empty:
+            raise EngineGoneError("the engine does not answer", why=f"it was asked {_CALL_S:.0f} s ago") from None
+        finally:
+            with self._lock:
+                self._calls.pop(number, None)
+        if isinstance(value, BaseException):
+            raise value
+        return value
+
+    def _send(self, message: wire.Message) -> None:
+        """Where the connection has ended, the thread that reads finds out, and tells."""
+        sock = self._sock
+        if sock is not None:
+            with contextlib.suppress(OSError), self._sending:
+                sock.sendall(wire.line(message))
+
+    # What is heard
+
+    def _run(self) -> None:
+        failure: BaseException | None = None
+        self._began = time.perf_counter()
+        try:
+            self._sock = self._connect()
+            with self._sock, self._sock.makefile("rb") as lines:
+                while data := lines.readline(wire.MOST_BYTES):
+                    self._take(wire.message(data))
+        except OSError:
+            pass
+        except BaseException as error:
+            failure = error
+        self._end(failure)
+
+    def _take(self, message: wire.Message) -> None:
+        match message["op"]:
+            case "event":
+                self._pass_on(wire.read(wire.EVENTS[message["kind"]], message["event"]))
+            case "broken":
+                with self._lock:
+                    recipient = self._recipients.pop(message["id"], None)
+                if recipient is not None:
+                    recipient.put(wire.read(BaseException, message["error"]))
+            case "answered" | "refused" as how:
+                with self._lock:
+                    answer = self._calls.get(message["id"])
+                if answer is not None:
+                    is_error = how == "refused"
+                    answer.put(wire.read(BaseException, message["error"]) if is_error else message["value"])
+            case "loaded":
+                self._engine = AttachedEngine(self._directory, wire.read(EngineFacts, message["facts"]), self._call)
+                self._load_s = time.perf_counter() - self._began
+                self._settled.set()
+            case "failed":
+                self._failure = wire.read(BaseException, message["error"])
+                self._settled.set()
+            case _:
+                self._hear(message)
+
+    def _pass_on(self, event: Event) -> None:
+        if isinstance(event, GrownEvent) and self._engine is not None:
+            self._engine.grown(event.ctx)
+        if isinstance(event, FinishedEvent):  # who attaches has not waited for what was loaded before
+            event = replace(event, timings=replace(event.timings, load_s=self._load_s))
+        with self._lock:
+            recipient = self._recipients.get(event.request_id)
+            if isinstance(event, FinishedEvent):
+                self._recipients.pop(event.request_id, None)
+        if recipient is not None:
+            recipient.put(event)
+
+    def _end(self, failure: BaseException | None) -> None:
+        if failure is None and not self._is_closed and self._failure is None:
+            why, fix = self._why_gone(), "ask again: it is started anew"
+            failure = EngineGoneError("the engine is gone", why=why, fix=fix)
+        with self._lock:
+            self._has_ended = True
+            self._engine = None  # which knows this: a tokenizer of 100 MB would wait for the garbage collector
+            self._failure = self._failure or failure
+            told = self._failure or EngineClosedError("the engine has been closed")
+            recipients, self._recipients = list(self._recipients.values()), {}
+            calls = list(self._calls.values())
+        for recipient in recipients:
+            recipient.put(told)
+        for call in calls:
+            call.put(told)
+        self._settled.set()
+
+
+class RevivingService:
+    """`Service` over one connection after the other: where the engine is gone, the next request asks for it anew."""
+
+    def __init__(self, attach: Callable[[], AttachedService]) -> None:
+        self._attach = attach
+        self._lock = threading.Lock()
+        self._current = attach()
+        self._engine: AttachedEngine | None = None
+        self._is_closed = False
+
+    def wait_loaded(self, timeout_s: float | None = None) -> AttachedEngine | None:
+        """The same one whichever connection there is."""
+        engine = self._current.wait_loaded(timeout_s)
+        if self._engine is None or engine is None:
+            self._engine = engine
+        elif engine is not self._engine:
+            self._engine.go_on_as(engine)
+        return self._engine
+
+    @property
+    def is_settled(self) -> bool:
+        return self._current.is_settled
+
+    def submit(self, request: Request, recipient: Recipient | None = None) -> AttachedStream:
+        """Raises as `AttachedService.submit`."""
+        with self._lock:
+            if self._current.has_ended and not self._is_closed:
+                self._current = self._attach()
+            current = self._current
+        self.wait_loaded()
+        return current.submit(request, recipient)
+
+    def wait_ended(self) -> BaseException | None:
+        return self._current.wait_ended()
+
+    def stop(self) -> None:
+        self._is_closed = True
+        self._current.stop()
+
+    def close(self, timeout_s: float = 4.0) -> None:
+        self._is_closed = True
+        self._current.close(timeout_s)

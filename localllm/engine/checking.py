@@ -1,0 +1,38 @@
+"""What a prompt comes to, and whether a request can run: of any engine, wherever it is. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from localllm.engine.chat_template import ChatInput, ChatTemplate, encode_chat
+from localllm.engine.overflow import overflow_error
+from localllm.engine.request import Request, require_ids
+from localllm.engine.tokenizer import Tokenizer
+from localllm.errors import UsageError
+from localllm.models.config import ModelConfig
+
+Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
+
+
+def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, template: Callable[[], ChatTemplate]) -> list[int]:
+    """The ids of a prompt: a text, with the BOS token where the model wants one; ids; or chat messages."""
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt, special=True, bos=True)
+    if all(isinstance(item, int) for item in prompt):
+        return [item for item in prompt if isinstance(item, int)]
+    messages = [item for item in prompt if not isinstance(item, int)]
+    return encode_chat(template(), tokenizer, ChatInput(messages))
+
+
+def require_fit(request: Request, ctx: int, config: ModelConfig, flags_for: Callable[[int], str]) -> None:
+    """flags_for: with which a longer context fits. Raises ContextOverflowError or UsageError for a request that cannot
+    run in a context of so many tokens."""
+    num_tokens = len(request.prompt_ids)
+    if num_tokens == 0:
+        raise UsageError("the prompt is empty", why="a model continues a text, and there is none")
+    require_ids((*request.prompt_ids, *request.sampling.logit_bias), config.vocab_size)
+    longest = config.longest_context
+    if num_tokens >= (longest if request.grows else ctx) + (request.pooling is not None):
+        flags = flags_for(min(longest, num_tokens + 512)) if num_tokens < longest else ""
+        raise overflow_error(num_tokens, ctx, longest, flags)

@@ -1,0 +1,134 @@
+"""This user's server, as other programs of the same user find it: what it has loaded, and its engines to attach to."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Mapping
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from localllm import __version__
+from localllm.errors import EngineGoneError, LocalLLMError
+from localllm.frontend.sockets import IS_SUPPORTED, connected, server_socket
+
+if TYPE_CHECKING:
+    from localllm.engine.attached import RevivingService
+    from localllm.frontend.selection import Selection
+
+# What an engine is like, once it is loaded; of these an attached one has to be as somebody has chosen.
+_OF_ENGINES = (
+    "device", "dtype", "weights", "kv", "ctx", "ram", "vram", "speculate", "draft_tokens", "cache_disk", "threads",
+)  # fmt: skip
+_CHOSEN = ("flag", "environment", "file")
+_AGAIN_S = 0.5  # between two questions whether a model is loaded
+
+
+class _LocalConnection(HTTPConnection):
+    """To a Unix socket."""
+
+    def __init__(self, path: Path, timeout_s: float | None) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        """Raises OSError where nobody listens there."""
+        self.sock = connected(self._path)
+        self.sock.settimeout(self.timeout)
+
+
+class ServerRefusedError(LocalLLMError):
+    """status: of HTTP. name: the error's, as the server calls it."""
+
+    def __init__(self, status: int, name: str, message: str) -> None:
+        what, _, why = message.partition(": ")
+        super().__init__(what, why=why)
+        self.status = status
+        self.name = name
+
+
+class Server:
+    """One that runs."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @classmethod
+    def find(cls) -> Server | None:
+        """This user's; None where there is none."""
+        path = server_socket() if IS_SUPPORTED else None
+        return cls(path) if path is not None and path.exists() else None
+
+    def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> Any:
+        """Raises OSError where nobody listens any more, and ServerRefusedError."""
+        connection = _LocalConnection(self._path, timeout_s)
+        try:
+            data = None if body is None else json.dumps(body)
+            connection.request(method, path, data, {"Content-Type": "application/json"})
+            reply = connection.getresponse()
+            value = json.loads(reply.read())
+        except (HTTPException, ValueError) as error:
+            raise OSError(f"what listens at {self._path} is no server of localllm: {error}") from None
+        finally:
+            connection.close()
+        if reply.status != 200:
+            told = value.get("error", {})
+            raise ServerRefusedError(reply.status, str(told.get("code")), str(told.get("message")))
+        return value
+
+
+def attached(selection: Selection, note: Callable[[str], None]) -> RevivingService | None:
+    """The model in the server's engine, which loads it where it is not loaded. None where there is no server, or one
+    whose engine is not as it is wanted, of which `note` hears."""
+    if selection.settings.overflow == "grow":  # the server's answers share one context
+        return None
+    server = Server.find()
+    if server is None:
+        return None
+    wanted = _wanted(selection)
+    try:
+        server.ask("POST", "/attach", {**wanted, "waits": False}, timeout_s=5.0)
+    except OSError:  # it was killed: what it left says nothing
+        return None
+    except ServerRefusedError as error:
+        if error.status != 404:
+            note(f"the running server is not used: {error.why or error.what}")
+        return None
+    from localllm.engine.attached import AttachedService, RevivingService
+
+    def attach() -> AttachedService:
+        return AttachedService(selection.files.directory, lambda: _connect(server, wanted), why_gone=_why_gone)
+
+    return RevivingService(attach)
+
+
+def _why_gone() -> str:
+    return "the server has ended, or the process of its engine"
+
+
+def _wanted(selection: Selection) -> dict[str, Any]:
+    resolved = selection.resolved
+    chosen = {name: getattr(resolved.settings, name) for name in _OF_ENGINES if resolved.origins[name].kind in _CHOSEN}
+    return {
+        "version": __version__,
+        "model": selection.model_name,
+        "settings": chosen,
+        "private": selection.private,
+    }
+
+
+def _connect(server: Server, wanted: Mapping[str, Any]) -> socket.socket:
+    """To the engine, when it is loaded. Raises EngineGoneError, and what the server refuses."""
+    while True:
+        try:
+            told = server.ask("POST", "/attach", {**wanted, "waits": True})
+            return connected(Path(told["socket"]))
+        except OSError as error:
+            fix = "localllm serve, or the same command with --no-attach"
+            raise EngineGoneError("the server cannot be reached", why=str(error), fix=fix) from None
+        except ServerRefusedError as error:
+            if error.name not in ("loading", "overloaded"):
+                raise
+            time.sleep(_AGAIN_S)

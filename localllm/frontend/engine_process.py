@@ -1,0 +1,298 @@
+"""An engine in a process of its own: who starts it outlives it, and when it ends all of its memory is given back.
+
+Before it loads its model it says what room that would take, and waits to be told how much it may have: who starts
+several shares the machine out among them. The processes are forked from one that has torch in memory already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from localllm.config import Origin
+from localllm.engine import wire
+from localllm.engine.attached import AttachedEngine, AttachedService, AttachedStream
+from localllm.errors import LocalLLMError
+from localllm.frontend.opening import Opening, open_engine
+from localllm.frontend.selection import Selection
+from localllm.frontend.sockets import listening, runtime_folder
+
+if TYPE_CHECKING:
+    from localllm.engine.engine import Engine
+    from localllm.engine.facts import Recipient
+    from localllm.engine.hosting import Guest
+    from localllm.engine.loading import Watcher
+    from localllm.engine.request import Request
+    from localllm.offload.plan import Plan
+
+_LEAVE_S = 5.0  # for which a process that is told to end may go on, before it is killed
+_GRANTED = Origin("flag", "the server's share of the memory")
+
+
+@dataclass(frozen=True)
+class Caps:
+    """The most bytes that a model may have; None: what its settings say, or what is free."""
+
+    ram: int | None = None
+    vram: int | None = None
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """How a model would be placed in the room that there is. is_easy: as if it had the machine to itself. needs,
+    limits: bytes of each tier. error: why it would not be placed at all."""
+
+    is_easy: bool = False
+    needs: Mapping[str, int] = field(default_factory=dict)
+    limits: Mapping[str, int] = field(default_factory=dict)
+    error: LocalLLMError | None = None
+
+
+@dataclass(frozen=True)
+class Hearer:
+    """Who hears of a load. foreseen: is to `grant` room, or to have it `foresee` again with other caps. telling: of
+    progress, by the names of `Watcher`'s fields, and "warning"."""
+
+    foreseen: Callable[[Foreseen], None]
+    telling: Callable[[str, tuple[Any, ...]], None] = lambda _kind, _arguments: None
+
+
+class EngineProcess:
+    """`Service` of an engine in a process of its own."""
+
+    def __init__(self, selection: Selection, opening: Opening, caps: Caps, hearer: Hearer) -> None:
+        self._hearer = hearer
+        self._own, theirs = socket.socketpair()
+        self._process = _context().Process(
+            target=_be_engine, args=(theirs, selection, opening, caps), name="localllm-engine", daemon=True
+        )
+        self._process_began = threading.Event()
+        self._ending = threading.Lock()
+        self._is_released = False
+        self.pid: int | None = None
+        self._theirs: socket.socket | None = theirs
+        self.socket_path: Path | None = None  # at which other programs reach it, once it is loaded
+        self._service = AttachedService(selection.files.directory, self._begin, self._heard, self._why_gone)
+
+    def grant(self, caps: Caps) -> None:
+        """Lets it load with so much."""
+        self._say("load", caps)
+
+    def foresee(self, caps: Caps) -> None:
+        """Has it say what it would come to with so much."""
+        self._say("foresee", caps)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._service.has_ended
+
+    # As `Service` has it
+
+    def wait_loaded(self, timeout_s: float | None = None) -> AttachedEngine | None:
+        return self._service.wait_loaded(timeout_s)
+
+    @property
+    def is_settled(self) -> bool:
+        return self._service.is_settled
+
+    def submit(self, request: Request, recipient: Recipient | None = None) -> AttachedStream:
+        return self._service.submit(request, recipient)
+
+    def wait_ended(self) -> BaseException | None:
+        return self._service.wait_ended()
+
+    def stop(self) -> None:
+        self._service.stop()
+
+    def close(self, timeout_s: float = _LEAVE_S) -> None:
+        """Returns when the process has ended; it is killed where it takes longer than that."""
+        self._service.close(timeout_s)
+        with self._ending:
+            if self._process_began.is_set() and not self._is_released:
+                self._process.join(timeout_s)
+                if self._process.exitcode is None:
+                    self._process.kill()
+                    self._process.join(timeout_s)
+                self._is_released = self._process.exitcode is not None
+                if self._is_released:
+                    self._process.close()  # else its descriptors stay as long as anybody knows it
+        self._forget_socket()
+
+    def _begin(self) -> socket.socket:
+        """On the thread that reads: the first one waits a second for torch."""
+        assert self._theirs is not None
+        self._process.start()
+        self.pid = self._process.pid
+        self._process_began.set()
+        self._theirs.close()
+        self._theirs = None
+        return self._own
+
+    def _say(self, what: str, caps: Caps) -> None:
+        with contextlib.suppress(OSError):  # it has ended: who reads finds out
+            self._own.sendall(wire.line({"op": what, "caps": wire.plain(caps)}))
+
+    def _heard(self, message: wire.Message) -> None:
+        match message["op"]:
+            case "foreseen":
+                self._hearer.foreseen(wire.read(Foreseen, message["foreseen"]))
+            case "listening":
+                self.socket_path = Path(message["path"])
+            case "told":
+                self._hearer.telling(message["kind"], tuple(message["arguments"]))
+
+    def _why_gone(self) -> str:
+        self._forget_socket()
+        with self._ending:
+            if not self._is_released:
+                self._process.join(1.0)
+            code = None if self._is_released else self._process.exitcode
+        if code is not None and code < 0:
+            name = signal.Signals(-code).name
+            hint = ", as the system does where memory runs out" if name == "SIGKILL" else ""
+            return f"its process was ended by {name}{hint}"
+        return "its process has ended" if code is None else f"its process has ended with exit code {code}"
+
+    def _forget_socket(self) -> None:
+        if self.socket_path is not None:
+            with contextlib.suppress(OSError):
+                self.socket_path.unlink()
+
+
+def _context() -> Any:
+    """From which processes are made. Forked from one that has loaded torch, an engine begins in 30 ms, not in a
+    second; and what torch is in memory is there once."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["localllm.engine.engine", "localllm.engine.planning"])
+    return context
+
+
+# In the new process
+
+
+def _be_engine(sock: socket.socket, selection: Selection, opening: Opening, caps: Caps) -> None:
+    """To the end of the process, which is when its owner has gone. What it is asked for is in `engine.hosting`."""
+    for name in ("SIGINT", "SIGHUP"):  # of the terminal: its owner hears of it, and ends this
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    with contextlib.suppress(OSError):  # the owner has gone
+        try:
+            granted = _agree_on_room(sock, selection, opening, caps)
+        except LocalLLMError as error:
+            sock.sendall(wire.line({"op": "failed", "error": wire.plain(error)}))
+            granted = None
+        if granted is not None:
+            _host(sock, _with_caps(selection, granted), opening)
+    sys.stdout.flush()
+    os._exit(0)  # what is still being computed is nobody's
+
+
+def _agree_on_room(sock: socket.socket, selection: Selection, opening: Opening, caps: Caps) -> Caps | None:
+    """With how much it may load; None where the owner has gone. Raises what keeps the model from being looked at."""
+    while True:
+        foreseen = _foreseen(_with_caps(selection, caps), opening, _telling(sock))
+        sock.sendall(wire.line({"op": "foreseen", "foreseen": wire.plain(foreseen)}))
+        data = b""
+        while not data.endswith(b"\n"):  # the owner says one thing, and waits then
+            more = sock.recv(4096)
+            if not more:
+                return None
+            data += more
+        message = wire.message(data)
+        if message["op"] == "load":
+            granted: Caps = wire.read(Caps, message["caps"])
+            return granted
+        if message["op"] == "foresee":
+            caps = wire.read(Caps, message["caps"])
+
+
+def _foreseen(selection: Selection, opening: Opening, tell: Callable[[str, tuple[Any, ...]], None]) -> Foreseen:
+    from localllm.engine.planning import foresee
+    from localllm.errors import DoesNotFitError
+    from localllm.frontend.wishes import wishes_of
+    from localllm.models.shapes import find_shape
+
+    wishes = wishes_of(selection.resolved, lambda _text: None, opening.job)
+    try:
+        plan = foresee(
+            find_shape(selection.model_name), selection.files, wishes, lambda text: tell("measuring", (text,))
+        )
+    except DoesNotFitError as error:
+        return Foreseen(error=error)
+    needs = {str(tier): sum(owners.values()) for tier, owners in plan.ledger.items()}
+    return Foreseen(_is_easy(plan, selection.settings.ctx), needs, {str(t): n for t, n in plan.limits.items()})
+
+
+def _is_easy(plan: Plan, ctx: int | None) -> bool:
+    return plan.is_whole and plan.ctx >= min(ctx or plan.shape.default_ctx, plan.shape.default_ctx)
+
+
+def _with_caps(selection: Selection, caps: Caps) -> Selection:
+    given = {name: (value, _GRANTED) for name, value in vars(caps).items() if value is not None}
+    return Selection(selection.files, selection.resolved.overlaid(given))
+
+
+def _host(sock: socket.socket, selection: Selection, opening: Opening) -> None:
+    """Loads the model and serves who comes, until the owner has gone."""
+    from localllm.engine.hosting import Host
+    from localllm.engine.service import EngineService
+
+    owner: Future[Guest] = Future()
+
+    def tell(kind: str, arguments: tuple[Any, ...]) -> None:
+        owner.result().say(_told(kind, arguments))
+
+    service = EngineService(lambda: _load(selection, opening, tell))
+    host = Host(service)
+    path = runtime_folder() / f"engine-{os.getpid()}.sock"
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(LocalLLMError):  # its owner can use it all the same
+            listener = stack.enter_context(listening(path))
+            stack.callback(_unlink, path)
+            sock.sendall(wire.line({"op": "listening", "path": str(path)}))
+            host.listen(listener)
+        owner.set_result(host.take_owner(sock))
+        host.owner_gone.wait()
+        host.close()
+        service.close(_LEAVE_S)
+
+
+def _unlink(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def _load(selection: Selection, opening: Opening, tell: Callable[[str, tuple[Any, ...]], None]) -> Engine:
+    return open_engine(selection, opening, _watcher(tell), lambda text: tell("warning", (text,)))
+
+
+def _telling(sock: socket.socket) -> Callable[[str, tuple[Any, ...]], None]:
+    def tell(kind: str, arguments: tuple[Any, ...]) -> None:
+        sock.sendall(wire.line(_told(kind, arguments)))
+
+    return tell
+
+
+def _told(kind: str, arguments: tuple[Any, ...]) -> wire.Message:
+    return {"op": "told", "kind": kind, "arguments": list(arguments)}
+
+
+def _watcher(tell: Callable[[str, tuple[Any, ...]], None]) -> Watcher:
+    from localllm.engine.loading import Watcher
+
+    def telling(kind: str) -> Callable[..., None]:
+        return lambda *arguments: tell(kind, arguments)
+
+    return Watcher(*(telling(kind) for kind in ("reading", "packing", "waiting", "measuring", "noting")))

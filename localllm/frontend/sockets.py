@@ -1,0 +1,97 @@
+"""Where this user's server and its engines are found by other programs of the same user: Unix sockets in a folder that
+nobody else may enter."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import socket
+import stat
+import sys
+import tempfile
+from pathlib import Path
+
+from localllm.config import user_directories
+from localllm.errors import LocalLLMError
+
+_MOST_PATH = 90  # characters: a socket's address has room for 104 to 108 bytes, and names are put behind
+IS_SUPPORTED = hasattr(socket, "AF_UNIX") and sys.platform != "win32"
+
+
+def runtime_folder() -> Path:
+    """Made where it is absent, for this user alone. Raises LocalLLMError where it belongs to another, or is open to
+    one."""
+    folder = _place()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise LocalLLMError("the folder of the sockets cannot be made", why=str(error)) from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        why = f"{folder} is not a folder that is this user's alone"
+        raise LocalLLMError("the folder of the sockets cannot be used", why=why, fix=f"chmod 700 {folder}")
+    return folder
+
+
+def server_socket() -> Path:
+    """The address of this user's server."""
+    return _place() / "server.sock"
+
+
+def _place() -> Path:
+    home = os.environ.get("LOCALLLM_HOME")
+    system = os.environ.get("XDG_RUNTIME_DIR")
+    folder = Path(system) / "localllm" if system and not home else user_directories().data / "run"
+    if len(os.fsencode(folder)) <= _MOST_PATH:
+        return folder
+    name = hashlib.sha256(os.fsencode(folder)).hexdigest()[:12]
+    return Path(tempfile.gettempdir()) / f"localllm-{os.getuid()}-{name}"
+
+
+def listening(path: Path) -> socket.socket:
+    """A socket at that address, for this user alone; what was left there by a process that has ended is taken away.
+
+    Raises LocalLLMError where somebody listens there.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if is_answered(path):
+            raise LocalLLMError("a server of this user is running already", why=f"it listens at {path}")
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+        before = os.umask(0o177)
+        try:
+            sock.bind(str(path))
+        finally:
+            os.umask(before)
+        sock.listen(64)
+    except OSError as error:
+        sock.close()
+        raise LocalLLMError(f"{path} cannot be listened on", why=str(error)) from None
+    except LocalLLMError:
+        sock.close()
+        raise
+    return sock
+
+
+def is_answered(path: Path) -> bool:
+    """Whether somebody listens there: the file alone says nothing, as it outlives a process that was killed."""
+    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True
+
+
+def connected(path: Path) -> socket.socket:
+    """Raises OSError where nobody listens there."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.connect(str(path))
+    except OSError:
+        sock.close()
+        raise
+    return sock

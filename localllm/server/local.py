@@ -1,0 +1,179 @@
+"""What this user's own programs ask of the server, at its Unix socket: `ps`, `load`, `stop`, and to which engine `run`
+and `chat` may attach. Whoever can open the socket is let in: its folder is this user's alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, Literal, NotRequired
+
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+from typing_extensions import TypedDict
+
+from localllm import __version__
+from localllm.config import Settings
+from localllm.engine.facts import EngineFacts, EngineStatus
+from localllm.errors import LocalLLMError
+from localllm.frontend.engine_process import EngineProcess
+from localllm.server.bodies import Body
+from localllm.server.endpoint import Call, Endpoint
+from localllm.server.failures import RequestError
+from localllm.server.fields import KeepAlive, keep_seconds
+from localllm.server.replying import Json
+from localllm.server.served import Served
+
+
+class AttachBody(Body):
+    """model: a name, or a folder of this user's. settings: of the engine, that were chosen by somebody. private:
+    nothing of what is said may be kept. waits: until it is loaded; else it is only said whether it may be attached to.
+    """
+
+    version: str
+    model: str | None
+    settings: dict[str, Any]
+    private: bool
+    waits: bool
+
+
+class Attached(TypedDict):
+    """socket: of the engine; "" where nobody waited for it."""
+
+    name: str
+    socket: str
+
+
+class ModelBody(Body):
+    model: str | None = None
+    keep_alive: KeepAlive = None
+
+
+class Row(TypedDict):
+    """A model that is loaded or on its way. memory: bytes by tier, of the plan. expires_at: in seconds since 1970."""
+
+    name: str
+    state: Literal["loading", "loaded"]
+    pid: int | None
+    weights: NotRequired[str]
+    kv: NotRequired[str]
+    ctx: NotRequired[int]
+    weight_bytes: NotRequired[int]
+    memory: NotRequired[dict[str, int]]
+    limits: NotRequired[dict[str, int]]
+    running: NotRequired[int]
+    waiting: NotRequired[int]
+    expires_at: float | None
+
+
+class Rows(TypedDict):
+    version: str
+    urls: list[str]
+    models: list[Row]
+
+
+class Done(TypedDict):
+    name: str
+
+
+class Doors:
+    """Two applications: one for whoever reaches an address, one for who opens the Unix socket."""
+
+    def __init__(self, outer: ASGIApp, inner: ASGIApp) -> None:
+        self._outer = outer
+        self._inner = inner
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        server = scope.get("server")
+        is_local = server is not None and server[1] is None  # of a Unix socket there is a path, and no port
+        await (self._inner if is_local else self._outer)(scope, receive, send)
+
+
+def endpoints(urls: list[str], stop: Callable[[], None]) -> tuple[Endpoint, ...]:
+    """urls: at which others reach the server. stop: ends it."""
+
+    async def rows(call: Call, _body: None) -> Json:
+        models = [await _row(call, each) for each in call.pool.models if each.service is not None]
+        reply: Rows = {"version": __version__, "urls": urls, "models": models}
+        return Json(reply)
+
+    async def end(_call: Call, _body: ModelBody) -> Json:
+        asyncio.get_running_loop().call_later(0.05, stop)  # when the reply is on its way
+        return Json({"name": ""})
+
+    return (
+        Endpoint("GET", "/models", rows, "What is loaded", reply=Rows),
+        Endpoint("POST", "/attach", attach, "Where an engine is", AttachBody, Attached),
+        Endpoint("POST", "/load", load, "Load a model", ModelBody, Done),
+        Endpoint("POST", "/unload", unload, "Unload a model", ModelBody, Done),
+        Endpoint("POST", "/stop", end, "End the server", ModelBody, Done),
+    )
+
+
+async def attach(call: Call, body: AttachBody) -> Response:
+    """Loads the model where it is not. Raises RequestError where the engine is not as it is wanted."""
+    if body.version != __version__:
+        raise _refused(f"the server is version {__version__}, this program {body.version}")
+    served = await call.pool.find_own(body.model)
+    if body.private and not served.selection.private:
+        raise _refused("the server keeps what was computed of prompts on the disk, which --private rules out")
+    if (other := _other_settings(served.selection.settings, body.settings)) is not None:
+        raise _refused(other)
+    if not body.waits:
+        return Json(Attached(name=served.name, socket=""))
+    await served.ready()
+    service = served.service
+    if not isinstance(service, EngineProcess) or service.socket_path is None:
+        raise _refused("the engine of the server cannot be reached from outside")
+    return Json(Attached(name=served.name, socket=str(service.socket_path)))
+
+
+def _other_settings(own: Settings, wanted: Mapping[str, Any]) -> str | None:
+    for name, value in wanted.items():
+        if (has := getattr(own, name, None)) != value:
+            return f"the server's engine has {name} {'auto' if has is None else has}, and {value} is asked for"
+    return None
+
+
+def _refused(why: str) -> RequestError:
+    return RequestError(409, "this server's engine is not what is asked for", why=why, name="not_attachable")
+
+
+async def load(call: Call, body: ModelBody) -> Json:
+    """Returns when it is loaded."""
+    served = await call.pool.find_own(body.model)
+    await call.pool.make_ready(served, keep_seconds(body.keep_alive))
+    reply: Done = {"name": served.name}
+    return Json(reply)
+
+
+async def unload(call: Call, body: ModelBody) -> Json:
+    """At once: what is being answered ends with an error."""
+    served = await call.pool.find_own(body.model)
+    if served.service is None:
+        raise RequestError(409, f"{served.name} is not loaded", name="not_loaded", param="model")
+    await call.pool.unload(served)
+    reply: Done = {"name": served.name}
+    return Json(reply)
+
+
+async def _row(call: Call, served: Served) -> Row:
+    pid = served.service.pid if isinstance(served.service, EngineProcess) else None
+    row: Row = {"name": served.name, "state": "loading", "pid": pid, "expires_at": call.pool.expires_at(served)}
+    engine = served.engine_if_loaded
+    if engine is None:
+        return row
+    with suppress(LocalLLMError):
+        told: tuple[EngineFacts, EngineStatus] = await asyncio.to_thread(lambda: (engine.facts(), engine.status()))
+        facts, status = told
+        row["state"] = "loaded"
+        row["weights"], row["kv"], row["ctx"], row["weight_bytes"] = (
+            facts.weights,
+            facts.kv,
+            facts.ctx,
+            facts.weight_bytes,
+        )
+        row["memory"] = {tier: facts.held_bytes(tier) for tier in facts.ledger}
+        row["limits"] = dict(facts.limits)
+        row["running"], row["waiting"] = len(status.running), status.num_waiting
+    return row

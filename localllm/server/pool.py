@@ -1,0 +1,381 @@
+"""The models of one server: which are loaded, what each may have of the memory, and which leaves when another is asked
+for. All of it happens on the server's loop; what takes time is waited for elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import difflib
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+
+from localllm import hub
+from localllm.config import ResolvedSettings, format_bytes
+from localllm.errors import EngineClosedError, LocalLLMError, ModelNotFoundError
+from localllm.frontend.engine_process import Caps, Foreseen
+from localllm.frontend.selection import Selection, locate, with_defaults
+from localllm.server.failures import RequestError, busy
+from localllm.server.metrics import Metrics
+from localllm.server.served import Capacity, Served
+
+if TYPE_CHECKING:
+    from localllm.engine.facts import EngineFacts, Service
+    from localllm.engine.request import Pooling
+
+T = TypeVar("T")
+
+_PREPARING_THREADS = 2  # templates and tokenizers, while the loop goes on; as many again look at the disk
+_LOOK_S = 0.2  # between two looks at a model that is to leave: programs that use it by its own socket may
+_ROOM_S = 600.0  # for which a model waits for those before it to be done
+
+
+@runtime_checkable
+class Loading(Protocol):
+    """A service that says what it would come to before it loads: `EngineProcess`."""
+
+    def grant(self, caps: Caps) -> None: ...
+
+    def foresee(self, caps: Caps) -> None: ...
+
+
+class Launch(Protocol):
+    def __call__(self, selection: Selection, caps: Caps, foreseen: Callable[[Foreseen], None]) -> Service:
+        """Begins to load a model. foreseen: called on another thread; what is launched is a `Loading` then, and waits
+        for an answer. One that does not call it loads at once."""
+        ...
+
+
+class Pool:
+    """first: the model of who names none. also: others that are known by name; all that are on this disk can be had."""
+
+    def __init__(
+        self,
+        first: Selection,
+        resolved: ResolvedSettings,
+        launch: Launch,
+        capacity: Capacity,
+        *,
+        aliases: Sequence[str] = (),
+        also: Sequence[Selection] = (),
+        pooling: Pooling = "mean",
+        idle_s: float | None = None,
+        note: Callable[[str], None] = lambda _text: None,
+    ) -> None:
+        """resolved: the settings of others than the first, before a model's own defaults. aliases: more names of the
+        first. idle_s: for which a model stays that nobody asks for; None: as long as its room is not needed. note:
+        hears of what is loaded and unloaded."""
+        self.capacity = capacity
+        self.metrics = Metrics()
+        self.pooling: Pooling = pooling
+        self.started_at = time.time()
+        self.idle_s = idle_s
+        self.first = Served(self, first, aliases)
+        self.models = [self.first, *(Served(self, selection) for selection in also)]
+        for each in self.models:
+            each.keep_s = idle_s
+        self._resolved = resolved
+        self._launch = launch
+        self._note = note
+        self._turn = asyncio.Lock()  # of who loads, in the order in which they came
+        self._loads: dict[Served, asyncio.Task[None]] = {}
+        self._timers: dict[Served, asyncio.TimerHandle] = {}
+        self._expiring: set[asyncio.Task[None]] = set()
+        self._is_closed = self._has_begun = False
+        self._preparing = ThreadPoolExecutor(_PREPARING_THREADS, "localllm-prepare")
+        self._looking = ThreadPoolExecutor(_PREPARING_THREADS, "localllm-look")
+
+    # Which model
+
+    async def find(self, name: str | None) -> Served:
+        """None: the client leaves the choice to the server. Raises RequestError for a model that is not on this
+        disk."""
+        if name is None:
+            return self.first
+        bare = name.removesuffix(":latest")
+        if (known := self.known(bare)) is not None:
+            return known
+        selection = await self.on_disk(lambda: self._installed(bare))
+        if selection is None:
+            raise await self.on_disk(lambda: self._not_found(name))
+        if (known := self.known(bare)) is not None:  # somebody else has asked for it meanwhile
+            return known
+        return self._added(selection)
+
+    def _added(self, selection: Selection) -> Served:
+        served = next((each for each in self.models if each.selection.model_name == selection.model_name), None)
+        if served is None:
+            served = Served(self, selection)
+            served.keep_s = self.idle_s
+            self.models.append(served)
+        return served
+
+    async def model(self, name: str | None, keep_s: float | None = None) -> Served:
+        """As `find`, when it is loaded. keep_s: for which it then stays without being asked for; None: as before.
+
+        Raises as `find` and `Served.ready`.
+        """
+        served = await self.find(name)
+        await self.make_ready(served, keep_s)
+        return served
+
+    async def make_ready(self, served: Served, keep_s: float | None = None) -> None:
+        """As `model`, of one that was found."""
+        await served.ready()
+        if keep_s is not None:
+            served.keep_s = None if keep_s < 0 else keep_s
+            if not served.num_open:
+                self.left_alone(served)
+
+    async def find_own(self, word: str | None) -> Served:
+        """As `find`, for this user's own programs: the word may be a folder, too. Raises ModelNotFoundError."""
+        try:
+            return await self.find(word)
+        except RequestError:
+            selection = await self.on_disk(lambda: with_defaults(self._resolved, locate(self._resolved, word)))
+            return self._added(selection)
+
+    def known(self, name: str) -> Served | None:
+        return next((each for each in self.models if each.has(name)), None)
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether the first model has not been loaded yet, or could not be."""
+        return not self._has_begun
+
+    @property
+    def loaded(self) -> list[Served]:
+        return [each for each in self.models if each.engine_if_loaded is not None]
+
+    def _installed(self, name: str) -> Selection | None:
+        """A client's word is no path to look at: names of models that are on this disk alone."""
+        row = next((row for row in hub.list_models() if row.is_called(name)), None)
+        if row is None or row.directory is None or row.partial_bytes:
+            return None
+        with contextlib.suppress(ModelNotFoundError):
+            return with_defaults(self._resolved, locate(self._resolved, row.name))
+        return None
+
+    def _not_found(self, name: str) -> RequestError:
+        names = dict.fromkeys(name for each in self.models for name in each.names)
+        names.update(dict.fromkeys(row.name for row in hub.list_models() if row.directory is not None))
+        near = difflib.get_close_matches(name[:200], names, n=1, cutoff=0)
+        what, why = f"the model {name[:200]!r} is not served here", f"this server has {', '.join(names)}"
+        fix = f"ask for {near[0]!r}" if near else ""
+        return RequestError(404, what, why=why, fix=fix, param="model", name="model_not_found")
+
+    # Loading
+
+    async def load(self, served: Served) -> None:
+        """As `House` has it; it goes on where who asks for it has gone."""
+        task = self._loads.get(served)
+        if task is None:
+            task = self._loads[served] = asyncio.create_task(self._in_turn(served))
+            task.add_done_callback(lambda _: self._loads.pop(served, None))
+            task.add_done_callback(_hear)
+        await asyncio.shield(task)
+
+    async def leave(self, served: Served) -> None:
+        """As soon as nothing is asked of it."""
+        served.keep_s = 0.0
+        if not served.num_open:
+            self._begin_to_expire(served)
+
+    async def unload(self, served: Served) -> None:
+        """At once; what is being answered ends with an error."""
+        self._forget_timer(served)
+        service, served.service = served.service, None
+        if service is not None:
+            served.keep_s = self.idle_s
+            await asyncio.to_thread(service.close)
+            self._note(f"{served.name} is unloaded")
+
+    async def _in_turn(self, served: Served) -> None:
+        async with self._turn:
+            if self._is_closed:
+                raise EngineClosedError("the server is shutting down")
+            if served.is_leaving or served.engine_if_loaded is None:
+                served.is_leaving = False
+                await self._load(served)
+
+    async def _load(self, served: Served) -> None:
+        if served.service is not None:  # it has ended, or was never loaded
+            await asyncio.to_thread(served.service.close)
+            served.service = None
+        loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Foreseen]()
+
+        def foreseen(what: Foreseen) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(arrived.put_nowait, what)
+
+        service = self._launch(served.selection, await self._caps(), foreseen)
+        served.service = service
+        settled = asyncio.create_task(asyncio.to_thread(service.wait_loaded))
+        try:
+            while (what := await _first(arrived, settled)) is not None:
+                await self._decide(served, service, what)
+            if await settled is None:
+                raise EngineClosedError("the server is shutting down")
+        except BaseException:
+            served.service = None
+            settled.add_done_callback(_hear)
+            await asyncio.shield(asyncio.to_thread(service.close))
+            raise
+        self._has_begun |= served is self.first
+        self.left_alone(served)
+
+    async def _decide(self, served: Served, service: Service, what: Foreseen) -> None:
+        """Whether a model may load as it would be placed now. Raises what keeps it from that."""
+        assert isinstance(service, Loading)
+        others = [each for each in self.models if each is not served and each.service is not None]
+        if what.is_easy or not others:
+            if what.error is not None:
+                raise what.error
+            service.grant(await self._caps())
+            return
+        await self._make_room(served, what, others)
+        service.foresee(await self._caps())
+
+    async def _make_room(self, served: Served, what: Foreseen, others: Sequence[Served]) -> None:
+        """Unloads the one that nobody has asked for the longest, as soon as nothing is asked of it.
+
+        Raises RequestError where that takes too long.
+        """
+        oldest = sorted(others, key=lambda each: each.last_used)
+        idle = [each for each in oldest if await self._is_idle(each)]
+        victim = idle[0] if idle else oldest[0]
+        victim.is_leaving = True
+        held = format_bytes((await self._facts(victim)).held_bytes("ram"), 2)
+        until = time.monotonic() + _ROOM_S
+        while not await self._is_idle(victim):
+            if time.monotonic() > until:
+                victim.is_leaving = False
+                raise busy(f"there is no room for {served.name}", await self._shortage(what, others))
+            await asyncio.sleep(_LOOK_S)
+        self._note(f"{victim.name} makes room for {served.name}: {held} of memory")
+        await self.unload(victim)
+        victim.is_leaving = False
+
+    async def _shortage(self, what: Foreseen, others: Sequence[Served]) -> str:
+        """In numbers."""
+        needs = ", ".join(f"{format_bytes(count, 2)} of {tier}" for tier, count in what.needs.items() if count)
+        held = [f"{each.name} {format_bytes((await self._facts(each)).held_bytes('ram'), 2)}" for each in others]
+        return f"it would take {needs or 'more than there is'}; {', '.join(held)} of memory are in use"
+
+    async def _is_idle(self, served: Served) -> bool:
+        """Also of what programs ask of it that use its own socket."""
+        if served.num_open:
+            return False
+        engine = served.engine_if_loaded
+        if engine is None:
+            return True
+        try:
+            return (await asyncio.to_thread(engine.status)).is_idle
+        except LocalLLMError:  # it has gone
+            return True
+
+    async def _facts(self, served: Served) -> EngineFacts:
+        from localllm.engine.facts import EngineFacts
+
+        engine = served.engine_if_loaded
+        with contextlib.suppress(LocalLLMError):
+            if engine is not None:
+                return await asyncio.to_thread(engine.facts)
+        return EngineFacts(0, "", "")
+
+    async def _caps(self) -> Caps:
+        """Of what the user lets this server have, what the loaded models have not. None where no cap was given: each
+        process then finds what is free."""
+        settings = self.first.selection.settings
+        facts = [await self._facts(each) for each in self.models if each.engine_if_loaded is not None]
+
+        def left(cap: int | None, tier: str) -> int | None:
+            return None if cap is None else max(1, cap - sum(each.held_bytes(tier) for each in facts))
+
+        return Caps(left(settings.ram, "ram"), left(settings.vram, "vram"))
+
+    # Leaving
+
+    def left_alone(self, served: Served) -> None:
+        """As `House` has it: its time runs from now on."""
+        self._forget_timer(served)
+        served.last_used = time.monotonic()
+        if served.keep_s is not None and served.service is not None and not self._is_closed:
+            loop = asyncio.get_running_loop()
+            self._timers[served] = loop.call_later(served.keep_s, self._begin_to_expire, served)
+
+    def _begin_to_expire(self, served: Served) -> None:
+        task = asyncio.get_running_loop().create_task(self._expire(served))
+        self._expiring.add(task)  # else nobody keeps it
+        task.add_done_callback(self._expiring.discard)
+        task.add_done_callback(_hear)
+
+    def expires_at(self, served: Served) -> float | None:
+        """In seconds of `time.time`; None: it stays."""
+        if served.keep_s is None:
+            return None
+        return time.time() + max(0.0, served.last_used + served.keep_s - time.monotonic())
+
+    async def _expire(self, served: Served) -> None:
+        async with self._turn:
+            if self._is_closed or served.service is None or served.keep_s is None:
+                return
+            if time.monotonic() - served.last_used < served.keep_s:  # it was asked for meanwhile
+                return
+            if await self._is_idle(served):
+                await self.unload(served)
+            elif not served.num_open:  # a program uses it by its own socket
+                self.left_alone(served)
+
+    def _forget_timer(self, served: Served) -> None:
+        if (timer := self._timers.pop(served, None)) is not None:
+            timer.cancel()
+
+    # The server's own
+
+    @property
+    def started_text(self) -> str:
+        """When the server was started, as RFC 3339 has it."""
+        return datetime.fromtimestamp(self.started_at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+    async def off_loop(self, work: Callable[[], T]) -> T:
+        """What it gives, computed while the loop goes on."""
+        return await asyncio.get_running_loop().run_in_executor(self._preparing, work)
+
+    async def on_disk(self, work: Callable[[], T]) -> T:
+        """As `off_loop`, of what may wait for a disk: no prompt waits behind it."""
+        return await asyncio.get_running_loop().run_in_executor(self._looking, work)
+
+    def stop(self) -> None:
+        """Ends what runs."""
+        self._is_closed = True
+        for each in self.models:
+            if each.service is not None:
+                each.service.stop()
+
+    def close(self) -> None:
+        """`stop`, and waits a moment for it. When the loop has ended."""
+        self.stop()
+        for pool in (self._preparing, self._looking):
+            pool.shutdown(wait=False, cancel_futures=True)
+        for each in self.models:
+            if each.service is not None:
+                each.service.close(timeout_s=1.0)
+
+
+async def _first(arrived: asyncio.Queue[Foreseen], settled: asyncio.Task[Any]) -> Foreseen | None:
+    """What a model that is on its way says; None where it is settled."""
+    said = asyncio.create_task(arrived.get())
+    await asyncio.wait({said, settled}, return_when=asyncio.FIRST_COMPLETED)
+    if said.done():
+        return said.result()
+    said.cancel()
+    return None
+
+
+def _hear(task: asyncio.Task[Any]) -> None:
+    """Who waited for it was told what it raised, or has gone."""
+    if not task.cancelled():
+        task.exception()

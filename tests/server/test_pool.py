@@ -1,0 +1,253 @@
+"""Several models in one server: loaded when they are asked for, unloaded when their room is, and started anew."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import psutil
+import pytest
+
+from localllm.engine.engine import Engine
+from localllm.engine.request import SamplingParams
+from localllm.frontend.engine_process import EngineProcess
+from localllm.server import pool as pools
+from tests.cli_support import write_checkpoint
+from tests.server.support import OWL, Running, running, wait_for
+
+CHAT = "/v1/chat/completions"
+TEXT: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
+BIAS = {"2": -100, "0": -100}  # of what would end the answer
+ENDLESS: dict[str, Any] = {"prompt": "Once", "max_tokens": 900, "stream": True, "logit_bias": BIAS}
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another model."""
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "other")
+
+
+@pytest.fixture(scope="module")
+def texts(other: Path) -> dict[str, str]:
+    """What each model says of TEXT."""
+    return {"tiny": _text_of("tiny"), "other": _text_of(str(other))}
+
+
+def _text_of(model: str) -> str:
+    engine = Engine.load(model)
+    events = engine.generate(TEXT["prompt"], SamplingParams(temperature=0, max_tokens=8))
+    text = "".join(getattr(event, "text", "") for event in events)
+    engine.close()
+    return text
+
+
+@pytest.fixture(scope="module")
+def processes(other: Path) -> Iterator[Running]:
+    """A server under whose cap one of its two models has room."""
+    with running(in_processes=True, also=[other], ram="600MiB") as server:
+        yield server
+
+
+def said(server: Running, model: str) -> str:
+    reply = server.post("/v1/completions", {**TEXT, "model": model})
+    assert reply.status_code == 200, reply.text
+    return str(reply.json()["choices"][0]["text"])
+
+
+def loaded(server: Running) -> list[str]:
+    return [each["name"].removesuffix(":latest") for each in server.get("/api/ps").json()["models"]]
+
+
+def process_of(server: Running, name: str) -> EngineProcess:
+    served = server.pool.known(name)
+    assert served is not None and isinstance(served.service, EngineProcess)
+    return served.service
+
+
+def kill(server: Running, name: str) -> None:
+    pid = process_of(server, name).pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_a_model_is_loaded_when_it_is_asked_for_and_the_other_makes_room(
+    processes: Running, texts: dict[str, str]
+) -> None:
+    for name in ("tiny", "other", "tiny"):
+        assert said(processes, name) == texts[name]
+        assert loaded(processes) == [name]
+
+
+def test_a_model_that_has_room_beside_the_others_leaves_them_alone(other: Path, texts: dict[str, str]) -> None:
+    with running(in_processes=True, also=[other]) as server:
+        assert [said(server, name) for name in ("other", "tiny")] == [texts["other"], texts["tiny"]]
+        assert loaded(server) == ["tiny", "other"]
+
+
+def test_a_model_that_answers_is_waited_for_and_then_makes_room(processes: Running, texts: dict[str, str]) -> None:
+    said(processes, "tiny")
+    with ThreadPoolExecutor() as threads:
+        with processes.client.stream("POST", "/v1/completions", json={**ENDLESS, "model": "tiny"}) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            waiting = threads.submit(said, processes, "other")
+            wait_for(lambda: processes.served.is_leaving)
+            behind = threads.submit(said, processes, "tiny")  # it does not keep the other from its turn
+            rest = list(lines)
+        assert rest[-2] == "data: [DONE]" or "data: [DONE]" in rest
+        assert waiting.result(60) == texts["other"] and behind.result(60) == texts["tiny"]
+
+
+def test_where_no_room_comes_the_refusal_has_the_numbers(processes: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "_ROOM_S", 0.0)
+    said(processes, "tiny")
+    with processes.client.stream("POST", "/v1/completions", json={**ENDLESS, "model": "tiny"}) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        refused = processes.post("/v1/completions", {**TEXT, "model": "other"})
+    error = refused.json()["error"]
+    assert refused.status_code == 503 and "retry-after" in refused.headers
+    assert "there is no room for other" in error["message"] and "tiny" in error["message"]
+    assert "MiB" in error["message"]
+    processes.wait_until_idle()
+
+
+def test_an_engine_that_is_killed_in_mid_answer_ends_the_stream_with_an_error(
+    processes: Running, texts: dict[str, str]
+) -> None:
+    said(processes, "tiny")
+    pid = process_of(processes, "tiny").pid
+    with processes.client.stream("POST", "/v1/completions", json={**ENDLESS, "model": "tiny"}) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        kill(processes, "tiny")
+        told = "".join(lines)
+    assert "the engine is gone" in told and "SIGKILL" in told and "[DONE]" not in told
+    assert said(processes, "tiny") == texts["tiny"]
+    assert process_of(processes, "tiny").pid != pid
+
+
+@pytest.mark.parametrize("phase", ["idle", "reading the prompt"])
+def test_a_request_of_which_nothing_was_said_is_asked_anew_where_its_engine_is_killed(
+    processes: Running, texts: dict[str, str], phase: str
+) -> None:
+    said(processes, "tiny")
+    if phase == "idle":
+        kill(processes, "tiny")
+        assert said(processes, "tiny") == texts["tiny"]
+        return
+    long = {**TEXT, "prompt": "owl " * 900, "model": "tiny", "logit_bias": BIAS}
+    with ThreadPoolExecutor() as threads:
+        asked = threads.submit(processes.post, "/v1/completions", long)
+        wait_for(lambda: not processes.is_idle)
+        kill(processes, "tiny")
+        reply = asked.result(60)
+    assert reply.status_code == 200 and reply.json()["usage"]["completion_tokens"] == 8
+
+
+def test_an_engine_that_is_killed_while_it_loads_is_loaded_anew(processes: Running, texts: dict[str, str]) -> None:
+    said(processes, "tiny")
+
+    served = processes.pool.known("other")
+    assert served is not None
+    with ThreadPoolExecutor() as threads:
+        asked = threads.submit(said, processes, "other")
+        wait_for(lambda: isinstance(served.service, EngineProcess) and served.service.pid is not None)
+        kill(processes, "other")
+        assert asked.result(60) == texts["other"]
+
+
+def test_a_model_is_unloaded_behind_the_request_that_says_so(other: Path) -> None:
+    with running(in_processes=True, also=[other]) as server:
+        for path, body in (
+            ("/v1/completions", TEXT),
+            (CHAT, {"messages": OWL, "max_tokens": 2}),
+            ("/v1/messages", {"messages": OWL, "max_tokens": 2}),
+            ("/v1/responses", {"input": "A tale.", "max_output_tokens": 16}),
+            ("/v1/embeddings", {"input": "An owl."}),
+            ("/api/generate", {"prompt": "Once", "options": {"num_predict": 2}, "stream": False}),
+        ):
+            reply = server.post(path, {"model": "tiny", **body, "keep_alive": 0})
+            assert reply.status_code == 200, reply.text
+            wait_for(lambda: server.served.service is None)
+        assert loaded(server) == []
+        assert server.get("/health").status_code == 200
+        assert server.post("/api/generate", {"model": "tiny", "keep_alive": 0}).json()["done_reason"] == "unload"
+
+
+def test_a_model_that_nobody_asks_for_is_unloaded_after_its_time() -> None:
+    with running(in_processes=True, idle_s=0.2) as server:
+        wait_for(lambda: server.served.service is None)
+        assert server.post(CHAT, {"messages": OWL, "max_tokens": 1, "keep_alive": -1}).status_code == 200
+        assert server.get("/api/ps").json()["models"][0]["expires_at"].startswith("2999")
+        assert server.post("/api/generate", {"model": "tiny", "keep_alive": "1h"}).json()["done_reason"] == "load"
+        assert not server.get("/api/ps").json()["models"][0]["expires_at"].startswith("2999")
+
+
+def test_a_model_that_there_is_not_is_refused_by_name_and_nothing_is_unloaded(processes: Running) -> None:
+    said(processes, "tiny")
+    for name in ("tinny", "../tiny", "/etc", str(Path.cwd())):
+        refused = processes.post("/v1/completions", {**TEXT, "model": name})
+        assert refused.status_code == 404 and refused.json()["error"]["code"] == "model_not_found"
+    assert loaded(processes) == ["tiny"]
+
+
+def test_all_models_are_listed_at_once_also_while_one_is_loaded(processes: Running) -> None:
+    ids = [each["id"] for each in processes.get("/v1/models").json()["data"]]
+    assert ids == ["tiny", "other"]
+
+
+def resources() -> tuple[int, int, int]:
+    """Descriptors, threads and bytes of this process."""
+    gc.collect()  # the tests themselves have it done seldom
+    own = psutil.Process()
+    return own.num_fds(), own.num_threads(), own.memory_info().rss
+
+
+@pytest.mark.slow
+def test_fifty_switches_leave_nothing_behind_and_each_answer_is_right(
+    processes: Running, texts: dict[str, str]
+) -> None:
+    names = ["tiny", "other"] * 25
+    for name in names[:6]:
+        said(processes, name)
+    descriptors, threads, rss_bytes = resources()
+    for name in names:
+        assert said(processes, name) == texts[name]
+    after = resources()
+    assert after[0] <= descriptors + 2 and after[1] <= threads + 2 and after[2] < rss_bytes + (16 << 20)
+    engines = [each for each in psutil.Process().children(recursive=True) if each.status() != psutil.STATUS_ZOMBIE]
+    assert len(engines) <= 3  # what forks them, what keeps their semaphores, and the one that is loaded
+
+
+@pytest.mark.slow
+def test_the_server_answers_whenever_an_engine_is_killed(processes: Running, texts: dict[str, str]) -> None:
+    """Twenty times, at moments spread over loading, reading a long prompt and answering."""
+    long = {**ENDLESS, "prompt": "owl " * 900, "max_tokens": 100, "model": "tiny"}
+    for round_number in range(20):
+        name = ("tiny", "other")[round_number % 2]
+        with ThreadPoolExecutor() as threads:
+            busy = threads.submit(_ended, processes, {**long, "model": name})
+            threading.Event().wait(0.025 * round_number)
+            served = processes.pool.known(name)
+            assert served is not None
+            if isinstance(served.service, EngineProcess) and served.service.pid is not None:
+                os.kill(served.service.pid, signal.SIGKILL)
+            busy.result(60)
+        assert said(processes, name) == texts[name]
+
+
+def _ended(server: Running, body: dict[str, Any]) -> None:
+    """Whatever comes of it."""
+    with (
+        httpx2.Client(base_url=server.url, timeout=60) as client,
+        client.stream("POST", "/v1/completions", json=body) as reply,
+    ):
+        reply.read()
