@@ -111,7 +111,8 @@ class FinishedEvent:
     """The last event of a request. `text` is what was still held back; `error` is set when the reason is "error".
     miss: of a request that asked for it, where something was known that it could not use. ctx: the tokens of context
     that it had, None where that is not known. speculation: None where nobody guesses. embedding: of the prompt, where
-    that was asked for: fp32 [hidden], of length 1. stop_text: the stop string before which the answer ends."""
+    that was asked for: fp32 [hidden], of length 1. stop_text: the stop string before which the answer ends.
+    meets_grammar: whether it is whole as the request's grammar has it; None where there is none."""
 
     request_id: int
     finish_reason: FinishReason
@@ -124,6 +125,7 @@ class FinishedEvent:
     speculation: SpeculationStats | None = None
     embedding: array[float] | None = field(default=None, repr=False)
     stop_text: str | None = None
+    meets_grammar: bool | None = None
 
 
 Event = GrownEvent | PrefillEvent | TokenEvent | FinishedEvent

@@ -18,9 +18,10 @@ from localllm.engine.events import (
     TokenLogprob,
     Usage,
 )
+from localllm.engine.grammar.constraint import Constraint
 from localllm.engine.overflow import wanted_room
 from localllm.engine.pooling import Pool
-from localllm.engine.request import Request
+from localllm.engine.request import Request, TokenMask
 from localllm.engine.stopping import StopMatcher
 
 
@@ -79,11 +80,15 @@ class Sequence:
         ctx: int,
         detokenizer: Detokenizer,
         breaker_ids: frozenset[int],
+        constraint: Constraint | None = None,
     ) -> None:
+        """constraint: of the request's grammar."""
         self.request_id = request_id
         self.request = request
         self.seed = seed
         self.breaker_ids = breaker_ids  # tokens that no DRY repetition spans
+        self.constraint = constraint
+        self.mask: TokenMask | None = constraint or request.mask
         self.may_grow = request.grows  # the context, for this request
         self.fit(ctx)
         self.token_ids = list(request.prompt_ids)
@@ -120,6 +125,10 @@ class Sequence:
     def num_completion_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
+    @property
+    def answer_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
     def append(self, token_id: int, logprob: TokenLogprob | None, eos_ids: frozenset[int]) -> TokenEvent | None:
         """Take a drawn token in; None for an end-of-sequence token, which is no part of the answer."""
         now = time.perf_counter()
@@ -130,6 +139,8 @@ class Sequence:
             return None
         self.token_ids.append(token_id)
         text = self._release(self._detokenizer.push(token_id))
+        if self.finish_reason is None and self.constraint is not None and self.constraint.has_ended(self.answer_ids):
+            self.finish_reason = "stop"
         if self.finish_reason is None and len(self.token_ids) >= self.max_length:
             self.finish_reason = "length"
         return TokenEvent(self.request_id, token_id, text, logprob)
@@ -152,7 +163,14 @@ class Sequence:
             speculation=self._speculation,
             embedding=self.pool.vector() if self.pool is not None and self.finish_reason == "stop" else None,
             stop_text=self._stop.found,
+            meets_grammar=self._meets_grammar,
         )
+
+    @property
+    def _meets_grammar(self) -> bool | None:
+        if self.constraint is None:
+            return None
+        return self._stop.found is None and self.constraint.is_met(self.answer_ids)
 
     @property
     def _speculation(self) -> SpeculationStats | None:

@@ -14,6 +14,7 @@ from localllm.errors import (
     DoesNotFitError,
     EngineClosedError,
     EngineGoneError,
+    GrammarError,
     LocalLLMError,
     ModelNotFoundError,
     TemplateError,
@@ -88,6 +89,8 @@ def failure_of(error: BaseException) -> Failure:
             )
         case ModelNotFoundError():
             return Failure(404, _sentence(error), "model_not_found", "model")
+        case GrammarError():
+            return Failure(400, _sentence(error), "invalid_grammar")
         case TemplateError() | TokenizerError() | UsageError() | ContextOverflowError():
             return Failure(400, _sentence(error), "invalid_value")
         case EngineClosedError():
