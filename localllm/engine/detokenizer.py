@@ -31,6 +31,13 @@ class Detokenizer:
             data = self._drop_spaces(data)
         return self._decoder.decode(data)
 
+    def copy(self) -> Detokenizer:
+        """Another one that has decoded the same and goes on by itself."""
+        other = Detokenizer(self._tokenizer)
+        other._decoder.setstate(self._decoder.getstate())
+        other._spaces_to_drop, other._window, other._given = self._spaces_to_drop, list(self._window), self._given
+        return other
+
     def finish(self) -> str:
         """What is still held back; the beginning of a character that never ended becomes one U+FFFD."""
         if self._spaces_to_drop is None:

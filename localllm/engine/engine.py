@@ -21,6 +21,7 @@ from typing import Any
 from localllm import hub
 from localllm.cache.kv_format import choose_format
 from localllm.cache.prefix import PrefixCache
+from localllm.engine.beam_search import BeamSearch, Ends, require_room
 from localllm.engine.chat_template import ChatInput, ChatTemplate, encode_chat
 from localllm.engine.detokenizer import Detokenizer
 from localllm.engine.draft_loading import DraftModel
@@ -48,6 +49,7 @@ from localllm.engine.sampler import breaker_ids
 from localllm.engine.scheduler import Limits, Scheduler
 from localllm.engine.scores import Scores
 from localllm.engine.sequence import Sequence
+from localllm.engine.sharing import with_followers
 from localllm.engine.speculative.choice import AUTO, NO_GUESSES, Speculate, Speculating, speculation
 from localllm.engine.taking import taken
 from localllm.engine.telling import forward_split, telling, untold
@@ -267,7 +269,12 @@ class Engine:
             detokenizer=Detokenizer(self.tokenizer),
             breaker_ids=breaker_ids(sampling, self.tokenizer.encode),
         )
-        sequence.drafter = self.speculation.name if self.speculation.is_on else None
+        if request.beams > 1:
+            new_detokenizer = partial(Detokenizer, self.tokenizer)
+            ends = Ends(self.eos_ids, self.config.rope_switch_length, new_detokenizer, self.tokenizer.token_text)
+            sequence.search = BeamSearch(sequence, ends)
+        elif self.speculation.is_on:
+            sequence.drafter = self.speculation.name
         with self._lock:
             self.scheduler.add(sequence)
         return sequence.request_id
@@ -282,6 +289,7 @@ class Engine:
         if num_tokens >= (longest if request.grows else self.ctx) + (request.pooling is not None):
             flags = self.flags_for(min(longest, num_tokens + 512)) if num_tokens < longest else ""
             raise overflow_error(num_tokens, self.ctx, longest, flags)
+        require_room(request, self.ctx, self.scheduler.limits)
 
     def abort(self, request_id: int) -> None:
         """Stop a request between two blocks of the running forward; its last event says "cancelled"."""
@@ -374,12 +382,15 @@ class Engine:
         except (MemoryError, RuntimeError, LocalLLMError) as error:
             if self.speculation.gives_way(error) or self.kv_supply.gives_way(error, num_rows(scheduled)):
                 return []
-            return [self._fail(sequence, error) for sequence, _ in scheduled]
+            return [self._fail(sequence, error) for sequence in dict.fromkeys(sequence for sequence, _ in scheduled)]
         events: list[Event] = []
         split = forward_split(time.perf_counter() - started, before, self.model.stream.clock)
-        for (sequence, chunk), outcome in zip(scheduled, outcomes, strict=True):
+        for sequence in dict.fromkeys(sequence for sequence, _ in scheduled):
             sequence.clock.split += split
             sequence.clock.ran_alone &= len(scheduled) == 1
+        for sequence, chunk, outcome in with_followers(self.scheduler, scheduled, outcomes):
+            if sequence.finish_reason is not None:  # another beam of it has failed
+                continue
             try:
                 for event in self._take(sequence, chunk, outcome):
                     events.append(event)  # one by one: what was drawn before a failure was said
@@ -461,7 +472,7 @@ class Engine:
             if sequence.clock.ran_alone:
                 self._scores.take(finished, self.residency.plan, self.speculation.plain_s)
             yield finished
-        elif chunk.kv.length == self.config.rope_switch_length:
+        elif sequence.search is None and chunk.kv.length == self.config.rope_switch_length:
             # LongRoPE rotates all keys differently past its trained length: the old ones are computed anew.
             chunk.kv.trim(0)
 

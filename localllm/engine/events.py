@@ -111,7 +111,9 @@ class FinishedEvent:
     """The last event of a request. `text` is what was still held back; `error` is set when the reason is "error".
     miss: of a request that asked for it, where something was known that it could not use. ctx: the tokens of context
     that it had, None where that is not known. speculation: None where nobody guesses. embedding: of the prompt, where
-    that was asked for: fp32 [hidden], of length 1. stop_text: the stop string before which the answer ends."""
+    that was asked for: fp32 [hidden], of length 1. stop_text: the stop string before which the answer ends.
+    mean_logprob: natural-log probability per token before any sampling transform, the token that ended the text among
+    them; where the request was to be scored, and any token was drawn."""
 
     request_id: int
     finish_reason: FinishReason
@@ -124,6 +126,7 @@ class FinishedEvent:
     speculation: SpeculationStats | None = None
     embedding: array[float] | None = field(default=None, repr=False)
     stop_text: str | None = None
+    mean_logprob: float | None = None
 
 
 Event = GrownEvent | PrefillEvent | TokenEvent | FinishedEvent

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from localllm.cache.miss import CacheMiss
 from localllm.cache.paged_kv import PagedKV
@@ -22,6 +23,9 @@ from localllm.engine.overflow import wanted_room
 from localllm.engine.pooling import Pool
 from localllm.engine.request import Request
 from localllm.engine.stopping import StopMatcher
+
+if TYPE_CHECKING:
+    from localllm.engine.beam_search import BeamSearch
 
 
 @dataclass
@@ -42,7 +46,7 @@ class Clock:
         return Timings(
             load_s=load_s,
             ttft_s=self.first_token - self.submitted,
-            prefill_tok_s=num_computed_tokens / max(self.first_token - self.prefill_started, 1e-9),
+            prefill_tok_s=num_computed_tokens / max(self.first_token - self.prefill_started, 1e-9) or None,
             decode_tok_s=(num_completion_tokens - 1) / decode_s if decode_s > 0 else None,
             split=self.split,
         )
@@ -65,6 +69,22 @@ class Tally:
         self.drafted += num_drafted
         self.accepted += num_accepted
         self.rounds += num_drafted > 0
+
+
+@dataclass
+class Score:
+    """The natural-log probabilities of the tokens that were drawn, before any sampling transform."""
+
+    total: float = 0.0
+    tokens: int = 0
+
+    def take(self, logprob: float) -> None:
+        self.total += logprob
+        self.tokens += 1
+
+    @property
+    def mean(self) -> float | None:
+        return self.total / self.tokens if self.tokens else None
 
 
 class Sequence:
@@ -95,6 +115,8 @@ class Sequence:
         self.tally = Tally()
         self.drafter: str | None = None  # who guesses its tokens, if somebody may
         self.pool = None if request.pooling is None else Pool(request.pooling)
+        self.score = Score() if request.is_scored else None
+        self.search: BeamSearch | None = None  # where its answer is not drawn
         self.due = 0  # as the scheduler counts
         self.finish_reason: FinishReason | None = None
         self._detokenizer = detokenizer
@@ -111,6 +133,11 @@ class Sequence:
         """Whether a longer context is to be tried for before it runs."""
         room = wanted_room(self.ctx, self.request.sampling.max_tokens)
         return self.may_grow and self.num_prompt_tokens + room > self.ctx
+
+    @property
+    def kv_capacity(self) -> int:
+        """Tokens that its own pages hold at most: those of a searched answer are the beams'."""
+        return self.max_length if self.request.beams == 1 else self.num_prompt_tokens
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -152,6 +179,7 @@ class Sequence:
             speculation=self._speculation,
             embedding=self.pool.vector() if self.pool is not None and self.finish_reason == "stop" else None,
             stop_text=self._stop.found,
+            mean_logprob=None if self.score is None else self.score.mean,
         )
 
     @property
