@@ -42,6 +42,12 @@ class SettingsError(UsageError):
     code = "settings"
 
 
+class GrammarError(UsageError):
+    """What an answer has to look like (a JSON Schema, a grammar, a regular expression) cannot be honoured."""
+
+    code = "grammar"
+
+
 class ModelNotFoundError(LocalLLMError):
     """The name is unknown, or its files are not on this disk and may not be fetched."""
 

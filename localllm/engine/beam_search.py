@@ -35,7 +35,6 @@ class Ends:
 
     eos_ids: frozenset[int]
     rope_switch_length: int | None
-    new_detokenizer: Callable[[], Detokenizer]
     text_of: Callable[[int], str]
 
 
@@ -131,7 +130,7 @@ class BeamSearch:
 
     def _nothing_said(self) -> _Said | None:
         stops = self._sequence.request.sampling.stop
-        return _Said(self._ends.new_detokenizer(), StopMatcher(stops)) if stops else None
+        return _Said(*self._sequence.text_so_far()) if stops else None
 
     def _candidates(self, texts: Sequence[_Text]) -> list[_Candidate]:
         """The best continuations of all beams: with each end-of-sequence token once for each beam, there are still as
@@ -168,6 +167,8 @@ class BeamSearch:
             told += (token_logprob(self._logits[parent], token_id, sampling.logprobs or 0, self._ends.text_of),)
         text = _Text((*before.token_ids, token_id), score, told, said)
         is_whole = is_whole or self._sequence.num_prompt_tokens + len(text.token_ids) >= self._sequence.max_length
+        constraint = self._sequence.constraint
+        is_whole = is_whole or (constraint is not None and constraint.has_ended(text.token_ids))
         return _Candidate(parent, text, is_whole)
 
     def _keep_whole(self, texts: Sequence[_Text], length: int) -> None:
@@ -228,6 +229,7 @@ class BeamSearch:
             event = sequence.append(token_id, told if with_logprobs else None, self._ends.eos_ids)
             if event is not None:
                 yield event
+            assert (sequence.finish_reason is None) == (place + 1 < len(best.token_ids))
 
 
 def require_room(request: Request, ctx: int, limits: Limits) -> None:

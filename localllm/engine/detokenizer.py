@@ -6,6 +6,7 @@ Knows nothing about stop strings or about where the tokens come from.
 from __future__ import annotations
 
 import codecs
+from copy import copy
 
 from localllm.engine.tokenizer import Tokenizer
 
@@ -33,9 +34,10 @@ class Detokenizer:
 
     def copy(self) -> Detokenizer:
         """Another one that has decoded the same and goes on by itself."""
-        other = Detokenizer(self._tokenizer)
+        other = copy(self)
+        other._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         other._decoder.setstate(self._decoder.getstate())
-        other._spaces_to_drop, other._window, other._given = self._spaces_to_drop, list(self._window), self._given
+        other._window = list(self._window)
         return other
 
     def finish(self) -> str:

@@ -27,6 +27,7 @@ from localllm.engine.detokenizer import Detokenizer
 from localllm.engine.draft_loading import DraftModel
 from localllm.engine.drawing import Outcome, Scheduled, compute, num_rows
 from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent
+from localllm.engine.grammar.compiled import Grammars
 from localllm.engine.growth import Needed, cannot_grow, grow
 from localllm.engine.kv_probe import LAST, KVProbe, Switch, load_as_found
 from localllm.engine.kv_reuse import IN_POOLS, UNKNOWN_SOURCE, Computed, KVReuse
@@ -42,7 +43,7 @@ from localllm.engine.memory import (
 )
 from localllm.engine.overflow import overflow_error
 from localllm.engine.perplexity import Perplexity, perplexity
-from localllm.engine.request import Request, SamplingParams, require_ids
+from localllm.engine.request import Grammar, Request, SamplingParams, require_grammar_alone, require_ids
 from localllm.engine.residency import Residency
 from localllm.engine.runner import BATCH_ROWS, Chunk, ModelRunner, StepCancelledError, unheard
 from localllm.engine.sampler import breaker_ids
@@ -122,6 +123,7 @@ class Engine:
         eos = (*model.config.eos_token_ids, tokenizer.eos_token_id)
         self.speculation = speculating(self.residency, plan)
         self.eos_ids = frozenset(token_id for token_id in eos if token_id is not None)
+        self.grammars = Grammars(tokenizer, self.eos_ids, model.config.vocab_size)
         self._request_ids = itertools.count()
         self._aborted: set[int] = set()
         self._inboxes: dict[int, deque[Event]] = {}
@@ -211,13 +213,17 @@ class Engine:
         self.speculation.close()
         self.kv_supply.close()
 
-    def generate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[Event]:
+    def generate(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, *, grammar: Grammar | None = None
+    ) -> Iterator[Event]:
         """Answer one prompt: a text to continue, token ids, or chat messages. Closing the iterator stops the request.
+        grammar: what the answer has to look like.
 
         Several iterators may be read in turn; their requests run as one batch. Who calls `submit` and `step` himself
         does not use this beside them. A request that cannot run raises with the first event that is asked for.
         """
-        request_id = self.submit(Request(tuple(self.encode(prompt)), sampling or SamplingParams()))
+        request = Request(tuple(self.encode(prompt)), sampling or SamplingParams(), grammar=grammar)
+        request_id = self.submit(request)
         inbox = self._inboxes[request_id] = deque[Event]()
         try:
             while inbox or self.has_work or self._aborted:
@@ -258,7 +264,7 @@ class Engine:
         raise self._template.with_traceback(None)  # it is raised again and again, and would keep each caller's frames
 
     def submit(self, request: Request) -> int:
-        """Queue a request; its id marks its events. Raises ContextOverflowError or UsageError before anything runs."""
+        """Queue a request; its id marks its events. Raises as `check` before anything runs."""
         self.check(request)
         sampling = request.sampling
         sequence = Sequence(
@@ -268,10 +274,10 @@ class Engine:
             ctx=self.ctx,
             detokenizer=Detokenizer(self.tokenizer),
             breaker_ids=breaker_ids(sampling, self.tokenizer.encode),
+            constraint=None if request.grammar is None else self.grammars.constraint(request.grammar),
         )
         if request.beams > 1:
-            new_detokenizer = partial(Detokenizer, self.tokenizer)
-            ends = Ends(self.eos_ids, self.config.rope_switch_length, new_detokenizer, self.tokenizer.token_text)
+            ends = Ends(self.eos_ids, self.config.rope_switch_length, self.tokenizer.token_text)
             sequence.search = BeamSearch(sequence, ends)
         elif self.speculation.is_on:
             sequence.drafter = self.speculation.name
@@ -280,7 +286,8 @@ class Engine:
         return sequence.request_id
 
     def check(self, request: Request) -> None:
-        """Raises ContextOverflowError or UsageError for a request that cannot run."""
+        """Raises ContextOverflowError, UsageError or GrammarError for a request that cannot run. A grammar is compiled
+        where it is new, which takes up to a second."""
         num_tokens = len(request.prompt_ids)
         if num_tokens == 0:
             raise UsageError("the prompt is empty", why="a model continues a text, and there is none")
@@ -290,6 +297,9 @@ class Engine:
             flags = self.flags_for(min(longest, num_tokens + 512)) if num_tokens < longest else ""
             raise overflow_error(num_tokens, self.ctx, longest, flags)
         require_room(request, self.ctx, self.scheduler.limits)
+        if request.grammar is not None:
+            require_grammar_alone(request)
+            self.grammars.check(request.grammar)
 
     def abort(self, request_id: int) -> None:
         """Stop a request between two blocks of the running forward; its last event says "cancelled"."""

@@ -113,7 +113,8 @@ class FinishedEvent:
     that it had, None where that is not known. speculation: None where nobody guesses. embedding: of the prompt, where
     that was asked for: fp32 [hidden], of length 1. stop_text: the stop string before which the answer ends.
     mean_logprob: natural-log probability per token before any sampling transform, the token that ended the text among
-    them; where the request was to be scored, and any token was drawn."""
+    them; where the request was to be scored, and any token was drawn.
+    meets_grammar: whether it is whole as the request's grammar has it; None where there is none."""
 
     request_id: int
     finish_reason: FinishReason
@@ -127,6 +128,7 @@ class FinishedEvent:
     embedding: array[float] | None = field(default=None, repr=False)
     stop_text: str | None = None
     mean_logprob: float | None = None
+    meets_grammar: bool | None = None
 
 
 Event = GrownEvent | PrefillEvent | TokenEvent | FinishedEvent

@@ -153,6 +153,18 @@ class Request:
             raise UsageError("beams and pooling cannot go together", why="an embedding has no answer to search")
 
 
+def require_grammar_alone(request: Request) -> None:
+    """Raises UsageError for what contradicts the grammar of a request."""
+    contradicts = {
+        "mask": (request.mask is not None, "both say which tokens may follow"),
+        "pooling": (request.pooling is not None, "an embedding has no answer"),
+        "ignore_eos": (request.sampling.ignore_eos, "an answer ends where its grammar does"),
+    }
+    for name, (is_set, why) in contradicts.items():
+        if is_set:
+            raise UsageError(f"a grammar and {name} cannot go together", why=why)
+
+
 def require_ids(token_ids: Iterable[int], vocab_size: int) -> None:
     """Raises UsageError for one that the model does not have: the kernels read the row of any number."""
     ids = tuple(token_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,9 +20,10 @@ from localllm.engine.events import (
     TokenLogprob,
     Usage,
 )
+from localllm.engine.grammar.constraint import Constraint
 from localllm.engine.overflow import wanted_room
 from localllm.engine.pooling import Pool
-from localllm.engine.request import Request
+from localllm.engine.request import Request, TokenMask
 from localllm.engine.stopping import StopMatcher
 
 if TYPE_CHECKING:
@@ -99,11 +101,15 @@ class Sequence:
         ctx: int,
         detokenizer: Detokenizer,
         breaker_ids: frozenset[int],
+        constraint: Constraint | None = None,
     ) -> None:
+        """constraint: of the request's grammar."""
         self.request_id = request_id
         self.request = request
         self.seed = seed
         self.breaker_ids = breaker_ids  # tokens that no DRY repetition spans
+        self.constraint = constraint
+        self.mask: TokenMask | None = constraint or request.mask
         self.may_grow = request.grows  # the context, for this request
         self.fit(ctx)
         self.token_ids = list(request.prompt_ids)
@@ -147,6 +153,14 @@ class Sequence:
     def num_completion_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
+    @property
+    def answer_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    def text_so_far(self) -> tuple[Detokenizer, StopMatcher]:
+        """Copies of what makes text of its tokens, for an answer that may go on from here."""
+        return self._detokenizer.copy(), deepcopy(self._stop)
+
     def append(self, token_id: int, logprob: TokenLogprob | None, eos_ids: frozenset[int]) -> TokenEvent | None:
         """Take a drawn token in; None for an end-of-sequence token, which is no part of the answer."""
         now = time.perf_counter()
@@ -157,6 +171,8 @@ class Sequence:
             return None
         self.token_ids.append(token_id)
         text = self._release(self._detokenizer.push(token_id))
+        if self.finish_reason is None and self.constraint is not None and self.constraint.has_ended(self.answer_ids):
+            self.finish_reason = "stop"
         if self.finish_reason is None and len(self.token_ids) >= self.max_length:
             self.finish_reason = "length"
         return TokenEvent(self.request_id, token_id, text, logprob)
@@ -180,7 +196,14 @@ class Sequence:
             embedding=self.pool.vector() if self.pool is not None and self.finish_reason == "stop" else None,
             stop_text=self._stop.found,
             mean_logprob=None if self.score is None else self.score.mean,
+            meets_grammar=self._meets_grammar,
         )
+
+    @property
+    def _meets_grammar(self) -> bool | None:
+        if self.constraint is None:
+            return None
+        return self._stop.found is None and self.constraint.is_met(self.answer_ids)
 
     @property
     def _speculation(self) -> SpeculationStats | None:

@@ -13,6 +13,7 @@ from localllm.errors import (
     ContextOverflowError,
     DoesNotFitError,
     EngineClosedError,
+    GrammarError,
     LocalLLMError,
     ModelNotFoundError,
     TemplateError,
@@ -87,6 +88,8 @@ def failure_of(error: BaseException) -> Failure:
             )
         case ModelNotFoundError():
             return Failure(404, _sentence(error), "model_not_found", "model")
+        case GrammarError():
+            return Failure(400, _sentence(error), "invalid_grammar")
         case TemplateError() | TokenizerError() | UsageError() | ContextOverflowError():
             return Failure(400, _sentence(error), "invalid_value")
         case EngineClosedError():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from localllm.cache.paged_kv import PagedKV
 from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent, TokenEvent
 from localllm.engine.kv_reuse import NO_REUSE
-from localllm.engine.request import Request, SamplingParams
+from localllm.engine.request import Grammar, Request, SamplingParams
 from localllm.engine.scheduler import Limits
 from localllm.errors import LocalLLMError, UsageError
 from tests.checkpoints import write_checkpoint
@@ -171,6 +172,22 @@ def test_a_mask_holds_for_each_beam(engine: Engine) -> None:
 
     heard = answered(engine, searched(words(20), beams=6, max_tokens=12, mask=letters_in_turn))[0]
     assert sorted(heard.text) == list("abcd") and heard.finished.finish_reason == "stop"
+
+
+def test_a_grammar_holds_for_each_beam_and_ends_it(tiny: Engine) -> None:
+    prompt = tiny.encode("Once upon a time")
+    heard = answered(tiny, searched(prompt, max_tokens=40, grammar=Grammar("regex", "[a-z]{3,9}( [a-z]{3,9}){2}")))[0]
+    assert re.fullmatch("[a-z]{3,9}( [a-z]{3,9}){2}", heard.text) and heard.finished.meets_grammar
+    greedy = replace(drawn(prompt, grammar=Grammar("regex", "(yes|no)")), sampling=GREEDY)
+    assert answered(tiny, searched(prompt, grammar=greedy.grammar), greedy)[0].text in ("yes", "no")
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[Engine]:
+    engine = Engine.load("tiny")
+    yield engine
+    require_whole(engine)
+    engine.close()
 
 
 def test_the_likeliest_of_all_that_a_mask_allows_is_found(engine: Engine) -> None:

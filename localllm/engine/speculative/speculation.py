@@ -142,6 +142,7 @@ class Speculation:
         """What is done in this step, and nothing guessed yet that takes time."""
         limits = [min(self._draft_tokens, room(sequence, self._residency.config)) for sequence in sequences]
         offers = [NO_DRAFT] * len(sequences) if self._lookup is None else self._lookup.offers(sequences, limits)
+        offers = [within_grammar(*each) for each in zip(sequences, offers, limits, strict=True)]
         acceptances = [self._acceptance_of(sequence) for sequence in sequences]
         option = None
         if max(limits) > 0:
@@ -309,6 +310,20 @@ class Speculation:
         if longest:
             self._chooser.learn_guesses(drafter.name, len(asked), longest, guess_s)
         return drafts
+
+
+def within_grammar(sequence: Running, offer: Draft, limit: int) -> Draft:
+    """What a grammar leaves no choice about, at most `limit` tokens; else of an offer what it allows."""
+    constraint = sequence.constraint
+    if constraint is None or limit <= 0:
+        return offer
+    said = sequence.answer_ids
+    if forced := constraint.forced(said)[:limit]:
+        return Draft(forced, "grammar")
+    token_ids, others = constraint.cut(said, offer.token_ids), constraint.cut(said, offer.others)
+    return (
+        replace(offer, token_ids=token_ids, others=others) if token_ids else replace(offer, token_ids=others, others=())
+    )
 
 
 def room(sequence: Running, config: ModelConfig) -> int:

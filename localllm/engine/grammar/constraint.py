@@ -1,0 +1,102 @@
+"""One answer on its way through a grammar: which tokens may follow those that were said, guessed and taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import takewhile
+
+import numpy
+import torch
+from llguidance import LLMatcher
+from torch import Tensor
+
+from localllm.errors import GrammarError
+
+_KEPT_MASKS = 64  # of the latest places: guesses and what verifies them ask for the same ones; 150 kB each at most
+
+
+class Constraint:
+    """A `TokenMask`. What it is asked about lies close to what it was asked about before, as a rule: the parser goes on
+    from there, and back where it has to. Used by one thread."""
+
+    def __init__(self, matcher: LLMatcher, size: int, spent: Callable[[], None]) -> None:
+        """matcher: at its beginning. size: of the masks. spent: called at a limit that it shares with others."""
+        self._start, self._size, self._spent = matcher, size, spent
+        self._begin()
+
+    def __call__(self, token_ids: Sequence[int]) -> Tensor:
+        """bool [V]. Raises GrammarError where there is none: behind what the grammar forbids, behind its end, and where
+        the parser meets a limit."""
+        length = len(token_ids)
+        if not self._is_said(token_ids) or length not in self._masks:
+            self._follow(token_ids)
+            bits = numpy.frombuffer(self._matcher.compute_bitmask(), numpy.uint8)
+            self._require_well()
+            allowed = numpy.unpackbits(bits, count=self._size, bitorder="little").view(numpy.bool_)
+            self._masks[length] = torch.from_numpy(allowed)
+            self._masks.pop(length - _KEPT_MASKS, None)
+        return self._masks[length]
+
+    def cut(self, token_ids: Sequence[int], guesses: Sequence[int]) -> tuple[int, ...]:
+        """As many of these guesses as may follow."""
+        if not guesses or not self._can_follow(token_ids):
+            return ()
+        return tuple(guesses[: self._matcher.validate_tokens(list(guesses))])
+
+    def forced(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """The tokens that must follow, as far as there is no choice."""
+        return tuple(self._matcher.compute_ff_tokens()) if self._can_follow(token_ids) else ()
+
+    def has_ended(self, token_ids: Sequence[int]) -> bool:
+        """Whether nothing may follow any more."""
+        return self._can_follow(token_ids) and bool(self._matcher.is_stopped())
+
+    def is_met(self, token_ids: Sequence[int]) -> bool:
+        """Whether an answer of these tokens is one that the grammar allows."""
+        return self._can_follow(token_ids) and bool(self._matcher.is_accepting())
+
+    def _can_follow(self, token_ids: Sequence[int]) -> bool:
+        """Where it cannot, the mask for the next token tells why."""
+        try:
+            self._follow(token_ids)
+        except GrammarError:
+            return False
+        return True
+
+    def _begin(self) -> None:
+        self._matcher = self._start.deep_copy()
+        self._said: list[int] = []
+        self._masks: dict[int, Tensor] = {}  # by how many tokens stand before
+
+    def _is_said(self, token_ids: Sequence[int]) -> bool:
+        """Whether the parser is behind these tokens, or has been on its way to where it is."""
+        return len(token_ids) <= len(self._said) and self._said[: len(token_ids)] == list(token_ids)
+
+    def _follow(self, token_ids: Sequence[int]) -> None:
+        """The parser is behind these tokens and no others. Raises GrammarError where they cannot be said."""
+        if self._matcher.is_error():
+            self._begin()
+        said = self._said
+        if list(token_ids[: len(said)]) != said:
+            pairs = zip(said, token_ids, strict=False)
+            self._go_back(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        new = list(token_ids[len(said) :])
+        num_taken = self._matcher.try_consume_tokens(new) if new else 0
+        said += new[:num_taken]
+        self._require_well()
+        if num_taken < len(new):
+            why = f"the grammar has no answer that goes on so after {len(said)} tokens"
+            raise GrammarError("the answer cannot go on as it must", why=why)
+
+    def _go_back(self, length: int) -> None:
+        """So many tokens were said."""
+        self._matcher.rollback(len(self._said) - length)
+        del self._said[length:]
+        self._masks = {place: mask for place, mask in self._masks.items() if place <= length}
+
+    def _require_well(self) -> None:
+        if self._matcher.is_error():
+            self._spent()
+            why = self._matcher.get_error().replace("<non-verbose/>", "").strip()
+            what = f"the grammar is too complex to go on with after {len(self._said)} tokens"
+            raise GrammarError(what, why=why, fix="make it simpler, or ask for less at once")

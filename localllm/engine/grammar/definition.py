@@ -1,0 +1,135 @@
+"""A `Grammar` as llguidance has it: its own JSON, tried out in a process of its own (`trial.py`).
+
+Around what was asked for stands, where it is needed, what a model may think before, and the blank that is dropped of
+what some tokenizers decode. Knows no torch: a front end may ask before it loads a model.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from functools import partial
+from typing import Any, NoReturn
+
+from localllm.engine.grammar import trial
+from localllm.engine.grammar.schema import CheckedSchema, checked
+from localllm.engine.request import Grammar
+from localllm.errors import GrammarError, LocalLLMError
+
+MAX_SOURCE = 64 << 10  # characters; of a JSON Schema see schema.py
+_PATIENCE_S = 10.0  # for a process that gets no CPU
+_NAMES = {"json_schema": "JSON Schema", "regex": "regular expression", "lark": "Lark grammar", "gbnf": "GBNF grammar"}
+# A blank or a line with its indentation: what is written by people and by `json.dumps`, and never a page of blanks. No
+# \u in strings: with it a key can be spelt in two ways, and one of them would be held to another schema.
+_JSON_OPTIONS = {
+    "whitespace_pattern": r"( |\n[ \t]{0,20})",
+    "json_allowed_escapes": 'nrbtf\\"',
+    "coerce_one_of": False,
+    "lenient": False,
+}
+_IGNORED_OPTION = re.compile(
+    r"^\s*[\w-]+\[[^\]\n]*?\b(temperature|max_tokens|stop|stop_capture|capture)\b", re.MULTILINE
+)
+_LIMITS = re.compile(r"too (?:big|large|many|complex)|fuel|max is|[Ll]imit", re.ASCII)
+
+
+def defined(grammar: Grammar, *, leading_spaces: int = 0) -> str:
+    """Takes a few milliseconds in this process, and at most half a second in another.
+
+    leading_spaces: that decoding drops of an answer, as `Tokenizer.leading_spaces` has it. Raises GrammarError, naming
+    what cannot be honoured; LocalLLMError where no process can be started.
+    """
+    name = _NAMES[grammar.kind]
+    if grammar.kind == "json_schema":
+        schema = checked(grammar.source)
+        answer: dict[str, Any] = {"json_schema": {**schema.schema, "x-guidance": _JSON_OPTIONS}}
+        return _tried(grammar, answer, leading_spaces, partial(_refuse_schema, schema))
+    if len(grammar.source) > MAX_SOURCE:
+        why = f"it has {len(grammar.source)} characters, and at most {MAX_SOURCE} are taken"
+        raise GrammarError(f"the {name} is too large", why=why)
+    if grammar.kind == "lark" and (found := _IGNORED_OPTION.search(grammar.source)) is not None:
+        line = grammar.source.count("\n", 0, found.start(1)) + 1
+        why = f"{found[1]!r} in line {line} says how a text is made or reported, not what it may be"
+        raise GrammarError("the Lark grammar has an option that is not honoured", why=why, fix="leave it out")
+    answer = {"lark_grammar": _as_lark(grammar)}
+    return _tried(grammar, answer, leading_spaces, partial(_refuse, name))
+
+
+def _as_lark(grammar: Grammar) -> str:
+    if grammar.kind != "regex":
+        return grammar.source  # of GBNF it is made where it can do no harm
+    from llguidance import LLMatcher
+
+    lark: str = json.loads(LLMatcher.grammar_from_regex(grammar.source))["grammars"][0]["lark_grammar"]
+    return lark
+
+
+def _around(grammar: Grammar, leading_spaces: int) -> str | None:
+    """What stands around the answer, in Lark; None for nothing."""
+    blank = f'"{" " * leading_spaces}" ' if leading_spaces else ""
+    if grammar.is_thinking and not grammar.thoughts:
+        raise GrammarError("a thought without marks has no end", why="is_thinking needs those of `thoughts`")
+    if grammar.is_thinking:
+        closings = " | ".join(json.dumps(closing) for _, closing in grammar.thoughts)
+        start, marks = "start: said SPACE @answer", f"said[lazy]: ANY ({closings})"
+    elif grammar.thoughts:
+        ways = "".join(f" | OPENED_{i} said_{i} SPACE @answer" for i in range(len(grammar.thoughts)))
+        start = f"start: {blank}@answer{ways}"
+        marks = "\n".join(
+            f"OPENED_{i}: /[ \\n]{{0,2}}/ {json.dumps(opening)}\nsaid_{i}[lazy]: ANY {json.dumps(closing)}"
+            for i, (opening, closing) in enumerate(grammar.thoughts)
+        )
+    else:
+        return f"start: {blank}@answer" if blank else None
+    return f"{start}\n{marks}\nANY: /(?s:.*)/\nSPACE: /[ \\n\\r\\t]{{0,4}}/\n"
+
+
+def _tried(grammar: Grammar, answer: dict[str, Any], leading_spaces: int, refuse: Any) -> str:
+    around = _around(grammar, leading_spaces)
+    grammars = (
+        [{"name": "answer", **answer}] if around is None else [{"lark_grammar": around}, {"name": "answer", **answer}]
+    )
+    asked = {"grammars": grammars, "gbnf": grammar.source if grammar.kind == "gbnf" else None}
+    try:
+        process = subprocess.run(
+            [sys.executable, "-P", trial.__file__],
+            input=json.dumps(asked).encode(),
+            capture_output=True,
+            timeout=_PATIENCE_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise _exploding(grammar, f"{_PATIENCE_S:.0f} s") from None
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise LocalLLMError("the grammar cannot be tried out", why=f"no process can be started: {why}") from error
+    if process.returncode:
+        raise _exploding(grammar, f"{trial.CPU_S} s, or the memory, that it may take")
+    told: dict[str, str] = json.loads(process.stdout)
+    if "grammar" not in told:
+        refuse(told.get("error") or told["stuck"])
+    return told["grammar"]
+
+
+def _exploding(grammar: Grammar, limit: str) -> GrammarError:
+    why = f"compiling it takes more than the {limit}"
+    return GrammarError(f"the {_NAMES[grammar.kind]} explodes", why=why, fix="make it simpler")
+
+
+def _refuse_schema(schema: CheckedSchema, message: str) -> NoReturn:
+    if _LIMITS.search(message) and "too large" not in message:
+        _refuse("JSON Schema", message)
+    schema.refuse(message)
+
+
+def _refuse(name: str, message: str) -> NoReturn:
+    """Raises GrammarError with what the library says of it."""
+    why = " ".join(message.replace("<non-verbose/>", "").split())[:300]
+    if "NoExtension" in message:
+        why = "there is nothing with which it can go on"
+        raise GrammarError(f"no answer can meet the {name}", why=why)
+    if _LIMITS.search(message):
+        raise GrammarError(f"the {name} explodes", why=why, fix="make it simpler")
+    raise GrammarError(f"the {name} cannot be used", why=why)

@@ -1,0 +1,318 @@
+"""Which JSON Schemas (draft 2020-12) an answer can be held to: every keyword that is taken is enforced, and what cannot
+be is refused by its name and place before anything runs.
+
+Knows no tokenizer and no torch. What a keyword does is up to llguidance; which are let through to it was found out with
+the test suite of the specification, `tests/structured/test_suite.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+from localllm.errors import GrammarError
+
+MAX_SOURCE = 256 << 10  # characters: a schema of 250 types has 60,000
+MAX_NESTING = 100  # of JSON in JSON; llguidance reads 128, and wraps it in a few
+MAX_SCHEMAS = 10_000
+MAX_LEAST = 1_000_000  # characters, items or properties
+FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+
+_ANNOTATIONS = frozenset({
+    "title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "$comment",
+    "$schema", "$id", "id", "$anchor", "contentEncoding", "contentMediaType", "contentSchema", "discriminator",
+    "externalDocs", "xml", "markdownDescription",
+})  # fmt: skip
+_ONE = ("additionalProperties", "items")
+_SEVERAL = ("prefixItems", "items", "anyOf", "allOf", "oneOf")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+SUPPORTED = frozenset({*_ONE, *_SEVERAL, *_NAMED, *_COUNTS, *_BOUNDS,
+                       "type", "enum", "const", "required", "multipleOf", "pattern", "format", "$ref"})  # fmt: skip
+_TYPES = frozenset({"null", "boolean", "object", "array", "number", "integer", "string"})
+_DRAFTS = re.compile(r"https?://json-schema\.org/(draft-0[467]|draft/2019-09|draft/2020-12)/schema#?")
+# Inside a class these mean something else to Rust than to JavaScript, in whose language a pattern is written.
+_CLASS_OPERATOR = re.compile(r"&&|--|~~|\[")
+_ESCAPED = re.compile(r"\\.", re.DOTALL)
+_CLASS = re.compile(r"\[([^\]]*)")
+_TOLD = 8  # of what is refused
+_MOST_TURNS = 64  # in which a chain of references is followed; one that leads forth or back takes one
+
+# What llguidance says of a keyword that it cannot enforce as it stands, and whose fault that is.
+_COMPLAINTS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("oneOf constraints", ("oneOf",)),
+    ("patternPropert", ("patternProperties",)),
+    ("min/maxProperties", ("minProperties", "maxProperties")),
+    ("multipleOf", ("multipleOf",)),
+    ("integer range", _BOUNDS),
+    ("number range", _BOUNDS),
+    ("Pointer ", ("$ref",)),
+    ("Resource ", ("$ref",)),
+    ("$ref", ("$ref",)),
+    ("anchor", ("$ref",)),
+    ("regex", ("pattern", "patternProperties")),
+    ("lookaround", ("pattern", "patternProperties")),
+)
+
+
+def checked(source: str) -> CheckedSchema:
+    """Raises GrammarError, naming keywords and where they stand, for a schema that an answer cannot be held to."""
+    if len(source) > MAX_SOURCE:
+        why = f"it has {len(source)} characters, and at most {MAX_SOURCE} are taken"
+        raise GrammarError("the JSON Schema is too large", why=why, fix="leave out what the answer does not need")
+    try:
+        schema = json.loads(source, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        why = f"line {error.lineno}, column {error.colno}: {error.msg}"
+        raise GrammarError("the JSON Schema is no JSON", why=why) from None
+    except RecursionError:
+        raise _nested() from None
+    except ValueError as error:  # a number of thousands of digits
+        raise GrammarError("the JSON Schema has a number that cannot be read", why=str(error)) from None
+    if not isinstance(schema, dict | bool):
+        why = f"it is {_kind(schema)}, and must be an object"
+        raise GrammarError("this is no JSON Schema", why=why, fix='{"type": "object"} takes any object')
+    if schema is False:
+        raise GrammarError("no answer can meet the JSON Schema", why="the schema is false at #")
+    return CheckedSchema({} if schema is True else schema)
+
+
+class CheckedSchema:
+    """A schema, with the places of its keywords. schema: with whole numbers as such."""
+
+    def __init__(self, schema: dict[str, Any]) -> None:
+        self.places: dict[str, list[str]] = {}
+        self._refused: list[str] = []
+        self._num_schemas = 0
+        self._root = schema
+        self.schema: dict[str, Any] = self._walked(schema, "#", 0)
+        if self._refused:
+            more = f", and {len(self._refused) - _TOLD} more" if len(self._refused) > _TOLD else ""
+            raise GrammarError(
+                "the JSON Schema has what an answer cannot be held to",
+                why=f"{'; '.join(self._refused[:_TOLD])}{more}",
+                fix="leave it out, and check the answer for it; docs/structured.md has what is supported",
+            )
+        self._require_end()
+
+    def refuse(self, message: str) -> NoReturn:
+        """What llguidance has against it, with the keyword that it is about. Raises GrammarError."""
+        why = " ".join(message.split())[:300]
+        if "Unsatisfiable" in message or "NoExtension" in message:
+            raise GrammarError("no answer can meet the JSON Schema", why=why)
+        if "too large" in message:
+            raise GrammarError("the JSON Schema explodes", why=f"{why}: allOf of several anyOf is every pair of them")
+        for words, keywords in _COMPLAINTS:
+            places = [f"{each!r} at {place}" for each in keywords for place in self.places.get(each, ())]
+            if words in message and places:
+                raise GrammarError(
+                    "the JSON Schema has what an answer cannot be held to",
+                    why=f"{', '.join(places[:_TOLD])}: {why}",
+                    fix="write it otherwise, or leave it out and check the answer for it",
+                )
+        raise GrammarError("the JSON Schema cannot be used", why=why)
+
+    def _walked(self, schema: Any, place: str, nesting: int) -> Any:
+        """The same, normalised; what is wrong with it is noted."""
+        self._num_schemas += 1
+        if self._num_schemas > MAX_SCHEMAS:
+            why = f"it has more than {MAX_SCHEMAS} schemas"
+            raise GrammarError("the JSON Schema is too large", why=why)
+        if nesting > MAX_NESTING:
+            raise _nested()
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, dict):
+            self._refuse(place, f"is {_kind(schema)}, and must be a schema")
+            return schema
+        self._require_few_left(schema, place)
+        return {key: self._keyword(key, value, place, nesting) for key, value in schema.items()}
+
+    def _keyword(self, key: str, value: Any, place: str, nesting: int) -> Any:
+        at = f"{place}/{key.replace('~', '~0').replace('/', '~1')}"
+        if key == "$schema" and not (isinstance(value, str) and _DRAFTS.fullmatch(value)):
+            self._refuse(at, "names no draft of JSON Schema that is known", key)
+        if key in _ANNOTATIONS or (key.startswith("x-") and key != "x-guidance"):
+            return value
+        if key not in SUPPORTED:
+            self._refuse(at, "is not supported", key)
+            return value
+        self.places.setdefault(key, []).append(at)
+        if key in _NAMED and isinstance(value, dict):
+            return {name: self._walked(each, f"{at}/{name}", nesting + 2) for name, each in value.items()}
+        if key in _SEVERAL and isinstance(value, list):
+            return [self._walked(each, f"{at}/{index}", nesting + 2) for index, each in enumerate(value)]
+        if key in _ONE:
+            return self._walked(value, at, nesting + 1)
+        if key in _NAMED or key in _SEVERAL:
+            self._refuse(at, f"is {_kind(value)}", key)
+            return value
+        return _CHECKS[key](self, key, value, at)
+
+    def _refuse(self, at: str, why: str, key: str = "") -> None:
+        self._refused.append(f"{key!r} {why} ({at})" if key else f"{at} {why}")
+
+    def _count(self, key: str, value: Any, at: str) -> Any:
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
+            self._refuse(at, "must be a whole number, 0 or more", key)
+        elif key.startswith("min") and value > MAX_LEAST:
+            self._refuse(at, f"is more than {MAX_LEAST}: no context has room for that", key)
+        return value
+
+    def _bound(self, key: str, value: Any, at: str) -> Any:
+        if not isinstance(value, bool | int | float) or not math.isfinite(value) or abs(value) >= 2**63:
+            self._refuse(at, "must be a number of at most 63 bits", key)
+        return value
+
+    def _multiple(self, key: str, value: Any, at: str) -> Any:
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            self._refuse(
+                at, "is enforced for whole numbers alone: of others, validators find quotients that differ", key
+            )
+        return value
+
+    def _type(self, key: str, value: Any, at: str) -> Any:
+        names = value if isinstance(value, list) else [value]
+        unknown = [name for name in names if not (isinstance(name, str) and name in _TYPES)]
+        if unknown or not names:
+            self._refuse(at, f"knows no {unknown[0]!r}"[:80] if unknown else "has no type in it", key)
+        return value
+
+    def _text(self, key: str, value: Any, at: str) -> Any:
+        if not isinstance(value, str):
+            self._refuse(at, f"is {_kind(value)}, and must be a text", key)
+        elif key == "format" and value not in FORMATS:
+            self._refuse(at, f"{value[:40]!r} is not supported; {', '.join(FORMATS)} are", key)
+        elif key == "pattern" and any(map(_CLASS_OPERATOR.search, _CLASS.findall(_ESCAPED.sub("", value)))):
+            self._refuse(at, "has an operator in a class: && -- ~~ or a second [ (write \\[)", key)
+        return value
+
+    def _names(self, key: str, value: Any, at: str) -> Any:
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            self._refuse(at, "must be a list of names", key)
+        return value
+
+    def _values(self, key: str, value: Any, at: str) -> Any:
+        if key == "enum" and not isinstance(value, list):
+            self._refuse(at, f"is {_kind(value)}, and must be a list", key)
+        return value
+
+    def _require_few_left(self, schema: Mapping[str, Any], place: str) -> None:
+        """A name that stands in no `properties` may come twice in an answer, and whoever reads it counts one."""
+        least, required = schema.get("minProperties"), schema.get("required")
+        if isinstance(least, int | float) and least - len(required if isinstance(required, list) else ()) > 1:
+            why = "is enforced where at most one property more than `required` has is wanted"
+            self._refuse(f"{place}/minProperties", why, "minProperties")
+
+    def _require_end(self) -> None:
+        """Raises GrammarError for a schema that only an endless answer would meet: one that holds itself."""
+        endless = {id(schema): (schema, place) for schema, place in _schemas(self.schema, "#")}
+        for turn in range(_MOST_TURNS):  # what one is made of stands behind it as a rule, and is looked at first
+            left = endless.items() if turn % 2 else reversed(endless.items())
+            ending = [key for key, (schema, _) in list(left) if self._ends_now(key, schema, endless)]
+            if not ending:
+                break
+        if endless:
+            raise GrammarError(
+                "the JSON Schema never ends",
+                why=f"what meets {min(place for _, place in endless.values())} has to hold itself, without end",
+                fix="let it end: a property that is not required, an array that may be empty, or anyOf with null",
+            )
+
+    def _ends_now(self, key: int, schema: Mapping[str, Any], endless: dict[int, Any]) -> bool:
+        """Whether it is found to end; it is endless no more then."""
+        if not self._can_end(schema, endless):
+            return False
+        del endless[key]
+        return True
+
+    def _can_end(self, schema: Mapping[str, Any], endless: Mapping[int, Any]) -> bool:
+        """Whether something meets it, as far as it is known of what it is made of."""
+
+        def ended(part: Any) -> bool:
+            return id(part) not in endless
+
+        target = self._target(schema.get("$ref"))
+        if not ended(target) or not all(map(ended, schema.get("allOf", ()))):
+            return False
+        if any(not any(map(ended, schema[key])) for key in ("anyOf", "oneOf") if schema.get(key)):
+            return False
+        types = schema.get("type", ())
+        types = {types} if isinstance(types, str) else set(types)
+        if "enum" in schema or "const" in schema or types - {"object", "array"} or not types:
+            return True
+        if "array" in types and self._array_ends(schema, ended):
+            return True
+        properties = schema.get("properties", {})
+        rest = schema.get("additionalProperties")
+        return "object" in types and all(ended(properties.get(name, rest)) for name in schema.get("required", ()))
+
+    def _array_ends(self, schema: Mapping[str, Any], ended: Callable[[Any], bool]) -> bool:
+        least = schema.get("minItems", 0)
+        items, tuple_items = schema.get("items"), schema.get("prefixItems", [])
+        if isinstance(items, list):
+            items, tuple_items = None, items
+        return all(map(ended, tuple_items[:least])) and (least <= len(tuple_items) or ended(items))
+
+    def _target(self, reference: Any) -> Any:
+        """What a pointer into the schema points at; None for anything else."""
+        if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+            return None
+        found: Any = self.schema
+        for step in reference.split("/")[1:]:
+            step = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, dict):
+                found = found.get(step)
+            elif isinstance(found, list) and step.isdigit() and int(step) < len(found):
+                found = found[int(step)]
+            else:
+                return None
+        return found
+
+
+_CHECKS: dict[str, Callable[[CheckedSchema, str, Any, str], Any]] = {
+    **dict.fromkeys(_COUNTS, CheckedSchema._count),
+    **dict.fromkeys(_BOUNDS, CheckedSchema._bound),
+    **dict.fromkeys(("pattern", "format", "$ref"), CheckedSchema._text),
+    **dict.fromkeys(("enum", "const"), CheckedSchema._values),
+    "multipleOf": CheckedSchema._multiple,
+    "type": CheckedSchema._type,
+    "required": CheckedSchema._names,
+}
+
+
+def _schemas(schema: Any, place: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """It and all that it is made of, but for what is written as true or false."""
+    if not isinstance(schema, dict):
+        return
+    yield schema, place
+    for key, value in schema.items():
+        if key in _NAMED:
+            for name, each in value.items():
+                yield from _schemas(each, f"{place}/{key}/{name}")
+        elif key in _SEVERAL and isinstance(value, list):
+            for index, each in enumerate(value):
+                yield from _schemas(each, f"{place}/{key}/{index}")
+        elif key in _ONE:
+            yield from _schemas(value, f"{place}/{key}")
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _nested() -> GrammarError:
+    return GrammarError("the JSON Schema is nested too deeply", why=f"at most {MAX_NESTING} levels are taken")
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise GrammarError("the JSON Schema is no JSON", why=f"JSON has no {name}")

@@ -1,0 +1,79 @@
+"""A grammar is tried out where it can do no harm: a process of its own, that ends at half a second of the CPU.
+
+llguidance compiles most within a millisecond. But a conjunction of forty patterns takes it minutes, a chain of 8,000
+rules ends the process that it is in, and a repetition of a million is noticed with the first token alone: native code
+can be stopped in no other way. Run as a script, which knows the library and nothing of localllm.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import signal
+import sys
+import threading
+from typing import Any
+
+CPU_S = 0.5
+MAX_BYTES = 1 << 30  # of addresses; 150 MB are the library itself
+_STACK_BYTES = 2 << 20  # a quarter of what threads have: what just fits here fits there
+_WALKS, _STEPS = 2, 64  # texts that are begun, and bytes of each
+
+
+def main() -> None:
+    """Reads {grammars, gbnf} and writes {grammar}, {error} or {stuck}. gbnf: what the last of them is made from."""
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.setitimer(signal.ITIMER_PROF, CPU_S)
+    asked = json.load(sys.stdin)
+    threading.stack_size(_STACK_BYTES)
+    told: list[dict[str, str]] = []
+    thread = threading.Thread(target=lambda: told.append(tried(asked)))
+    thread.start()
+    thread.join()
+    json.dump(told[0] if told else {"error": "it is nested too deeply"}, sys.stdout)
+
+
+def tried(asked: dict[str, Any]) -> dict[str, str]:
+    """What `main` writes."""
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    if asked["gbnf"] is not None:
+        try:
+            asked["grammars"][-1]["lark_grammar"] = any_to_lark(asked["gbnf"])
+        except RecursionError:
+            return {"error": "it is nested too deeply"}
+        except Exception as error:  # the converter raises what it likes
+            return {"error": str(error)}
+    grammar = json.dumps({"grammars": asked["grammars"]})
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+    if matcher.is_error():
+        return {"error": matcher.get_error()}
+    for seed in range(_WALKS):
+        matcher.reset()
+        if stuck := _walked(matcher, random.Random(seed)):
+            return {"stuck": stuck}
+    return {"grammar": grammar}
+
+
+def _walked(matcher: Any, choose: random.Random) -> str:
+    """Why a text that begins by chance cannot go on; "" where it can, or has ended."""
+    for _ in range(_STEPS):
+        bits = int.from_bytes(matcher.compute_bitmask(), "little") & ((1 << 256) - 1)  # above are special tokens
+        allowed = [byte for byte in range(256) if bits >> byte & 1]
+        if matcher.is_error():
+            return str(matcher.get_error())
+        if not allowed:
+            return "" if matcher.is_accepting() else "NoExtension"
+        matcher.consume_token(choose.choice(allowed))
+        if matcher.is_error():
+            return str(matcher.get_error())
+        if matcher.is_stopped():
+            return ""
+    return ""
+
+
+if __name__ == "__main__":
+    main()
