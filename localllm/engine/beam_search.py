@@ -120,7 +120,7 @@ class BeamSearch:
             self._follow(best)
             return
         self.close()
-        yield from self._said()
+        yield from self._told()
 
     def close(self) -> None:
         """Its beams give their pages back; once or more often."""
@@ -218,18 +218,24 @@ class BeamSearch:
             raise
         return heirs
 
-    def _said(self) -> Iterator[TokenEvent]:
-        """The best answer, token by token, as if it had been drawn."""
-        sequence, (_, best) = self._sequence, self._whole[0]
+    def _told(self) -> Iterator[TokenEvent]:
+        """The best answer, token by token, as if it had been drawn; the next best ones come with its end."""
+        sequence, (best, *rest) = self._sequence, self._whole[: self._sequence.request.num_answers]
+        twins = [sequence.twin() for _ in rest]
+        others = [list(self._drawn(twin, text)) for twin, (_, text) in zip(twins, rest, strict=True)]
+        yield from self._drawn(sequence, best[1])
+        sequence.others = list(zip(twins, others, strict=True))
+
+    def _drawn(self, sequence: Running, text: _Text) -> Iterator[TokenEvent]:
         with_logprobs = sequence.request.sampling.logprobs is not None
-        for place, token_id in enumerate(best.token_ids):
-            told = best.told[place] if best.told else None
+        for place, token_id in enumerate(text.token_ids):
+            told = text.told[place] if text.told else None
             if sequence.score is not None and told is not None:
                 sequence.score.take(told.logprob)
             event = sequence.append(token_id, told if with_logprobs else None, self._ends.eos_ids)
             if event is not None:
                 yield event
-            assert (sequence.finish_reason is None) == (place + 1 < len(best.token_ids))
+            assert (sequence.finish_reason is None) == (place + 1 < len(text.token_ids))
 
 
 def require_room(request: Request, ctx: int, limits: Limits) -> None:

@@ -114,7 +114,8 @@ class FinishedEvent:
     that was asked for: fp32 [hidden], of length 1. stop_text: the stop string before which the answer ends.
     mean_logprob: natural-log probability per token before any sampling transform, the token that ended the text among
     them; where the request was to be scored, and any token was drawn.
-    meets_grammar: whether it is whole as the request's grammar has it; None where there is none."""
+    meets_grammar: whether it is whole as the request's grammar has it; None where there is none. others: the next best
+    answers of a search, where several were asked for, each as its events."""
 
     request_id: int
     finish_reason: FinishReason
@@ -129,6 +130,7 @@ class FinishedEvent:
     stop_text: str | None = None
     mean_logprob: float | None = None
     meets_grammar: bool | None = None
+    others: tuple[tuple[TokenEvent | FinishedEvent, ...], ...] = ()
 
 
 Event = GrownEvent | PrefillEvent | TokenEvent | FinishedEvent

@@ -120,7 +120,8 @@ class Request:
     likeliest is told when the search ends. What is scored are log-probabilities after logit_bias and penalties, their
     sum over (tokens ** length_penalty). early_stopping: True ends with the first `beams` whole answers, False where
     none that is begun is likely to become better than those, "never" where none can. All three as in transformers'
-    `generate(num_beams=...)`. Raises UsageError for what no search can have.
+    `generate(num_beams=...)`. num_answers: of a search, how many of the best are told. Raises UsageError for what no
+    search can have.
     """
 
     prompt_ids: tuple[int, ...]
@@ -133,12 +134,16 @@ class Request:
     pooling: Pooling | None = None
     is_scored: bool = False
     beams: int = 1
+    num_answers: int = 1
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
 
     def __post_init__(self) -> None:
         if not (isinstance(self.beams, int) and 1 <= self.beams <= MAX_BEAMS):
             raise UsageError(f"beams is {self.beams}", why=f"it must be a whole number from 1 to {MAX_BEAMS}")
+        if not (isinstance(self.num_answers, int) and 1 <= self.num_answers <= self.beams):
+            why = f"of {self.beams} beams, as many can be whole answers; another request is another answer"
+            raise UsageError(f"num_answers is {self.num_answers}", why=why)
         if not -MAX_LENGTH_PENALTY <= self.length_penalty <= MAX_LENGTH_PENALTY:  # false for NaN too
             why = f"it must lie within {MAX_LENGTH_PENALTY:g}"
             raise UsageError(f"length_penalty is {self.length_penalty}", why=why)

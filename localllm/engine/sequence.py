@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -123,6 +123,7 @@ class Sequence:
         self.pool = None if request.pooling is None else Pool(request.pooling)
         self.score = Score() if request.is_scored else None
         self.search: BeamSearch | None = None  # where its answer is not drawn
+        self.others: list[tuple[Sequence, list[TokenEvent]]] = []  # that a search has found beside it
         self.due = 0  # as the scheduler counts
         self.finish_reason: FinishReason | None = None
         self._detokenizer = detokenizer
@@ -161,6 +162,14 @@ class Sequence:
         """Copies of what makes text of its tokens, for an answer that may go on from here."""
         return self._detokenizer.copy(), deepcopy(self._stop)
 
+    def twin(self) -> Sequence:
+        """Another that has said what this one has by now, and may go on differently; it has no cache."""
+        other = copy(self)
+        other.token_ids, other.kv, other.search = list(self.token_ids), None, None
+        other._detokenizer, other._stop = self.text_so_far()
+        other.score, other.clock = deepcopy(self.score), copy(self.clock)
+        return other
+
     def append(self, token_id: int, logprob: TokenLogprob | None, eos_ids: frozenset[int]) -> TokenEvent | None:
         """Take a drawn token in; None for an end-of-sequence token, which is no part of the answer."""
         now = time.perf_counter()
@@ -197,6 +206,7 @@ class Sequence:
             stop_text=self._stop.found,
             mean_logprob=None if self.score is None else self.score.mean,
             meets_grammar=self._meets_grammar,
+            others=tuple((*events, other.finished(load_s)) for other, events in self.others),
         )
 
     @property

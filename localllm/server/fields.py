@@ -16,7 +16,6 @@ from localllm.server.failures import RequestError
 _DURATION = re.compile(r"[+-]?(?:(?:\d+(?:\.\d*)?|\.\d+)(?:ns|us|µs|μs|ms|s|m|h))+|[+-]?\d+(?:\.\d*)?")
 MAX_STOPS = 64
 MAX_BIASES = 1024
-MAX_ANSWERS = 16  # to one request
 MAX_MESSAGES = 10_000
 MAX_TOP_LOGPROBS = 20
 

@@ -20,7 +20,7 @@ from localllm.engine.request import Grammar, Request, SamplingParams
 from localllm.engine.scheduler import Limits
 from localllm.errors import LocalLLMError, UsageError
 from tests.checkpoints import write_checkpoint
-from tests.choices.support import answered, drawn, held_pages, require_whole, searched, words
+from tests.choices.support import Heard, answered, drawn, held_pages, require_whole, searched, words
 
 ENDS = frozenset({257, *range(7, 14)})  # of a model that knows nothing a single end comes too seldom
 
@@ -34,6 +34,10 @@ class Pair:
 
     def expected(self, request: Request) -> list[int]:
         """What transformers answers."""
+        return self.all_expected(request, 1)[0]
+
+    def all_expected(self, request: Request, count: int) -> list[list[int]]:
+        """Its best answers, so many."""
         ids, sampling = list(request.prompt_ids), request.sampling
 
         def has_stop(input_ids: Tensor, _scores: Any, **_: Any) -> Tensor:
@@ -51,6 +55,7 @@ class Pair:
                 torch.tensor([ids]),
                 attention_mask=torch.ones(1, len(ids), dtype=torch.long),
                 num_beams=request.beams,
+                num_return_sequences=count,
                 do_sample=False,
                 length_penalty=request.length_penalty,
                 early_stopping=request.early_stopping,
@@ -61,7 +66,7 @@ class Pair:
                 stopping_criteria=[has_stop] if sampling.stop else [],
                 logits_processor=[] if request.mask is None else [masked],
             )
-        return [token for token in found[0, len(ids) :].tolist() if token not in self.engine.eos_ids]
+        return [[token for token in row if token not in self.engine.eos_ids] for row in found[:, len(ids) :].tolist()]
 
 
 def pair_of(folder: Path, family: str) -> Pair:
@@ -114,6 +119,20 @@ def test_of_other_families_too(tmp_path: Path, family: str) -> None:
     request = searched(words(28), beams=3, max_tokens=12 if family == "llama-dynamic-rope" else 30)
     assert answered(pair.engine, request)[0].token_ids == pair.expected(request)
     require_whole(pair.engine)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_the_next_best_answers_are_told_too(pair: Pair, engine: Engine, count: int) -> None:
+    best, *others = pair.all_expected(searched(words(50), max_tokens=14), count)
+    heard = answered(engine, searched(words(50), max_tokens=14, num_answers=count, is_scored=True))[0]
+    told = [Heard() for _ in heard.finished.others]
+    for each, events in zip(told, heard.finished.others, strict=True):
+        for event in events:
+            each.take(event)
+    assert [heard.token_ids, *(each.token_ids for each in told)] == [best, *others]
+    assert all(each.text == engine.tokenizer.decode(each.token_ids) for each in (heard, *told))
+    scores = [each.finished.mean_logprob or 0 for each in (heard, *told)]
+    assert scores == sorted(scores, reverse=True)
 
 
 def test_with_one_beam_nothing_is_searched(engine: Engine) -> None:
