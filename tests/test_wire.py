@@ -61,6 +61,13 @@ REQUESTS = st.builds(
     priority=st.integers(-3, 3),
     pooling=st.none() | st.sampled_from(["mean", "last"]),
 )
+OTHERS = st.lists(
+    st.tuples(
+        st.builds(TokenEvent, NUMBERS, NUMBERS, TEXTS),
+        st.builds(FinishedEvent, NUMBERS, st.just("length"), st.just(Usage(1, 2, 3)), st.just(Timings())),
+    ),
+    max_size=2,
+).map(tuple)
 EVENTS = st.one_of(
     st.builds(TokenEvent, NUMBERS, NUMBERS, TEXTS, st.none() | LOGPROBS),
     st.builds(PrefillEvent, NUMBERS, NUMBERS, NUMBERS),
@@ -79,6 +86,7 @@ EVENTS = st.one_of(
         stop_text=st.none() | TEXTS,
     ),
 )
+ENDS = st.builds(FinishedEvent, NUMBERS, st.just("stop"), st.just(Usage()), st.just(Timings()), others=OTHERS)
 FACTS = st.builds(
     EngineFacts,
     NUMBERS,
@@ -97,7 +105,7 @@ def sent(value: Any) -> Any:
     return wire.read(type(value), wire.message(wire.line({"value": wire.plain(value)}))["value"])
 
 
-@given(st.one_of(REQUESTS, EVENTS, FACTS, STATUS))
+@given(st.one_of(REQUESTS, EVENTS, ENDS, FACTS, STATUS))
 def test_plain_data_arrives_as_it_was(value: Any) -> None:
     assert sent(value) == value
 

@@ -7,7 +7,8 @@ full but that it may be sealed: hashed, shared, never written again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -465,3 +466,17 @@ class PagedKV:
             lambda: iter(self._scratch[index].values()),
         ]
         return [page for table in tables for page in table()]
+
+    def counted(self, index: int) -> Iterator[Page]:
+        """The pages of a group that it has, and that nothing else was reserved for."""
+        return (page for page in self.tables[index] if page is not None and page not in self._lent)
+
+
+def shared_tokens(sequences: Iterable[PagedKV]) -> int:
+    """The room that these need less together than each by itself: pages that several have are there once. Of the group
+    of layers in which that is the least."""
+    kvs = list(sequences)
+    if not kvs:
+        return 0
+    counts = [Counter(page for kv in kvs for page in kv.counted(index)) for index in range(len(kvs[0].tables))]
+    return PAGE_TOKENS * min(counted.total() - len(counted) for counted in counts)

@@ -75,7 +75,7 @@ class AttachedEngine:
     def check(self, request: Request) -> None:
         """Raises ContextOverflowError or UsageError for a request that cannot run."""
         require_fit(request, self.ctx, self.config, self.flags_for)
-        if request.grammar is not None:  # which is compiled where it is used
+        if request.grammar is not None or request.beams > 1:  # compiled, and searched, where they are used
             self._call("check", wire.plain(request))
 
     def encode(self, prompt: str | Sequence[int] | Sequence[dict[str, Any]]) -> list[int]:

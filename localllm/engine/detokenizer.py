@@ -6,6 +6,7 @@ Knows nothing about stop strings or about where the tokens come from.
 from __future__ import annotations
 
 import codecs
+from copy import copy
 
 from localllm.engine.tokenizer import Tokenizer
 
@@ -30,6 +31,14 @@ class Detokenizer:
         if self._spaces_to_drop and data:
             data = self._drop_spaces(data)
         return self._decoder.decode(data)
+
+    def copy(self) -> Detokenizer:
+        """Another one that has decoded the same and goes on by itself."""
+        other = copy(self)
+        other._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        other._decoder.setstate(self._decoder.getstate())
+        other._window = list(self._window)
+        return other
 
     def finish(self) -> str:
         """What is still held back; the beginning of a character that never ended becomes one U+FFFD."""

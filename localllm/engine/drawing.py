@@ -18,7 +18,7 @@ from torch import Tensor
 
 from localllm.engine.events import StepSplit, TokenLogprob
 from localllm.engine.runner import Chunk, ModelRunner, with_branches
-from localllm.engine.sampler import PlainDraw, sample, sample_with_margin, token_logprob
+from localllm.engine.sampler import PlainDraw, penalised, sample, sample_with_margin, token_logprob
 from localllm.engine.sequence import Sequence as Running
 from localllm.errors import LocalLLMError
 
@@ -49,6 +49,8 @@ class Outcome:
         sampling, started = sequence.request.sampling, time.perf_counter()
         token_id = drawn(self.logits[row], sequence, sequence.token_ids)
         sequence.clock.split += StepSplit(sample_s=time.perf_counter() - started)
+        if sequence.score is not None:
+            sequence.score.take(float(self.logits[row].log_softmax(-1)[token_id]))
         if sampling.logprobs is None:
             return token_id, None
         return token_id, token_logprob(self.logits[row], token_id, sampling.logprobs, text_of)
@@ -64,6 +66,19 @@ def drawn_with_margin(logits: Tensor, sequence: Running, token_ids: Sequence[int
     """As `drawn`, with the margin of `sample_with_margin`."""
     logits, sampling = _allowed(logits, sequence, token_ids), sequence.request.sampling
     return sample_with_margin(logits, sampling, token_ids, **_of(sequence))
+
+
+def log_probabilities(logits: Tensor, sequence: Running, token_ids: Sequence[int]) -> Tensor:
+    """fp32 [V] of what may follow these tokens, where nothing is drawn. Penalties and masks change them as they would
+    change logits: they need not sum up to 1 then. Raises LocalLLMError where nothing may follow."""
+    logprobs = penalised(
+        logits.log_softmax(-1),
+        sequence.request.sampling,
+        token_ids,
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        breaker_ids=sequence.breaker_ids,
+    )
+    return _allowed(logprobs, sequence, token_ids)
 
 
 def _of(sequence: Running) -> _Drawing:
@@ -93,6 +108,7 @@ def num_rows(scheduled: Scheduled) -> int:
 def plain_draw(sequence: Running) -> PlainDraw | None:
     """None where a GPU's kernel cannot draw for it."""
     is_free = sequence.mask is None and sequence.pool is None
+    is_free = is_free and sequence.score is None and sequence.search is None  # which look at logits
     return PlainDraw.of(sequence.request.sampling, sequence.seed) if is_free else None
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from localllm import hub
 from localllm.cache.kv_format import choose_format
 from localllm.cache.prefix import PrefixCache
+from localllm.engine.beam_search import BeamSearch, Ends, require_room
 from localllm.engine.chat_template import ChatTemplate
 from localllm.engine.checking import Prompt, encode_prompt, require_fit
 from localllm.engine.detokenizer import Detokenizer
@@ -49,6 +50,7 @@ from localllm.engine.sampler import breaker_ids
 from localllm.engine.scheduler import Limits, Scheduler
 from localllm.engine.scores import Scores
 from localllm.engine.sequence import Sequence
+from localllm.engine.sharing import with_followers
 from localllm.engine.speculative.choice import AUTO, NO_GUESSES, Speculate, Speculating, speculation
 from localllm.engine.state import facts_of, status_of
 from localllm.engine.taking import taken
@@ -268,7 +270,11 @@ class Engine:
             breaker_ids=breaker_ids(sampling, self.tokenizer.encode),
             constraint=None if request.grammar is None else self.grammars.constraint(request.grammar),
         )
-        sequence.drafter = self.speculation.name if self.speculation.is_on else None
+        if request.beams > 1:
+            ends = Ends(self.eos_ids, self.config.rope_switch_length, self.tokenizer.token_text)
+            sequence.search = BeamSearch(sequence, ends)
+        elif self.speculation.is_on:
+            sequence.drafter = self.speculation.name
         with self._lock:
             self.scheduler.add(sequence)
         return sequence.request_id
@@ -277,6 +283,7 @@ class Engine:
         """Raises ContextOverflowError, UsageError or GrammarError for a request that cannot run. A grammar is compiled
         where it is new, which takes up to a second."""
         require_fit(request, self.ctx, self.config, self.flags_for)
+        require_room(request, self.ctx, self.scheduler.limits)
         if request.grammar is not None:
             require_grammar_alone(request)
             self.grammars.check(request.grammar)
@@ -385,12 +392,15 @@ class Engine:
         except (MemoryError, RuntimeError, LocalLLMError) as error:
             if self.speculation.gives_way(error) or self.kv_supply.gives_way(error, num_rows(scheduled)):
                 return []
-            return [self._fail(sequence, error) for sequence, _ in scheduled]
+            return [self._fail(sequence, error) for sequence in dict.fromkeys(sequence for sequence, _ in scheduled)]
         events: list[Event] = []
         split = forward_split(time.perf_counter() - started, before, self.model.stream.clock)
-        for (sequence, chunk), outcome in zip(scheduled, outcomes, strict=True):
+        for sequence in dict.fromkeys(sequence for sequence, _ in scheduled):
             sequence.clock.split += split
             sequence.clock.ran_alone &= len(scheduled) == 1
+        for sequence, chunk, outcome in with_followers(self.scheduler, scheduled, outcomes):
+            if sequence.finish_reason is not None:  # another beam of it has failed
+                continue
             try:
                 for event in self._take(sequence, chunk, outcome):
                     events.append(event)  # one by one: what was drawn before a failure was said
@@ -472,7 +482,7 @@ class Engine:
             if sequence.clock.ran_alone:
                 self._scores.take(finished, self.residency.plan, self.speculation.plain_s)
             yield finished
-        elif chunk.kv.length == self.config.rope_switch_length:
+        elif sequence.search is None and chunk.kv.length == self.config.rope_switch_length:
             # LongRoPE rotates all keys differently past its trained length: the old ones are computed anew.
             chunk.kv.trim(0)
 

@@ -112,7 +112,10 @@ class FinishedEvent:
     miss: of a request that asked for it, where something was known that it could not use. ctx: the tokens of context
     that it had, None where that is not known. speculation: None where nobody guesses. embedding: of the prompt, where
     that was asked for: fp32 [hidden], of length 1. stop_text: the stop string before which the answer ends.
-    meets_grammar: whether it is whole as the request's grammar has it; None where there is none."""
+    mean_logprob: natural-log probability per token before any sampling transform, the token that ended the text among
+    them; where the request was to be scored, and any token was drawn.
+    meets_grammar: whether it is whole as the request's grammar has it; None where there is none. others: the next best
+    answers of a search, where several were asked for, each as its events."""
 
     request_id: int
     finish_reason: FinishReason
@@ -125,7 +128,9 @@ class FinishedEvent:
     speculation: SpeculationStats | None = None
     embedding: array[float] | None = field(default=None, repr=False)
     stop_text: str | None = None
+    mean_logprob: float | None = None
     meets_grammar: bool | None = None
+    others: tuple[tuple[TokenEvent | FinishedEvent, ...], ...] = ()
 
 
 Event = GrownEvent | PrefillEvent | TokenEvent | FinishedEvent

@@ -43,7 +43,7 @@ class KVSupply:
     def admit(self, sequence: Sequence, cancelled: Callable[[], bool]) -> None:
         """cancelled: asked while pages are read from the disk. Raises what torch does where there is no memory; nothing
         is held then."""
-        kv = self._residency.new_kv(sequence.max_length)
+        kv = self._residency.new_kv(sequence.kv_capacity)
         try:
             if self.prefix is not None and sequence.request.pooling != "mean":  # which wants the state of every token
                 keys = self.prefix.attach(kv, sequence.token_ids, self._rotation(sequence), cancelled)

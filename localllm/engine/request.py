@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_BIAS = 1e6  # beyond every logit, and far from where adding one more overflows
+MAX_BEAMS = 16
+MAX_LENGTH_PENALTY = 10.0
 WHOLE_NUMBERS = frozenset({"top_k", "dry_allowed_length", "seed", "logprobs", "max_tokens"})
 
 
@@ -101,6 +103,7 @@ class Grammar:
 
 
 Pooling = Literal["mean", "last"]
+EarlyStopping = bool | Literal["never"]
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,15 @@ class Request:
     explains_miss: its last event says where it leaves what was computed before. grows: where the prompt leaves its
     answer too little room, the engine's context becomes longer, if it can. mask, grammar: what the answer may be.
     priority: of requests that wait, those with a higher one are sooner answered. pooling: what is wanted is no answer,
-    but the mean of the hidden states behind the last block, or the last one, of length 1.
+    but the mean of the hidden states behind the last block, or the last one, of length 1. is_scored: its last event
+    says how likely the model found the answer.
+
+    beams: more than 1 has the answer searched, not drawn: of all that is begun, so many are followed at once, and the
+    likeliest is told when the search ends. What is scored are log-probabilities after logit_bias and penalties, their
+    sum over (tokens ** length_penalty). early_stopping: True ends with the first `beams` whole answers, False where
+    none that is begun is likely to become better than those, "never" where none can. All three as in transformers'
+    `generate(num_beams=...)`. num_answers: of a search, how many of the best are told. Raises UsageError for what no
+    search can have.
     """
 
     prompt_ids: tuple[int, ...]
@@ -121,6 +132,30 @@ class Request:
     grammar: Grammar | None = None
     priority: int = 0
     pooling: Pooling | None = None
+    is_scored: bool = False
+    beams: int = 1
+    num_answers: int = 1
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.beams, int) and 1 <= self.beams <= MAX_BEAMS):
+            raise UsageError(f"beams is {self.beams}", why=f"it must be a whole number from 1 to {MAX_BEAMS}")
+        if not (isinstance(self.num_answers, int) and 1 <= self.num_answers <= self.beams):
+            why = f"of {self.beams} beams, as many can be whole answers; another request is another answer"
+            raise UsageError(f"num_answers is {self.num_answers}", why=why)
+        if not -MAX_LENGTH_PENALTY <= self.length_penalty <= MAX_LENGTH_PENALTY:  # false for NaN too
+            why = f"it must lie within {MAX_LENGTH_PENALTY:g}"
+            raise UsageError(f"length_penalty is {self.length_penalty}", why=why)
+        if self.early_stopping not in (True, False, "never"):
+            raise UsageError(f"early_stopping is {self.early_stopping!r}", why='it must be true, false or "never"')
+        if self.beams == 1 and (self.length_penalty != 1 or self.early_stopping):
+            raise UsageError("length_penalty and early_stopping need beams", why="they say how beams are searched")
+        if self.beams > 1 and self.sampling.temperature > 0:
+            why = f"a search draws nothing, and temperature is {self.sampling.temperature:g}"
+            raise UsageError("beams need temperature 0", why=why)
+        if self.beams > 1 and self.pooling is not None:
+            raise UsageError("beams and pooling cannot go together", why="an embedding has no answer to search")
 
 
 def require_grammar_alone(request: Request) -> None:

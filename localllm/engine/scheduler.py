@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import bisect
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
+from localllm.cache.paged_kv import shared_tokens
 from localllm.engine.memory import is_out_of_memory
 from localllm.engine.runner import Chunk
 from localllm.engine.sequence import Sequence
+from localllm.engine.sharing import has_same_prompt, reader_for
+from localllm.kernels.kv_page import PAGE_TOKENS
 from localllm.offload.plan import Plan
 
 
@@ -45,6 +49,9 @@ class Scheduler:
 
     A prompt of n chunks is due when n chunks of any prompts have been read since it came, and what is due first is read
     first: one of 16 is passed by shorter ones for as long as 16 chunks take, and by none that comes later.
+
+    A prompt that begins as one that is being read waits for it, see `engine.sharing`: that one is then due as soon as
+    itself, and others pass.
 
     With `shares_steps` it is a token of every answer and as much of the prompts as a chunk has tokens. Either way the
     runner computes each prompt by itself: the arithmetic of a request, and so its text, does not depend on what else
@@ -83,16 +90,46 @@ class Scheduler:
     def schedule(self) -> SequenceOf[tuple[Sequence, Chunk]]:
         """What the next step computes; [] where nothing is left to do."""
         self.take_in()
-        self._admit()
-        reading = sorted((sequence for sequence in self.running if _pending(sequence) > 1), key=_due)
-        answering = [sequence for sequence in self.running if _pending(sequence) == 1]
+        awaited = self._admit()
+        answering = [sequence for sequence in self.running if _is_answering(sequence)]
+        reading = [sequence for sequence in self.running if not _is_answering(sequence)]
+        reading.sort(key=lambda sequence: min(sequence.due, awaited.get(sequence.request_id, sequence.due)))
+        answers = [(sequence, chunk) for sequence in answering for chunk in _answer_chunks(sequence)]
         if self.limits.shares_steps:
             self.num_chunks += bool(reading)
-            return list(self._chunks([*answering, *reading], self.limits.chunk_tokens + len(answering)))
-        chosen = answering if answering and (self._answers_are_next or not reading) else reading[:1]
-        self._answers_are_next = chosen is not answering
-        self.num_chunks += chosen is not answering
-        return [(sequence, self._chunk(sequence, self.limits.chunk_tokens)) for sequence in chosen]
+            return [*answers, *self._chunks(reading, self.limits.chunk_tokens)]
+        if answers and (self._answers_are_next or not reading):
+            self._answers_are_next = False
+            return answers
+        self._answers_are_next = True
+        self.num_chunks += 1
+        return [(sequence, self._chunk(sequence, self.limits.chunk_tokens)) for sequence in reading[:1]]
+
+    def follow(self, reader: Sequence) -> list[Sequence]:
+        """Of those that wait for this prompt, which has just been read to its end, as many as there is room for now:
+        they run from here on, each with a branch of its cache."""
+        followers: list[Sequence] = []
+        for sequence in list(self.waiting):
+            if not has_same_prompt(sequence, reader):
+                if self._reader_for(sequence) is None:  # it is no other's turn before this one's
+                    break
+                continue
+            own = self._reserved(sequence) - reader.num_prompt_tokens // PAGE_TOKENS * PAGE_TOKENS
+            if sequence.wants_growth or not self._has_room(own):
+                break
+            assert reader.kv is not None
+            try:
+                sequence.kv = reader.kv.branch(sequence.kv_capacity)
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                break  # it reads what is not known by then
+            sequence.num_cached_tokens = sequence.num_prompt_tokens
+            sequence.clock.prefill_started, sequence.clock.ran_alone = time.perf_counter(), False
+            self.waiting.remove(sequence)
+            self.running.append(sequence)
+            followers.append(sequence)
+        return followers
 
     def _chunks(self, sequences: Iterable[Sequence], num_tokens: int) -> Iterator[tuple[Sequence, Chunk]]:
         """The next tokens of these sequences in turn, so many in all."""
@@ -110,30 +147,75 @@ class Scheduler:
     def remove(self, sequences: Iterable[Sequence]) -> None:
         gone = {id(sequence): sequence for sequence in sequences}
         for sequence in gone.values():
+            if sequence.search is not None:
+                sequence.search.close()
             if sequence.kv is not None and sequence.owns_kv:
                 sequence.kv.close()
         self.running = [s for s in self.running if id(s) not in gone]
         self.waiting = deque(s for s in self.waiting if id(s) not in gone)
 
-    def _admit(self) -> None:
-        reserved = sum(self._reserved(sequence) for sequence in self.running)
-        while self.waiting and len(self.running) < self.limits.max_sequences:
-            sequence = self.waiting[0]
+    def _admit(self) -> dict[int, int]:
+        """Who can runs; who waits for another's prompt keeps a place. Of those that others wait for, by their requests'
+        ids: when the first of these is due."""
+        awaited: dict[int, int] = {}
+        placed: list[Sequence] = []
+        for sequence in list(self.waiting) if len(self.running) < self.limits.max_sequences else ():
             if sequence.wants_growth:  # blocks move for it, which no forward may be using
-                return
-            if self.running and reserved + self._reserved(sequence) > self.limits.kv_tokens:
-                return
+                break
+            if (reader := self._reader_for(sequence)) is not None:
+                awaited.setdefault(reader.request_id, sequence.due)
+                placed.append(sequence)
+                continue
+            if not self._has_room(self._reserved(sequence), placed):
+                break
             try:
                 self._give_kv(sequence)
             except (MemoryError, RuntimeError) as error:
                 if self.running and is_out_of_memory(error):  # when an answer ends there is more
-                    return
+                    break
+                self.waiting.remove(sequence)  # who is told of it looks at the first one
+                self.waiting.appendleft(sequence)
                 raise
-            reserved += self._reserved(sequence)
-            self.running.append(self.waiting.popleft())
+            self.waiting.remove(sequence)
+            self.running.append(sequence)
+        return awaited
+
+    def _reader_for(self, sequence: Sequence) -> Sequence | None:
+        return reader_for(sequence, self.running, self.limits.chunk_tokens if self.limits.shares_steps else None)
+
+    def _has_room(self, num_tokens: int, placed: SequenceOf[Sequence] = ()) -> bool:
+        """For one more that takes so many. placed: who will run beside those that do."""
+        if not self.running:
+            return True
+        if len(self.running) + len(placed) >= self.limits.max_sequences:
+            return False
+        reserved = sum(self._reserved(sequence) for sequence in (*self.running, *placed))
+        shared = shared_tokens(sequence.kv for sequence in self.running if sequence.kv is not None)
+        return reserved + num_tokens - shared <= self.limits.kv_tokens
 
     def _reserved(self, sequence: Sequence) -> int:
-        return sequence.max_length + self.limits.sequence_tokens
+        return tokens_needed(sequence.num_prompt_tokens, sequence.max_length, sequence.request.beams, self.limits)
+
+
+def tokens_needed(num_prompt_tokens: int, max_length: int, beams: int, limits: Limits) -> int:
+    """Room of keys and values for a request: beams share the full pages of its prompt, which they branch off from."""
+    each = limits.sequence_tokens
+    if beams == 1:
+        return max_length + each
+    return num_prompt_tokens + each + beams * (max_length - num_prompt_tokens + PAGE_TOKENS + each)
+
+
+def _is_answering(sequence: Sequence) -> bool:
+    is_searching = sequence.search is not None and sequence.search.has_begun
+    return is_searching or _pending(sequence) == 1
+
+
+def _answer_chunks(sequence: Sequence) -> SequenceOf[Chunk]:
+    """Of the next token; of a search, one for each beam."""
+    if sequence.search is not None and sequence.search.has_begun:
+        return sequence.search.chunks
+    assert sequence.kv is not None
+    return [Chunk(sequence.token_ids, sequence.kv, 1)]
 
 
 def _due(sequence: Sequence) -> int:

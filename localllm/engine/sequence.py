@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from localllm.cache.miss import CacheMiss
 from localllm.cache.paged_kv import PagedKV
@@ -24,6 +26,9 @@ from localllm.engine.pooling import Pool
 from localllm.engine.request import Request, TokenMask
 from localllm.engine.stopping import StopMatcher
 
+if TYPE_CHECKING:
+    from localllm.engine.beam_search import BeamSearch
+
 
 @dataclass
 class Clock:
@@ -43,7 +48,7 @@ class Clock:
         return Timings(
             load_s=load_s,
             ttft_s=self.first_token - self.submitted,
-            prefill_tok_s=num_computed_tokens / max(self.first_token - self.prefill_started, 1e-9),
+            prefill_tok_s=num_computed_tokens / max(self.first_token - self.prefill_started, 1e-9) or None,
             decode_tok_s=(num_completion_tokens - 1) / decode_s if decode_s > 0 else None,
             split=self.split,
         )
@@ -66,6 +71,22 @@ class Tally:
         self.drafted += num_drafted
         self.accepted += num_accepted
         self.rounds += num_drafted > 0
+
+
+@dataclass
+class Score:
+    """The natural-log probabilities of the tokens that were drawn, before any sampling transform."""
+
+    total: float = 0.0
+    tokens: int = 0
+
+    def take(self, logprob: float) -> None:
+        self.total += logprob
+        self.tokens += 1
+
+    @property
+    def mean(self) -> float | None:
+        return self.total / self.tokens if self.tokens else None
 
 
 class Sequence:
@@ -100,6 +121,9 @@ class Sequence:
         self.tally = Tally()
         self.drafter: str | None = None  # who guesses its tokens, if somebody may
         self.pool = None if request.pooling is None else Pool(request.pooling)
+        self.score = Score() if request.is_scored else None
+        self.search: BeamSearch | None = None  # where its answer is not drawn
+        self.others: list[tuple[Sequence, list[TokenEvent]]] = []  # that a search has found beside it
         self.due = 0  # as the scheduler counts
         self.finish_reason: FinishReason | None = None
         self._detokenizer = detokenizer
@@ -118,6 +142,11 @@ class Sequence:
         return self.may_grow and self.num_prompt_tokens + room > self.ctx
 
     @property
+    def kv_capacity(self) -> int:
+        """Tokens that its own pages hold at most: those of a searched answer are the beams'."""
+        return self.max_length if self.request.beams == 1 else self.num_prompt_tokens
+
+    @property
     def num_prompt_tokens(self) -> int:
         return len(self.request.prompt_ids)
 
@@ -128,6 +157,18 @@ class Sequence:
     @property
     def answer_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    def text_so_far(self) -> tuple[Detokenizer, StopMatcher]:
+        """Copies of what makes text of its tokens, for an answer that may go on from here."""
+        return self._detokenizer.copy(), deepcopy(self._stop)
+
+    def twin(self) -> Sequence:
+        """Another that has said what this one has by now, and may go on differently; it has no cache."""
+        other = copy(self)
+        other.token_ids, other.kv, other.search = list(self.token_ids), None, None
+        other._detokenizer, other._stop = self.text_so_far()
+        other.score, other.clock = deepcopy(self.score), copy(self.clock)
+        return other
 
     def append(self, token_id: int, logprob: TokenLogprob | None, eos_ids: frozenset[int]) -> TokenEvent | None:
         """Take a drawn token in; None for an end-of-sequence token, which is no part of the answer."""
@@ -163,7 +204,9 @@ class Sequence:
             speculation=self._speculation,
             embedding=self.pool.vector() if self.pool is not None and self.finish_reason == "stop" else None,
             stop_text=self._stop.found,
+            mean_logprob=None if self.score is None else self.score.mean,
             meets_grammar=self._meets_grammar,
+            others=tuple((*events, other.finished(load_s)) for other, events in self.others),
         )
 
     @property

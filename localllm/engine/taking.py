@@ -28,6 +28,9 @@ def taken(
     begin, length = kv.length - chunk.num_tokens, kv.length - chunk.num_drafted
     if not outcome.are_finite[0]:
         raise runner.locate_non_finite(_until(chunk, begin, length))
+    if sequence.search is not None and sequence.search.has_begun:
+        yield from sequence.search.take(outcome)
+        return
     if not chunk.num_drafted:
         kv_supply.seal(sequence)
     is_first = sequence.num_completion_tokens == 0
@@ -39,6 +42,9 @@ def taken(
         sequence.finish_reason = "stop" if length == len(sequence.token_ids) else None
         return
     if length < len(sequence.token_ids):
+        return
+    if sequence.search is not None:
+        yield from sequence.search.take(outcome)
         return
     own, num_accepted = chunk, 0
     for kept in range(

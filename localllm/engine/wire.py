@@ -71,7 +71,7 @@ def read(kind: Any, value: Any) -> Any:
     """What `plain` was given, of that type. Raises WireError."""
     try:
         return _reader(kind)(value)
-    except (TypeError, ValueError, KeyError, AttributeError, LocalLLMError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError, StopIteration, LocalLLMError) as error:
         raise WireError(f"{kind}: {error}") from None
 
 
@@ -108,10 +108,28 @@ def _reader(kind: Any) -> Callable[[Any], Any]:
 
 def _optional(parts: tuple[Any, ...]) -> Callable[[Any], Any]:
     kinds = [part for part in parts if part is not type(None)]
+    if all(dataclasses.is_dataclass(kind) for kind in kinds) and len(kinds) > 1:
+        return _either(kinds)
     # Literals beside others are what they are; of other types there is one.
     of = next((kind for kind in kinds if get_origin(kind) is not Literal), kinds[0])
     item = _reader(of)
     return lambda value: None if value is None else item(value)
+
+
+def _either(kinds: list[Any]) -> Callable[[Any], Any]:
+    """Of several classes, the one whose fields they are."""
+    known = {kind: {each.name for each in dataclasses.fields(kind)} for kind in kinds}
+    needed = {kind: {each.name for each in dataclasses.fields(kind) if _is_needed(each)} for kind in kinds}
+
+    def read_either(value: Any) -> Any:
+        names = set(value)
+        return _reader(next(kind for kind in kinds if needed[kind] <= names <= known[kind]))(value)
+
+    return read_either
+
+
+def _is_needed(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _tuple(parts: tuple[Any, ...]) -> Callable[[Any], Any]:

@@ -9,12 +9,13 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 from localllm.engine.events import Event, FinishedEvent, TokenEvent, TokenLogprob
 from localllm.engine.facts import AnswerStream, Service
 from localllm.errors import EngineGoneError
+from localllm.frontend.choices import MAX_ANSWERS
 from localllm.frontend.thinking import Splitter
 from localllm.server.asking import Asked
 from localllm.server.failures import RequestError
@@ -23,13 +24,14 @@ from localllm.server.failures import RequestError
 @dataclass
 class Piece:
     """What has been said since the last one was taken. thought: what of it was thought, so many tokens about, of which
-    there are no log-probabilities. finished: it is the last."""
+    there are no log-probabilities. finished: it is the last. others: that a search has found beside it."""
 
     text: str = ""
     thought: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     num_thought_tokens: int = 0
     finished: FinishedEvent | None = None
+    others: list[Piece] = field(default_factory=list)
 
     def add(self, later: Piece) -> None:
         """What was said behind it."""
@@ -38,6 +40,7 @@ class Piece:
         self.logprobs += later.logprobs
         self.num_thought_tokens += later.num_thought_tokens
         self.finished = later.finished
+        self.others += later.others
 
     @property
     def ending(self) -> FinishedEvent:
@@ -71,7 +74,9 @@ class Mail:
             if isinstance(item, BaseException):
                 self._broken, self._broken_at = item, item.__traceback__
             elif isinstance(item, TokenEvent | FinishedEvent):
-                self._add(self._pieces.setdefault(item.request_id, Piece()), item)
+                piece = self._pieces.setdefault(item.request_id, Piece())
+                self._add(piece, item)
+                piece.others += self._others(item)
             else:
                 return
         if wakes:
@@ -90,6 +95,16 @@ class Mail:
                 # One error for all whom it is told: it would keep the frames of each.
                 raise self._broken.with_traceback(self._broken_at)
         return pieces
+
+    def _others(self, item: TokenEvent | FinishedEvent) -> list[Piece]:
+        """That come with the end of a search: each is told apart by itself."""
+        others = []
+        for number, events in enumerate(item.others if isinstance(item, FinishedEvent) else (), start=1):
+            piece = Piece()
+            for event in events:
+                self._add(piece, replace(event, request_id=-number - MAX_ANSWERS * item.request_id))
+            others.append(piece)
+        return others
 
     def _add(self, piece: Piece, event: TokenEvent | FinishedEvent) -> None:
         if event.request_id not in self._splitters:

@@ -13,7 +13,9 @@ from localllm.engine.overflow import Fitted, fit_turns, overflow_error
 from localllm.engine.request import Grammar, Pooling, Request, SamplingParams, require_ids
 from localllm.engine.tokenizer_files import SPECIAL_ROLES
 from localllm.errors import ContextOverflowError, UsageError
+from localllm.frontend.choices import seeded
 from localllm.frontend.thinking import Splitter, begins_in_thought, may_think
+from localllm.server.choosing import NO_CHOICE, Choosing
 from localllm.server.failures import RequestError, too_long
 
 if TYPE_CHECKING:
@@ -27,16 +29,17 @@ _MOST_LOGPROBS = 1 << 20  # that one reply may have: each is 200 bytes while it 
 
 @dataclass(frozen=True)
 class Ask:
-    """prompt: chat messages, a text to go on with, or ids. n: answers to it, each with a seed of its own. num_ctx: the
-    context that the client wants to have. effort: how much is to be thought before: "none", "on", a level that the
-    template knows; None: as the model does. evicts: the oldest turns leave where there are too many. said: with which
-    the answer begins, as the client has it. grammar: what the answer has to look like. prompt_field, effort_field: what
-    its dialect calls them.
+    """prompt: chat messages, a text to go on with, or ids. n: answers to it, each with a seed of its own. choosing: how
+    they are chosen of others. num_ctx: the context that the client wants to have. effort: how much is to be thought
+    before: "none", "on", a level that the template knows; None: as the model does. evicts: the oldest turns leave where
+    there are too many. said: with which the answer begins, as the client has it. grammar: what the answer has to look
+    like. prompt_field, effort_field: what its dialect calls them.
     """
 
     prompt: ChatInput | str | tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     n: int = 1
+    choosing: Choosing = NO_CHOICE
     num_ctx: int | None = None
     priority: int = 0
     pooling: Pooling | None = None
@@ -78,11 +81,22 @@ def prepare(ask: Ask, engine: LoadedEngine) -> Asked:
     sampling = ask.sampling
     if ask.pooling is None:
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens or ctx, ctx - len(ids)))
-    requests = tuple(
-        Request(ids, _seeded(sampling, index), grammar=ask.grammar, priority=ask.priority, pooling=ask.pooling)
-        for index in range(ask.n)
+    request = Request(
+        ids,
+        sampling,
+        grammar=ask.grammar,
+        priority=ask.priority,
+        pooling=ask.pooling,
+        is_scored=ask.choosing.best_of > ask.n,
+        beams=ask.choosing.beams,
+        num_answers=ask.n if ask.choosing.beams > 1 else 1,
+        length_penalty=ask.choosing.length_penalty,
+        early_stopping=ask.choosing.early_stopping,
     )
-    engine.check(requests[0])
+    engine.check(request)
+    requests = tuple(
+        replace(request, sampling=seeded(sampling, index)) for index in range(ask.choosing.num_requests(ask.n))
+    )
     if not isinstance(ask.prompt, ChatInput):
         return Asked(requests)
     is_thinking = _begins_in_thought(ask, engine, ids)
@@ -98,18 +112,15 @@ def prompt_ids(ask: Ask, engine: LoadedEngine) -> tuple[int, ...]:
 def joined(asked: Sequence[Asked]) -> Asked:
     """Several as one, whose answers come in order. Raises RequestError where they would have too many numbers."""
     requests = tuple(request for each in asked for request in each.requests)
-    told = [request.sampling for request in requests if request.sampling.logprobs is not None]
-    count = sum((each.max_tokens or 0) * (1 + (each.logprobs or 0)) for each in told)
+    told = [request for request in requests if request.sampling.logprobs is not None]
+    count = sum(
+        each.num_answers * (each.sampling.max_tokens or 0) * (1 + (each.sampling.logprobs or 0)) for each in told
+    )
     if count > _MOST_LOGPROBS:
         why = f"{count} of them may come, and at most {_MOST_LOGPROBS} are told in one reply"
         what, fix = "these are too many log-probabilities", "ask for fewer answers, tokens or alternatives"
         raise RequestError(400, what, why=why, fix=fix, param="logprobs", name="invalid_value")
     return replace(asked[0], requests=requests)
-
-
-def _seeded(sampling: SamplingParams, index: int) -> SamplingParams:
-    """Of several answers to one prompt, each has its own noise."""
-    return sampling if sampling.seed is None else replace(sampling, seed=(sampling.seed + index) % 2**63)
 
 
 def _require_room(ask: Ask, num_tokens: int, engine: LoadedEngine) -> None:

@@ -18,7 +18,6 @@ _PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|μs|ms|s|m|h)")
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 MAX_STOPS = 64
 MAX_BIASES = 1024
-MAX_ANSWERS = 16  # to one request
 MAX_MESSAGES = 10_000
 MAX_TOP_LOGPROBS = 20
 

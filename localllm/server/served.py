@@ -164,7 +164,7 @@ class Served:
 
     async def ask(self, *asks: Ask) -> Answers:
         """Has them answered, all or none. Raises RequestError where too many wait, and what `prepare` does."""
-        return await self.answer(asks, self.take_places(sum(ask.n for ask in asks)))
+        return await self.answer(asks, self.take_places(sum(ask.choosing.rows(ask.n) for ask in asks)))
 
     async def answer(self, asks: Sequence[Ask], closed: Callable[[], None]) -> Answers:
         """As `ask`, in places that were taken before. closed: called in any case, when they are not needed any more."""

@@ -75,7 +75,16 @@ def test_a_completion_has_sixteen_tokens_where_nobody_asks_for_more(client: open
 @pytest.mark.supports("openai", "/v1/completions", "refused: what cannot be honoured, by name")
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("suffix", "end"), ("best_of", 3), ("prompt", ""), ("prompt", [10**6]), ("logprobs", 10**6), ("echo", "yes")],
+    [
+        ("suffix", "end"),
+        ("best_of", 17),
+        ("best_of", 0),
+        ("beam_width", 17),
+        ("prompt", ""),
+        ("prompt", [10**6]),
+        ("logprobs", 10**6),
+        ("echo", "yes"),
+    ],
 )
 def test_a_completion_that_cannot_be_honoured_is_refused_by_name(
     client: openai.OpenAI, field: str, value: object

@@ -15,6 +15,7 @@ from localllm.engine.tokenizer import Tokenizer
 from localllm.server.answering import Answers, Piece
 from localllm.server.asking import Ask
 from localllm.server.bodies import Body
+from localllm.server.choosing import choosing_of
 from localllm.server.endings import FinishReason, finish_reason, timings_of
 from localllm.server.endpoint import Call, Endpoint
 from localllm.server.failures import RequestError, body_of
@@ -144,12 +145,14 @@ async def chat(call: Call, body: ChatBody) -> Response:
         max_tokens=body.max_completion_tokens or body.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
+    choosing, sampling = choosing_of(body, sampling)
     told = _Logprobs(served.engine().tokenizer, body.top_logprobs or 0 if body.logprobs else None)
     answers = await served.ask(
         Ask(
             ChatInput(chat_messages(body.messages), variables=body.chat_template_kwargs or {}),
             sampling,
             n=body.n or 1,
+            choosing=choosing,
             num_ctx=body.num_ctx,
             priority=TIERS.get(body.service_tier or "", 0),
             effort=body.reasoning_effort,
@@ -162,7 +165,9 @@ async def chat(call: Call, body: ChatBody) -> Response:
         speech = _Speech(answers, head, told, with_usage=with_usage)
         return await streamed(answers, speech.chunks, lambda failure: event(body_of(failure, "openai")), EVENT_STREAM)
     pieces = await collected(answers)
-    return await whole(lambda: _completion(pieces, head, told, body.service_tier), evicted_header(answers))
+    usage = usage_of([piece.ending for piece in pieces], len(pieces))
+    (pieces,) = choosing.chosen(pieces, body.n or 1)
+    return await whole(lambda: _completion(pieces, head, told, usage, body.service_tier), evicted_header(answers))
 
 
 class _Logprobs:
@@ -178,7 +183,9 @@ class _Logprobs:
         return {"content": content_logprobs(piece.logprobs, self._tokenizer, self._most), "refusal": None}
 
 
-def _completion(pieces: Sequence[Piece], head: Mapping[str, Any], told: _Logprobs, tier: str | None) -> ChatCompletion:
+def _completion(
+    pieces: Sequence[Piece], head: Mapping[str, Any], told: _Logprobs, usage: Usage, tier: str | None
+) -> ChatCompletion:
     choices: list[Choice] = []
     for index, piece in enumerate(pieces):
         message: ReplyMessage = {"role": "assistant", "content": piece.text, "refusal": None}
@@ -191,7 +198,7 @@ def _completion(pieces: Sequence[Piece], head: Mapping[str, Any], told: _Logprob
         **head,
         "object": "chat.completion",
         "choices": choices,
-        "usage": usage_of(ends, len(ends)),
+        "usage": usage,
     }
     if tier is not None:
         reply["service_tier"] = "default" if tier == "auto" else tier

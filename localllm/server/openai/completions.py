@@ -15,6 +15,7 @@ from localllm.engine.events import TokenLogprob
 from localllm.engine.tokenizer import Tokenizer
 from localllm.server.answering import Piece
 from localllm.server.asking import Ask
+from localllm.server.choosing import choosing_of
 from localllm.server.endings import FinishReason, finish_reason, timings_of
 from localllm.server.endpoint import Call, Endpoint
 from localllm.server.failures import RequestError, body_of
@@ -46,14 +47,12 @@ Prompts = (
 class CompletionBody(GenerationBody):
     why: ClassVar = {
         "suffix": "models here go on with a text; they fill no gaps",
-        "best_of": "every answer is given; ask for n",
     }
 
     prompt: Prompts
     echo: bool | None = None
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
     suffix: Literal[""] | None = None
-    best_of: Annotated[int | None, Field(ge=1, le=1)] = None
 
 
 class CompletionLogprobs(TypedDict):
@@ -106,18 +105,21 @@ async def completions(call: Call, body: CompletionBody) -> Response:
         why = "the prompt's own log-probabilities are not computed"
         raise RequestError(400, "'echo' and 'logprobs' cannot go together", why=why, param="echo")
     sampling = sampling_of(body, served, max_tokens=body.max_tokens or DEFAULT_MAX_TOKENS, logprobs=body.logprobs)
+    choosing, sampling = choosing_of(body, sampling)
     priority, n = TIERS.get(body.service_tier or "", 0), body.n or 1
     prompts = prompt_list(body.prompt)
     tokenizer = served.engine().tokenizer
-    ask = Ask("", sampling, n=n, num_ctx=body.num_ctx, priority=priority, prompt_field="prompt")
+    ask = Ask("", sampling, n=n, choosing=choosing, num_ctx=body.num_ctx, priority=priority, prompt_field="prompt")
     texts = await served.off_loop(lambda: [_text(each, tokenizer) if body.echo else "" for each in prompts])
-    echoes = [text for text in texts for _ in range(n)]
     answers = await served.ask(*(replace(ask, prompt=each) for each in prompts))
     head = {"id": new_id("cmpl-"), "created": int(time.time()), "model": model, "system_fingerprint": FINGERPRINT}
     head["object"] = "text_completion"
     if not body.stream:
         pieces = await collected(answers)
-        return await whole(lambda: _completion(pieces, head, echoes, n, with_logprobs=body.logprobs is not None))
+        usage = usage_of([piece.ending for piece in pieces], choosing.num_requests(n))
+        told = list(zip(texts, choosing.chosen(pieces, n), strict=True))
+        return await whole(lambda: _completion(told, head, usage, with_logprobs=body.logprobs is not None))
+    echoes = [text for text in texts for _ in range(n)]
     with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     speech = _Speech(head, echoes, n, with_usage=with_usage, with_logprobs=body.logprobs is not None)
     return await streamed(answers, speech.chunks, lambda failure: event(body_of(failure, "openai")), EVENT_STREAM)
@@ -136,8 +138,10 @@ def _text(prompt: str | tuple[int, ...], tokenizer: Tokenizer) -> str:
 
 
 def _completion(
-    pieces: Sequence[Piece], head: Mapping[str, Any], echoes: Sequence[str], n: int, *, with_logprobs: bool
+    told: Sequence[tuple[str, Sequence[Piece]]], head: Mapping[str, Any], usage: Usage, *, with_logprobs: bool
 ) -> Completion:
+    """told: of each prompt, what is echoed and the answers."""
+    pieces = [(echo, piece) for echo, answers in told for piece in answers]
     choices: list[CompletionChoice] = [
         {
             "index": index,
@@ -145,11 +149,10 @@ def _completion(
             "logprobs": _logprobs(piece.logprobs, 0) if with_logprobs else None,
             "finish_reason": finish_reason(piece.ending),
         }
-        for index, (echo, piece) in enumerate(zip(echoes, pieces, strict=True))
+        for index, (echo, piece) in enumerate(pieces)
     ]
-    ends = [piece.ending for piece in pieces]
-    timings = {"timings": timings_of(ends[0])} if len(ends) == 1 else {}
-    return {**head, "choices": choices, "usage": usage_of(ends, n), **timings}  # type: ignore[typeddict-item]
+    timings = {"timings": timings_of(pieces[0][1].ending)} if len(pieces) == 1 else {}
+    return {**head, "choices": choices, "usage": usage, **timings}  # type: ignore[typeddict-item]
 
 
 def _logprobs(logprobs: Sequence[TokenLogprob], offset: int) -> CompletionLogprobs:

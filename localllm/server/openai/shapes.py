@@ -13,10 +13,10 @@ from localllm import __version__
 from localllm.engine.events import FinishedEvent
 from localllm.engine.request import SamplingParams
 from localllm.server.bodies import Body
+from localllm.server.choosing import ChoosingBody
 from localllm.server.endings import Timings
 from localllm.server.failures import RequestError
 from localllm.server.fields import (
-    MAX_ANSWERS,
     NUM_CTX,
     Count,
     IgnoredFlag,
@@ -67,16 +67,19 @@ class PromptCacheOptions(Body):
     ttl: IgnoredText = None
 
 
-class GenerationBody(Body):
+class GenerationBody(ChoosingBody):
     """Fields that both completions endpoints have."""
 
-    elsewhere: ClassVar = {"n_predict": "it is 'max_tokens' here", "num_predict": "it is 'max_tokens' here"}
+    elsewhere: ClassVar = {
+        "n_predict": "it is 'max_tokens' here",
+        "num_predict": "it is 'max_tokens' here",
+        "use_beam_search": "it is 'beam_width' here, the number of beams",
+        "num_beams": "it is 'beam_width' here",
+    }
 
     model: Annotated[
         str | None, Field(description="A name of GET /v1/models; without one, the model that is served.")
     ] = None
-    n: Annotated[int | None, Field(ge=1, le=MAX_ANSWERS)] = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: Temperature | None = None
     top_p: Share | None = None
@@ -124,16 +127,21 @@ def sampling_of(body: GenerationBody, served: Served, **more: Any) -> SamplingPa
 
 
 def usage_of(finished: Sequence[FinishedEvent], n: int) -> Usage:
-    """Of all answers to one request, n to each prompt, which is counted once."""
+    """Of all that was computed for a request, n answers to each prompt, which is counted once."""
     firsts = [each.usage for each in finished[::n]]
     prompt, cached = sum(each.prompt_tokens for each in firsts), sum(each.cached_tokens for each in firsts)
-    completion = sum(each.usage.completion_tokens for each in finished)
+    completion = sum(each.usage.completion_tokens for one in finished for each in (one, *_others(one)))
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached, "audio_tokens": 0},
     }
+
+
+def _others(finished: FinishedEvent) -> list[FinishedEvent]:
+    """The ends of the answers that a search has found beside it."""
+    return [event for events in finished.others for event in events if isinstance(event, FinishedEvent)]
 
 
 class TimingsField(TypedDict):

@@ -1,0 +1,112 @@
+"""Answers that are chosen out of more than a client is given: the best of several, or of a search."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from localllm.engine.request import MAX_BEAMS, MAX_LENGTH_PENALTY, EarlyStopping, SamplingParams
+from localllm.frontend.choices import MAX_ANSWERS, best
+from localllm.server.bodies import Body
+from localllm.server.failures import RequestError
+
+if TYPE_CHECKING:
+    from localllm.server.answering import Piece
+
+# With which nothing is drawn but the likeliest token.
+_NEUTRAL: dict[str, Any] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
+
+
+class ChoosingBody(Body):
+    """Fields of requests that may have it so."""
+
+    n: Annotated[int | None, Field(ge=1, le=MAX_ANSWERS)] = None
+    best_of: Annotated[
+        int | None,
+        Field(ge=1, le=MAX_ANSWERS, description="So many are computed, the `n` likeliest per token are given."),
+    ] = None
+    beam_width: Annotated[
+        int | None,
+        Field(ge=1, le=MAX_BEAMS, description="The answer is searched by so many beams, not drawn; `n`: the n best."),
+    ] = None
+    length_penalty: Annotated[
+        float | None,
+        Field(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY, description="Of a search: score = sum / tokens ** this."),
+    ] = None
+    early_stopping: Annotated[
+        EarlyStopping | None,
+        Field(description='Of a search: whether the first whole answers end it. "never": only where none can win.'),
+    ] = None
+    stream: bool | None = None
+
+
+@dataclass(frozen=True)
+class Choosing:
+    """Of n answers to each prompt. best_of: so many are computed, 0: no more than n. beams: more than 1 has the n best
+    searched."""
+
+    best_of: int = 0
+    beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
+
+    def num_requests(self, n: int) -> int:
+        """To the engine, for each prompt."""
+        return 1 if self.beams > 1 else self.best_of or n
+
+    def rows(self, n: int) -> int:
+        """Of a step, for each prompt."""
+        return max(self.num_requests(n), self.beams)
+
+    def chosen(self, pieces: Sequence[Piece], n: int) -> list[list[Piece]]:
+        """Of each prompt, the answers that are given; a search may have found fewer than n."""
+        if self.beams > 1:
+            return [[piece, *piece.others] for piece in pieces]
+        count = self.num_requests(n)
+        groups = [pieces[first : first + count] for first in range(0, len(pieces), count)]
+        return [best(group, n, _ending) if count > n else list(group) for group in groups]
+
+
+NO_CHOICE = Choosing()
+
+
+def choosing_of(body: ChoosingBody, sampling: SamplingParams) -> tuple[Choosing, SamplingParams]:
+    """How answers are chosen, and what is left to be drawn of them. Raises RequestError for what contradicts it."""
+    n = body.n or 1
+    if (body.beam_width or 1) > 1:
+        return _searching(body, n), replace(sampling, **_NEUTRAL)
+    for field in ("length_penalty", "early_stopping"):
+        if getattr(body, field) is not None:
+            raise _refused(field, "it says how beams are searched, and there is no 'beam_width' of 2 or more")
+    count = n if body.best_of is None else body.best_of
+    if count < n:
+        raise _refused("best_of", f"it is {count}, and 'n' {n}: no more can be given than there are")
+    if body.stream and count > n:
+        raise _refused("best_of", "which answers are the best is known when all are whole: there is nothing to stream")
+    return Choosing(count), sampling
+
+
+def _searching(body: ChoosingBody, n: int) -> Choosing:
+    beams = body.beam_width or 1
+    if body.best_of is not None:
+        raise _refused("best_of", "'beam_width' has the best of many more answers found")
+    if n > beams:
+        raise _refused("n", f"it is {n}, and 'beam_width' {beams}: no more answers are found than there are beams")
+    if body.stream and n > 1:
+        raise _refused("stream", "the answers of a search are known when it ends, and 'n' of 1 alone can be streamed")
+    for field, neutral in _NEUTRAL.items():
+        if getattr(body, field) not in (None, neutral):
+            raise _refused(field, f"a search by 'beam_width' draws nothing: leave it out, or send {neutral:g}")
+    searched = {field: getattr(body, field) for field in ("length_penalty", "early_stopping")}
+    return Choosing(beams=beams, **{field: value for field, value in searched.items() if value is not None})
+
+
+def _refused(param: str, why: str) -> RequestError:
+    return RequestError(400, f"{param!r} cannot be honoured", why=why, param=param, name="invalid_value")
+
+
+def _ending(piece: Piece) -> Any:
+    return piece.ending
