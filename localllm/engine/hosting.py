@@ -17,6 +17,7 @@ from localllm.engine.facts import AnswerStream, LoadedEngine, Service
 from localllm.engine.request import Request
 from localllm.errors import EngineClosedError, UsageError
 
+_LEAVE_S = 4.0  # in which what is being computed for one that leaves comes to its end, between two blocks
 _MOST_GUESTS = 64  # a shell's worth of programs; each has two threads here
 
 
@@ -29,7 +30,7 @@ class Guest:
         self._service = service
         self._gone = gone
         self._streams: dict[int, AnswerStream] = {}  # by the number that the guest has given
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
 
     def begin(self) -> None:
@@ -64,12 +65,16 @@ class Guest:
         except (OSError, wire.WireError, KeyError):
             pass  # who does not keep to what is spoken here is not spoken to
         finally:
-            with self._lock:
-                streams = list(self._streams.values())
-            for stream in streams:
+            self._leave()
+
+    def _leave(self) -> None:
+        """What still runs is stopped, and its end told to who only said that nothing more will be asked."""
+        with self._lock:
+            for stream in self._streams.values():
                 stream.abort()
-            self._outbox.put(None)
-            self._gone(self)
+            self._lock.wait_for(lambda: not self._streams, _LEAVE_S)
+        self._outbox.put(None)
+        self._gone(self)
 
     def _tell_of_load(self) -> None:
         """Waits for the engine."""
@@ -106,6 +111,7 @@ class Guest:
     def ended(self, number: int) -> None:
         with self._lock:
             self._streams.pop(number, None)
+            self._lock.notify_all()
 
     def _answer(self, number: int, name: str, argument: Any) -> None:
         try:

@@ -1,0 +1,25 @@
+"""Starts an engine's process and asks it something, with nothing loaded that a front end would not load."""
+
+from __future__ import annotations
+
+from localllm.config import load_settings
+from localllm.engine.request import Request, SamplingParams
+from localllm.frontend.engine_process import Caps, EngineProcess, Hearer
+from localllm.frontend.opening import Opening
+from localllm.frontend.selection import locate, with_defaults
+
+
+def started() -> EngineProcess:
+    resolved = load_settings({}, environ={})
+    selection = with_defaults(resolved, locate(resolved, "tiny"))
+    process: EngineProcess = EngineProcess(
+        selection, Opening(), Caps(), Hearer(lambda _foreseen: process.grant(Caps()))
+    )
+    return process
+
+
+def answer(process: EngineProcess) -> str:
+    engine = process.wait_loaded()
+    assert engine is not None
+    request = Request(tuple(engine.encode("Once upon a time")), SamplingParams(max_tokens=4, seed=1))
+    return "".join(getattr(event, "text", "") for event in process.submit(request))

@@ -1,0 +1,179 @@
+"""`run` and `chat` beside a server: its engine answers, where it is what is asked for; `ps`, `load` and `stop`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cli_support import environment, start_cli, write_checkpoint
+from tests.server.support import wait_for
+from tests.server.test_cli_serve import Served
+
+# Torch cannot be imported: what runs all the same has attached.
+NO_TORCH = 'raise ImportError("torch is not to be loaded")'
+ASK = ("run", "-p", "A tale about an owl, please.", "--max-tokens", "6", "--temperature", "0")
+
+
+class Home:
+    """A user's folders, with a server that runs."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        blocked = path / "blocked"
+        blocked.mkdir()
+        (blocked / "torch.py").write_text(NO_TORCH)
+        self.blocked = blocked
+
+    def localllm(
+        self, *arguments: str | Path, torch: bool = True, stdin: bytes = b""
+    ) -> subprocess.CompletedProcess[bytes]:
+        environ = environment(self.path)
+        if not torch:
+            environ["PYTHONPATH"] = f"{self.blocked}{os.pathsep}{environ['PYTHONPATH']}"
+        command = [sys.executable, "-m", "localllm", *map(str, arguments)]
+        return subprocess.run(command, env=environ, cwd=self.path, capture_output=True, input=stdin, timeout=60)
+
+    def rows(self) -> list[dict[str, object]]:
+        told = json.loads(self.localllm("ps", "--json").stdout)
+        rows: list[dict[str, object]] = told["models"]
+        return rows
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
+    folder = tmp_path_factory.mktemp("user")
+    write_checkpoint(folder / "other")
+    process = start_cli(
+        folder, "serve", "--port", "0", "--also", folder / "other", stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+    )
+    with process:
+        try:
+            Served(process)
+            yield Home(folder)
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(20)
+
+
+def test_run_has_the_servers_engine_answer_and_loads_nothing_itself(home: Home) -> None:
+    attached = home.localllm(*ASK, torch=False)
+    assert attached.returncode == 0, attached.stderr
+    alone = home.localllm(*ASK, "--no-attach")
+    assert attached.stdout == alone.stdout != b"" and attached.stderr == b""
+
+
+def test_a_refusal_is_the_same_as_without_a_server(home: Home) -> None:
+    too_long = ("run", "-p", "owl " * 3000)
+    attached, alone = home.localllm(*too_long, torch=False), home.localllm(*too_long, "--no-attach")
+    assert attached.returncode == alone.returncode == 5 and attached.stderr == alone.stderr
+
+
+def test_json_and_grammars_are_the_same_over_there(home: Home) -> None:
+    told = home.localllm("run", "--json", "--regex", "(yes|no)", "-p", "Is it so?", torch=False)
+    assert told.returncode == 0 and json.loads(told.stdout)["text"] in ("yes", "no")
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (("--kv", "bf16"), b"the server's engine has kv auto, and bf16 is asked for"),
+        pytest.param(
+            ("--ctx", "256"), b"the server's engine has ctx auto, and 256 is asked for", marks=pytest.mark.slow
+        ),
+        pytest.param(("--private",), b"which --private rules out", marks=pytest.mark.slow),
+    ],
+    ids=["kv", "ctx", "private"],
+)
+def test_an_engine_that_is_not_what_is_asked_for_is_left_alone_and_that_is_said(
+    home: Home, flags: tuple[str, ...], why: bytes
+) -> None:
+    refused = home.localllm(*ASK, *flags)
+    assert refused.returncode == 0 and b"the running server is not used" in refused.stderr and why in refused.stderr
+
+
+def test_a_chat_goes_on_where_its_engine_is_killed(home: Home) -> None:
+    pid = home.rows()[0]["pid"]
+    assert isinstance(pid, int)
+    chat = start_cli(
+        home.path,
+        "chat",
+        "--plain",
+        "--max-tokens",
+        "4",
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    with chat:
+        assert chat.stdin is not None and chat.stdout is not None
+        chat.stdin.write(b"A tale about a fox.\n")
+        chat.stdin.flush()
+        first = chat.stdout.readline()
+        os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: not psutil.pid_exists(pid))
+        chat.stdin.write(b"And then?\n")
+        chat.stdin.close()
+        second = chat.stdout.read()
+    assert chat.returncode == 0 and first.strip() and second.strip()
+
+
+def test_models_are_loaded_listed_and_unloaded_by_hand(home: Home) -> None:
+    folder = home.path / "other"
+    loaded = home.localllm("load", folder, torch=False)
+    assert loaded.returncode == 0 and loaded.stderr == b"other is loaded\n"
+    assert {row["name"] for row in home.rows()} == {"tiny", "other"}
+    table = home.localllm("ps", torch=False).stdout.decode()
+    assert "other" in table and "memory" in table and "its room is needed" in table
+    stopped = home.localllm("stop", "other", torch=False)
+    assert stopped.returncode == 0 and [row["name"] for row in home.rows()] == ["tiny"]
+    again = home.localllm("stop", "other", torch=False)
+    assert again.returncode == 1 and b"other is not loaded" in again.stderr
+
+
+def test_a_model_that_there_is_not_is_told_by_name(home: Home) -> None:
+    told = home.localllm("load", "tinny", torch=False)
+    assert told.returncode == 3 and b"tinny" in told.stderr
+
+
+def test_the_servers_socket_is_this_users_alone(home: Home) -> None:
+    [path] = home.path.glob("data/run/server.sock")
+    assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.slow
+def test_another_server_of_the_same_user_says_that_it_is_not_found(home: Home) -> None:
+    process = start_cli(home.path, "serve", "--port", "0", stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    with process:
+        served = Served(process)
+        assert "do not find this server" in "".join(served.said)
+        assert served.end(signal.SIGTERM) < 10
+    assert home.localllm(*ASK, torch=False).returncode == 0
+
+
+@pytest.mark.slow
+def test_what_a_killed_server_leaves_behind_is_in_nobodys_way(tmp_path: Path) -> None:
+    own = Home(tmp_path)
+    process = start_cli(tmp_path, "serve", "--port", "0", stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    with process:
+        Served(process)
+        engines = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+    _, alive = psutil.wait_procs(engines, 20)
+    assert alive == []
+    assert own.localllm("ps").stderr == b"no server is running: localllm serve MODEL\n"
+    assert own.localllm("stop").returncode == 1
+    assert own.localllm(*ASK).returncode == 0
+    again = start_cli(tmp_path, "serve", "--port", "0", stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    with again:
+        served = Served(again)
+        assert own.localllm("stop").returncode == 0
+        again.wait(20)
+        assert again.returncode == 0 and served.said

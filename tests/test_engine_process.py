@@ -1,0 +1,258 @@
+"""An engine in a process of its own: the same answers, for several programs at once, whichever of them ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from localllm.config import load_settings
+from localllm.engine import wire
+from localllm.engine.attached import AttachedService, RevivingService
+from localllm.engine.engine import Engine
+from localllm.engine.events import Event, FinishedEvent, TokenEvent
+from localllm.engine.facts import EngineStatus, Service
+from localllm.engine.request import Grammar, Request, SamplingParams
+from localllm.errors import ContextOverflowError, EngineClosedError, EngineGoneError, GrammarError, UsageError
+from localllm.frontend.engine_process import Caps, EngineProcess, Foreseen, Hearer
+from localllm.frontend.opening import Opening
+from localllm.frontend.selection import Selection, locate, with_defaults
+from localllm.frontend.sockets import connected
+from tests.cli_support import environment
+from tests.server.support import wait_for
+
+STORY = "Once upon a time"
+ENDLESS = SamplingParams(max_tokens=900, seed=1, logit_bias={0: -100, 2: -100})
+
+
+def selection() -> Selection:
+    resolved = load_settings({}, environ={})
+    return with_defaults(resolved, locate(resolved, "tiny"))
+
+
+def started(caps: Caps = Caps(), foreseen: Callable[[Foreseen], None] | None = None) -> EngineProcess:  # noqa: B008
+    """One that takes what room there is."""
+    process: EngineProcess
+
+    def grant(what: Foreseen) -> None:
+        if foreseen is not None:
+            foreseen(what)
+        process.grant(caps)
+
+    process = EngineProcess(selection(), Opening(parallel=4), caps, Hearer(grant))
+    return process
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[EngineProcess]:
+    process = started()
+    process.wait_loaded()
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def guest(process: EngineProcess) -> Iterator[AttachedService]:
+    """Another program that uses it."""
+    guest = attached(process)
+    yield guest
+    guest.close()
+
+
+def attached(process: EngineProcess) -> AttachedService:
+    assert process.socket_path is not None
+    path = process.socket_path
+    return AttachedService(selection().files.directory, lambda: connected(path))
+
+
+def request(service: Service, prompt: str = STORY, sampling: SamplingParams | None = None, **more: Any) -> Request:
+    engine = service.wait_loaded()
+    assert engine is not None
+    return Request(tuple(engine.encode(prompt)), sampling or SamplingParams(max_tokens=8, seed=3), **more)
+
+
+def answer(service: Service, *arguments: Any, **more: Any) -> list[Event]:
+    return list(service.submit(request(service, *arguments, **more)))
+
+
+def ids(events: Sequence[Event]) -> list[int]:
+    return [event.token_id for event in events if isinstance(event, TokenEvent)]
+
+
+def status(service: Service) -> EngineStatus:
+    engine = service.wait_loaded()
+    assert engine is not None
+    return engine.status()
+
+
+def test_it_says_what_an_engine_of_this_process_says(process: EngineProcess, guest: AttachedService) -> None:
+    engine = Engine.load("tiny")
+    own = [*engine.generate(STORY, SamplingParams(max_tokens=8, seed=3))]
+    engine.close()
+    assert ids(answer(process)) == ids(answer(guest)) == ids(own) != []
+
+
+def test_what_is_known_of_the_model_is_what_it_was_loaded_with(process: EngineProcess) -> None:
+    engine = process.wait_loaded()
+    assert engine is not None
+    facts = engine.facts()
+    assert (facts.ctx, facts.weights, engine.ctx, engine.config.vocab_size) == (1024, "bf16", 1024, 4096)
+    assert facts.held_bytes("ram") > 300 << 20 and engine.flags_for(1024) == "--ctx 1024"
+    assert engine.current_plan is None and "message" in next(iter(engine.template.sources.values()))
+
+
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [
+        ({"prompt": "owl " * 3000}, ContextOverflowError),
+        ({"sampling": SamplingParams(logit_bias={1 << 20: 1.0})}, UsageError),
+        ({"grammar": Grammar("regex", "(")}, GrammarError),
+    ],
+    ids=["too long", "a token that there is not", "a broken grammar"],
+)
+def test_a_request_that_cannot_run_is_refused_as_by_an_engine_of_this_process(
+    process: EngineProcess, more: dict[str, Any], error: type[Exception]
+) -> None:
+    engine = process.wait_loaded()
+    assert engine is not None
+    with pytest.raises(error):
+        engine.check(request(process, **more))
+    with pytest.raises(error):
+        answer(process, **more)
+
+
+def test_a_grammar_holds_over_there(process: EngineProcess) -> None:
+    events = answer(process, grammar=Grammar("regex", "(yes|no)"))
+    finished = events[-1]
+    assert isinstance(finished, FinishedEvent) and finished.meets_grammar
+    assert "".join(getattr(event, "text", "") for event in events) in ("yes", "no")
+
+
+def test_an_answer_that_is_stopped_ends_and_keeps_what_was_said(process: EngineProcess) -> None:
+    stream = process.submit(request(process, sampling=ENDLESS))
+    said = []
+    for event in stream:
+        said.append(event)
+        if len(ids(said)) == 3:
+            stream.abort()
+    finished = said[-1]
+    assert isinstance(finished, FinishedEvent) and finished.finish_reason == "cancelled" and len(ids(said)) < 900
+
+
+def test_what_a_program_asked_for_ends_when_it_goes_and_others_go_on(process: EngineProcess) -> None:
+    goes, stays = attached(process), attached(process)
+    gone, staying = (each.submit(request(each, sampling=ENDLESS)) for each in (goes, stays))
+    next(iter(gone)), next(iter(staying))
+    assert goes._sock is not None
+    goes._sock.shutdown(socket.SHUT_RDWR)
+    wait_for(lambda: len(status(process).running) == 1)
+    assert isinstance(next(iter(staying)), TokenEvent)
+    stays.close()
+    wait_for(lambda: status(process).is_idle)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"\x00\xff\n", b"[]\n", b"{}\n", b'{"op":"dance","id":1}\n', b'{"op":"submit","id":1}\n', b"7" * 4096 + b"\n"],
+)
+def test_who_says_what_nobody_understands_is_not_listened_to(process: EngineProcess, data: bytes) -> None:
+    assert process.socket_path is not None
+    with connected(process.socket_path) as sock, sock.makefile("rb") as lines:
+        assert wire.message(lines.readline())["op"] == "loaded"
+        sock.sendall(data)
+        assert lines.read() == b""
+    assert ids(answer(process))
+
+
+def test_its_socket_is_this_users_alone(process: EngineProcess) -> None:
+    assert process.socket_path is not None
+    assert process.socket_path.stat().st_mode & 0o777 == 0o600
+    assert process.socket_path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_who_uses_an_engine_that_is_killed_hears_why_and_can_have_another() -> None:
+    alive = [started()]
+    alive[0].wait_loaded()
+    service = RevivingService(lambda: attached(alive[-1]))
+    engine = service.wait_loaded()
+    assert engine is not None
+    short = request(service)
+    events = iter(service.submit(request(service, sampling=ENDLESS)))
+    next(events)
+    os.kill(alive[0].pid or 0, signal.SIGKILL)
+    with pytest.raises(EngineGoneError):
+        list(events)
+    failure = alive[0].wait_ended()
+    assert isinstance(failure, EngineGoneError) and "SIGKILL" in failure.why
+    with pytest.raises(EngineGoneError, match="gone"):
+        alive[0].submit(short)
+    alive.append(started())
+    alive[1].wait_loaded()
+    wait_for(lambda: service._current.has_ended)
+    assert len(ids(list(service.submit(short)))) == 8
+    assert engine.facts().ctx == 1024  # who holds the engine that it was holds the one that it is
+    for each in (service, *alive):
+        each.close()
+
+
+def test_an_engine_that_is_closed_takes_nothing_on_and_leaves_no_process_and_no_socket() -> None:
+    process = started()
+    process.wait_loaded()
+    pid, path = process.pid, process.socket_path
+    assert pid is not None and path is not None
+    stream = process.submit(request(process, sampling=ENDLESS))
+    next(iter(stream))
+    process.close()
+    assert [event.finish_reason for event in stream if isinstance(event, FinishedEvent)] == ["cancelled"]
+    assert not psutil.pid_exists(pid) and not path.exists()
+    with pytest.raises(EngineClosedError):
+        process.submit(Request((1,)))
+
+
+def test_what_it_would_come_to_is_said_before_it_loads_and_again_with_other_caps() -> None:
+    told: list[Foreseen] = []
+    arrived = threading.Semaphore(0)
+
+    def hear(what: Foreseen) -> None:
+        told.append(what)
+        arrived.release()
+
+    process = EngineProcess(selection(), Opening(), Caps(ram=1 << 20), Hearer(hear))
+    assert arrived.acquire(timeout=60) and told[0].error is not None and not process.is_settled
+    process.foresee(Caps(ram=800 << 20))
+    assert arrived.acquire(timeout=60) and told[1].is_easy and told[1].limits["ram"] == 800 << 20
+    process.grant(Caps(ram=800 << 20))
+    engine = process.wait_loaded()
+    assert engine is not None and engine.facts().limits["ram"] == 800 << 20
+    process.close()
+
+
+_OWNER = """
+import sys, time
+from tests.engine_owner import answer, started
+process = started()
+answer(process)
+print(process.pid, "torch" in sys.modules, flush=True)
+time.sleep(60)
+"""
+
+
+def test_who_starts_an_engine_loads_no_torch_and_takes_it_along_when_it_is_killed(tmp_path: Path) -> None:
+    owner = subprocess.Popen(
+        [sys.executable, "-c", _OWNER], env=environment(tmp_path), stdout=subprocess.PIPE, text=True
+    )
+    with owner:
+        assert owner.stdout is not None
+        pid, has_torch = owner.stdout.readline().split()
+        assert has_torch == "False" and psutil.pid_exists(int(pid))
+        owner.kill()
+    wait_for(lambda: not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE)
