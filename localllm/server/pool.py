@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from localllm import hub
@@ -17,6 +18,7 @@ from localllm.config import ResolvedSettings, format_bytes
 from localllm.errors import EngineClosedError, LocalLLMError, ModelNotFoundError
 from localllm.frontend.engine_process import Caps, Foreseen
 from localllm.frontend.selection import Selection, locate, with_defaults
+from localllm.frontend.warm_files import keep_warm
 from localllm.server.failures import RequestError, busy
 from localllm.server.metrics import Metrics
 from localllm.server.served import Capacity, Served
@@ -82,6 +84,7 @@ class Pool:
         self._turn = asyncio.Lock()  # of who loads, in the order in which they came
         self._loads: dict[Served, asyncio.Task[None]] = {}
         self._timers: dict[Served, asyncio.TimerHandle] = {}
+        self._left: list[tuple[Served, str]] = []  # for the one that is being loaded, and in which formats
         self._expiring: set[asyncio.Task[None]] = set()
         self._is_closed = self._has_begun = False
         self._preparing = ThreadPoolExecutor(_PREPARING_THREADS, "localllm-prepare")
@@ -224,6 +227,9 @@ class Pool:
             await asyncio.shield(asyncio.to_thread(service.close))
             raise
         self._has_begun |= served is self.first
+        left, self._left = self._left, []
+        for victim, weights in left:  # not before: the disk was the other's
+            await self.on_disk(partial(keep_warm, victim.selection.files, weights))
         self.left_alone(served)
 
     async def _decide(self, served: Served, service: Service, what: Foreseen) -> None:
@@ -247,16 +253,18 @@ class Pool:
         idle = [each for each in oldest if await self._is_idle(each)]
         victim = idle[0] if idle else oldest[0]
         victim.is_leaving = True
-        held = format_bytes((await self._facts(victim)).held_bytes("ram"), 2)
+        facts = await self._facts(victim)
         until = time.monotonic() + _ROOM_S
         while not await self._is_idle(victim):
             if time.monotonic() > until:
                 victim.is_leaving = False
                 raise busy(f"there is no room for {served.name}", await self._shortage(what, others))
             await asyncio.sleep(_LOOK_S)
+        held = format_bytes(facts.held_bytes("ram"), 2)
         self._note(f"{victim.name} makes room for {served.name}: {held} of memory")
         await self.unload(victim)
         victim.is_leaving = False
+        self._left.append((victim, facts.weights))
 
     async def _shortage(self, what: Foreseen, others: Sequence[Served]) -> str:
         """In numbers."""
