@@ -251,3 +251,22 @@ def _ended(server: Running, body: dict[str, Any]) -> None:
         client.stream("POST", "/v1/completions", json=body) as reply,
     ):
         reply.read()
+
+
+@pytest.mark.usefixtures("own_folders")
+def test_a_model_that_was_pulled_is_loaded_by_its_name_and_no_half_of_one(tmp_path: Path) -> None:
+    snapshot = tmp_path / "hub" / "models--maker--teller" / "snapshots" / ("a" * 40)
+    write_checkpoint(snapshot)
+    refs = snapshot.parent.parent / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("a" * 40)
+    half = tmp_path / "hub" / "models--maker--half" / "snapshots" / ("b" * 40)
+    half.mkdir(parents=True)
+    (half / "config.json").write_text("{}")
+    with running() as server:
+        ids = [each["id"] for each in server.get("/v1/models").json()["data"]]
+        assert ids == ["tiny", "maker/teller"]
+        assert server.post("/v1/completions", {**TEXT, "model": "Maker/teller"}).json()["model"] == "Maker/teller"
+        assert sorted(loaded(server)) == ["maker/teller", "tiny"]
+        refused = server.post("/v1/completions", {**TEXT, "model": "maker/half"})
+        assert refused.status_code == 404 and "'maker/half' is not served here" in refused.json()["error"]["message"]
