@@ -209,6 +209,7 @@ class Engine:
         self._held.close()
         self._scores.keep()
         self.speculation.close()
+        self.grammars.close()
         self.kv_supply.close()
 
     def generate(

@@ -12,6 +12,7 @@ from llguidance import LLMatcher, LLParserLimits
 from localllm.engine.grammar.constraint import Constraint
 from localllm.engine.grammar.definition import defined
 from localllm.engine.grammar.vocabulary import Vocabulary
+from localllm.engine.grammar.worker import Worker
 from localllm.engine.request import Grammar
 from localllm.engine.tokenizer import Tokenizer
 from localllm.errors import GrammarError
@@ -44,6 +45,7 @@ class Grammars:
         self._vocabulary: Vocabulary | None = None
         self._kept: OrderedDict[Grammar, _Compiled | GrammarError] = OrderedDict()
         self._lock = threading.Lock()
+        self._worker = Worker()
         self._making = threading.Lock()  # the vocabulary: once
 
     def __len__(self) -> int:
@@ -74,7 +76,11 @@ class Grammars:
         if not isinstance(kept, _Compiled):  # others came in between, and it was the oldest
             return self.constraint(grammar)
         kept.num_answers += 1
-        return Constraint(kept.matcher, self._size, kept.retire)
+        return Constraint(kept.matcher, self._size, self._worker, kept.retire)
+
+    def close(self) -> None:
+        """No answer is on its way."""
+        self._worker.close()
 
     def _of_model(self) -> Vocabulary:
         with self._making:
