@@ -185,7 +185,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--shape", default=SHAPE)
-    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--save", type=Path, default=RESULTS, help="a folder for the results")
     options = parser.parse_args()
     steps: list[dict[str, Any]] = []
