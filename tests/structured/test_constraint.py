@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -36,9 +36,12 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def shared() -> Grammars:
+def shared() -> Iterator[Grammars]:
+    """That looks ahead, as beside a GPU."""
     tokenizer = Tokenizer.load(TINY_DIRECTORY)
-    return Grammars(tokenizer, {2}, SIZE)
+    grammars = Grammars(tokenizer, {2}, SIZE, looks_ahead=True)
+    yield grammars
+    grammars.close()
 
 
 @pytest.mark.parametrize("thoughts", [(), THOUGHT])
@@ -63,6 +66,7 @@ def test_any_order_of_saying_and_taking_back_equals_a_fresh_state(
                 token_id = int(choices[number % len(choices)])
                 if token_id != 2:  # the end
                     said.append(token_id)
+                    constraint.look_ahead([*said])
     fresh = shared.constraint(grammar)
     assert constraint.has_ended(said) == fresh.has_ended(said)
     assert constraint.is_met(said) == fresh.is_met(said)

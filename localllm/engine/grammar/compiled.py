@@ -39,13 +39,13 @@ class _Compiled:
 class Grammars:
     """Safe to use from several threads; each `Constraint` belongs to one."""
 
-    def __init__(self, tokenizer: Tokenizer, eos_ids: Collection[int], size: int) -> None:
-        """size: of the model's logits."""
+    def __init__(self, tokenizer: Tokenizer, eos_ids: Collection[int], size: int, *, looks_ahead: bool = False) -> None:
+        """size: of the model's logits. looks_ahead: the CPU has time for what may follow while the model computes."""
         self._tokenizer, self._eos_ids, self._size = tokenizer, eos_ids, size
         self._vocabulary: Vocabulary | None = None
         self._kept: OrderedDict[Grammar, _Compiled | GrammarError] = OrderedDict()
         self._lock = threading.Lock()
-        self._worker = Worker()
+        self._worker = Worker() if looks_ahead else None
         self._making = threading.Lock()  # the vocabulary: once
 
     def __len__(self) -> int:
@@ -80,7 +80,8 @@ class Grammars:
 
     def close(self) -> None:
         """No answer is on its way."""
-        self._worker.close()
+        if self._worker is not None:
+            self._worker.close()
 
     def _of_model(self) -> Vocabulary:
         with self._making:

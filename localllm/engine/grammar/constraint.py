@@ -11,7 +11,7 @@ import torch
 from llguidance import LLMatcher
 from torch import Tensor
 
-from localllm.engine.grammar.worker import Worker
+from localllm.engine.grammar.worker import Work, Worker
 from localllm.errors import GrammarError
 
 _KEPT_MASKS = 64  # of the latest places: guesses and what verifies them ask for the same ones; 600 kB each at most
@@ -28,10 +28,11 @@ class Constraint:
     Used by one thread, and by its worker meanwhile.
     """
 
-    def __init__(self, matcher: LLMatcher, size: int, worker: Worker, spent: Callable[[], None]) -> None:
-        """matcher: at its beginning. size: of the logits. spent: called at a limit that it shares with others."""
+    def __init__(self, matcher: LLMatcher, size: int, worker: Worker | None, spent: Callable[[], None]) -> None:
+        """matcher: at its beginning. size: of the logits. worker: looks ahead, where there is one. spent: called at
+        a limit that it shares with others."""
         self._start, self._size, self._worker, self._spent = matcher, size, worker, spent
-        self._wait: Callable[[], object] | None = None  # for the worker
+        self._ahead: Work | None = None
         self._begin()
 
     def held(self, logits: Tensor, token_ids: Sequence[int]) -> Tensor:
@@ -42,8 +43,11 @@ class Constraint:
 
     def look_ahead(self, token_ids: Sequence[int]) -> None:
         """What may follow these is going to be asked."""
+        if self._worker is None:
+            return
         self._settle()
-        self._wait = self._worker.begin(lambda: self._try_added(token_ids))
+        self._ahead = Work(lambda: self._try_added(token_ids))
+        self._worker.give(self._ahead)
 
     def cut(self, token_ids: Sequence[int], guesses: Sequence[int]) -> tuple[int, ...]:
         """As many of these guesses as may follow."""
@@ -64,9 +68,9 @@ class Constraint:
         return self._can_follow(token_ids) and bool(self._matcher.is_accepting())
 
     def _settle(self) -> None:
-        if self._wait is not None:
-            self._wait()
-            self._wait = None
+        if self._ahead is not None:
+            self._ahead.finish()
+            self._ahead = None
 
     def _can_follow(self, token_ids: Sequence[int]) -> bool:
         """Where it cannot, `held` tells why."""
