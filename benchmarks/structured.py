@@ -3,7 +3,7 @@
     python -m benchmarks.structured [--rounds 5] [--shape qwen2.5-0.5b] [--tokens 64]
 
 A decode step with a grammar beside one without, in turn, on the built-in model (4,096 tokens) and on random weights of
-a real shape, with a vocabulary of as many random words as that has ids: masks depend on its size. `schema` is an array
+a real shape, with a vocabulary of as many words as that has ids: masks depend on its size. `schema` is an array
 of objects, `string` a long JSON string, in which nearly every token may follow, `regex` letters and blanks. Drawn at
 temperature 0.8, which is made cheaper by every token that is forbidden, and greedy, where the cost of the mask alone is
 left. `guessed`: tokens a second of the schema with guesses and without. `compile`: a grammar that is new, tried out in
@@ -52,6 +52,12 @@ GRAMMARS = {
 }
 SAMPLERS = {"temperature 0.8": 0.8, "greedy": 0.0}
 _CTX = 1024
+_SYLLABLES = (
+    "th", "er", "on", "an", "re", "he", "in", "ed", "nd", "ha", "at", "en", "es", "of", "or", "nt", "ea", "ti", "to",
+    "it", "st", "io", "le", "is", "ou", "ar", "as", "de", "rt", "ve", "ing", "ion", "ent", "tion", "pre", "con",
+    "com", "pro", "un", "dis", "able", "ment", "ness", "ly", "al", "ic", "ous", "ful", "str", "ch", "sh", "qu", "ck",
+    "ll", "ss", "ee", "oo", "ai", "au", "y", "w", "b", "g", "k", "m", "p",
+)  # fmt: skip
 
 
 @contextmanager
@@ -77,13 +83,21 @@ def random_engine(shape: str) -> Iterator[Engine]:
 
 
 def word_tokenizer(vocab_size: int) -> dict[str, Any]:
-    """A tokenizer.json of bytes and random words, most with a blank in front, as a byte-level BPE has them."""
-    choose, space = random.Random(0), {value: char for char, value in _byte_alphabet().items()}[0x20]
-    letters = "eeeettttaaaooiinnsshhrrddllcumwfgypbvkjxqz"
-    tokens = dict.fromkeys(_byte_alphabet())
+    """A tokenizer.json of bytes and of words by chance, in the shares that byte-level vocabularies of that size have:
+    half of them small letters, most with a blank in front; others capitalised, with signs and digits, or Chinese."""
+    choose, char_of = random.Random(0), {value: char for char, value in _byte_alphabet().items()}
+    tokens = dict.fromkeys(char_of.values())
     while len(tokens) < vocab_size:
-        word = "".join(choose.choices(letters, k=choose.randint(2, 9)))
-        tokens[choose.choice((space, space, "")) + word] = None
+        word = "".join(choose.choices(_SYLLABLES, k=choose.randint(1, 4)))
+        kind = choose.random()
+        if kind < 0.2:
+            word = word.capitalize()
+        elif kind < 0.35:
+            word += choose.choice("()[]{}.,:;_-=/<>0123456789") + choose.choice(("", word))
+        elif kind < 0.5:
+            word = "".join(chr(choose.randint(0x4E00, 0x9FFF)) for _ in range(choose.randint(1, 3)))
+        text = choose.choice((" ", " ", "")) + word
+        tokens["".join(char_of[value] for value in text.encode())] = None
     model = {"type": "BPE", "vocab": {token: index for index, token in enumerate(tokens)}, "merges": []}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
     description: dict[str, Any] = {"version": "1.0", "model": model, "added_tokens": [], "normalizer": None}
