@@ -56,7 +56,9 @@ def typed_grammar(flags: Mapping[str, Any]) -> Grammar | None:
     try:
         defined(grammar)
     except GrammarError as error:
-        raise GrammarError(f"{named}: {error.what}", why=error.why, fix=error.fix) from None
+        raise GrammarError(
+            f"{named}: {error.what}", why=error.why, fix=error.fix or "mend it, and run the same command again"
+        ) from None
     return grammar
 
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from localllm import Engine, Request, SamplingParams
 from localllm.engine.grammar.constraint import Constraint
@@ -12,6 +16,7 @@ from localllm.engine.request import Grammar
 from localllm.engine.tokenizer import Tokenizer
 
 PROMPT = "Once upon a time there was an owl."
+_MOST_TOKENS = 300
 _CLOSING = ('"', "]", "}", '",', '"]', '"}')
 
 
@@ -23,14 +28,19 @@ def accepts(constraint: Constraint, tokenizer: Tokenizer, text: str) -> bool:
     return constraint.is_met(tokenizer.encode(text))
 
 
-def drawn(constraint: Constraint, tokenizer: Tokenizer, seed: int, most: int = 300) -> str | None:
-    """A text by chance, with a liking for its end; None where it did not come in so many tokens."""
+def allowed(constraint: Constraint, said: Sequence[int], size: int) -> Tensor:
+    """bool [V]: which tokens may follow."""
+    return constraint.held(torch.zeros(size), said) == 0
+
+
+def drawn(constraint: Constraint, tokenizer: Tokenizer, seed: int, size: int = 4096) -> str | None:
+    """A text by chance, with a liking for its end; None where it did not come."""
     choose, said = random.Random(seed), list[int]()
     closing = {tokenizer.token_id(text) for text in _CLOSING}
-    while len(said) < most and not constraint.has_ended(said):
-        allowed = constraint(said).nonzero().squeeze(1).tolist()
-        likely = [each for each in allowed if each == tokenizer.eos_token_id or each in closing]
-        token_id = choose.choice(likely if likely and choose.random() < 0.4 else allowed)
+    while len(said) < _MOST_TOKENS and not constraint.has_ended(said):
+        possible = allowed(constraint, said, size).nonzero().squeeze(1).tolist()
+        likely = [each for each in possible if each == tokenizer.eos_token_id or each in closing]
+        token_id = choose.choice(likely if likely and choose.random() < 0.4 else possible)
         if token_id == tokenizer.eos_token_id:
             break
         said.append(token_id)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from localllm.engine.request import Grammar
 from localllm.engine.tokenizer import Tokenizer
 from localllm.errors import GrammarError
 from localllm.hub.names import TINY_DIRECTORY
-from tests.structured.support import accepts, drawn, json_schema
+from tests.structured.support import accepts, allowed, drawn, json_schema
 
 PERSON = json_schema({
     "type": "object",
@@ -26,6 +26,7 @@ PERSON = json_schema({
 })  # fmt: skip
 THOUGHT = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 OWL = '{"name": "owl", "ages": [3, 12]}'
+SIZE = 4096 + 5  # as a model pads its logits
 REAL = ("phi-3-mini", "qwen2.5-0.5b-instruct")
 
 
@@ -35,9 +36,12 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def shared() -> Grammars:
+def shared() -> Iterator[Grammars]:
+    """That looks ahead, as beside a GPU."""
     tokenizer = Tokenizer.load(TINY_DIRECTORY)
-    return Grammars(tokenizer, {2}, tokenizer.vocab_size + 5)
+    grammars = Grammars(tokenizer, {2}, SIZE, looks_ahead=True)
+    yield grammars
+    grammars.close()
 
 
 @pytest.mark.parametrize("thoughts", [(), THOUGHT])
@@ -56,25 +60,27 @@ def test_any_order_of_saying_and_taking_back_equals_a_fresh_state(
                 said, [number % 4096, number % 7]
             )
         elif not constraint.has_ended(said):
-            allowed = constraint(said)
+            mask = allowed(constraint, said, SIZE)
             if move == "say":
-                choices = allowed[:4096].nonzero().squeeze(1)
+                choices = mask.nonzero().squeeze(1)
                 token_id = int(choices[number % len(choices)])
                 if token_id != 2:  # the end
                     said.append(token_id)
+                    constraint.look_ahead([*said])
     fresh = shared.constraint(grammar)
     assert constraint.has_ended(said) == fresh.has_ended(said)
     assert constraint.is_met(said) == fresh.is_met(said)
     assert constraint.forced(said) == fresh.forced(said)
-    assert torch.equal(constraint(said), fresh(said))
+    if not fresh.has_ended(said):
+        assert torch.equal(allowed(constraint, said, SIZE), allowed(fresh, said, SIZE))
 
 
 def test_the_end_is_allowed_exactly_where_the_grammar_may_end(shared: Grammars, tokenizer: Tokenizer) -> None:
     constraint = shared.constraint(Grammar("regex", "[0-9]{1,3}"))
     one, three = tokenizer.encode("7"), tokenizer.encode("7") * 3
-    assert [bool(constraint(ids)[2]) for ids in ([], one, three)] == [False, True, True]
+    assert [bool(allowed(constraint, ids, SIZE)[2]) for ids in ([], one)] == [False, True]
     assert [constraint.has_ended(ids) for ids in ([], one, three)] == [False, False, True]
-    assert not any(map(bool, constraint(one)[4096:])), "ids that the tokenizer lacks are never allowed"
+    assert not allowed(constraint, one, SIZE)[4096:].any(), "ids that the tokenizer lacks are never allowed"
 
 
 def test_what_is_forced_is_what_the_tokenizer_makes_of_it(shared: Grammars, tokenizer: Tokenizer) -> None:
@@ -92,11 +98,11 @@ def test_guesses_are_cut_where_the_grammar_forbids_one(shared: Grammars, tokeniz
 
 def test_a_mask_behind_what_is_forbidden_is_refused_and_harms_nothing(shared: Grammars, tokenizer: Tokenizer) -> None:
     constraint, said = shared.constraint(PERSON), tokenizer.encode('{"name": "owl"')
-    expected = constraint(said).clone()
+    expected = allowed(constraint, said, SIZE)
     for forbidden in (tokenizer.encode("x"), [2], [4098]):
         with pytest.raises(GrammarError, match="cannot go on"):
-            constraint([*said, *forbidden])
-        assert torch.equal(constraint(said), expected)
+            allowed(constraint, [*said, *forbidden], SIZE)
+        assert torch.equal(allowed(constraint, said, SIZE), expected)
 
 
 @pytest.mark.parametrize("is_thinking", [False, True])
@@ -111,7 +117,7 @@ def test_everything_may_be_thought_and_the_grammar_holds_behind_it(
     assert accepts(constraint, tokenizer, OWL) == (not is_thinking)
     assert not accepts(constraint, tokenizer, f"{thought}</think> no {OWL}")
     assert not accepts(constraint, tokenizer, thought + OWL)
-    assert not constraint(tokenizer.encode(thought))[2], "no answer ends in its thought"
+    assert not allowed(constraint, tokenizer.encode(thought), SIZE)[2], "no answer ends in its thought"
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -120,27 +126,34 @@ def test_real_tokenizers_write_what_the_grammar_says(
 ) -> None:
     tokenizer = Tokenizer.load(shared_data(f"tokenizers/{name}"))
     assert tokenizer.eos_token_id is not None
-    grammars = Grammars(tokenizer, {tokenizer.eos_token_id}, tokenizer.vocab_size + 100)
+    size = tokenizer.vocab_size + 100
+    grammars = Grammars(tokenizer, {tokenizer.eos_token_id}, size)
     constraint = grammars.constraint(PERSON)
     said = list(constraint.forced([]))
     assert tokenizer.decode(said).startswith('{"') or said == []
     assert accepts(constraint, tokenizer, OWL), "also with the blank that the tokenizer puts in front"
-    texts = [text for seed in range(6) if (text := drawn(constraint, tokenizer, seed)) is not None]
+    texts = [text for seed in range(6) if (text := drawn(constraint, tokenizer, seed, size)) is not None]
     assert texts and all(set(json.loads(text)) == {"name", "ages"} for text in texts)
-    allowed = constraint(tokenizer.encode('{"name": "'))
-    assert not allowed[tokenizer.vocab_size :].any()
-    assert not any(bool(allowed[token_id]) for token_id in tokenizer.special_ids)
-    spaced = grammars.constraint(Grammar("regex", " a"))
-    ids = [each for each in range(tokenizer.vocab_size) if tokenizer.token_bytes(each) in (b" ", b"a")]
-    first = [each for each in ids if spaced([])[each]]
-    assert tokenizer.decode([*first[:1], *tokenizer.encode("\x01 a")[-1:]]).endswith("a")
+    mask = allowed(constraint, tokenizer.encode('{"name": "'), size)
+    assert not mask[tokenizer.vocab_size :].any()
+    assert not any(bool(mask[token_id]) for token_id in tokenizer.special_ids)
+
+
+def test_a_text_that_begins_with_a_blank_keeps_it(shared_data: Callable[[str], Path], tried_here: None) -> None:
+    """Some tokenizers drop one when they decode: there the tokens have it twice."""
+    tokenizer = Tokenizer.load(shared_data("tokenizers/phi-3-mini"))
+    constraint, said = Grammars(tokenizer, {0}, tokenizer.vocab_size).constraint(Grammar("regex", " a")), list[int]()
+    while not constraint.has_ended(said):
+        said.append(int(allowed(constraint, said, tokenizer.vocab_size).nonzero()[0]))
+    assert tokenizer.decode(said) == " a"
 
 
 def test_a_model_without_an_end_of_its_own_ends_with_the_grammar(tokenizer: Tokenizer) -> None:
     constraint = Grammars(tokenizer, frozenset(), tokenizer.vocab_size).constraint(Grammar("regex", "[ab]"))
     said = tokenizer.encode("a")
     assert constraint.has_ended(said) and constraint.is_met(said)
-    assert len(constraint([])) == tokenizer.vocab_size and not constraint(said).any()
+    with pytest.raises(GrammarError, match="cannot go on"):
+        allowed(constraint, said, tokenizer.vocab_size)
 
 
 def test_as_many_are_kept_as_may_be_and_refusals_too(tokenizer: Tokenizer, tried_here: None) -> None:
@@ -158,4 +171,6 @@ def test_as_many_are_kept_as_may_be_and_refusals_too(tokenizer: Tokenizer, tried
 def test_answers_that_share_what_was_learnt_do_not_share_their_state(shared: Grammars, tokenizer: Tokenizer) -> None:
     one, other = shared.constraint(PERSON), shared.constraint(PERSON)
     assert accepts(one, tokenizer, OWL) and one.has_ended(tokenizer.encode(OWL))
-    assert not other.has_ended([]) and torch.equal(other([]), shared.constraint(PERSON)([]))
+    assert not other.has_ended([]) and torch.equal(
+        allowed(other, [], SIZE), allowed(shared.constraint(PERSON), [], SIZE)
+    )
