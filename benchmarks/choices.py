@@ -3,9 +3,9 @@
 Eight answers to one prompt of 2,048 tokens, which is read once and kept once, beside one answer to a prompt as long,
 and beside eight that have prompts of their own, as long as well: seconds until every answer has its first token, and
 the bytes of keys and values that are held when each has two. Then a search by four beams beside a greedy answer: the
-seconds of a step. One layer and the head of a 1.1B model, random INT4 weights, which cost what trained ones do: what is compared
-depends on neither. Nothing is known of any prompt before; rounds take turns; medians with their lowest and highest.
-Results go to benchmarks/results/choices.json.
+seconds of a step. One layer and the head of a 1.1B model, random INT4 weights: a trained one costs the same, and more
+layers cost both sides more. Nothing is known of any prompt before; rounds take turns; medians with their lowest and
+highest. Results go to benchmarks/results/choices.json.
 """
 
 from __future__ import annotations

@@ -464,7 +464,9 @@ class Engine:
         before, self.ctx = self.ctx, plan.ctx
         self.scheduler.limits = self._limits.within(plan)
         self.kv_supply.share_ram(plan)
-        sequence.fit(self.ctx)
+        for waiting in self.scheduler.waiting:  # this one, and others of the same prompt: they need not wait for it
+            if waiting.wants_growth:
+                waiting.fit(self.ctx)
         sequence.may_grow = False
         is_sure = plan.costs.rates.is_measured and self.residency.plan is plan
         return [GrownEvent(sequence.request_id, before, self.ctx, *moved, plan.decode_tok_s if is_sure else None)]

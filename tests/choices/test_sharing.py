@@ -228,6 +228,17 @@ def test_an_answer_of_one_token_leaves_the_prompt_to_the_others(opened: Opened) 
     assert engine.scheduler.num_chunks == 2
 
 
+def test_answers_that_need_a_longer_context_have_it_together(folder: Path) -> None:
+    engine, most = Engine.load(folder, ctx=512), 0
+    for seed in range(3):
+        engine.submit(drawn(words(600), seed, grows=True))
+    while engine.has_work:
+        engine.step()
+        most = max(most, len(engine.scheduler.running))
+    assert most == 3 and engine.ctx >= 600 + 8
+    engine.close()
+
+
 PROMPTS = (words(20), words(130), words(130)[:100] + words(30, 4), words(300), words(300, 5))
 ASKS = st.one_of(
     st.builds(drawn, st.sampled_from(PROMPTS), st.integers(0, 3), st.integers(1, 40), priority=st.integers(-1, 1)),
