@@ -476,7 +476,7 @@ class Engine:
 
     def _take(self, sequence: Sequence, chunk: Chunk, outcome: Outcome) -> Iterator[Event]:
         """Tell how far a prompt has come; draw tokens where the chunk reached the sequence's end."""
-        text_of = self.tokenizer.token_text
+        text_of, num_before = self.tokenizer.token_text, len(sequence.token_ids)
         yield from taken(sequence, chunk, outcome, self.kv_supply, self.runner, text_of, self.eos_ids)
         if sequence.finish_reason is not None:
             self._remove([sequence])
@@ -484,7 +484,7 @@ class Engine:
             if sequence.clock.ran_alone:
                 self._scores.take(finished, self.residency.plan, self.speculation.plain_s)
             yield finished
-        elif sequence.search is None and chunk.kv.length == self.config.rope_switch_length:
+        elif chunk.kv.length == self.config.rope_switch_length and len(sequence.token_ids) > num_before:
             # LongRoPE rotates all keys differently past its trained length: the old ones are computed anew.
             chunk.kv.trim(0)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from localllm.cache.paged_kv import PagedKV
 from localllm.engine.engine import Engine
-from localllm.engine.events import FinishedEvent, TokenEvent
+from localllm.engine.events import FinishedEvent, PrefillEvent, TokenEvent
 from localllm.engine.kv_reuse import NO_REUSE
 from localllm.engine.request import Grammar, Request, SamplingParams
 from localllm.engine.scheduler import Limits
@@ -156,6 +156,16 @@ def test_nothing_is_said_before_the_search_ends(engine: Engine) -> None:
         batches.append(engine.step())
     assert not any(isinstance(event, TokenEvent) for events in batches[:-1] for event in events)
     assert isinstance(batches[-1][-1], FinishedEvent)
+
+
+def test_while_it_searches_nothing_is_told_of_the_prompt(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localllm.engine.telling._TELL_S", 0)
+    told: list[Any] = []
+    engine.submit(searched(words(100), beams=16, max_tokens=6, early_stopping="never"))
+    while engine.has_work:
+        engine.step(told.append)
+    read = [event.done for event in told if isinstance(event, PrefillEvent)]
+    assert read and max(read) <= 100 and read == sorted(read)
 
 
 def test_beams_share_the_pages_of_their_prompt(engine: Engine) -> None:
