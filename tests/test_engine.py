@@ -69,6 +69,19 @@ def last(events: list[Event]) -> FinishedEvent:
     return events[-1]
 
 
+@pytest.mark.parametrize("length", [40, 47, 48, 49, 100])
+def test_a_prompt_is_read_to_its_end_where_a_chunk_ends_at_the_change_of_rotation(tmp_path: Path, length: int) -> None:
+    write_checkpoint(tmp_path, "phi3-longrope")  # which rotates otherwise from 48 tokens on
+    said = []
+    for chunk_tokens in (16, 512):
+        engine = Engine.load(tmp_path, dtype="fp32", limits=Limits(chunk_tokens=chunk_tokens))
+        request_id = engine.submit(Request(tuple(range(length)), SamplingParams(temperature=0, max_tokens=12)))
+        steps = [engine.step() for _ in range(40)]
+        said.append([event.token_id for events in steps for event in events if isinstance(event, TokenEvent)])
+        assert not engine.has_work, f"request {request_id} goes round in circles"
+    assert len(said[0]) == 12 and said[0] == said[1]
+
+
 def drive(engine: Engine) -> dict[int, list[Event]]:
     """Step until nothing is left; the events of each request."""
     events: dict[int, list[Event]] = {}

@@ -8,11 +8,12 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from localllm.cli.interrupts import Interrupts
 from localllm.engine.events import Event, FinishedEvent, Timings, Usage
-from localllm.frontend.answer import Answer, Stream
+from localllm.frontend.answer import Stream
 
 ABORT_GRACE_S = 1.0  # how long a stopped request may take to say so: a step that is being computed ends first
 
@@ -21,7 +22,24 @@ class _Stop:
     """The user has had enough."""
 
 
-def follow(stream: Stream, answer: Answer, interrupts: Interrupts) -> Iterator[tuple[Event, str]]:
+class Hearer(Protocol):
+    """What has been said so far; complete once `finished` is set."""
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def finished(self) -> FinishedEvent | None: ...
+
+    def take(self, event: Event) -> str:
+        """Takes an event in and returns the text that it adds."""
+        ...
+
+
+def follow(stream: Stream, answer: Hearer, interrupts: Interrupts) -> Iterator[tuple[Event, str]]:
     """Each event with the text that it adds, the last one a FinishedEvent; `answer` collects them.
 
     The first signal aborts the request and the events go on to its end. Leaving the loop early aborts as well.
@@ -56,7 +74,7 @@ def _pump(stream: Stream, inbox: queue.SimpleQueue[Event | BaseException | _Stop
 
 
 def _next(
-    inbox: queue.SimpleQueue[Event | BaseException | _Stop], deadline: float | None, answer: Answer
+    inbox: queue.SimpleQueue[Event | BaseException | _Stop], deadline: float | None, answer: Hearer
 ) -> Event | BaseException | _Stop:
     if deadline is None:
         return inbox.get()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from localllm.cli import options
+from localllm.cli.choices import Beams, BestOf, Choice, N, choice_of, print_chosen
 from localllm.cli.front import Front, front_of
 from localllm.cli.generate import Printing, print_kept
 from localllm.cli.names import complete_sessions
@@ -48,6 +49,7 @@ EXAMPLES = """Examples:
   localllm run --raw -p "Once upon a time" --max-tokens 40 --json
   localllm run -c "And what does the fox do with it?"
   localllm run qwen3-8b --schema person.json --strict "Who wrote Faust?"
+  localllm run qwen3-8b --n 3 --temperature 1 "Name a café."
   localllm run qwen3-8b --batch prompts.jsonl --max-tokens 200 > answers.jsonl
 """
 
@@ -156,6 +158,9 @@ def run_command(
     dry_allowed_length: options.DryAllowedLength = None,
     logit_bias: options.LogitBias = None,
     seed: options.Seed = None,
+    n: N = None,
+    best_of: BestOf = None,
+    beams: Beams = None,
     stop: options.Stop = None,
     schema: Annotated[
         Path | None,
@@ -204,6 +209,7 @@ def run_command(
     front = front_of(context)
     refuse_conflicts(flags)
     form = typed_grammar(flags)
+    choice = choice_of(flags)
     positionals = [part for part in (model, prompt_argument) if part is not None]
     word, text = split_positionals(positionals, prompt[0] if prompt else None, is_model)
     if messages is not None and text is not None:
@@ -235,12 +241,12 @@ def run_command(
         if source.chat is not None and source.chat.add_generation_prompt is None:
             front.output.note("shown as the file has it; to answer it, add_generation_prompt is taken as true")
         return
-    sampling = selection.sampling(extra_sampling(flags))
+    sampling = choice.sampling(selection.sampling(extra_sampling(flags)))
     keeper = keeper_of(front.output, selection, resumed, keeps=dialogue is not None)
     with contextlib.closing(keeper):
         said = dialogue or Dialogue(selection.resolved)
         try:
-            answer = _answer(front, selection, source, sampling, flags, said, keeper, form)
+            answer = _answer(front, selection, source, sampling, flags, said, keeper, form, choice)
         finally:
             keeper.catch_up(said)
     if answer.finished is not None and answer.finished.finish_reason == "cancelled":
@@ -335,6 +341,7 @@ def _answer(
     dialogue: Dialogue,
     keeper: Keeper,
     form: Grammar | None,
+    choice: Choice,
 ) -> Answer:
     from localllm.cli.opening import attaching
 
@@ -356,7 +363,8 @@ def _answer(
         printing = replace(printing, evicted=fitted.evicted, explain=why)
         is_thinking = source.chat is not None and begins_in_thought(engine.tokenizer, request.prompt_ids)
         request = replace(request, grammar=with_thoughts(form, encoder.tokenizer, encoder.template, request.prompt_ids))
-        answer = print_kept(
+        printed = print_kept if choice.is_plain else partial(print_chosen, choice=choice)
+        answer = printed(
             front, selection.files, load.service, request, printing, dialogue, keeper, is_thinking=is_thinking
         )
         if (

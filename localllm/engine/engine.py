@@ -466,7 +466,9 @@ class Engine:
         before, self.ctx = self.ctx, plan.ctx
         self.scheduler.limits = self._limits.within(plan)
         self.kv_supply.share_ram(plan)
-        sequence.fit(self.ctx)
+        for waiting in self.scheduler.waiting:  # this one, and others of the same prompt: they need not wait for it
+            if waiting.wants_growth:
+                waiting.fit(self.ctx)
         sequence.may_grow = False
         is_sure = plan.costs.rates.is_measured and self.residency.plan is plan
         return [GrownEvent(sequence.request_id, before, self.ctx, *moved, plan.decode_tok_s if is_sure else None)]
@@ -476,7 +478,7 @@ class Engine:
 
     def _take(self, sequence: Sequence, chunk: Chunk, outcome: Outcome) -> Iterator[Event]:
         """Tell how far a prompt has come; draw tokens where the chunk reached the sequence's end."""
-        text_of = self.tokenizer.token_text
+        text_of, num_before = self.tokenizer.token_text, len(sequence.token_ids)
         yield from taken(sequence, chunk, outcome, self.kv_supply, self.runner, text_of, self.eos_ids)
         if sequence.finish_reason is not None:
             self._remove([sequence])
@@ -484,7 +486,7 @@ class Engine:
             if sequence.clock.ran_alone:
                 self._scores.take(finished, self.residency.plan, self.speculation.plain_s)
             yield finished
-        elif sequence.search is None and chunk.kv.length == self.config.rope_switch_length:
+        elif chunk.kv.length == self.config.rope_switch_length and len(sequence.token_ids) > num_before:
             # LongRoPE rotates all keys differently past its trained length: the old ones are computed anew.
             chunk.kv.trim(0)
 

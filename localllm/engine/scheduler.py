@@ -120,9 +120,7 @@ class Scheduler:
             assert reader.kv is not None
             try:
                 sequence.kv = reader.kv.branch(sequence.kv_capacity)
-            except (MemoryError, RuntimeError) as error:
-                if not is_out_of_memory(error):
-                    raise
+            except (MemoryError, RuntimeError):
                 break  # it reads what is not known by then
             sequence.num_cached_tokens = sequence.num_prompt_tokens
             sequence.clock.prefill_started, sequence.clock.ran_alone = time.perf_counter(), False

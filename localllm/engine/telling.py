@@ -30,7 +30,11 @@ def untold(_event: Event) -> None:
 
 def telling(scheduled: Sequence[tuple[Running, Chunk]], tell: Callable[[Event], None]) -> Progress:
     """Tells how far a forward is through its prompts, by its share of the blocks; what came of it tells its end."""
-    prompts = [(sequence, chunk) for sequence, chunk in scheduled if not sequence.num_completion_tokens]
+    prompts = [
+        (sequence, chunk)
+        for sequence, chunk in scheduled
+        if not sequence.num_completion_tokens and chunk.kv is sequence.kv  # a beam has one of its own
+    ]
     told_at = time.perf_counter()
 
     def progress(done: int, total: int) -> None:

@@ -1,0 +1,337 @@
+"""`run --n`, `--best-of` and `--beams`: several answers to one prompt, or the best of many."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from localllm.cli.following import follow
+from localllm.cli.front import Front
+from localllm.cli.generate import Printing, answer_fields, event_fields, explained
+from localllm.cli.output import SCHEMA_VERSION
+from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent
+from localllm.engine.request import MAX_BEAMS, Request, SamplingParams
+from localllm.errors import UsageError
+from localllm.frontend.answer import Answer, statistics
+from localllm.frontend.choices import MAX_ANSWERS, best, seeded
+from localllm.frontend.context import evicted_fields, grown_text
+from localllm.frontend.dialogue import Dialogue
+from localllm.frontend.keeping import Keeper, kept_answer
+from localllm.frontend.miss import miss_fields
+
+if TYPE_CHECKING:
+    from localllm.engine.facts import Service
+    from localllm.hub import ModelFiles
+
+SEPARATOR = "---"
+# Of a draw, that a search has no use for.
+_DRAWING = ("top_k", "top_p", "min_p", "typical_p", "seed", "speculate", "draft_tokens")
+
+N = Annotated[
+    int | None,
+    typer.Option("--n", metavar="N", help=f"N answers, with a line {SEPARATOR} between two. The chat keeps the first."),
+]
+BestOf = Annotated[
+    int | None,
+    typer.Option("--best-of", metavar="N", help="Have N answers computed and print the likeliest one, or --n of them."),
+]
+Beams = Annotated[
+    int | None,
+    typer.Option(
+        "--beams", metavar="N", help="Search the likeliest answer with N beams instead of drawing it; --n prints more."
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """n: answers that are printed; count: that are drawn. beams: more than 1 has them searched."""
+
+    n: int = 1
+    count: int = 1
+    beams: int = 1
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is one answer and nothing to choose."""
+        return self.n == self.count == self.beams == 1
+
+    @property
+    def is_best_of(self) -> bool:
+        return self.count > self.n
+
+    def sampling(self, sampling: SamplingParams) -> SamplingParams:
+        """As each answer is drawn. Raises UsageError where they would all be the same."""
+        if self.beams > 1:
+            return replace(sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0)
+        if self.count > 1 and sampling.temperature == 0:
+            why = "the likeliest token is always the same one, and so is the answer"
+            raise UsageError(f"{self.count} answers at temperature 0 are one", why=why, fix="--temperature 0.8")
+        return sampling
+
+    def requests(self, request: Request) -> list[Request]:
+        if self.beams > 1:
+            return [replace(request, beams=self.beams, num_answers=self.n, is_scored=True)]
+        scored = replace(request, is_scored=self.is_best_of)
+        several = [replace(scored, sampling=seeded(request.sampling, index)) for index in range(self.count)]
+        return [several[0], *(replace(each, explains_miss=False) for each in several[1:])]
+
+
+def choice_of(flags: Mapping[str, Any]) -> Choice:
+    """Raises UsageError for what is out of range or contradicts itself."""
+    for flag, most in (("n", MAX_ANSWERS), ("best_of", MAX_ANSWERS), ("beams", MAX_BEAMS)):
+        if flags[flag] is not None and not 1 <= flags[flag] <= most:
+            raise UsageError(f"{_typed(flag)} is {flags[flag]}", why=f"it must lie between 1 and {most}")
+    n, beams = flags["n"] or 1, flags["beams"] or 1
+    choice = Choice(n, n if beams == 1 and flags["best_of"] is None else flags["best_of"] or 1, beams)
+    if beams > 1:
+        choice = replace(choice, count=1)
+        _refuse_searching(flags, n, beams)
+    elif choice.count < n:
+        raise UsageError(f"--best-of {choice.count} is less than --n {n}", why="no more can be printed than there are")
+    if not choice.is_plain:
+        _refuse_beside(flags, choice)
+    return choice
+
+
+def _refuse_searching(flags: Mapping[str, Any], n: int, beams: int) -> None:
+    if flags["best_of"] is not None:
+        raise _together("--beams", "--best-of", "a search finds the best of many more answers")
+    if n > beams:
+        raise UsageError(f"--n {n} is more than --beams {beams}", why="no more answers are found than there are beams")
+    for field_name in _DRAWING:
+        if flags[field_name] is not None:
+            raise _together("--beams", _typed(field_name), "a search draws nothing and guesses nothing")
+    if flags["temperature"]:
+        raise _together("--beams", f"--temperature {flags['temperature']:g}", "a search draws nothing")
+
+
+def _refuse_beside(flags: Mapping[str, Any], choice: Choice) -> None:
+    first = next(_typed(flag) for flag in ("beams", "best_of", "n") if (flags[flag] or 1) > 1)
+    if flags["batch"] is not None:
+        raise _together(first, "--batch", "a line of a job has one answer; write it down once for each that you want")
+    if flags["show_prompt"]:
+        raise _together(first, "--show-prompt", "nothing is answered")
+    for flag in ("continue", "session"):
+        if choice.n > 1 and flags[flag]:
+            raise _together("--n", _typed(flag), "a chat goes on with one answer: --best-of and --beams give one")
+    if choice.is_best_of and flags["jsonl"]:
+        raise _together("--best-of", "--jsonl", "which answers are the best is known when all are whole: --json")
+
+
+def _together(first: str, other: str, why: str) -> UsageError:
+    return UsageError(f"{first} and {other} cannot go together", why=why)
+
+
+def _typed(flag: str) -> str:
+    return f"--{flag.replace('_', '-')}"
+
+
+class _Streams:
+    """The events of several requests in the order in which they come."""
+
+    def __init__(self, service: Service, requests: Sequence[Request]) -> None:
+        self._inbox: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
+        self._streams = [service.submit(request, self._inbox) for request in requests]
+        self.request_ids = [stream.request_id for stream in self._streams]
+
+    def __iter__(self) -> Iterator[Event]:
+        num_open = len(self._streams)
+        while num_open:
+            event = self._inbox.get()
+            if isinstance(event, BaseException):
+                raise event
+            num_open -= isinstance(event, FinishedEvent)
+            yield event
+
+    def abort(self) -> None:
+        for stream in self._streams:
+            stream.abort()
+
+
+@dataclass
+class _Answers:
+    """What has been said of each."""
+
+    request_ids: Sequence[int]
+    each: list[Answer]
+    others: list[Answer] = field(default_factory=list)  # of a search
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.each[0].num_prompt_tokens
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.each[0].token_ids
+
+    @property
+    def finished(self) -> FinishedEvent | None:
+        """The end of the first one, when all have ended."""
+        return self.each[0].finished if self.num_whole == len(self.each) else None
+
+    @property
+    def num_whole(self) -> int:
+        return sum(answer.finished is not None for answer in self.each)
+
+    def index(self, event: Event) -> int:
+        return self.request_ids.index(event.request_id)
+
+    def take(self, event: Event) -> str:
+        if event.request_id not in self.request_ids:  # an end for want of one: the engine did not stop in time
+            for answer in self.each:
+                answer.finished = answer.finished or event if isinstance(event, FinishedEvent) else answer.finished
+            return ""
+        text = self.each[self.index(event)].take(event)
+        for events in event.others if isinstance(event, FinishedEvent) else ():
+            self.others.append(Answer(self.num_prompt_tokens))
+            for other in events:
+                self.others[-1].take(other)
+        return text
+
+
+def print_chosen(
+    front: Front,
+    files: ModelFiles,
+    service: Service,
+    request: Request,
+    printing: Printing,
+    dialogue: Dialogue,
+    keeper: Keeper,
+    choice: Choice,
+    *,
+    is_thinking: bool,
+) -> Answer:
+    """Shows the answers that are chosen, each when it is known, and keeps the first of them; returns that one. Raises
+    the error that ended any. Exits where the user has stopped them."""
+    requests = choice.requests(request)
+    answers: list[Answer] = []
+
+    def show(hear: Callable[[str], None]) -> Answer:
+        streams = _Streams(service, requests)
+        answers[:] = [Answer(len(each.prompt_ids), each.sampling.seed) for each in requests]
+        shown = _Shown(front, files, printing, choice, hear, keeper.session_id)
+        return shown.follow(streams, _Answers(streams.request_ids, answers))
+
+    first = kept_answer(dialogue, keeper, show, is_thinking=is_thinking)
+    if any(answer.finished is not None and answer.finished.finish_reason == "cancelled" for answer in answers):
+        raise typer.Exit(front.interrupts.exit_code or 130)
+    return first
+
+
+@dataclass
+class _Shown:
+    """Prints what is chosen."""
+
+    front: Front
+    files: ModelFiles
+    printing: Printing
+    choice: Choice
+    hear: Callable[[str], None]
+    session: str | None
+    num_printed: int = 0
+
+    def follow(self, streams: _Streams, answers: _Answers) -> Answer:
+        in_turn = self.choice.n > 1 and self.choice.beams == 1 and not self.choice.is_best_of
+        prints_in_turn = in_turn and self.printing.streams and not (self.printing.as_json or self.printing.as_events)
+        if self.printing.as_events:
+            self._begin(answers)
+        with self.front.output.progress("answering") as line:
+            for event, text in follow(streams, answers, self.front.interrupts):
+                if isinstance(event, GrownEvent):
+                    line.interject(grown_text(event))
+                if in_turn and event.request_id == answers.request_ids[0]:
+                    self.hear(text)  # the first one is kept as it comes
+                if self.printing.as_events:
+                    self._say(event, answers)
+                if prints_in_turn and isinstance(event, FinishedEvent):
+                    line.clear()
+                    self._print_whole(answers.each)
+                line.show(_progress(event, answers))
+        chosen = self._chosen(answers)
+        if not in_turn:
+            self.hear(chosen[0].text)
+        self._end(chosen)
+        failed = next((each.finished.error for each in answers.each if each.finished and each.finished.error), None)
+        if failed is not None:
+            raise failed
+        return chosen[0]
+
+    def _chosen(self, answers: _Answers) -> list[Answer]:
+        if self.choice.is_best_of:
+            return best(answers.each, self.choice.n, _ending)
+        return [*answers.each, *answers.others]
+
+    def _begin(self, answers: _Answers) -> None:
+        start = {"type": "start", "schema_version": SCHEMA_VERSION, "model": self.files.name, "session": self.session}
+        first = answers.each[0]
+        about = {"prompt_tokens": first.num_prompt_tokens, "seed": first.seed, "answers": self.choice.n}
+        self.front.output.json({**start, **about, **evicted_fields(self.printing.evicted)})
+
+    def _say(self, event: Event, answers: _Answers) -> None:
+        index = answers.index(event) if event.request_id in answers.request_ids else 0
+        fields = {**event_fields(self.files, event), "index": index}
+        if isinstance(event, FinishedEvent) and index == 0:
+            fields["cache_miss"] = miss_fields(explained(event, self.printing))
+        self.front.output.json(fields)
+        for place, events in enumerate(event.others if isinstance(event, FinishedEvent) else (), start=1):
+            for other in events:
+                self.front.output.json({**event_fields(self.files, other), "index": place})
+
+    def _print_whole(self, answers: Sequence[Answer]) -> None:
+        """Those that are, in their order, as far as all before them are."""
+        while self.num_printed < len(answers) and answers[self.num_printed].finished is not None:
+            if self.num_printed:
+                self.front.output.line(SEPARATOR)
+            self.front.output.answer(answers[self.num_printed].text)
+            self.front.output.end_answer()
+            self.num_printed += 1
+
+    def _end(self, chosen: Sequence[Answer]) -> None:
+        finished = _ending(chosen[0])
+        if self.printing.as_json:
+            missed = {"cache_miss": miss_fields(explained(finished, self.printing))}
+            about = {**evicted_fields(self.printing.evicted), **missed, "session": self.session}
+            self.front.output.json({**self._fields(chosen), **about})
+        elif not self.printing.as_events:
+            self._print_whole(chosen)
+        for place, answer in enumerate(chosen, start=1):
+            if self.printing.statistics or _ending(answer).finish_reason == "cancelled":
+                named = f"answer {place}: " if len(chosen) > 1 else ""
+                self.front.output.note(named + statistics(answer) + _likelihood(_ending(answer)))
+
+    def _fields(self, chosen: Sequence[Answer]) -> dict[str, Any]:
+        """Of one answer as without a choice; of several an array."""
+        each = []
+        for answer in chosen:
+            fields = answer_fields(self.files, answer, with_logprobs=self.printing.logprobs)
+            mean_logprob = _ending(answer).mean_logprob
+            likelihood = {} if mean_logprob is None else {"mean_logprob": mean_logprob}
+            each.append({**fields, "seed": answer.seed, **likelihood})
+        if self.choice.n == 1:
+            return each[0]
+        common = {name: each[0].pop(name) for name in ("schema_version", "model")}
+        kept = [{name: value for name, value in fields.items() if name not in common} for fields in each]
+        return {**common, "answers": [{"index": index, **fields} for index, fields in enumerate(kept)]}
+
+
+def _progress(event: Event, answers: _Answers) -> str:
+    if isinstance(event, PrefillEvent) and event.done < event.total:
+        return f"reading the prompt: {event.done} of {event.total} tokens"
+    if len(answers.each) == 1:
+        return "searching the answer"
+    return f"answering: {answers.num_whole} of {len(answers.each)} are whole"
+
+
+def _likelihood(finished: FinishedEvent) -> str:
+    mean = finished.mean_logprob
+    return "" if mean is None else f", log-probability {mean:.3f} per token"
+
+
+def _ending(answer: Answer) -> FinishedEvent:
+    assert answer.finished is not None
+    return answer.finished
