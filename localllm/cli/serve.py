@@ -16,6 +16,7 @@ from localllm.cli import options
 from localllm.cli.front import Front, front_of
 from localllm.cli.opening import Loading, loading
 from localllm.cli.options import refuse_together
+from localllm.cli.replicas import require_sense, serve_replicas
 from localllm.cli.selection import select
 from localllm.config import user_directories
 from localllm.errors import LocalLLMError, UsageError
@@ -128,6 +129,20 @@ def serve_command(
             "oldest turns leave the model's view. Default: stop.",
         ),
     ] = None,
+    ray: Annotated[
+        bool,
+        typer.Option(
+            "--ray", help="Serve replicas of the model on Ray Serve: one for each GPU, or machine of a cluster."
+        ),
+    ] = False,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            "--replicas",
+            metavar="N",
+            help="How many, with --ray. Default: one for each GPU; without any, one for each machine.",
+        ),
+    ] = None,
     private: options.Private = None,
     max_tokens: Annotated[
         int | None,
@@ -160,6 +175,7 @@ def serve_command(
     """
     flags = dict(locals())
     front = front_of(context)
+    require_sense(flags)
     selection = select(front, model, flags)
     if "" in (alias or ()):
         raise UsageError("--alias is empty", why="clients ask for the model by it", fix="--alias NAME")
@@ -187,6 +203,10 @@ def _serve(front: Front, selection: Selection, flags: Mapping[str, Any], host: s
                 error.fix = "leave --also-ollama-port out"  # or stop what listens there, which the error names
                 raise
         admission = _admission(front, flags, sockets)
+        if flags["ray"]:
+            addresses = [f"http://{_shown(sock)}" for sock in sockets]
+            serve_replicas(front, selection, flags, capacity, sockets, admission, addresses)
+            return
         load = stack.enter_context(loading(front, selection, Opening(keeps_pages=True, parallel=parallel)))
         served = Served(selection, load.service, capacity, flags["alias"] or (), flags["pooling"] or "mean")
         log = front.output.note if not flags["quiet"] else lambda _line: None
