@@ -125,9 +125,9 @@ def test_a_model_that_does_not_fit_ends_it_with_the_numbers(tmp_path: Path) -> N
 
 def test_whoever_kills_the_command_ends_its_replicas_too(tmp_path: Path) -> None:
     with serving(tmp_path, "--replicas", "1", "--quiet") as served:
-        everyone = served.owner.children(recursive=True)
-        served.process.kill()
-        assert psutil.wait_procs(everyone, 15)[1] == []
+        replicas = replica_processes(served.owner)
+        served.process.kill()  # what is left of Ray itself, two idle agents, notices within a minute
+        assert replicas and psutil.wait_procs(replicas, 15)[1] == []
 
 
 def test_while_the_replicas_start_a_client_is_told_so(tmp_path: Path) -> None:

@@ -243,7 +243,8 @@ class Fleet:
         self.num_replicas = self._num_wanted or num_gpus or len(nodes)
         share = share_of(nodes, self.num_replicas, settings)
         settings = replace(settings, threads=share.threads, ram=share.ram_bytes)
-        role = replace(self._role, resolved=replace(self._role.resolved, settings=settings))
+        resolved = replace(self._role.resolved, settings=settings)
+        role = replace(self._role, resolved=resolved, is_alone=self._is_own)
         deployment = serve.deployment(Replica).options(
             name=_DEPLOYMENT,
             num_replicas=self.num_replicas,

@@ -7,7 +7,7 @@ import contextlib
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette.types import Message
 
@@ -30,7 +30,7 @@ BEGINS, ENDS = "<localllm ", " localllm>"  # around what a replica says of why i
 @dataclass(frozen=True)
 class Role:
     """What every replica is started as. model: by which it is found on whichever machine. resolved: the settings, with
-    the replica's share of its machine. needs_key: whether clients do."""
+    the replica's share of its machine. needs_key: whether clients do. is_alone: nothing of it is for other machines."""
 
     model: str
     resolved: ResolvedSettings
@@ -38,6 +38,7 @@ class Role:
     aliases: tuple[str, ...]
     pooling: Pooling
     needs_key: bool
+    is_alone: bool = True
 
 
 class ReplicaError(Exception):
@@ -55,6 +56,8 @@ class Replica:
 
     def __init__(self, role: Role) -> None:
         """Raises ReplicaError."""
+        if role.is_alone:
+            _listen_on_loopback()
         try:
             selection = Selection(locate(role.resolved, role.model), role.resolved)
         except LocalLLMError as error:
@@ -107,6 +110,20 @@ class Replica:
         """Ray calls it where a replica ends in peace."""
         if self._served is not None:
             self._served.close()
+
+
+def _listen_on_loopback() -> None:
+    """Ray Serve opens a port for calls between deployments, of which there is one: on every interface, to whoever finds
+    it, with pickles. It does so when the replica has been made."""
+    import grpc.aio
+
+    kind: Any = next(each for each in type(grpc.aio.server()).__mro__ if "add_insecure_port" in vars(each))
+    plain = kind.add_insecure_port
+
+    def add_insecure_port(self: Any, address: str) -> int:
+        return int(plain(self, f"127.0.0.1:{address.rpartition(':')[2]}"))
+
+    kind.add_insecure_port = add_insecure_port
 
 
 async def _next_of(outbox: asyncio.Queue[Message | None]) -> Message | None:
