@@ -9,27 +9,30 @@ one, which is what can be had.
 where it ends before its first event; *cut* where it had begun and ends with an error event. Those that are passed on
 are late, not lost.
 
-Five rounds; medians with their lowest and highest. Results go to benchmarks/results/replicas.json.
+Five rounds; medians with their lowest and highest. Results go to benchmarks/results/replicas.json; those of a part that
+is not run stay.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import httpx2
 import psutil
 
-from benchmarks.measure import machine, save, spread
+from benchmarks.measure import RESULTS, machine, save, spread
 
 CHAT = "/v1/chat/completions"
 CONVERSATIONS, TURNS, ANSWER_TOKENS = 6, 4, 16
@@ -38,19 +41,33 @@ NO_END = {"0": -100, "2": -100}
 _WORDS = ("fox", "owl", "lantern", "river", "boat", "storm", "bridge", "baker", "moon", "garden", "stone", "bell")
 
 
+@dataclass(frozen=True)
+class Replicas:
+    """A client of them, the process that they all belong to, and what waits until one that was killed is back."""
+
+    client: httpx2.Client
+    owner: psutil.Process
+    wait_for_all: Callable[[], None]
+
+
 @contextmanager
-def replicas(router: str, count: int) -> Iterator[tuple[httpx2.Client, psutil.Process]]:
-    """A client of them, and the process that they all belong to."""
+def replicas(router: str, count: int) -> Iterator[Replicas]:
+    """They end with the block."""
     command = [sys.executable, "-m", "benchmarks.replicas_server", router, str(count)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdin is not None
         try:
             url = f"http://127.0.0.1:{int(process.stdout.readline())}"
             with httpx2.Client(base_url=url, timeout=60) as client:
-                yield client, psutil.Process(process.pid)
+                counts = map(int, process.stdout)
+                yield Replicas(client, psutil.Process(process.pid), lambda: next(_until(counts, count), None))
         finally:
             process.stdin.close()
             process.wait(30)
+
+
+def _until(counts: Iterator[int], count: int) -> Iterator[None]:
+    return (None for each in counts if each == count)
 
 
 def replica_processes(owner: psutil.Process) -> list[psutil.Process]:
@@ -88,9 +105,9 @@ def hit_rate(client: httpx2.Client, rng: random.Random) -> float:
 def hits(rounds: int) -> dict[str, Any]:
     rates: dict[str, list[float]] = {"prefix": [], "turns": [], "one": []}
     for name, each in rates.items():
-        with replicas("turns" if name == "turns" else "prefix", 1 if name == "one" else 2) as (client, _):
-            hit_rate(client, random.Random(-1))
-            each += [hit_rate(client, random.Random(number)) for number in range(rounds)]
+        with replicas("turns" if name == "turns" else "prefix", 1 if name == "one" else 2) as group:
+            hit_rate(group.client, random.Random("what warms them up"))
+            each += [hit_rate(group.client, random.Random(number)) for number in range(rounds)]
     return {f"{name}_hit_rate": spread(each) for name, each in rates.items()}
 
 
@@ -111,9 +128,8 @@ def outcome(client: httpx2.Client, rng: random.Random) -> str:
     return "cut" if num_events else "lost"
 
 
-def killed_under_load(client: httpx2.Client, owner: psutil.Process, seed: int) -> tuple[Counter[str], float]:
+def killed_under_load(group: Replicas, seed: int) -> tuple[Counter[str], float]:
     """What became of the streams, and seconds until as many replicas answer as before."""
-    wait_for_replicas(owner, 2)
     asked, middle = Counter[str](), threading.Event()
     lock = threading.Lock()
 
@@ -122,41 +138,24 @@ def killed_under_load(client: httpx2.Client, owner: psutil.Process, seed: int) -
             asked["all"] += 1
             if asked["all"] == REQUESTS // 4:
                 middle.set()
-        return outcome(client, random.Random(1000 * seed + number))
+        return outcome(group.client, random.Random(1000 * seed + number))
 
     with ThreadPoolExecutor(CLIENTS) as pool:
         coming = [pool.submit(ask, number) for number in range(REQUESTS)]
         middle.wait()
-        victim = replica_processes(owner)[seed % 2]
+        victim = replica_processes(group.owner)[seed % 2]
         victim.kill()
         killed_at = time.perf_counter()
         outcomes = Counter(each.result() for each in coming)
-    wait_for_replicas(owner, 2)
+    group.wait_for_all()
     return outcomes, time.perf_counter() - killed_at
-
-
-def wait_for_replicas(owner: psutil.Process, count: int) -> None:
-    """Until as many have loaded the model. Raises TimeoutError."""
-    until = time.monotonic() + 60
-    while len(replica_processes(owner)) < count or not all(map(_has_loaded, replica_processes(owner))):
-        if time.monotonic() > until:
-            raise TimeoutError(f"{count} replicas are not there after a minute")
-        time.sleep(0.2)
-
-
-def _has_loaded(process: psutil.Process) -> bool:
-    """Its engine's thread and those of what it computes with are there."""
-    try:
-        return bool(process.num_threads() > 30 and process.cpu_times().user > 2)
-    except psutil.Error:
-        return False
 
 
 def death(rounds: int) -> dict[str, Any]:
     counts: dict[str, list[float]] = {"whole": [], "cut": [], "lost": [], "back_s": []}
-    with replicas("prefix", 2) as (client, owner):
+    with replicas("prefix", 2) as group:
         for seed in range(rounds):
-            outcomes, back_s = killed_under_load(client, owner, seed)
+            outcomes, back_s = killed_under_load(group, seed)
             for name, each in counts.items():
                 each.append(back_s if name == "back_s" else outcomes[name])
     return {"requests": REQUESTS, **{name: spread(each) for name, each in counts.items()}}
@@ -170,13 +169,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--part", choices=tuple(PARTS), action="append")
     parser.add_argument("--rounds", type=int, default=5)
     flags = parser.parse_args(arguments)
-    result: dict[str, Any] = {"machine": machine(), "model": "tiny"}
+    file = RESULTS / "replicas.json"
+    known = json.loads(file.read_text(encoding="utf-8")) if flags.part and file.exists() else {}
+    result: dict[str, Any] = {**known, "machine": machine(), "model": "tiny"}
     for name in flags.part or PARTS:
         result[name] = PARTS[name](flags.rounds)
         for key, value in result[name].items():
             print(f"{name} {key}: {value}", flush=True)
-    if flags.part is None:
-        print(save("replicas", result))
+    print(save("replicas", result))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """N replicas of the built-in model behind one front: `python -m benchmarks.replicas_server ROUTER N`.
 
-Prints its port, and ends with its stdin. ROUTER: prefix, as `localllm serve --ray` has it, or turns: who is next.
+Prints its port, then how many replicas answer each time that this changes, and ends with its stdin. ROUTER: prefix, as
+`localllm serve --ray` has it, or turns: who is next.
 """
 
 from __future__ import annotations
@@ -21,11 +22,15 @@ from localllm.server.served import Capacity
 ROUTERS = {"prefix": PREFIX_ROUTER, "turns": "benchmarks.replicas_turns:Turns"}
 
 
+def tell(number: int) -> None:
+    print(number, flush=True)
+
+
 def main(router: str, num_replicas: int) -> None:
     resolved = load_settings({"private": True})  # pages on the disk would be found by all
     selection = with_defaults(resolved, locate(resolved, "tiny"))
     role = Role("tiny", selection.resolved, Capacity(), (), "mean", needs_key=False)
-    fleet = Fleet(role, num_replicas, most_more=4, router=ROUTERS[router])
+    fleet = Fleet(role, num_replicas, most_more=4, router=ROUTERS[router], changed=tell)
     try:
         fleet.wait_started()
         sock, front, stops = bound("127.0.0.1", 0), Front(fleet.ask), list[Callable[[], None]]()
@@ -33,7 +38,7 @@ def main(router: str, num_replicas: int) -> None:
         app = create_front(front, Admission((port,)))
         thread = threading.Thread(target=serve, args=(app, [sock], stops.append, front.stop), daemon=True)
         thread.start()
-        print(port, flush=True)
+        tell(port)
         sys.stdin.read()
         stops[0]()
         thread.join(10)

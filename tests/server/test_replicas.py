@@ -19,7 +19,7 @@ import httpx2
 import psutil
 import pytest
 
-from benchmarks.replicas import CHAT, hit_rate, killed_under_load, replica_processes
+from benchmarks.replicas import CHAT, Replicas, hit_rate, killed_under_load, replica_processes
 from tests.cli_support import environment
 from tests.server.support import OWL, wait_for
 
@@ -38,6 +38,18 @@ class Serving:
     @property
     def owner(self) -> psutil.Process:
         return psutil.Process(self.process.pid)
+
+    @property
+    def group(self) -> Replicas:
+        return Replicas(self.client, self.owner, lambda: self.wait_for("2 of 2 replicas"))
+
+    def wait_for(self, words: str) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.said.append(line)
+            if words in line:
+                return
+        raise AssertionError("".join(self.said))
 
     def end(self) -> list[psutil.Process]:
         """By Ctrl-C. What had belonged to it and is still there."""
@@ -64,15 +76,11 @@ def serving(home: Path, *arguments: str, **variables: str) -> Iterator[Serving]:
         command(*arguments), env=environ, cwd=home, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         try:
-            assert process.stderr is not None
-            said: list[str] = []
-            for line in process.stderr:
-                said.append(line)
-                if "serving" in line:
-                    break
-            url = re.findall(r"http://[0-9.:]+", "".join(said))[0]
-            with httpx2.Client(base_url=url, timeout=60) as client:
-                yield Serving(process, client, said)
+            with httpx2.Client(timeout=60) as client:
+                served = Serving(process, client, [])
+                served.wait_for("serving")
+                client.base_url = re.findall(r"http://[0-9.:]+", "".join(served.said))[0]
+                yield served
         finally:
             process.kill()
 
@@ -94,7 +102,7 @@ def test_two_replicas_of_the_cpu(tmp_path: Path, subtests: pytest.Subtests) -> N
                 next(reply.iter_lines())
             wait_for(lambda: not any(slot["is_processing"] for _ in range(4) for slot in slots(served.client)))
         with subtests.test("a replica that is killed under load costs nobody who had not begun to be answered"):
-            outcomes, _ = killed_under_load(served.client, served.owner, seed=0)
+            outcomes, _ = killed_under_load(served.group, seed=0)
             assert outcomes["lost"] == 0 and outcomes["whole"] > 0
             assert len(replica_processes(served.owner)) == 2
         with subtests.test("Ctrl-C leaves nothing behind"):

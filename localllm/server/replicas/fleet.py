@@ -39,6 +39,7 @@ _DEPLOYMENT = "replica"
 _OBJECT_STORE_BYTES = 80 << 20
 _USABLE = 0.9  # of the memory that was free before, as an engine by itself takes it
 _HEALTH_PERIOD_S = 1.0
+_POLL_S = 0.2
 _GRACE_S = 1.0  # for answers to end where a replica is stopped
 _ENDING_S = 10.0  # for Ray to end its processes: two seconds, as a rule
 # A replica bounds itself how much it takes on, and says so; Ray's own limit would let clients wait without a word.
@@ -178,7 +179,8 @@ class Fleet:
         with TemporaryDirectory(prefix="localllm-", dir=_short_folder(), ignore_cleanup_errors=True) as directory:
             try:
                 self._connect(directory)
-                self._deploy()
+                if not self._ending.is_set():
+                    self._deploy()
             except BaseException as error:
                 self._failure = _known(error)
             self._settled.set()
@@ -258,12 +260,15 @@ class Fleet:
             logging_config=_SERVE_LOG,
             request_router_config=self._router,
         )
-        try:
-            handle = serve.run(deployment.bind(role), name=self._name, route_prefix=None)
-        except RuntimeError as error:
-            told = serve.status().applications[self._name].deployments[_DEPLOYMENT].message
-            raise _told_by_replica(told) or error from error
-        self._handle = handle.options(stream=True, method_name="answer")
+        target = serve.RunTarget(deployment.bind(role), name=self._name, route_prefix=None)
+        [handle] = serve.run_many([target], wait_for_applications_running=False)
+        while not self._ending.wait(_POLL_S):
+            known = serve.status().applications[self._name]
+            if known.status == "RUNNING":
+                self._handle = handle.options(stream=True, method_name="answer")
+                return
+            if known.status == "DEPLOY_FAILED":
+                raise _told_by_replica(known.deployments[_DEPLOYMENT].message) or RuntimeError(known.message)
 
 
 _SERVE_LOG = {"log_level": "ERROR", "enable_access_log": False}
