@@ -105,12 +105,11 @@ class _Waiting:
 
         def wait() -> None:
             try:
-                self._fleet.wait_started()
+                if self._fleet.wait_started():
+                    self._started()
             except BaseException as error:
                 self.failure = error
                 stop()
-                return
-            self._started()
 
         threading.Thread(target=wait, name="localllm-waiting", daemon=True).start()
         return stop

@@ -141,11 +141,12 @@ class Fleet:
         self._thread = threading.Thread(target=self._run, name="localllm-ray", daemon=True)
         self._thread.start()
 
-    def wait_started(self) -> None:
-        """Until all replicas answer, or it is closed. Raises why they do not."""
+    def wait_started(self) -> bool:
+        """Until all replicas answer; False where it was closed before. Raises why they do not."""
         self._settled.wait()
         if self._failure is not None:
             raise self._failure
+        return self._handle is not None
 
     async def ask(self, call: Call) -> AsyncGenerator[Message, None]:
         """As `Front` wants it."""
@@ -232,7 +233,12 @@ class Fleet:
                 **quiet,
             )
         else:
-            ray.init(address=os.environ[ADDRESS_VARIABLE], **quiet)
+            address = os.environ[ADDRESS_VARIABLE]
+            try:
+                ray.init(address=address, **quiet)
+            except ConnectionError as error:
+                what, fix = f"no Ray cluster answers at {address}", f"unset {ADDRESS_VARIABLE}, for one of its own"
+                raise LocalLLMError(what, why=" ".join(str(error).split())[:300], fix=fix) from None
         serve.start(proxy_location="Disabled", logging_config=_SERVE_LOG)
 
     def _deploy(self) -> None:
@@ -276,7 +282,8 @@ _SERVE_LOG = {"log_level": "ERROR", "enable_access_log": False}
 
 def num_cores() -> int:
     """Those that this process may use, each counted once."""
-    return min(psutil.cpu_count(logical=False) or 1, len(psutil.Process().cpu_affinity()))
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(psutil.cpu_count(logical=False) or usable, usable)
 
 
 def _short_folder() -> str:
