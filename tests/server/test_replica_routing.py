@@ -15,12 +15,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from starlette.types import Message
 
 from localllm.config import Settings
-from localllm.errors import DoesNotFitError, UsageError
+from localllm.errors import DoesNotFitError, LocalLLMError, UsageError
 from localllm.server.guard import Admission
 from localllm.server.replicas.affinity import Affinity
 from localllm.server.replicas.beginning import CHUNK_BYTES, beginning_of
 from localllm.server.replicas.call import Call
-from localllm.server.replicas.fleet import _told_by_replica, require_ray, share_of
+from localllm.server.replicas.fleet import _require_listener, _told_by_replica, require_ray, share_of
 from localllm.server.replicas.front import Front, ReplicaGoneError, create_front
 from localllm.server.replicas.replica import ReplicaError
 from tests.cli_support import run_cli
@@ -295,6 +295,12 @@ def test_why_a_replica_cannot_start_survives_a_trace_of_rays() -> None:
     assert told is not None
     assert (told.what, told.why, told.fix, told.exit_code) == (cause.what, cause.why, cause.fix, 4)
     assert _told_by_replica("Traceback of something else") is None
+
+
+def test_a_cluster_that_is_not_there_is_refused_at_once() -> None:
+    with pytest.raises(LocalLLMError) as refused:
+        _require_listener("127.0.0.1:9")
+    assert refused.value.what == "no Ray cluster answers at 127.0.0.1:9" and "RAY_ADDRESS" in refused.value.fix
 
 
 def test_without_the_extra_the_error_has_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import secrets
+import socket
 import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,6 +41,7 @@ _OBJECT_STORE_BYTES = 80 << 20
 _USABLE = 0.9  # of the memory that was free before, as an engine by itself takes it
 _HEALTH_PERIOD_S = 1.0
 _POLL_S = 0.2
+_CONNECT_S = 5.0
 _GRACE_S = 1.0  # for answers to end where a replica is stopped
 _ENDING_S = 10.0  # for Ray to end its processes: two seconds, as a rule
 # A replica bounds itself how much it takes on, and says so; Ray's own limit would let clients wait without a word.
@@ -208,9 +210,10 @@ class Fleet:
             import ray
             from ray import serve
 
-            if not self._is_own:
-                serve.delete(self._name)
-            ray.shutdown()
+            if ray.is_initialized():  # else `serve` would connect
+                if not self._is_own:
+                    serve.delete(self._name)
+                ray.shutdown()
 
     def _connect(self, directory: str) -> None:
         os.environ.update(_EVERY_RAY if not self._is_own else {**_EVERY_RAY, **_OWN_RAY})
@@ -234,11 +237,11 @@ class Fleet:
             )
         else:
             address = os.environ[ADDRESS_VARIABLE]
+            _require_listener(address)
             try:
                 ray.init(address=address, **quiet)
             except ConnectionError as error:
-                what, fix = f"no Ray cluster answers at {address}", f"unset {ADDRESS_VARIABLE}, for one of its own"
-                raise LocalLLMError(what, why=" ".join(str(error).split())[:300], fix=fix) from None
+                raise _no_cluster(address, " ".join(str(error).split())[:300]) from None
         serve.start(proxy_location="Disabled", logging_config=_SERVE_LOG)
 
     def _deploy(self) -> None:
@@ -289,6 +292,21 @@ def num_cores() -> int:
 def _short_folder() -> str:
     """For temporary files: below it Ray makes sockets with names of 83 bytes, and the system takes 107."""
     return gettempdir() if len(os.fsencode(gettempdir())) <= 20 else "/tmp"
+
+
+def _require_listener(address: str) -> None:
+    """Ray itself tries for two minutes. Raises LocalLLMError."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+        except (OSError, OverflowError) as error:
+            raise _no_cluster(address, str(error)) from None
+
+
+def _no_cluster(address: str, why: str) -> LocalLLMError:
+    fix = f"unset {ADDRESS_VARIABLE}, for a Ray of its own on this machine"
+    return LocalLLMError(f"no Ray cluster answers at {address}", why=why, fix=fix)
 
 
 def _told_by_replica(text: str) -> LocalLLMError | None:
