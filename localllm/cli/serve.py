@@ -38,6 +38,7 @@ EXAMPLES = """Examples:
   localllm serve
   localllm serve qwen3-8b --parallel 4 --max-tokens 1024
   localllm serve mistral-7b --host 0.0.0.0 --api-key-file key.txt
+  localllm serve qwen3-8b --ray --replicas 2
   curl http://127.0.0.1:8420/v1/chat/completions -H "Content-Type: application/json" \\
     -d '{"model": "tiny", "messages": [{"role": "user", "content": "A tale about an owl, please."}]}'
 """

@@ -17,6 +17,7 @@ import httpx2
 import pytest
 import yaml
 
+from localllm.cli.names import complete_connections
 from localllm.frontend.connections import CONNECTIONS, USUAL_CTX, YOUR_KEY, Target, names
 from localllm.frontend.serving import ask_models
 from tests.cli_support import run_cli, write_checkpoint
@@ -125,6 +126,10 @@ def test_what_a_program_needs_and_the_model_has_not_is_told(server: Running) -> 
 def test_what_cannot_be_meant_is_refused_with_what_helps(line: list[str], fix: str) -> None:
     result = run_cli("connect", *line)
     assert result.code == 2 and fix in result.err and result.out == b""
+
+
+def test_the_shell_completes_names() -> None:
+    assert complete_connections("CL") == ["claude-code"] and complete_connections("") == names()
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b'{"data": 1}', b'{"data": [{"id": 1}]}', b"<html>"])
