@@ -7,6 +7,9 @@ BIN    := $(VENV)/bin
 # Programs that speak to the server, and whose dependencies clash with ours and each other's.
 CLIENTS := $(patsubst tests/server/clients/%.txt,$(VENV)/clients/%/.installed,$(wildcard tests/server/clients/*.txt))
 
+# Ray, for the long tests of replicas: it sees everything else in our own environment.
+RAY := $(VENV)/ray/.installed
+
 .PHONY: run test test-all check format clean
 
 run: $(VENV)/.installed
@@ -15,7 +18,7 @@ run: $(VENV)/.installed
 test: $(VENV)/.installed-dev $(VENV)/triton-3.6 $(CLIENTS) check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
-test-all: $(VENV)/.installed-dev $(VENV)/triton-3.6 $(CLIENTS) check
+test-all: $(VENV)/.installed-dev $(VENV)/triton-3.6 $(CLIENTS) $(RAY) check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 check: $(VENV)/.installed-dev
@@ -46,6 +49,13 @@ $(VENV)/triton-3.6: $(VENV)/.installed-dev
 # Each in an environment of its own. What it uses is compiled when it is first imported. Not every system has them all.
 $(VENV)/clients/%/.installed: tests/server/clients/%.txt | $(VENV)/.installed-dev
 	$(BIN)/python -m venv --clear --without-pip $(@D)
+	$(BIN)/python -m pip --python $(@D)/bin/python install --quiet --no-compile --only-binary :all: -r $< \
+		&& touch $@ || rm -rf $(@D)
+
+$(RAY): tests/server/ray.txt | $(VENV)/.installed-dev
+	$(BIN)/python -m venv --clear --without-pip $(@D)
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+		> `$(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))"`/ours.pth
 	$(BIN)/python -m pip --python $(@D)/bin/python install --quiet --no-compile --only-binary :all: -r $< \
 		&& touch $@ || rm -rf $(@D)
 

@@ -106,7 +106,7 @@ def bench(files: ModelFiles) -> Iterator[Bench]:
     sock = bound("127.0.0.1", 0)
     port = int(sock.getsockname()[1])
     stops: list[Callable[[], None]] = []
-    arguments = (create_app(pool, Admission((port,))), [sock], stops.append, lambda: pool.load(pool.first), pool.stop)
+    arguments = (create_app(pool, Admission((port,))), [sock], stops.append, pool.stop, lambda: pool.load(pool.first))
     thread = threading.Thread(target=serve, args=arguments, daemon=True)
     thread.start()
     command = [sys.executable, "-m", "benchmarks.serve_client"]

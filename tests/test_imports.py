@@ -41,6 +41,8 @@ sys.stderr.write("\\n" + json.dumps(sorted({{name.partition(".")[0] for name in 
         ["config", "show"],
         ["cache"],
         ["sessions", "list"],
+        ["connect"],
+        ["connect", "aider", "--url", "http://127.0.0.1:9"],
         ["show", "tiny"],
         ["chat", "no-such-model", "-s", "be brief"],
     ],

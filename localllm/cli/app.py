@@ -9,12 +9,13 @@ from typing import Annotated, Any
 import typer
 
 from localllm import __version__
-from localllm.cli import bench, chat, perplexity, plan, pull, quantize, run, serve, tokenize
+from localllm.cli import bench, chat, connect, perplexity, plan, pull, quantize, run, serve, tokenize
 from localllm.cli.bench import bench_command
 from localllm.cli.cache import cache_app
 from localllm.cli.chat import chat_command
 from localllm.cli.commands import PlainCommand, PlainGroup
 from localllm.cli.config import config_app
+from localllm.cli.connect import connect_command
 from localllm.cli.doctor import doctor_command
 from localllm.cli.front import front_of
 from localllm.cli.help import help_command
@@ -76,6 +77,7 @@ _add("serve", serve_command, serve.EXAMPLES)
 _add("ps", ps_command)
 _add("load", load_command)
 _add("stop", stop_command)
+_add("connect", connect_command, connect.EXAMPLES)
 _add("pull", pull_command, pull.EXAMPLES)
 _add("quantize", quantize_command, quantize.EXAMPLES)
 _add("list", list_command)

@@ -133,7 +133,9 @@ def _other_name(arguments: Sequence[str]) -> list[str] | None:
     return None
 
 
-_SWITCHES = frozenset({"--new-key", "--also-ollama-port"})  # of the flags that a fix leaves out: they take no value
+_SWITCHES = frozenset(
+    {"--new-key", "--also-ollama-port", "--metrics", "--ray"}
+)  # of the flags that a fix leaves out: they take no value
 
 
 def _without_flag(arguments: list[str], flag: str) -> list[str]:

@@ -30,6 +30,13 @@ def complete_speculate(incomplete: str) -> list[str]:
     return _beginning(incomplete, [*SPECULATE, *(f"{DRAFT_MODEL}{name}" for name in _installed())])
 
 
+def complete_connections(incomplete: str) -> list[str]:
+    """Programs that begin so."""
+    from localllm.frontend.connections import names
+
+    return _beginning(incomplete, names())
+
+
 def _installed() -> list[str]:
     from localllm import hub
 

@@ -268,6 +268,7 @@ NUMBERS: Mapping[str, Accepts] = MappingProxyType(
         "parallel": Accepts("integer", 1, 1024, usual=str(DEFAULT_PARALLEL)),
         "port": Accepts("integer", 0, 65535, usual="8420"),
         "queue": Accepts("integer", 0, 10_000, usual="64"),
+        "replicas": Accepts("integer", 1, 1024, usual="2"),
         "group": Accepts("text", choices=("32", "64", "128")),
         "prompt_tokens": Accepts("integer", 1, _MOST_TOKENS, usual="512"),
         "gen_tokens": Accepts("integer", 1, _MOST_TOKENS, usual="128"),

@@ -16,6 +16,7 @@ from localllm.cli import options
 from localllm.cli.front import Front, front_of
 from localllm.cli.opening import LoadLine
 from localllm.cli.options import refuse_together
+from localllm.cli.replicas import require_sense, serve_replicas
 from localllm.cli.selection import select
 from localllm.config import user_directories
 from localllm.errors import EngineClosedError, LocalLLMError, UsageError
@@ -40,6 +41,7 @@ EXAMPLES = """Examples:
   localllm serve
   localllm serve qwen3-8b --parallel 4 --max-tokens 1024
   localllm serve mistral-7b --host 0.0.0.0 --api-key-file key.txt
+  localllm serve qwen3-8b --ray --replicas 2
   curl http://127.0.0.1:8420/v1/chat/completions -H "Content-Type: application/json" \\
     -d '{"model": "tiny", "messages": [{"role": "user", "content": "A tale about an owl, please."}]}'
 """
@@ -148,6 +150,20 @@ def serve_command(
             "oldest turns leave the model's view. Default: stop.",
         ),
     ] = None,
+    ray: Annotated[
+        bool,
+        typer.Option(
+            "--ray", help="Serve replicas of the model on Ray Serve: one for each GPU, or machine of a cluster."
+        ),
+    ] = False,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            "--replicas",
+            metavar="N",
+            help="How many, with --ray. Default: one for each GPU; without any, one for each machine.",
+        ),
+    ] = None,
     private: options.Private = None,
     max_tokens: Annotated[
         int | None,
@@ -180,6 +196,7 @@ def serve_command(
     """
     flags = dict(locals())
     front = front_of(context)
+    require_sense(flags)
     selection = select(front, model, flags)
     if "" in (alias or ()):
         raise UsageError("--alias is empty", why="clients ask for the model by it", fix="--alias NAME")
@@ -193,7 +210,7 @@ def serve_command(
 
 
 def _serve(front: Front, selection: Selection, flags: Mapping[str, Any], host: str, ports: Sequence[int]) -> None:
-    from localllm.server.app import create_app, create_local_app
+    from localllm.server.app import create_app, create_router
     from localllm.server.listening import bound, serve
     from localllm.server.local import Doors, endpoints
     from localllm.server.pool import Pool
@@ -210,6 +227,10 @@ def _serve(front: Front, selection: Selection, flags: Mapping[str, Any], host: s
                 error.fix = "leave --also-ollama-port out"  # or stop what listens there, which the error names
                 raise
         admission = _admission(front, flags, sockets)
+        if flags["ray"]:
+            addresses = [f"http://{_shown(sock)}" for sock in sockets]
+            serve_replicas(front, selection, flags, capacity, sockets, admission, addresses)
+            return
         check(selection)
         assert front.resolved is not None
         pool = Pool(
@@ -226,11 +247,11 @@ def _serve(front: Front, selection: Selection, flags: Mapping[str, Any], host: s
         stack.callback(pool.close)
         first = _First(front, pool, [f"http://{_shown(sock)}" for sock in sockets])
         log = front.output.note if not flags["quiet"] else lambda _line: None
-        inner = create_local_app(pool, endpoints(first.addresses, first.stop))
+        inner = create_router(endpoints(first.addresses, first.stop), pool)
         app = Doors(create_app(pool, admission, log=log, with_metrics=flags["metrics"]), inner)
         local = _local_socket(front, stack)
         listened = [*sockets, *([] if local is None else [local])]
-        serve(app, listened, lambda stop: stack.enter_context(first.stopping(stop)), first.begin, pool.stop)
+        serve(app, listened, lambda stop: stack.enter_context(first.stopping(stop)), pool.stop, first.begin)
     if first.failure is not None:
         raise first.failure
     front.output.note("stopped")

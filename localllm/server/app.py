@@ -29,22 +29,26 @@ def create_app(
     pool: Pool, admission: Admission, *, log: Log = lambda _line: None, with_metrics: bool = False
 ) -> ASGIApp:
     """log: hears a line of each request that was answered, with nothing of what it said."""
+    endpoints = endpoints_of(needs_key=admission.key_digest is not None, with_metrics=with_metrics)
+    router = create_router(endpoints, pool)
+    return Logbook(Guard(router, admission), [each.path for each in endpoints], pool.metrics, log)
+
+
+def endpoints_of(*, needs_key: bool, with_metrics: bool) -> list[Endpoint]:
+    """Of a server, the document that describes them among them."""
     endpoints = [each for each in ENDPOINTS if with_metrics or each.path != native.METRICS_PATH]
-    described = openapi.document(endpoints, needs_key=admission.key_digest is not None)
+    described = openapi.document(endpoints, needs_key=needs_key)
 
     async def describe(_call: Call, _body: None) -> Json:
         return Json(described)
 
-    endpoints.append(Endpoint("GET", openapi.PATH, describe, "This document", reply=dict[str, Any]))
+    return [*endpoints, Endpoint("GET", openapi.PATH, describe, "This document", reply=dict[str, Any])]
+
+
+def create_router(endpoints: Sequence[Endpoint], pool: Pool) -> ASGIApp:
+    """What answers who was let in; alone, for programs of the same user at a socket that nobody else can open."""
     routes = [_route(paths, pool) for paths in _by_path(endpoints)]
     # Without starlette's own middleware, which takes a client that has gone for an error of the server.
-    router = Router(routes, redirect_slashes=False, default=_Elsewhere([each.path for each in endpoints]))
-    return Logbook(Guard(router, admission), [each.path for each in endpoints], pool.metrics, log)
-
-
-def create_local_app(pool: Pool, endpoints: Sequence[Endpoint]) -> ASGIApp:
-    """For programs of the same user, at a socket that nobody else can open: without a guard, and without a log."""
-    routes = [_route(paths, pool) for paths in _by_path(endpoints)]
     return Router(routes, redirect_slashes=False, default=_Elsewhere([each.path for each in endpoints]))
 
 

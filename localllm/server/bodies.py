@@ -72,10 +72,11 @@ async def read_body(request: Request, of: type[B]) -> B:
         why = f"it is {kind!r}" if kind else "there is none"
         fix = f"send the header Content-Type: {_JSON}"
         raise RequestError(415, f"the content type must be {_JSON}", why=why, fix=fix)
-    return validated(of, await _read(request))
+    return validated(of, await read_bytes(request))
 
 
-async def _read(request: Request) -> bytes:
+async def read_bytes(request: Request) -> bytes:
+    """The whole body. Raises RequestError where it is too large or does not arrive; ClientDisconnect as `read_body`."""
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced[:20]) > _MOST_READ_BYTES:
         raise _too_large()

@@ -120,7 +120,7 @@ class Listener(uvicorn.Server):
     """Ends when it is told to; signals are the caller's."""
 
     def __init__(
-        self, config: uvicorn.Config, beginning: Callable[[], Awaitable[None]], ending: Callable[[], None]
+        self, config: uvicorn.Config, ending: Callable[[], None], beginning: Callable[[], Awaitable[None]] | None
     ) -> None:
         super().__init__(config)
         self._beginning = beginning
@@ -128,7 +128,8 @@ class Listener(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        await self._beginning()
+        if self._beginning is not None:
+            await self._beginning()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._ending()  # so that streams end with a word, not with their connection
@@ -188,12 +189,12 @@ def serve(
     app: ASGIApp,
     sockets: Sequence[socket.socket],
     began: Callable[[Callable[[], None]], Any],
-    beginning: Callable[[], Awaitable[None]],
     ending: Callable[[], None],
+    beginning: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
     """Answers until it is stopped. began: is given what stops it, which may be called from any thread, or in a signal
-    handler. beginning: called on the loop, when it listens. ending: called when it has been stopped; ends what is still
-    being answered."""
+    handler. ending: called when it has been; ends what is still being answered. beginning: called on the loop, when it
+    listens."""
     sys.setswitchinterval(_SWITCH_S)
     logging.getLogger("uvicorn.error").addHandler(logging.NullHandler())
     logging.getLogger("uvicorn.error").propagate = False
@@ -209,7 +210,7 @@ def serve(
         timeout_keep_alive=75,
         timeout_graceful_shutdown=_GRACE_S,
     )
-    listener = Listener(config, beginning, ending)
+    listener = Listener(config, ending, beginning)
 
     def stop() -> None:
         listener.should_exit = True

@@ -26,6 +26,7 @@ from localllm.server.served import Capacity, Served
 if TYPE_CHECKING:
     from localllm.engine.facts import EngineFacts, Service
     from localllm.engine.request import Pooling
+    from localllm.hub import InstalledModel
 
 T = TypeVar("T")
 
@@ -64,11 +65,12 @@ class Pool:
         also: Sequence[Selection] = (),
         pooling: Pooling = "mean",
         idle_s: float | None = None,
+        on_demand: bool = True,
         note: Callable[[str], None] = lambda _text: None,
     ) -> None:
         """resolved: the settings of others than the first, before a model's own defaults. aliases: more names of the
-        first. idle_s: for which a model stays that nobody asks for; None: as long as its room is not needed. note:
-        hears of what is loaded and unloaded."""
+        first. idle_s: for which a model stays that nobody asks for; None: as long as its room is not needed. on_demand:
+        others on this disk can be asked for. note: hears of what is loaded and unloaded."""
         self.capacity = capacity
         self.metrics = Metrics()
         self.pooling: Pooling = pooling
@@ -78,6 +80,7 @@ class Pool:
         self.models = [self.first, *(Served(self, selection) for selection in also)]
         for each in self.models:
             each.keep_s = idle_s
+        self._on_demand = on_demand
         self._resolved = resolved
         self._launch = launch
         self._note = note
@@ -126,6 +129,11 @@ class Pool:
 
     async def make_ready(self, served: Served, keep_s: float | None = None) -> None:
         """As `model`, of one that was found."""
+        if not self._on_demand and keep_s is not None:
+            if keep_s == 0:
+                why = "it is one of several replicas, which stay as long as the server runs"
+                raise RequestError(400, "the model is not unloaded", why=why, param="keep_alive")
+            keep_s = None
         await served.ready()
         if keep_s is not None:
             served.keep_s = None if keep_s < 0 else keep_s
@@ -152,10 +160,18 @@ class Pool:
     def loaded(self) -> list[Served]:
         return [each for each in self.models if each.engine_if_loaded is not None]
 
+    def others(self) -> list[InstalledModel]:
+        """Whole models on this disk that nobody has asked for yet, and that can be asked for."""
+        if not self._on_demand:
+            return []
+        known = {each.selection.files.directory for each in self.models}
+        rows = [row for row in hub.list_models() if row.directory is not None and not row.partial_bytes]
+        return [row for row in rows if row.directory not in known]
+
     def _installed(self, name: str) -> Selection | None:
         """A client's word is no path to look at: names of models that are on this disk alone."""
-        row = next((row for row in hub.list_models() if row.is_called(name)), None)
-        if row is None or row.directory is None or row.partial_bytes:
+        row = next((row for row in self.others() if row.is_called(name)), None)
+        if row is None:
             return None
         with contextlib.suppress(ModelNotFoundError):
             return with_defaults(self._resolved, locate(self._resolved, row.name))
@@ -163,13 +179,18 @@ class Pool:
 
     def _not_found(self, name: str) -> RequestError:
         names = dict.fromkeys(name for each in self.models for name in each.names)
-        names.update(dict.fromkeys(row.name for row in hub.list_models() if row.directory is not None))
+        names.update(dict.fromkeys(row.name for row in self.others()))
         near = difflib.get_close_matches(name[:200], names, n=1, cutoff=0)
         what, why = f"the model {name[:200]!r} is not served here", f"this server has {', '.join(names)}"
         fix = f"ask for {near[0]!r}" if near else ""
         return RequestError(404, what, why=why, fix=fix, param="model", name="model_not_found")
 
     # Loading
+
+    def adopt(self, service: Service) -> None:
+        """The first model is loaded already, or on its way, and not by this."""
+        self.first.service = service
+        self._has_begun = True
 
     async def load(self, served: Served) -> None:
         """As `House` has it; it goes on where who asks for it has gone."""

@@ -23,7 +23,7 @@ from localllm.engine.service import EngineService
 from localllm.frontend.engine_process import Caps, EngineProcess, Foreseen, Hearer
 from localllm.frontend.opening import Opening, open_engine
 from localllm.frontend.selection import Selection, with_defaults
-from localllm.server.app import create_app, create_local_app
+from localllm.server.app import create_app, create_router
 from localllm.server.guard import Admission, key_digest
 from localllm.server.listening import bound, serve
 from localllm.server.local import Doors
@@ -163,8 +163,8 @@ def running(
     admission = Admission((port,), key_digest=None if key is None else key_digest(key))
     stops: list[Callable[[], None]] = []
     outer = create_app(pool, admission, log=log.append, with_metrics=with_metrics)
-    app = Doors(outer, create_local_app(pool, local_endpoints([], lambda: stops[0]())))
-    arguments = (app, [sock], stops.append, lambda: begin(pool), pool.stop)
+    app = Doors(outer, create_router(local_endpoints([], lambda: stops[0]()), pool))
+    arguments = (app, [sock], stops.append, pool.stop, lambda: begin(pool))
     thread = threading.Thread(target=serve, args=arguments, daemon=True)
     thread.start()
     try:

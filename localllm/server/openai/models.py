@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
-from localllm import hub
 from localllm.server.endpoint import Call, Endpoint
 from localllm.server.pool import Pool
 from localllm.server.replying import Json
@@ -51,10 +50,7 @@ async def models(call: Call, _body: None) -> Json:
     ask here, too, and look for fields of their own."""
     pool = call.pool
     data = [_model(pool, each, name) for each in pool.models for name in each.names]
-    known = {each.selection.files.directory for each in pool.models}
-    for row in await pool.on_disk(hub.list_models):
-        if row.directory is not None and not row.partial_bytes and row.directory not in known:
-            data.append(_described(pool, row.name, row.repo, _meta_of(None)))
+    data += [_described(pool, row.name, row.repo, _meta_of(None)) for row in await pool.on_disk(pool.others)]
     reply: ModelList = {
         "object": "list",
         "data": data,

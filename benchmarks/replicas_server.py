@@ -1,0 +1,50 @@
+"""N replicas of the built-in model behind one front: `python -m benchmarks.replicas_server ROUTER N`.
+
+Prints its port, then how many replicas answer each time that this changes, and ends with its stdin. ROUTER: prefix, as
+`localllm serve --ray` has it, or turns: who is next.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+
+from localllm.config import load_settings
+from localllm.frontend.selection import locate, with_defaults
+from localllm.server.guard import Admission
+from localllm.server.listening import bound, serve
+from localllm.server.replicas.fleet import PREFIX_ROUTER, Fleet
+from localllm.server.replicas.front import Front, create_front
+from localllm.server.replicas.replica import Role
+from localllm.server.served import Capacity
+
+ROUTERS = {"prefix": PREFIX_ROUTER, "turns": "benchmarks.replicas_turns:Turns"}
+
+
+def tell(number: int) -> None:
+    print(number, flush=True)
+
+
+def main(router: str, num_replicas: int) -> None:
+    resolved = load_settings({"private": True})  # pages on the disk would be found by all
+    selection = with_defaults(resolved, locate(resolved, "tiny"))
+    role = Role("tiny", selection.resolved, Capacity(), (), "mean", needs_key=False)
+    fleet = Fleet(role, num_replicas, most_more=4, router=ROUTERS[router], changed=tell)
+    try:
+        fleet.wait_started()
+        sock, front, stops = bound("127.0.0.1", 0), Front(fleet.ask), list[Callable[[], None]]()
+        port = int(sock.getsockname()[1])
+        app = create_front(front, Admission((port,)))
+        thread = threading.Thread(target=serve, args=(app, [sock], stops.append, front.stop), daemon=True)
+        thread.start()
+        tell(port)
+        sys.stdin.read()
+        stops[0]()
+        thread.join(10)
+    finally:
+        fleet.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,180 @@
+"""`localllm connect`: what to put where, so that a program talks to this server. It writes into nobody's files."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from typing import Annotated
+from urllib.parse import urlsplit
+
+import typer
+
+from localllm.cli import options
+from localllm.cli.front import Front, front_of
+from localllm.cli.names import complete_connections
+from localllm.cli.output import SCHEMA_VERSION
+from localllm.config import load_settings
+from localllm.errors import UsageError
+from localllm.frontend.connections import (
+    CONNECTIONS,
+    PLACEHOLDER_KEY,
+    USUAL_CTX,
+    YOUR_KEY,
+    Connection,
+    Target,
+    names,
+)
+from localllm.frontend.serving import Answering, ServedModel, ask_models
+
+DEFAULT_URL = "http://127.0.0.1:8420"
+
+EXAMPLES = """Examples:
+
+\b
+  localllm connect
+  localllm connect aider
+  localllm connect claude-code --model qwen3-8b
+  localllm connect zed --url http://box.local:8420
+"""
+
+
+def connect_command(
+    context: typer.Context,
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="NAME",
+            show_default=False,
+            autocompletion=complete_connections,
+            help=f"The program: {', '.join(names())}. None: list them.",
+        ),
+    ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option("--url", metavar="URL", help=f"Where the server is, or will be. Default: {DEFAULT_URL}."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="NAME", help="Default: what is served there, else the setting `model` (tiny)."),
+    ] = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Print what a program needs to talk to `localllm serve`.
+
+    Settings that were tested: where they go, for the server's address, model and key. Nothing is written anywhere.
+    """
+    front = front_of(context)
+    if name is None:
+        _refuse_without_name(url, model)
+        _list(front, as_json=as_json)
+        return
+    connection, address = _connection(name), _address(url or DEFAULT_URL)
+    if model is not None and (not model.strip() or not model.isprintable()):
+        raise UsageError(f"--model is {model[:80]!r}", why="it must be a name", fix="--model tiny")
+    answering = ask_models(address, os.environ.get("LOCALLLM_API_KEY"))
+    served = _chosen(answering, model)
+    target = Target(
+        url=address,
+        model=served.name,
+        ctx=served.ctx or USUAL_CTX,
+        has_tools=served.has_tools is not False,
+        key=_key(answering, address),
+    )
+    if as_json:
+        parts = [vars(part) for part in connection.filled(target)]
+        told = {"name": connection.name, "speaks": connection.speaks, "tested": connection.tested}
+        known = {"url": target.url, "model": target.model, "server": answering.state}
+        front.output.json({"schema_version": SCHEMA_VERSION, **told, **known, "parts": parts}, indent=2)
+    else:
+        for part in connection.filled(target):
+            front.output.line(f"# {part.where}")
+            front.output.line(f"{part.text}\n")
+    _tell(front, connection, answering, served, target)
+
+
+def _refuse_without_name(url: str | None, model: str | None) -> None:
+    for flag, value in (("--url", url), ("--model", model)):
+        if value is not None:
+            raise UsageError(
+                f"{flag} needs a NAME", why="the list is the same for every server", fix=f"leave {flag} out"
+            )
+
+
+def _list(front: Front, *, as_json: bool) -> None:
+    if as_json:
+        rows = [
+            {"name": each.name, "title": each.title, "speaks": each.speaks, "tested": each.tested}
+            for each in CONNECTIONS
+        ]
+        front.output.json({"schema_version": SCHEMA_VERSION, "connections": rows}, indent=2)
+        return
+    cells = [(each.name, each.title, each.speaks, each.tested) for each in CONNECTIONS]
+    front.output.table(("NAME", "PROGRAM", "SPEAKS", "TESTED"), cells, optional=("SPEAKS", "TESTED"))
+    front.output.note("localllm connect NAME prints what to put where")
+
+
+def _connection(name: str) -> Connection:
+    found = next((each for each in CONNECTIONS if each.name == name.casefold()), None)
+    if found is None:
+        near = difflib.get_close_matches(name.casefold()[:100], names(), n=1, cutoff=0)[0]
+        why = f"there are {', '.join(names())}; what speaks OpenAI's, Anthropic's or Ollama's dialect takes the address"
+        raise UsageError(f"nothing is known of {name[:80]!r}", why=why, fix=f"localllm connect {near}")
+    return found
+
+
+def _address(url: str) -> str:
+    """Without its path: each dialect has its own. Raises UsageError."""
+    try:
+        parts = urlsplit(url)
+        is_right = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        is_right = False
+    if not is_right or "@" in url or not url.isprintable() or " " in url:
+        raise UsageError(f"--url is {url[:200]!r}", why="it must be http:// or https:// and a host", fix=_URL_FIX)
+    path = parts.path.rstrip("/")
+    if path not in ("", "/v1") or parts.query or parts.fragment:
+        why = "the paths of the server's dialects are put behind its address"
+        raise UsageError(f"--url is {url[:200]!r}", why=why, fix=f"--url {parts.scheme}://{parts.netloc}")
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+_URL_FIX = f"--url {DEFAULT_URL}"
+
+
+def _chosen(answering: Answering, model: str | None) -> ServedModel:
+    """The one that is asked for, with what the server says of it; else the first that it has."""
+    if model is not None:
+        return next((each for each in answering.models if each.name == model), ServedModel(model))
+    return answering.models[0] if answering.models else ServedModel(load_settings().settings.model)
+
+
+def _key(answering: Answering, url: str) -> str:
+    """What stands for it: the key itself is printed nowhere."""
+    is_local = urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
+    is_open = answering.state == "ready" and not os.environ.get("LOCALLLM_API_KEY")
+    return PLACEHOLDER_KEY if is_open or (is_local and answering.state == "absent") else YOUR_KEY
+
+
+def _tell(front: Front, connection: Connection, answering: Answering, served: ServedModel, target: Target) -> None:
+    note, warn = front.output.note, front.output.warn
+    note(f"{connection.tested}; docs/connect.md says how")
+    if answering.state == "ready":
+        known = [each.name for each in answering.models]
+        note(f"a server answers at {target.url}, with {', '.join(known)}")
+        if served.name not in known:
+            warn(f"the model {served.name!r} is not served there")
+    elif answering.state == "absent":
+        note(f"no server answers at {target.url} yet: localllm serve {target.model}")
+    elif answering.state == "locked":
+        note(f"the server at {target.url} wants its API key; LOCALLLM_API_KEY lets this command ask it, too")
+    else:
+        warn(f"what answers at {target.url} is not such a server, or is still being started")
+    if target.key == YOUR_KEY:
+        note(f"put the server's API key in the place of {YOUR_KEY}")
+    program = connection.title.partition(",")[0]
+    if served.ctx is not None and served.ctx < connection.least_ctx:
+        warn(f"{program} wants {connection.least_ctx} tokens of context; there are {served.ctx}")
+    if connection.is_agent and served.has_tools is False:
+        warn(f"{program} works by tools, which this model is not served with")
+    if connection.note:
+        note(connection.note)

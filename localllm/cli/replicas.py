@@ -1,0 +1,122 @@
+"""`localllm serve --ray`: replicas of the server on Ray Serve, behind one address, until Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from localllm.cli.front import Front
+from localllm.errors import UsageError
+
+if TYPE_CHECKING:
+    import socket
+
+    from localllm.frontend.selection import Selection
+    from localllm.server.guard import Admission
+    from localllm.server.replicas.fleet import Fleet
+    from localllm.server.served import Capacity
+
+
+def require_sense(flags: Mapping[str, Any]) -> None:
+    """Raises UsageError for flags that replicas cannot honour, and for --ray where there is no Ray."""
+    if not flags["ray"]:
+        if flags["replicas"] is not None:
+            raise UsageError("--replicas needs --ray", why="they are processes of Ray Serve", fix="--ray")
+        return
+    from localllm.server.replicas.fleet import require_ray
+
+    for flag, why in (
+        ("also", "each replica has the one model"),
+        ("idle_unload", "replicas stay as long as the server runs"),
+    ):
+        if flags[flag]:
+            typed = f"--{flag.replace('_', '-')}"
+            raise UsageError(f"--ray and {typed} cannot go together", why=why, fix=f"leave {typed} out")
+    if flags["metrics"]:
+        why = "each replica counts for itself; Ray exports what it knows of all"
+        raise UsageError("--ray and --metrics cannot go together", why=why, fix="leave --metrics out")
+    require_ray()
+
+
+def serve_replicas(
+    front: Front,
+    selection: Selection,
+    flags: Mapping[str, Any],
+    capacity: Capacity,
+    sockets: Sequence[socket.socket],
+    admission: Admission,
+    addresses: Sequence[str],
+) -> None:
+    """Answers at these addresses, which are bound, until it is stopped. Raises why the replicas cannot start."""
+    from localllm.server.listening import serve
+    from localllm.server.replicas.fleet import Fleet
+    from localllm.server.replicas.front import Front as Door
+    from localllm.server.replicas.front import create_front
+    from localllm.server.replicas.replica import Role
+
+    role = Role(
+        model=selection.model_name,
+        resolved=selection.resolved,
+        capacity=capacity,
+        aliases=tuple(flags["alias"] or ()),
+        pooling=flags["pooling"] or "mean",
+        needs_key=admission.key_digest is not None,
+    )
+
+    def changed(count: int) -> None:
+        lost = "" if count >= fleet.num_replicas else "; Ray starts what is missing"
+        front.output.note(f"{count} of {fleet.num_replicas} replicas answer{lost}")
+
+    with contextlib.ExitStack() as stack:
+        line = stack.enter_context(front.output.progress("starting Ray"))
+        line.show(f"starting Ray, and replicas of {selection.files.name} on it ...")
+        # Half as many more as one computes at once: what a prefix saves is worth a short wait, not a queue.
+        fleet = Fleet(role, flags["replicas"], most_more=max(2, capacity.parallel // 2), changed=changed)
+        stack.callback(fleet.close)
+        door = Door(fleet.ask)
+        log = front.output.note if not flags["quiet"] else lambda _line: None
+        waiting = _Waiting(front, fleet, lambda: _tell(front, selection, fleet, addresses, line.clear))
+        serve(
+            create_front(door, admission, log=log),
+            sockets,
+            lambda stop: stack.enter_context(front.interrupts.stopping(waiting.begin(stop))),
+            door.stop,
+        )
+    if waiting.failure is not None:
+        raise waiting.failure
+    front.output.note("stopped")
+
+
+def _tell(
+    front: Front, selection: Selection, fleet: Fleet, addresses: Sequence[str], clear: Callable[[], None]
+) -> None:
+    clear()
+    many = "1 replica" if fleet.num_replicas == 1 else f"{fleet.num_replicas} replicas"
+    front.output.note(f"serving {selection.files.name} ({many} on Ray Serve) on {' and '.join(addresses)}")
+    front.output.note("OpenAI: /v1, Anthropic: /v1/messages, Ollama: /api; Ctrl-C stops")
+
+
+class _Waiting:
+    """For the replicas, while the server answers already that they are being started. failure: why they are not."""
+
+    def __init__(self, front: Front, fleet: Fleet, started: Callable[[], None]) -> None:
+        self.failure: BaseException | None = None
+        self._front = front
+        self._fleet = fleet
+        self._started = started
+
+    def begin(self, stop: Callable[[], None]) -> Callable[[], None]:
+        """What a signal calls."""
+
+        def wait() -> None:
+            try:
+                if self._fleet.wait_started():
+                    self._started()
+            except BaseException as error:
+                self.failure = error
+                stop()
+
+        threading.Thread(target=wait, name="localllm-waiting", daemon=True).start()
+        return stop

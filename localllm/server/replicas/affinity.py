@@ -1,0 +1,93 @@
+"""Which replica a request goes to: the one that has computed most of its beginning, unless it is much busier."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Generic, TypeVar
+
+R = TypeVar("R", bound=Hashable)
+
+_MOST_KNOWN = 1 << 16  # beginnings that are remembered: 8 MiB of text, in about as much memory
+
+
+class Affinity(Generic[R]):
+    """Replicas, what each was asked, and how much it has to do. It is a guess: that a replica has let go of what it
+    computed is not heard of."""
+
+    def __init__(self, most_more: int, most_known: int = _MOST_KNOWN) -> None:
+        """most_more: requests that the best replica may have more than the least busy one. most_known: beginnings."""
+        self._most_more = most_more
+        self._most_known = most_known
+        self._num_open: dict[R, int] = {}
+        self._num_asked: dict[R, int] = {}  # beginnings that it knows
+        self._knowing: OrderedDict[bytes, dict[R, None]] = OrderedDict()  # by digest; what was long not asked is first
+
+    @property
+    def num_known(self) -> int:
+        """Beginnings that are remembered."""
+        return len(self._knowing)
+
+    def keep(self, replicas: Iterable[R]) -> None:
+        """These there are, and no others."""
+        there = set(replicas)
+        for gone in self._num_open.keys() - there:
+            self.forget(gone)
+        for replica in there:
+            self._num_open.setdefault(replica, 0)
+            self._num_asked.setdefault(replica, 0)
+
+    def forget(self, replica: R) -> None:
+        """It has ended, and what it computed with it."""
+        self._num_open.pop(replica, None)
+        self._num_asked.pop(replica, None)
+        for digest in [digest for digest, knowing in self._knowing.items() if replica in knowing]:
+            del self._knowing[digest][replica]
+            if not self._knowing[digest]:
+                del self._knowing[digest]
+
+    def ranked(self, beginning: Sequence[bytes]) -> list[R]:
+        """All replicas, the best first: those that are not much busier than the least busy one, by how much of the
+        beginning they know; among equals who has less to do, then who was asked for less."""
+        least = min(self._num_open.values(), default=0)
+        known = self._num_known_chunks(beginning)
+
+        def rank(replica: R) -> tuple[bool, int, int, int]:
+            num_open = self._num_open[replica]
+            return num_open > least + self._most_more, -known.get(replica, 0), num_open, self._num_asked[replica]
+
+        return sorted(self._num_open, key=rank)
+
+    def sent(self, replica: R) -> None:
+        """It has one more to answer."""
+        if replica in self._num_open:
+            self._num_open[replica] += 1
+
+    def answered(self, replica: R) -> None:
+        """It has one less."""
+        if self._num_open.get(replica):
+            self._num_open[replica] -= 1
+
+    def learn(self, replica: R, beginning: Sequence[bytes]) -> None:
+        """It is computing this. The longest beginnings are the first to be forgotten, as its pages are."""
+        if replica not in self._num_open:
+            return
+        for digest in reversed(beginning):
+            knowing = self._knowing.setdefault(digest, {})
+            self._num_asked[replica] += replica not in knowing
+            knowing[replica] = None
+            self._knowing.move_to_end(digest)
+        while len(self._knowing) > self._most_known:
+            _, forgotten = self._knowing.popitem(last=False)
+            for each in forgotten:
+                self._num_asked[each] -= 1
+
+    def _num_known_chunks(self, beginning: Sequence[bytes]) -> dict[R, int]:
+        """By replica, of those who know any."""
+        known: dict[R, int] = {}
+        for count, digest in enumerate(beginning, 1):
+            knowing = self._knowing.get(digest)
+            if not knowing:
+                break
+            known |= dict.fromkeys(knowing, count)
+        return known

@@ -1,0 +1,148 @@
+"""The one address of all replicas: passes requests on, and those of a replica that has died to another."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from localllm.server.app import endpoints_of
+from localllm.server.bodies import read_bytes
+from localllm.server.failures import ClientGoneError, Failure, RequestError, body_of, busy, dialect_of, failure_of
+from localllm.server.guard import Admission, Guard
+from localllm.server.logbook import Log, Logbook, note_failure
+from localllm.server.metrics import Metrics
+from localllm.server.ollama.shapes import line
+from localllm.server.replicas.beginning import beginning_of
+from localllm.server.replicas.call import Call
+from localllm.server.replying import EVENT_STREAM, NDJSON, Json, event, unless_gone
+
+# A request that ends a replica would end them all, one after the other, if it were passed on for ever.
+_MOST_TRIES = 3
+
+Ask = Callable[[Call], AsyncGenerator[Message, None]]
+
+
+class ReplicaGoneError(Exception):
+    """The replica that was answering has died."""
+
+
+def create_front(front: Front, admission: Admission, *, log: Log = lambda _line: None) -> ASGIApp:
+    """The front behind the checks and the log that every server has."""
+    paths = [each.path for each in endpoints_of(needs_key=admission.key_digest is not None, with_metrics=False)]
+    return Logbook(Guard(front, admission), paths, Metrics(), log)
+
+
+class Front:
+    """ask: has a replica answer; its messages are those of ASGI. It raises ReplicaGoneError, and RequestError where
+    there is no replica yet."""
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
+        self._answering: set[asyncio.Task[None]] = set()
+        self._is_stopping = False
+
+    def stop(self) -> None:
+        """Ends what is being answered, with a word. On the server's loop."""
+        self._is_stopping = True
+        for task in self._answering:
+            task.cancel()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reply = _Reply(scope, receive, send)
+        try:
+            body = await read_bytes(Request(scope, receive))
+            await unless_gone(receive, self._answer(_call(scope, body), reply))
+        except (ClientGoneError, ClientDisconnect):
+            if not reply.is_over:
+                raise
+        except asyncio.CancelledError:
+            if not self._is_stopping:
+                raise
+            await reply.fail(RequestError(503, "the server is shutting down", name="shutting_down"))
+        except Exception as error:
+            await reply.fail(error)
+
+    async def _answer(self, call: Call, reply: _Reply) -> None:
+        """Raises RequestError where replicas die under it."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._answering.add(task)
+        try:
+            for _ in range(_MOST_TRIES):
+                try:
+                    async with aclosing(self._ask(call)) as messages:
+                        async for message in messages:
+                            await reply.pass_on(message)
+                    return
+                except ReplicaGoneError:
+                    if reply.has_begun:
+                        raise busy("the replica that was answering has died", "what it had said is above") from None
+            raise busy("no replica could answer", f"{_MOST_TRIES} have died of or during this request")
+        finally:
+            self._answering.discard(task)
+
+
+def _call(scope: Scope, body: bytes) -> Call:
+    return Call(
+        method=scope["method"],
+        path=scope["path"],
+        raw_path=scope["raw_path"],
+        query_string=scope["query_string"],
+        headers=tuple((bytes(name), bytes(value)) for name, value in scope["headers"]),
+        body=body,
+        beginning=beginning_of(body) if scope["method"] == "POST" else (),
+    )
+
+
+class _Reply:
+    """What reaches the client. has_begun: a part of it has: nobody else can answer any more. is_over: all has."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.has_begun = self.is_over = False
+        self._scope, self._receive, self._send = scope, receive, send
+        self._start: Message = {}
+        self._sequence_number = -1  # of the last event, where a dialect counts them
+
+    async def pass_on(self, message: Message) -> None:
+        """The head goes with the first piece of the body: until then another replica may answer."""
+        if message["type"] == "http.response.start":
+            self._start = message
+            return
+        if not self.has_begun:
+            failure = self._start.pop("failure")
+            if failure is not None:
+                self._scope.setdefault("state", {})["failure"] = failure
+            self.has_begun = True
+            await self._send(self._start)
+        numbers = re.findall(rb'"sequence_number":(\d+)', message["body"])
+        self._sequence_number = int(numbers[-1]) if numbers else self._sequence_number
+        await self._send(message)
+        self.is_over = not message.get("more_body")
+
+    async def fail(self, error: BaseException) -> None:
+        """In the dialect that was spoken: a reply of its own, or the last word of one that has begun."""
+        failure = failure_of(error)
+        note_failure(self._scope, failure)
+        if self.has_begun:
+            await self._send({"type": "http.response.body", "body": self._last_word(failure), "more_body": False})
+            return
+        reply = Json(body_of(failure, dialect_of(self._scope["path"])), failure.status, failure.headers)
+        await reply(self._scope, self._receive, self._send)
+
+    def _last_word(self, failure: Failure) -> bytes:
+        path = self._scope["path"]
+        dialect = dialect_of(path)
+        media_type = dict(self._start["headers"]).get(b"content-type", b"").decode("latin-1")
+        if media_type.startswith(NDJSON):
+            return line(body_of(failure, dialect))
+        if not media_type.startswith(EVENT_STREAM):
+            return b""
+        if path == "/v1/responses":
+            told = {"code": failure.name, "message": failure.message, "param": failure.param}
+            return event({"type": "error", "sequence_number": self._sequence_number + 1, **told}, "error")
+        return event(body_of(failure, dialect), "error" if dialect == "anthropic" else None)

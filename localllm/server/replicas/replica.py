@@ -1,0 +1,152 @@
+"""What runs in each of Ray's processes: an engine, and the server's application around it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from starlette.types import Message
+
+from localllm.config import ResolvedSettings
+from localllm.engine.service import EngineService
+from localllm.errors import LocalLLMError
+from localllm.frontend.opening import Opening, open_engine
+from localllm.frontend.selection import Selection, locate, told_of
+from localllm.server.app import create_router, endpoints_of
+from localllm.server.pool import Pool
+from localllm.server.replicas.call import Call
+from localllm.server.served import Capacity
+
+if TYPE_CHECKING:
+    from localllm.engine.engine import Engine
+    from localllm.engine.request import Pooling
+
+BEGINS, ENDS = "<localllm ", " localllm>"  # around what a replica says of why it cannot start, in a trace of Ray's
+
+
+@dataclass(frozen=True)
+class Role:
+    """What every replica is started as. model: by which it is found on whichever machine. resolved: the settings, with
+    the replica's share of its machine. needs_key: whether clients do. is_alone: nothing of it is for other machines."""
+
+    model: str
+    resolved: ResolvedSettings
+    capacity: Capacity
+    aliases: tuple[str, ...]
+    pooling: Pooling
+    needs_key: bool
+    is_alone: bool = True
+
+
+class ReplicaError(Exception):
+    """A replica cannot start. Its text is all that reaches who waits for it."""
+
+    def __init__(self, error: LocalLLMError) -> None:
+        told = {"what": error.what, "why": error.why, "fix": error.fix, "code": error.code, "exit": error.exit_code}
+        super().__init__(f"{BEGINS}{json.dumps(told)}{ENDS}")
+
+
+class Replica:
+    """Loads its engine when it is made: Ray sends it nothing before."""
+
+    _pool: Pool | None = None
+
+    def __init__(self, role: Role) -> None:
+        """Raises ReplicaError."""
+        if role.is_alone:
+            _listen_on_loopback()
+        try:
+            selection = Selection(locate(role.resolved, role.model), role.resolved)
+        except LocalLLMError as error:
+            raise ReplicaError(error) from None
+
+        def load() -> Engine:
+            from localllm.engine.loading import Watcher
+
+            return open_engine(selection, Opening(keeps_pages=True, parallel=role.capacity.parallel), Watcher(), print)
+
+        service = EngineService(load)
+        self._pool = Pool(
+            selection,
+            role.resolved,
+            lambda *_: EngineService(load),
+            role.capacity,
+            aliases=role.aliases,
+            pooling=role.pooling,
+            on_demand=False,
+        )
+        self._pool.adopt(service)
+        self._router = create_router(endpoints_of(needs_key=role.needs_key, with_metrics=False), self._pool)
+        try:
+            service.wait_loaded()
+        except Exception as error:
+            raise ReplicaError(told_of(error, selection.files, selection.resolved)) from None
+
+    def check_health(self) -> None:
+        """Ray asks every second, and starts the replica anew where its engine is broken. Raises RequestError then."""
+        assert self._pool is not None
+        self._pool.first.engine()
+
+    async def answer(self, call: Call) -> AsyncIterator[Message]:
+        """The messages of the reply, as ASGI has them; what was said meanwhile comes as one. Whoever cancels it has
+        gone, and is computed for no longer."""
+        scope, outbox = call.scope(), asyncio.Queue[Message | None]()
+        inbox = [{"type": "http.request", "body": call.body, "more_body": False}]
+
+        async def receive() -> Message:
+            return inbox.pop() if inbox else await asyncio.Future[Message]()
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["failure"] = scope["state"].get("failure")
+            outbox.put_nowait(message)
+
+        task = asyncio.ensure_future(self._router(scope, receive, send))
+        task.add_done_callback(lambda _: outbox.put_nowait(None))
+        try:
+            while (message := await _next_of(outbox)) is not None:
+                yield message
+            await task
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await task
+
+    def __del__(self) -> None:
+        """Ray calls it where a replica ends in peace."""
+        if self._pool is not None:
+            self._pool.close()
+
+
+def _listen_on_loopback() -> None:
+    """Ray Serve opens a port for calls between deployments, of which there is one: on every interface, to whoever finds
+    it, with pickles. It does so when the replica has been made."""
+    import grpc.aio
+
+    kind: Any = next(each for each in type(grpc.aio.server()).__mro__ if "add_insecure_port" in vars(each))
+    plain = kind.add_insecure_port
+
+    def add_insecure_port(self: Any, address: str) -> int:
+        return int(plain(self, f"127.0.0.1:{address.rpartition(':')[2]}"))
+
+    kind.add_insecure_port = add_insecure_port
+
+
+async def _next_of(outbox: asyncio.Queue[Message | None]) -> Message | None:
+    """The next message. Of bodies that have come meanwhile one is made: each costs Ray a round trip."""
+    message = await outbox.get()
+    if message is None or message["type"] != "http.response.body":
+        return message
+    pieces = [message["body"]]
+    while message.get("more_body") and not outbox.empty():
+        later = outbox.get_nowait()
+        if later is None:
+            outbox.put_nowait(None)
+            break
+        message = later
+        pieces.append(message["body"])
+    return {**message, "body": b"".join(pieces)}

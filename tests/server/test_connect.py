@@ -1,0 +1,299 @@
+"""What `localllm connect` prints, put to use: by the programs where they are there, by their requests where not."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import yaml
+
+from localllm.cli.names import complete_connections
+from localllm.frontend.connections import CONNECTIONS, USUAL_CTX, YOUR_KEY, Target, names
+from localllm.frontend.serving import ask_models
+from tests.cli_support import run_cli, write_checkpoint
+from tests.server.support import PATIENCE_S, Running, running
+from tests.server.test_other_clients import installed
+
+KEY = "a-key-of-20-characters"
+NOBODY = "http://127.0.0.1:9"
+TALE = {"role": "user", "content": "A tale about an owl, please."}
+TRICKY = """fo"x$model's"""
+
+
+def parts(name: str, *flags: str) -> list[str]:
+    """The texts that are printed for a program."""
+    result = run_cli("connect", name, "--json", *flags)
+    assert result.code == 0, result.err
+    return [part["text"] for part in result.json["parts"]]
+
+
+def variables(text: str) -> dict[str, str]:
+    """What a shell would have in its environment."""
+    lines = [shlex.split(line) for line in text.splitlines() if line.startswith("export ")]
+    return dict(word.split("=", 1) for line in lines for word in line[1:])
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    """It says no more than it takes to see that it answers."""
+    with running(max_tokens=8) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[Running]:
+    with running(key=KEY, max_tokens=8) as server:
+        yield server
+
+
+def test_the_list_names_every_program_and_how_it_was_tested() -> None:
+    result = run_cli("connect")
+    assert result.code == 0 and result.out.decode().splitlines()[1].startswith("aider")
+    rows = run_cli("connect", "--json").json["connections"]
+    assert [row["name"] for row in rows] == names() and all(row["tested"] for row in rows)
+
+
+@pytest.mark.parametrize("name", names())
+def test_settings_are_for_the_model_that_is_served(server: Running, name: str) -> None:
+    result = run_cli("connect", name, "--url", server.url)
+    assert result.code == 0 and "$" not in result.out.decode()
+    assert server.url in result.out.decode() and ("tiny" in result.out.decode() or name == "open-webui")
+    assert f"a server answers at {server.url}, with tiny" in result.err
+
+
+@pytest.mark.parametrize("name", names())
+def test_without_a_server_the_settings_are_those_that_one_will_have(name: str) -> None:
+    result = run_cli("connect", name, "--url", NOBODY + "/v1/")
+    assert result.code == 0 and YOUR_KEY not in result.out.decode()
+    assert f"no server answers at {NOBODY} yet: localllm serve tiny" in result.err
+
+
+@pytest.mark.parametrize("connection", CONNECTIONS, ids=lambda each: each.name)
+def test_no_name_of_a_model_breaks_out_of_what_is_printed(connection: Any) -> None:
+    for part in connection.filled(Target(NOBODY, TRICKY)):
+        match part.language:
+            case "json":
+                json.loads(part.text)
+            case "yaml":
+                yaml.safe_load(part.text)
+            case "python":
+                compile(part.text, "<printed>", "exec")
+            case "sh":
+                shlex.split(part.text)
+
+
+def test_a_key_is_asked_for_where_the_server_wants_one_and_never_printed(
+    locked: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = run_cli("connect", "openai", "--url", locked.url)
+    assert YOUR_KEY in result.out.decode() and "wants its API key" in result.err
+    monkeypatch.setenv("LOCALLLM_API_KEY", KEY)
+    result = run_cli("connect", "openai", "--url", locked.url)
+    assert YOUR_KEY in result.out.decode() and KEY not in result.out.decode() + result.err
+    assert "a server answers" in result.err
+
+
+def test_what_a_program_needs_and_the_model_has_not_is_told(server: Running) -> None:
+    result = run_cli("connect", "claude-code", "--url", server.url, "--model", "tinny")
+    assert "the model 'tinny' is not served there" in result.err
+    assert "wants 32768 tokens of context; there are 1024" in run_cli("connect", "claude-code", "--url", server.url).err
+
+
+@pytest.mark.parametrize(
+    ("line", "fix"),
+    [
+        (["aidr"], "localllm connect aider"),
+        (["aider", "--url", "ftp://box"], "--url http://127.0.0.1:8420"),
+        (["aider", "--url", "http://"], "--url http://127.0.0.1:8420"),
+        (["aider", "--url", "http://box:port"], "--url http://127.0.0.1:8420"),
+        (["aider", "--url", "http://me:secret@box"], "--url http://127.0.0.1:8420"),
+        (["aider", "--url", "http://box/api"], "--url http://box"),
+        (["aider", "--model", ""], "--model tiny"),
+        (["--url", "http://box"], "localllm connect"),
+    ],
+    ids=lambda each: " ".join(each) if isinstance(each, list) else "",
+)
+def test_what_cannot_be_meant_is_refused_with_what_helps(line: list[str], fix: str) -> None:
+    result = run_cli("connect", *line)
+    assert result.code == 2 and fix in result.err and result.out == b""
+
+
+def test_the_shell_completes_names() -> None:
+    assert complete_connections("CL") == ["claude-code"] and complete_connections("") == names()
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b'{"data": 1}', b'{"data": [{"id": 1}]}', b"<html>"])
+def test_what_is_no_server_of_models_is_not_taken_for_one(data: bytes) -> None:
+    import threading
+    from http.server import BaseHTTPRequestHandler, HTTPServer
+
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Other) as other:
+        threading.Thread(target=other.handle_request, daemon=True).start()
+        assert ask_models(f"http://127.0.0.1:{other.server_port}", None).state == "other"
+
+
+@pytest.mark.parametrize("name", ["openai", "anthropic", "ollama"])
+def test_the_libraries_tell_a_tale_by_what_is_printed(locked: Running, name: str) -> None:
+    printed = parts(name, "--url", locked.url, "--model", "tiny")[-1]
+    assert len(run_python(printed.replace(YOUR_KEY, KEY))) > 10
+
+
+def run_python(text: str) -> str:
+    told = io.StringIO()
+    scope: dict[str, Any] = {}
+    with contextlib.redirect_stdout(told):
+        exec(compile(text, "<printed>", "exec"), scope)
+    client = scope["client"]
+    getattr(client, "close", getattr(client, "_client", client).close)()
+    return told.getvalue()
+
+
+def test_langchain_tells_a_tale_by_what_is_printed(server: Running, tmp_path: Path) -> None:
+    printed = parts("langchain", "--url", server.url)[-1]
+    environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    command = [installed("langchain-openai"), "-c", printed]
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=3 * PATIENCE_S)
+    assert ended.returncode == 0, ended.stderr
+    assert len(ended.stdout) > 10
+
+
+def streamed(url: str, key: str, body: dict[str, Any]) -> list[Any]:
+    headers = {"authorization": f"Bearer {key}"}
+    with httpx2.stream("POST", url, json=body, headers=headers, timeout=60) as reply:
+        assert reply.status_code == 200, reply.read()
+        lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+def test_what_zed_asks_is_answered(server: Running) -> None:
+    settings, export = parts("zed", "--url", server.url)
+    provider = json.loads(settings)["language_models"]["openai_compatible"]["local-llm"]
+    assert json.loads(settings)["agent"]["default_model"] == {"provider": "local-llm", "model": "tiny"}
+    [model] = provider["available_models"]
+    assert model["max_tokens"] == 1024 and model["capabilities"]["images"] is False
+    body = {
+        "model": model["name"],
+        "messages": [{"role": "system", "content": "You tell tales."}, TALE],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "temperature": 1.0,
+    }
+    key = variables(export)["LOCAL_LLM_API_KEY"]
+    *said, usage = streamed(f"{provider['api_url']}/chat/completions", key, body)
+    assert said[-1]["choices"][0]["finish_reason"] == "length" and usage["usage"]["total_tokens"] > 0
+
+
+def test_what_open_webui_asks_is_answered(server: Running) -> None:
+    [text] = parts("open-webui", "--url", server.url)
+    environ = variables(text)
+    url, key = environ["OPENAI_API_BASE_URL"], environ["OPENAI_API_KEY"]
+    models = httpx2.get(f"{url}/models", headers={"authorization": f"Bearer {key}"}).json()["data"]
+    assert models[0]["id"] == "tiny"
+    said = streamed(f"{url}/chat/completions", key, {"model": "tiny", "messages": [TALE], "stream": True})
+    assert said[-1]["choices"][0]["finish_reason"] == "length"
+    title = {"model": "tiny", "messages": [TALE], "stream": False, "max_completion_tokens": 50}
+    assert httpx2.post(f"{url}/chat/completions", json=title, timeout=60).status_code == 200
+
+
+def test_what_aider_asks_is_answered(server: Running) -> None:
+    text, metadata, _ = parts("aider", "--url", server.url)
+    settings = yaml.safe_load(text)
+    assert json.loads(metadata)[settings["model"]]["max_input_tokens"] == 1024
+    provider, _, model = settings["model"].partition("/")
+    body = {"model": model, "messages": [TALE], "stream": True, "temperature": 0}
+    said = streamed(f"{settings['openai-api-base']}/chat/completions", settings["openai-api-key"], body)
+    assert provider == "openai" and said[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_what_continue_asks_is_answered(server: Running) -> None:
+    [text] = parts("continue", "--url", server.url)
+    settings = yaml.safe_load(text)
+    assert {"name", "version", "schema", "models"} == settings.keys() and settings["schema"] == "v1"
+    [model] = settings["models"]
+    assert model["provider"] == "openai" and set(model["roles"]) <= {"chat", "edit", "apply", "autocomplete"}
+    assert model["defaultCompletionOptions"]["contextLength"] == 1024
+    body = {"model": model["model"], "messages": [TALE], "stream": True, "stream_options": {"include_usage": True}}
+    assert streamed(f"{model['apiBase']}/chat/completions", model["apiKey"], body)[-1]["usage"]["completion_tokens"] > 0
+
+
+def test_what_claude_code_asks_is_answered(server: Running) -> None:
+    """As version 2.1.197 does, without its tools and with a system prompt of the user's."""
+    settings, _ = parts("claude-code", "--url", server.url)
+    environ = json.loads(settings)["env"]
+    body = {
+        "model": environ["ANTHROPIC_MODEL"],
+        "messages": [{"role": "user", "content": [text_block("<system-reminder>\n"), text_block(TALE["content"])]}],
+        "system": [
+            {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.197.0df; cc_entrypoint=sdk-cli;"},
+            text_block("You tell tales."),
+        ],
+        "metadata": {"user_id": '{"device_id":"0"}'},
+        "max_tokens": 64,
+        "thinking": {"type": "adaptive"},
+        "stream": True,
+    }
+    assert httpx2.head(environ["ANTHROPIC_BASE_URL"]).status_code == 200
+    url = f"{environ['ANTHROPIC_BASE_URL']}/v1/messages?beta=true"
+    said = streamed(url, environ["ANTHROPIC_AUTH_TOKEN"], body)
+    assert said[-1]["type"] == "message_stop"
+
+
+def text_block(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("program", "name", "line"),
+    [
+        ("claude", "claude-code", ["-p", TALE["content"], "--tools", "", "--system-prompt", "You tell tales."]),
+        ("cn", "continue", ["--config", "{home}/.continue/config.yaml", "--exclude", "*", "-p", TALE["content"]]),
+        (
+            "aider",
+            "aider",
+            ["--message", "Hi", "--no-git", "--yes-always", "--no-check-update", "--analytics-disable"],
+        ),
+    ],
+    ids=["claude-code", "continue", "aider"],
+)
+def test_the_program_itself_is_answered(program: str, name: str, line: list[str], tmp_path: Path) -> None:
+    """Skips where it is not on the PATH."""
+    found = shutil.which(program)
+    if found is None:
+        pytest.skip(f"{program} is not on the PATH")
+    model = "tiny" if name == "claude-code" else write_checkpoint(tmp_path / "wide", context=USUAL_CTX)
+    with running(model, max_tokens=64) as server:
+        connected = run_cli("connect", name, "--url", server.url, "--json").json
+        for part in connected["parts"]:
+            if part["where"].startswith("~/"):
+                file = tmp_path / part["where"].removeprefix("~/")
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(part["text"])
+        environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "CONTINUE_TELEMETRY_ENABLED": "0"}
+        command = [found, *(word.format(home=tmp_path) for word in line)]
+        project = tmp_path / "project"
+        project.mkdir()
+        ended = subprocess.run(
+            command, env=environ, cwd=project, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
+        )
+        assert ended.stdout.strip(), ended.stderr
+        assert any(" 200 " in entry and entry.startswith("POST") for entry in server.log), (ended.stdout, server.log)
