@@ -5,9 +5,9 @@ Replicas of the built-in model on this machine's CPU, each with a cache of its o
 `hits`: conversations, each with a system message of its own, go on in turns of one another. Of all tokens of their
 prompts, how many a replica had computed before: by `localllm serve --ray`, by replicas that take turns, and by a single
 one, which is what can be had.
-`death`: eight clients read streams; in the middle of it one of two replicas is killed (SIGKILL). A request is *lost*
-where it ends before its first event; *cut* where it had begun and ends with an error event. Those that are passed on
-are late, not lost.
+`death`: eight clients ask, for a stream every second time; in the middle of it one of two replicas is killed (SIGKILL).
+A request is *lost* where it ends before it began to be answered; *cut* where it had begun and ends with an error event.
+Those that are passed on are late, not lost.
 
 Five rounds; medians with their lowest and highest. Results go to benchmarks/results/replicas.json; those of a part that
 is not run stay.
@@ -36,7 +36,7 @@ from benchmarks.measure import RESULTS, machine, save, spread
 
 CHAT = "/v1/chat/completions"
 CONVERSATIONS, TURNS, ANSWER_TOKENS = 6, 4, 16
-CLIENTS, REQUESTS, STREAM_TOKENS = 8, 80, 60
+CLIENTS, REQUESTS, ANSWERED = 8, 80, 60
 NO_END = {"0": -100, "2": -100}
 _WORDS = ("fox", "owl", "lantern", "river", "boat", "storm", "bridge", "baker", "moon", "garden", "stone", "bell")
 
@@ -51,9 +51,9 @@ class Replicas:
 
 
 @contextmanager
-def replicas(router: str, count: int) -> Iterator[Replicas]:
-    """They end with the block."""
-    command = [sys.executable, "-m", "benchmarks.replicas_server", router, str(count)]
+def replicas(router: str, count: int, python: str = sys.executable) -> Iterator[Replicas]:
+    """They end with the block. python: one that has Ray."""
+    command = [python, "-m", "benchmarks.replicas_server", router, str(count)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdin is not None
         try:
@@ -111,12 +111,14 @@ def hits(rounds: int) -> dict[str, Any]:
     return {f"{name}_hit_rate": spread(each) for name, each in rates.items()}
 
 
-def outcome(client: httpx2.Client, rng: random.Random) -> str:
-    """What became of one stream: whole, cut or lost."""
-    body = {"messages": [{"role": "user", "content": tale(rng, 20)}], "stream": True, "logit_bias": NO_END}
+def outcome(client: httpx2.Client, rng: random.Random, *, is_streamed: bool) -> str:
+    """What became of one request: whole, cut or lost."""
+    body = {"messages": [{"role": "user", "content": tale(rng, 20)}], "max_tokens": ANSWERED, "logit_bias": NO_END}
     num_events = 0
     try:
-        with client.stream("POST", CHAT, json={**body, "max_tokens": STREAM_TOKENS}) as reply:
+        if not is_streamed:
+            return "whole" if client.post(CHAT, json=body).status_code == 200 else "lost"
+        with client.stream("POST", CHAT, json={**body, "stream": True}) as reply:
             for line in reply.iter_lines():
                 if line.startswith('data: {"error"'):
                     return "cut" if num_events else "lost"
@@ -129,7 +131,7 @@ def outcome(client: httpx2.Client, rng: random.Random) -> str:
 
 
 def killed_under_load(group: Replicas, seed: int) -> tuple[Counter[str], float]:
-    """What became of the streams, and seconds until as many replicas answer as before."""
+    """What became of the requests, and seconds until as many replicas answer as before."""
     asked, middle = Counter[str](), threading.Event()
     lock = threading.Lock()
 
@@ -138,7 +140,7 @@ def killed_under_load(group: Replicas, seed: int) -> tuple[Counter[str], float]:
             asked["all"] += 1
             if asked["all"] == REQUESTS // 4:
                 middle.set()
-        return outcome(group.client, random.Random(1000 * seed + number))
+        return outcome(group.client, random.Random(1000 * seed + number), is_streamed=number % 2 == 0)
 
     with ThreadPoolExecutor(CLIENTS) as pool:
         coming = [pool.submit(ask, number) for number in range(REQUESTS)]

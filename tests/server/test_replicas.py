@@ -19,7 +19,7 @@ import httpx2
 import psutil
 import pytest
 
-from benchmarks.replicas import CHAT, Replicas, hit_rate, killed_under_load, replica_processes
+from benchmarks.replicas import CHAT, Replicas, hit_rate, killed_under_load, replica_processes, replicas
 from tests.cli_support import environment
 from tests.server.support import OWL, wait_for
 
@@ -113,6 +113,15 @@ def test_two_replicas_of_the_cpu(tmp_path: Path, subtests: pytest.Subtests) -> N
             assert set(Path("/tmp").glob("localllm-*")) == before and not (Path.home() / ".ray").exists()
 
 
+def test_by_prefixes_more_is_found_than_by_turns() -> None:
+    python = command()[0]
+    rates = {}
+    for router in ("prefix", "turns"):
+        with replicas(router, 2, python) as group:
+            rates[router] = hit_rate(group.client, random.Random(1))
+    assert rates["prefix"] > rates["turns"] + 0.1
+
+
 def slots(client: httpx2.Client) -> list[dict[str, bool]]:
     found: list[dict[str, bool]] = client.get("/slots").json()
     return found
@@ -133,9 +142,9 @@ def test_a_model_that_does_not_fit_ends_it_with_the_numbers(tmp_path: Path) -> N
 
 def test_whoever_kills_the_command_ends_its_replicas_too(tmp_path: Path) -> None:
     with serving(tmp_path, "--replicas", "1", "--quiet") as served:
-        replicas = replica_processes(served.owner)
+        computing = replica_processes(served.owner)
         served.process.kill()  # what is left of Ray itself, two idle agents, notices within a minute
-        assert replicas and psutil.wait_procs(replicas, 15)[1] == []
+        assert computing and psutil.wait_procs(computing, 15)[1] == []
 
 
 def test_while_the_replicas_start_a_client_is_told_so(tmp_path: Path) -> None:

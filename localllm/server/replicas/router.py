@@ -29,7 +29,10 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         there = {each.replica_id: each for each in candidate_replicas}
-        ranked = self._affinity.ranked(_beginning(pending_request))
+        beginning = _beginning(pending_request)
+        ranked = self._affinity.ranked(beginning)
+        for first in ranked[:1]:  # before it has been sent: others with the same beginning may come at the same moment
+            self._affinity.learn(first, beginning)
         return [[there[each]] for each in ranked if each in there]
 
     def on_send_request(self, replica_id: ReplicaID) -> None:
