@@ -110,7 +110,8 @@ class Request:
     explains_miss: its last event says where it leaves what was computed before. grows: where the prompt leaves its
     answer too little room, the engine's context becomes longer, if it can. mask, grammar: what the answer may be.
     priority: of requests that wait, those with a higher one are sooner answered. pooling: what is wanted is no answer,
-    but the mean of the hidden states behind the last block, or the last one, of length 1.
+    but the mean of the hidden states behind the last block, or the last one, of length 1. shown_ids: special tokens
+    that are written out in the answer's text, where the others say nothing.
     """
 
     prompt_ids: tuple[int, ...]
@@ -121,6 +122,7 @@ class Request:
     grammar: Grammar | None = None
     priority: int = 0
     pooling: Pooling | None = None
+    shown_ids: frozenset[int] = frozenset()
 
 
 def require_grammar_alone(request: Request) -> None:
