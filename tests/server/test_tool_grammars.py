@@ -29,7 +29,7 @@ THOUGHTS = (("<think>", "</think>"),)
 ANSWER = '{"type": "object", "properties": {"name": {"enum": ["Ada"]}}, "required": ["name"]}'
 
 
-@pytest.fixture(scope="module", params=["texts", "tokens"])
+@pytest.fixture(scope="module", params=["tokens", pytest.param("texts", marks=pytest.mark.slow)])
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     """The built-in model's; as tokens: with the marks of every family."""
     backend = tokenizers.Tokenizer.from_file(str(hub.locate("tiny").directory / "tokenizer.json"))
