@@ -29,6 +29,28 @@ def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     return [*map(detokenizer.push, ids), detokenizer.finish()]
 
 
+@settings(max_examples=100, deadline=None, suppress_health_check=FIXTURES)
+@given(data=st.data())
+def test_a_special_token_that_is_shown_is_written_out_between_what_stands_around_it(
+    tokenizer: Tokenizer, data: st.DataObject
+) -> None:
+    shown = frozenset(sorted(tokenizer.special_ids)[:3])
+    words = tokenizer.encode("Once upon a time")
+    ids = data.draw(st.lists(st.sampled_from([*words, *sorted(tokenizer.special_ids)[:6]]), max_size=12))
+    detokenizer = Detokenizer(tokenizer, shown)
+    text = "".join([*map(detokenizer.push, ids), detokenizer.finish()])
+    hidden = tokenizer.special_ids - shown
+    assert text == tokenizer.decode([each for each in ids if each not in hidden], skip_special=False)
+
+
+def test_a_character_that_a_shown_token_cuts_off_does_not_go_on_behind_it(tokenizer: Tokenizer) -> None:
+    mark = min(tokenizer.special_ids)
+    half = next(each for each in tokenizer.encode("a𐍈ꙮ") if "\ufffd" in tokenizer.decode([each]))
+    detokenizer = Detokenizer(tokenizer, frozenset([mark]))
+    said = "".join([*map(detokenizer.push, [half, mark]), detokenizer.finish()])
+    assert said == f"\ufffd{tokenizer.token_text(mark)}"
+
+
 @settings(max_examples=300, deadline=None, suppress_health_check=FIXTURES)
 @given(data=st.data())
 def test_any_ids_give_in_pieces_what_they_give_as_a_whole(tokenizer: Tokenizer, data: st.DataObject) -> None:

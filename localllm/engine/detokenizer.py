@@ -6,16 +6,19 @@ Knows nothing about stop strings or about where the tokens come from.
 from __future__ import annotations
 
 import codecs
+from collections.abc import Set as AbstractSet
 from copy import copy
 
 from localllm.engine.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """Decodes one sequence. Special tokens give no text. The cost of a token does not grow with the text before it."""
+    """Decodes one sequence. The cost of a token does not grow with the text before it."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, shown_ids: AbstractSet[int] = frozenset()) -> None:
+        """shown_ids: special tokens that are written out; the others give no text."""
         self._tokenizer = tokenizer
+        self._shown_ids = shown_ids
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._spaces_to_drop = tokenizer.leading_spaces
         self._window: list[int] = []  # only for tokenizers whose tokens have no bytes of their own
@@ -24,7 +27,7 @@ class Detokenizer:
     def push(self, index: int) -> str:
         """The text that became certain with the token `index`: often one word, sometimes nothing."""
         if index in self._tokenizer.special_ids:
-            return ""
+            return self._shown(index) if index in self._shown_ids else ""
         if self._spaces_to_drop is None:
             return self._push_to_window(index)
         data = self._tokenizer.token_bytes(index)
@@ -48,6 +51,12 @@ class Detokenizer:
             self._given = 0
             return text
         return self._decoder.decode(b"", final=True)
+
+    def _shown(self, index: int) -> str:
+        """Of a special token: nothing before it can still become a character with what follows."""
+        before, self._spaces_to_drop = self.finish(), self._spaces_to_drop and 0
+        self._decoder.reset()
+        return before + self._tokenizer.token_text(index)
 
     def _drop_spaces(self, data: bytes) -> bytes:
         assert self._spaces_to_drop is not None

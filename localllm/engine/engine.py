@@ -268,7 +268,7 @@ class Engine:
             request,
             seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
             ctx=self.ctx,
-            detokenizer=Detokenizer(self.tokenizer),
+            detokenizer=Detokenizer(self.tokenizer, request.shown_ids),
             breaker_ids=breaker_ids(sampling, self.tokenizer.encode),
             constraint=None if request.grammar is None else self.grammars.constraint(request.grammar),
         )

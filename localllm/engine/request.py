@@ -113,8 +113,9 @@ class Request:
     explains_miss: its last event says where it leaves what was computed before. grows: where the prompt leaves its
     answer too little room, the engine's context becomes longer, if it can. mask, grammar: what the answer may be.
     priority: of requests that wait, those with a higher one are sooner answered. pooling: what is wanted is no answer,
-    but the mean of the hidden states behind the last block, or the last one, of length 1. is_scored: its last event
-    says how likely the model found the answer.
+    but the mean of the hidden states behind the last block, or the last one, of length 1. shown_ids: special tokens
+    that are written out in the answer's text, where the others say nothing. is_scored: its last event says how likely
+    the model found the answer.
 
     beams: more than 1 has the answer searched, not drawn: of all that is begun, so many are followed at once, and the
     likeliest is told when the search ends. What is scored are log-probabilities after logit_bias and penalties, their
@@ -132,6 +133,7 @@ class Request:
     grammar: Grammar | None = None
     priority: int = 0
     pooling: Pooling | None = None
+    shown_ids: frozenset[int] = frozenset()
     is_scored: bool = False
     beams: int = 1
     num_answers: int = 1

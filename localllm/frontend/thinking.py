@@ -19,6 +19,12 @@ def begins_in_thought(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> bool:
     return opens_thought(tokenizer.decode(list(prompt_ids[-_ENDING_IDS:]), skip_special=False))
 
 
+def has_thought(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> bool:
+    """Whether a template has closed a thought, so that none comes."""
+    ending = tokenizer.decode(list(prompt_ids[-_ENDING_IDS:]), skip_special=False)
+    return ending.rstrip().endswith(tuple(THOUGHT_MARKS.values()))
+
+
 def opens_thought(prompt: str) -> bool:
     """Whether a prompt ends where its template has opened a thought: the answer then begins inside of it."""
     return prompt.rstrip().endswith(tuple(THOUGHT_MARKS))

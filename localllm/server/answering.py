@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 
@@ -16,18 +16,29 @@ from localllm.engine.events import Event, FinishedEvent, TokenEvent, TokenLogpro
 from localllm.engine.facts import AnswerStream, Service
 from localllm.errors import EngineGoneError
 from localllm.frontend.choices import MAX_ANSWERS
-from localllm.frontend.thinking import Splitter
 from localllm.server.asking import Asked
 from localllm.server.failures import RequestError
+from localllm.server.tools.parts import Part, Reader
+
+
+@dataclass
+class CallPiece:
+    """More of the call `index` of an answer. name: of its tool, where it begins; arguments: of its JSON."""
+
+    index: int
+    name: str | None = None
+    arguments: str = ""
 
 
 @dataclass
 class Piece:
     """What has been said since the last one was taken. thought: what of it was thought, so many tokens about, of which
-    there are no log-probabilities. finished: it is the last. others: that a search has found beside it."""
+    there are no log-probabilities. calls: one entry each. finished: it is the last. others: that a search has found
+    beside it."""
 
     text: str = ""
     thought: str = ""
+    calls: list[CallPiece] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     num_thought_tokens: int = 0
     finished: FinishedEvent | None = None
@@ -37,10 +48,19 @@ class Piece:
         """What was said behind it."""
         self.text += later.text
         self.thought += later.thought
+        for call in later.calls:
+            self.add_call(call)
         self.logprobs += later.logprobs
         self.num_thought_tokens += later.num_thought_tokens
         self.finished = later.finished
         self.others += later.others
+
+    def add_call(self, more: CallPiece) -> None:
+        """Of the last call, or of the next one."""
+        if self.calls and self.calls[-1].index == more.index:
+            self.calls[-1].arguments += more.arguments
+        else:
+            self.calls.append(replace(more))
 
     @property
     def ending(self) -> FinishedEvent:
@@ -52,11 +72,11 @@ class Piece:
 class Mail:
     """Takes the events of some requests in on the engine's thread; `take` gives them out on the loop's."""
 
-    def __init__(self, splitter: Callable[[], Splitter | None], ended: Callable[[FinishedEvent], None]) -> None:
-        """splitter: a new one for each answer; None: nothing is thought. ended: hears of each request that has, on the
-        engine's thread."""
-        self._new_splitter = splitter
-        self._splitters: dict[int, Splitter | None] = {}  # by request
+    def __init__(self, new_reader: Callable[[], Reader | None], ended: Callable[[FinishedEvent], None]) -> None:
+        """new_reader: as `Asked` has it. ended: hears of each request that has, on the engine's thread."""
+        self._new_reader = new_reader
+        self._readers: dict[int, Reader | None] = {}  # by request
+        self._num_calls: dict[int, int] = {}
         self._ended = ended
         self._loop = asyncio.get_running_loop()
         self._arrived = asyncio.Event()
@@ -107,25 +127,38 @@ class Mail:
         return others
 
     def _add(self, piece: Piece, event: TokenEvent | FinishedEvent) -> None:
-        if event.request_id not in self._splitters:
-            self._splitters[event.request_id] = self._new_splitter()
-        splitter = self._splitters[event.request_id]
+        if event.request_id not in self._readers:
+            self._readers[event.request_id] = self._new_reader()
+        reader = self._readers[event.request_id]
         is_thought = False
-        if splitter is None:
+        if reader is None:
             piece.text += event.text
         else:
-            is_thought = splitter.is_thinking
-            parts = splitter.feed(event.text)
-            parts += splitter.end() if isinstance(event, FinishedEvent) else []
-            is_thought |= splitter.is_thinking
-            piece.text += _of(parts, thought=False)
-            piece.thought += _of(parts, thought=True)
+            is_thought = reader.is_thinking
+            parts = reader.feed(event.text)
+            if isinstance(event, FinishedEvent):
+                parts += reader.end(is_cut=event.finish_reason == "length")
+            is_thought |= reader.is_thinking
+            for part in parts:
+                self._add_part(piece, event.request_id, part)
         if isinstance(event, FinishedEvent):
             piece.finished = event
             return
         piece.num_thought_tokens += is_thought
         if event.logprob is not None and not is_thought:
             piece.logprobs.append(event.logprob)
+
+    def _add_part(self, piece: Piece, request_id: int, part: Part) -> None:
+        kind, text = part
+        if kind == "text":
+            piece.text += text
+        elif kind == "thought":
+            piece.thought += text
+        elif kind == "call":
+            count = self._num_calls[request_id] = self._num_calls.get(request_id, 0) + 1
+            piece.add_call(CallPiece(count - 1, text))
+        else:
+            piece.add_call(CallPiece(self._num_calls[request_id] - 1, arguments=text))
 
 
 class Answers:
@@ -154,14 +187,11 @@ class Answers:
     def _submit(self, service: Service) -> None:
         self._streams: list[AnswerStream] = []
         self._indices: dict[int, int] = {}
-        self._mail = Mail(self._splitter, self._ended)
+        self._mail = Mail(self.asked.new_reader, self._ended)
         for index, request in enumerate(self.asked.requests):
             stream = service.submit(request, self._mail)
             self._streams.append(stream)
             self._indices[stream.request_id] = index
-
-    def _splitter(self) -> Splitter | None:
-        return Splitter(is_thinking=self.asked.is_thinking) if self.asked.splits else None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -209,7 +239,3 @@ class Answers:
         for stream in self._streams:
             stream.abort()
         self._closed()
-
-
-def _of(parts: Sequence[tuple[bool, str]], *, thought: bool) -> str:
-    return "".join(text for is_thought, text in parts if is_thought is thought)

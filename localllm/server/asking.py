@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +12,14 @@ from localllm.engine.chat_template import ChatInput, encode_chat
 from localllm.engine.overflow import Fitted, fit_turns, overflow_error
 from localllm.engine.request import Grammar, Pooling, Request, SamplingParams, require_ids
 from localllm.engine.tokenizer_files import SPECIAL_ROLES
-from localllm.errors import ContextOverflowError, UsageError
+from localllm.errors import ContextOverflowError, GrammarError, UsageError
 from localllm.frontend.choices import seeded
-from localllm.frontend.thinking import Splitter, begins_in_thought, may_think
+from localllm.frontend.thinking import Splitter, begins_in_thought, has_thought, may_think
 from localllm.server.choosing import NO_CHOICE, Choosing
 from localllm.server.failures import RequestError, too_long
+from localllm.server.tools.calling import Toolset
+from localllm.server.tools.manner import Manner, manner_of
+from localllm.server.tools.parts import Reader
 
 if TYPE_CHECKING:
     from localllm.engine.facts import LoadedEngine
@@ -33,7 +36,7 @@ class Ask:
     they are chosen of others. num_ctx: the context that the client wants to have. effort: how much is to be thought
     before: "none", "on", a level that the template knows; None: as the model does. evicts: the oldest turns leave where
     there are too many. said: with which the answer begins, as the client has it. grammar: what the answer has to look
-    like. prompt_field, effort_field: what its dialect calls them.
+    like. tools: that it may call. prompt_field, effort_field, grammar_field: what its dialect calls them.
     """
 
     prompt: ChatInput | str | tuple[int, ...]
@@ -47,26 +50,28 @@ class Ask:
     evicts: bool = False
     said: str = ""
     grammar: Grammar | None = None
+    tools: Toolset | None = None
     prompt_field: str = "messages"
     effort_field: str = "reasoning_effort"
+    grammar_field: str = "response_format"
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What the engine is given. is_thinking: the answer begins inside a thought; splits: the model may think at all.
+    """What the engine is given. new_reader: of one answer, what it is told apart by; None: all of it is text.
     num_evicted: turns that have left."""
 
     requests: tuple[Request, ...]
-    is_thinking: bool = False
-    splits: bool = False
+    new_reader: Callable[[], Reader | None] = lambda: None
     num_evicted: int = 0
 
 
 def prepare(ask: Ask, engine: LoadedEngine) -> Asked:
     """Milliseconds, more for a long prompt. Raises RequestError, TemplateError, UsageError."""
     ctx = min(ask.num_ctx or engine.ctx, engine.ctx)
+    manner = _manner(ask, engine)
     try:
-        fitted = _fitted(ask, engine, ctx)
+        fitted = _fitted(ask, engine, ctx, manner)
         ids = fitted.prompt_ids
         if len(ids) >= ctx + (ask.pooling is not None):
             raise _too_long(len(ids), ctx, engine)
@@ -81,7 +86,8 @@ def prepare(ask: Ask, engine: LoadedEngine) -> Asked:
     sampling = ask.sampling
     if ask.pooling is None:
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens or ctx, ctx - len(ids)))
-    request = Request(
+    is_thinking = manner is not None and _begins_in_thought(ask, engine, ids)
+    first = Request(
         ids,
         sampling,
         grammar=ask.grammar,
@@ -93,20 +99,41 @@ def prepare(ask: Ask, engine: LoadedEngine) -> Asked:
         length_penalty=ask.choosing.length_penalty,
         early_stopping=ask.choosing.early_stopping,
     )
-    engine.check(request)
+    try:
+        if manner is not None:
+            may_still_think = is_thinking or not (ask.effort == "none" or has_thought(engine.tokenizer, ids))
+            grammar = manner.grammar(ask.grammar, ask.grammar_field, is_thinking=is_thinking, may_think=may_still_think)
+            first = replace(first, grammar=grammar, shown_ids=manner.shown_ids)
+        engine.check(first)
+    except GrammarError as error:
+        param = ask.grammar_field if ask.grammar is not None else "tools"
+        what = f"{param!r}: {error.what}"
+        raise RequestError(400, what, why=error.why, fix=error.fix, param=param, name="invalid_grammar") from None
     requests = tuple(
-        replace(request, sampling=seeded(sampling, index)) for index in range(ask.choosing.num_requests(ask.n))
+        replace(first, sampling=seeded(sampling, index)) for index in range(ask.choosing.num_requests(ask.n))
     )
-    if not isinstance(ask.prompt, ChatInput):
+    if manner is None:
         return Asked(requests)
-    is_thinking = _begins_in_thought(ask, engine, ids)
-    splits = is_thinking or _thinks(engine)
-    return Asked(requests, is_thinking, splits, fitted.evicted.turns)
+    return Asked(requests, lambda: manner.reader(is_thinking=is_thinking), fitted.evicted.turns)
 
 
 def prompt_ids(ask: Ask, engine: LoadedEngine) -> tuple[int, ...]:
     """Of all that is asked, however long it is. Raises RequestError, TemplateError."""
-    return _fitted(replace(ask, evicts=False), engine, engine.ctx).prompt_ids
+    return _fitted(replace(ask, evicts=False), engine, engine.ctx, _manner(ask, engine)).prompt_ids
+
+
+def told_chat(chat: ChatInput, tools: Toolset | None, engine: LoadedEngine) -> ChatInput:
+    """What the model's template is given for it. Raises RequestError."""
+    manner = manner_of(engine.template, engine.tokenizer, chat.messages, tools, is_begun=False)
+    return manner.told(chat_of(chat, engine))
+
+
+def _manner(ask: Ask, engine: LoadedEngine) -> Manner | None:
+    """None for a prompt that is no conversation."""
+    if not isinstance(ask.prompt, ChatInput):
+        return None
+    is_begun = bool(ask.said) or (ask.grammar is not None and ask.tools is None)
+    return manner_of(engine.template, engine.tokenizer, ask.prompt.messages, ask.tools, is_begun=is_begun)
 
 
 def joined(asked: Sequence[Asked]) -> Asked:
@@ -142,17 +169,18 @@ def _too_long(num_tokens: int, ctx: int, engine: LoadedEngine) -> ContextOverflo
     return overflow_error(num_tokens, ctx, longest, engine.flags_for(min(longest, num_tokens + 512)) if helps else "")
 
 
-def _fitted(ask: Ask, engine: LoadedEngine, ctx: int) -> Fitted:
+def _fitted(ask: Ask, engine: LoadedEngine, ctx: int, manner: Manner | None) -> Fitted:
     prompt = ask.prompt
     if isinstance(prompt, tuple):
         return Fitted(prompt)
     if isinstance(prompt, str):
         return Fitted(tuple(engine.tokenizer.encode(prompt, special=True, bos=True)))
+    assert manner is not None
     chat = chat_of(prompt, engine, ask.effort, ask.effort_field)
-    tail = _said_ids(ask, engine)
+    tail = [*manner.tail_ids, *_said_ids(ask, engine)]
 
     def encode(messages: Sequence[Message]) -> list[int]:
-        return [*encode_chat(engine.template, engine.tokenizer, replace(chat, messages=messages)), *tail]
+        return [*encode_chat(engine.template, engine.tokenizer, manner.told(replace(chat, messages=messages))), *tail]
 
     if ask.evicts:
         return fit_turns(chat.messages, encode, ctx, ask.sampling.max_tokens)

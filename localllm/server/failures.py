@@ -146,7 +146,10 @@ def body_of(failure: Failure, dialect: Dialect) -> dict[str, Any]:
         if failure.name == "context_length_exceeded":
             numbers = failure.numbers
             message = f"prompt is too long: {numbers['n_prompt_tokens']} tokens > {numbers['n_ctx']} maximum"
-        return {"type": "error", "error": {"type": kind, "message": message}}
+        error: dict[str, Any] = {"type": kind, "message": message}
+        if failure.param == "thread":  # upon which its library goes on without one
+            error["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        return {"type": "error", "error": error}
     kind = _OPENAI_TYPES.get(failure.status, "invalid_request_error")
     fields = {"message": failure.message, "type": kind, "param": failure.param, "code": failure.name}
     return {"error": {**fields, **failure.numbers}}

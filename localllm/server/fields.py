@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, StringConstraints
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 
 from localllm.engine.request import SamplingParams
 from localllm.errors import UsageError
@@ -23,7 +23,6 @@ MAX_TOP_LOGPROBS = 20
 
 NUM_CTX = "Tokens of context; more than the server has is refused where prompt and answer would need them."
 TEXT_ONLY = "text is all that is read here: no images, no sound, no files"
-NOT_YET = "this server has no structured output and no tools yet"
 
 Temperature = Annotated[float, Field(ge=0, le=100, description="0: always the likeliest token.")]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -37,6 +36,16 @@ Ids = Annotated[list[Annotated[int, Field(ge=0, le=2**31 - 1)]], Field(min_lengt
 TokenBias = Annotated[float, Field(ge=-100, le=100)]
 TokenName = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
 LogitBias = Annotated[dict[TokenName, TokenBias], Field(max_length=MAX_BIASES)]
+
+
+def _of_an_object(schema: object) -> object:
+    """Raises ValueError for a schema of something else: the arguments of a tool are one."""
+    if isinstance(schema, dict) and schema.get("type", "object") != "object":
+        raise ValueError("a tool's arguments are an object, and so has to be their schema's type")
+    return schema
+
+
+ArgumentsSchema = Annotated[dict[str, Any], BeforeValidator(_of_an_object)]
 
 # Nothing of what is not served yet.
 Nothing = Annotated[list[Any], Field(max_length=0)] | None

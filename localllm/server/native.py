@@ -14,11 +14,12 @@ from localllm.engine.chat_template import ChatInput
 from localllm.engine.facts import EngineStatus
 from localllm.engine.request import require_ids
 from localllm.errors import LocalLLMError, TemplateError
-from localllm.server.asking import chat_of
+from localllm.server.asking import told_chat
 from localllm.server.bodies import Body
 from localllm.server.endpoint import Call, Endpoint
 from localllm.server.fields import MAX_MESSAGES
 from localllm.server.openai.messages import Message, chat_messages
+from localllm.server.openai.tools import Tools, chosen
 from localllm.server.replying import Json
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ class Content(TypedDict):
 
 class TemplateBody(Body):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    tools: Tools | None = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, Field(max_length=32)] = None
     add_generation_prompt: bool | None = None
     model: str | None = None
@@ -210,7 +212,9 @@ async def apply_template(call: Call, body: TemplateBody) -> Json:
     engine = served.engine()
     generation = body.add_generation_prompt is not False
     given = ChatInput(chat_messages(body.messages), None, generation, body.chat_template_kwargs or {})
-    reply: Prompt = {"prompt": await served.off_loop(lambda: engine.template.render_chat(chat_of(given, engine)))}
+    tools = chosen(body.tools, None, None)
+    text = await served.off_loop(lambda: engine.template.render_chat(told_chat(given, tools, engine)))
+    reply: Prompt = {"prompt": text}
     return Json(reply)
 
 

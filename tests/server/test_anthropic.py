@@ -260,7 +260,7 @@ def test_a_message_with_its_thought_can_be_sent_back(thinker: Running, client: a
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"name": "f", "input_schema": {"type": "object"}}]),
+        ("tools.0", [{"type": "web_search_20250305", "name": "web_search"}]),
         ("tool_choice", {"type": "any"}),
         ("mcp_servers", [{"type": "url", "url": "http://localhost", "name": "x"}]),
         ("container", "container_1"),
@@ -269,7 +269,7 @@ def test_a_message_with_its_thought_can_be_sent_back(thinker: Running, client: a
         ("inference_geo", "us"),
         ("speed", "fast"),
         ("thinking", {"type": "enabled", "budget_tokens": 1024}),
-        ("output_config.format", {"format": {"type": "json_schema", "schema": {}}}),
+        ("output_config.format", {"format": {"type": "json_object"}}),
         ("output_config.effort", {"effort": "utmost"}),
         ("messages.0.content.0", user([IMAGE])),
         ("messages.0.content.0", user([RESULT])),

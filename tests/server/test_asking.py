@@ -247,8 +247,8 @@ def test_an_answer_begins_in_the_thought_that_the_template_has_opened(
     engine: Engine, telling: Callable[[str], None], tail: str, said: str, is_thinking: bool, splits: bool
 ) -> None:
     telling(PLAIN + tail)
-    asked = prepare(Ask(CHAT, said=said), engine)
-    assert (asked.is_thinking, asked.splits) == (is_thinking, splits or is_thinking)
+    reader = prepare(Ask(CHAT, said=said), engine).new_reader()
+    assert (reader is not None and reader.is_thinking, reader is not None) == (is_thinking, splits or is_thinking)
 
 
 # The server

@@ -243,8 +243,8 @@ def test_an_option_that_can_be_honoured_is(client: ollama.Client, options: dict[
     ("path", "field", "value"),
     [
         ("/api/chat", "tools", [{"type": "function"}]),
-        ("/api/chat", "format", "json"),
-        ("/api/chat", "format", {"type": "object"}),
+        ("/api/chat", "format", "yaml"),
+        ("/api/chat", "format", {"type": "anything"}),
         ("/api/chat", "shift", True),
         ("/api/chat", "top_logprobs", 3),
         ("/api/chat", "think", "deeply"),

@@ -128,9 +128,10 @@ def test_a_logit_bias_rules_a_token_out(client: openai.OpenAI, server: Running) 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function", "function": {"name": "f", "parameters": {}}}]),
+        ("tools", [{"type": "web_search"}]),
         ("tool_choice", "required"),
-        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "grammar"}),
+        ("functions", [{"name": "f"}]),
         ("modalities", ["audio"]),
         ("n", 10**9),
         ("n", 0),

@@ -147,7 +147,7 @@ def test_what_was_said_before_comes_with_the_request(client: openai.OpenAI) -> N
         ("conversation", "conv_1"),
         ("background", True),
         ("tools", [{"type": "web_search"}]),
-        ("text", {"format": {"type": "json_object"}}),
+        ("text", {"format": {"type": "grammar"}}),
         ("include", ["reasoning.encrypted_content"]),
         ("input", [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x/y.png"}]}]),
         ("input", [{"type": "function_call_output", "call_id": "c", "output": "o"}]),

@@ -11,10 +11,25 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from tests.server.support import OWL, Running
+from tests.server.tools_support import FUNCTIONS, OPENAI_TOOLS, ROOM
 
 CHAT = {"model": "tiny", "messages": OWL, "max_tokens": 6}
 TEXT = {"model": "tiny", "prompt": "Once", "max_tokens": 6}
 ASKED = {"model": "tiny", "input": "A tale, please.", "max_output_tokens": 6}
+
+CALLED = {
+    **CHAT,
+    "max_tokens": ROOM,
+    "tools": OPENAI_TOOLS,
+    "tool_choice": {"type": "function", "function": {"name": "clock"}},
+}
+CALLED_ITEM = {
+    **ASKED,
+    "max_output_tokens": ROOM,
+    "tools": FUNCTIONS,
+    "tool_choice": {"type": "function", "name": "clock"},
+    "text": {"format": {"type": "json_object"}},
+}
 
 Spec = Callable[[str], Draft202012Validator]
 
@@ -45,11 +60,13 @@ def spec(shared_data: Callable[[str], Path]) -> Spec:
     [
         ("CreateChatCompletionResponse", "/v1/chat/completions", CHAT),
         ("CreateChatCompletionResponse", "/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 2, "n": 2}),
+        ("CreateChatCompletionResponse", "/v1/chat/completions", CALLED),
         ("CreateCompletionResponse", "/v1/completions", TEXT),
         ("CreateCompletionResponse", "/v1/completions", {**TEXT, "logprobs": 2, "n": 2}),
         ("CreateEmbeddingResponse", "/v1/embeddings", {"model": "tiny", "input": ["a", "b"]}),
         ("Response", "/v1/responses", {**ASKED, "max_output_tokens": 600}),
         ("Response", "/v1/responses", {**ASKED, "top_logprobs": 2}),
+        ("Response", "/v1/responses", CALLED_ITEM),
     ],
 )
 def test_a_reply_is_as_described(server: Running, spec: Spec, schema: str, path: str, body: dict[str, Any]) -> None:
@@ -66,7 +83,9 @@ def test_a_reply_is_as_described(server: Running, spec: Spec, schema: str, path:
             {**CHAT, "stream_options": {"include_usage": True}, "logprobs": True},
         ),
         ("CreateCompletionResponse", "/v1/completions", {**TEXT, "logprobs": 1}),
+        ("CreateChatCompletionStreamResponse", "/v1/chat/completions", {**CALLED, "logprobs": True}),
         ("ResponseStreamEvent", "/v1/responses", ASKED),
+        ("ResponseStreamEvent", "/v1/responses", CALLED_ITEM),
     ],
 )
 def test_each_piece_of_a_stream_is_as_described(

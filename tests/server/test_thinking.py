@@ -12,9 +12,9 @@ import pytest
 from localllm import hub
 from localllm.engine.events import FinishedEvent, Timings, TokenEvent, TokenLogprob, Usage
 from localllm.engine.tokenizer import Tokenizer
-from localllm.frontend.thinking import Splitter
 from localllm.server.answering import Mail, Piece
 from localllm.server.openai.response_object import Said, Speech
+from localllm.server.tools.parts import ThoughtReader
 
 SAID = ("Hm", ", ", "an owl.", "</think>", "\n\n", "Once", " upon", " a time.")
 NUM_THOUGHT = 4  # with the mark that ends it
@@ -30,7 +30,7 @@ def end(request_id: int, num_tokens: int) -> FinishedEvent:
 
 async def pieces_of(every: int, said: Sequence[str] = SAID, *, is_thinking: bool = True) -> list[Piece]:
     """What a reader gets who takes what has come after every so many tokens."""
-    mail, found = Mail(lambda: Splitter(is_thinking=is_thinking), lambda _event: None), []
+    mail, found = Mail(lambda: ThoughtReader(is_thinking=is_thinking), lambda _event: None), []
     for count, text in enumerate(said, 1):
         mail.put(token(3, count, text))
         if count % every == 0:
@@ -72,7 +72,7 @@ def test_what_begins_like_a_mark_at_the_very_end_is_said(every: int) -> None:
 
 def test_each_of_several_answers_has_thoughts_of_its_own() -> None:
     async def taken() -> dict[int, Piece]:
-        mail = Mail(lambda: Splitter(is_thinking=True), lambda _event: None)
+        mail = Mail(lambda: ThoughtReader(is_thinking=True), lambda _event: None)
         for request_id, texts in ((3, SAID), (4, SAID[:2])):
             for count, text in enumerate(texts):
                 mail.put(token(request_id, count, text))

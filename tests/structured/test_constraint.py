@@ -27,7 +27,7 @@ PERSON = json_schema({
 THOUGHT = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 OWL = '{"name": "owl", "ages": [3, 12]}'
 SIZE = 4096 + 5  # as a model pads its logits
-REAL = ("phi-3-mini", "qwen2.5-0.5b-instruct")
+REAL = ("phi-3-mini", pytest.param("qwen2.5-0.5b-instruct", marks=pytest.mark.slow))
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import resource
 import signal
 import sys
@@ -19,6 +20,9 @@ CPU_S = 0.5
 MAX_BYTES = 1 << 30  # of addresses; 150 MB are the library itself
 _STACK_BYTES = 2 << 20  # a quarter of what threads have: what just fits here fits there
 _WALKS, _STEPS = 2, 64  # texts that are begun, and bytes of each
+# A special token of the model. Here is none of those: another one, that is no byte, stands for each.
+_SPECIAL = re.compile(r"<\[\d+\]>")
+_STAND_IN = 256
 
 
 def main() -> None:
@@ -48,7 +52,8 @@ def tried(asked: dict[str, Any]) -> dict[str, str]:
         except Exception as error:  # the converter raises what it likes
             return {"error": str(error)}
     grammar = json.dumps({"grammars": asked["grammars"]})
-    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+    tried_out = _SPECIAL.sub(f"<[{_STAND_IN}]>", grammar)
+    matcher = LLMatcher(LLTokenizer("byte"), tried_out, log_level=0, limits=LLParserLimits(verbose_errors=False))
     if matcher.is_error():
         return {"error": matcher.get_error()}
     for seed in range(_WALKS):
@@ -61,8 +66,8 @@ def tried(asked: dict[str, Any]) -> dict[str, str]:
 def _walked(matcher: Any, choose: random.Random) -> str:
     """Why a text that begins by chance cannot go on; "" where it can, or has ended."""
     for _ in range(_STEPS):
-        bits = int.from_bytes(matcher.compute_bitmask(), "little") & ((1 << 256) - 1)  # above are special tokens
-        allowed = [byte for byte in range(256) if bits >> byte & 1]
+        bits = int.from_bytes(matcher.compute_bitmask(), "little")
+        allowed = [token for token in range(_STAND_IN + 1) if bits >> token & 1]  # bytes, and what stands for the rest
         if matcher.is_error():
             return str(matcher.get_error())
         if not allowed:

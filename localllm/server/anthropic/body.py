@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Field, StringConstraints, Tag, model_validator
 
 from localllm.engine.chat_template import ChatInput
+from localllm.engine.request import Grammar
 from localllm.server.asking import Ask
-from localllm.server.bodies import Body
+from localllm.server.bodies import Body, told_apart
 from localllm.server.failures import RequestError
 from localllm.server.fields import (
     MAX_MESSAGES,
     MAX_STOPS,
-    NOT_YET,
+    TEXT_ONLY,
+    ArgumentsSchema,
     Count,
     IgnoredFlag,
     IgnoredText,
@@ -27,9 +30,16 @@ from localllm.server.fields import (
     StopText,
     Temperature,
 )
+from localllm.server.structured import StructuredOutputs, grammar_of, json_grammar, one_grammar
+from localllm.server.tools.calling import MAX_TOOLS, OpenCalls, Tool, Toolset, call_of, toolset
 
-_BLOCKS = {"text": "TextBlock", "thinking": "ThinkingBlock", "redacted_thinking": "RedactedThinkingBlock"}
-_OTHER_BLOCKS = "text is all that is read here: no images, no documents, and no tools yet"
+_BLOCKS = {
+    "text": "TextBlock", "thinking": "ThinkingBlock", "redacted_thinking": "RedactedThinkingBlock",
+    "tool_use": "ToolUseBlock", "tool_result": "ToolResultBlock",
+}  # fmt: skip
+_OTHER_BLOCKS = (
+    "text is all that is read here, and tools of the client's: no images, no documents, no tools of a server"
+)
 
 # Claude Code has another one in each request, which would be the end of what the prefix cache knows.
 _BILLING = re.compile(r"(?:x-anthropic-billing-header[^\n]*\n?)+")
@@ -56,16 +66,51 @@ class RedactedThinkingBlock(Body):
     data: Opaque = None
 
 
-def _kind_of(block: object) -> str | None:
-    kind = block.get("type") if isinstance(block, dict) else None
-    return _BLOCKS.get(kind) if isinstance(kind, str) else None
+class DirectCaller(Body):
+    type: Literal["direct"]
+
+
+def _is_text(kind: object) -> object:
+    if kind in ("image", "document", "search_result", "tool_reference"):
+        raise ValueError(TEXT_ONLY)
+    return kind
+
+
+class ResultText(TextBlock):
+    type: Annotated[Literal["text"], BeforeValidator(_is_text)]
+
+
+class ToolUseBlock(Body):
+    type: Literal["tool_use"]
+    id: Annotated[str, Field(min_length=1)]
+    name: Annotated[str, Field(min_length=1)]
+    input: dict[str, Any]
+    cache_control: IgnoredTexts = None
+    caller: Annotated[DirectCaller | None, Field(description="Without effect.")] = None
+
+
+class ToolResultBlock(Body):
+    type: Literal["tool_result"]
+    tool_use_id: Annotated[str, Field(min_length=1)]
+    content: str | list[ResultText] | None = None
+    is_error: Annotated[bool | None, Field(description="true: the model is told that the call has failed.")] = None
+    cache_control: IgnoredTexts = None
+
+    @property
+    def text(self) -> str:
+        """What the model is told."""
+        parts = self.content if isinstance(self.content, list) else []
+        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in parts)
+        return f"Error: {text}" if self.is_error else text
 
 
 Block = Annotated[
     Annotated[TextBlock, Tag("TextBlock")]
     | Annotated[ThinkingBlock, Tag("ThinkingBlock")]
-    | Annotated[RedactedThinkingBlock, Tag("RedactedThinkingBlock")],
-    Discriminator(_kind_of, custom_error_type="block", custom_error_message=_OTHER_BLOCKS),
+    | Annotated[RedactedThinkingBlock, Tag("RedactedThinkingBlock")]
+    | Annotated[ToolUseBlock, Tag("ToolUseBlock")]
+    | Annotated[ToolResultBlock, Tag("ToolResultBlock")],
+    told_apart("type", _BLOCKS, _OTHER_BLOCKS),
 ]
 
 
@@ -74,11 +119,17 @@ class Message(Body):
     content: str | list[Block]
 
     @model_validator(mode="after")
-    def _thinks_as_assistant(self) -> Message:
-        blocks = self.content if isinstance(self.content, list) else []
-        if self.role != "assistant" and not all(isinstance(block, TextBlock) for block in blocks):
-            raise ValueError("thinking is the assistant's")
+    def _has_its_own_blocks(self) -> Message:
+        kinds = {type(block) for block in self.blocks}
+        if self.role != "assistant" and kinds & {ThinkingBlock, RedactedThinkingBlock, ToolUseBlock}:
+            raise ValueError("thinking and tool_use are the assistant's")
+        if self.role != "user" and ToolResultBlock in kinds:
+            raise ValueError("tool_result is the user's")
         return self
+
+    @property
+    def blocks(self) -> list[Any]:
+        return self.content if isinstance(self.content, list) else []
 
     @property
     def texts(self) -> list[str]:
@@ -88,9 +139,15 @@ class Message(Body):
 
     @property
     def thoughts(self) -> list[str]:
-        if isinstance(self.content, str):
-            return []
-        return [block.thinking for block in self.content if isinstance(block, ThinkingBlock)]
+        return [block.thinking for block in self.blocks if isinstance(block, ThinkingBlock)]
+
+    @property
+    def calls(self) -> list[ToolUseBlock]:
+        return [block for block in self.blocks if isinstance(block, ToolUseBlock)]
+
+    @property
+    def results(self) -> list[ToolResultBlock]:
+        return [block for block in self.blocks if isinstance(block, ToolResultBlock)]
 
 
 class Thinking(Body):
@@ -101,10 +158,9 @@ class Thinking(Body):
     ] = None
 
 
-def _no_format(value: object) -> object:
-    if value is not None:
-        raise ValueError(NOT_YET)
-    return value
+class SchemaFormat(Body):
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
 class OutputConfig(Body):
@@ -112,26 +168,59 @@ class OutputConfig(Body):
         Literal["low", "medium", "high", "xhigh", "max"] | None,
         Field(description="How much is thought, where the model's chat template knows it."),
     ] = None
-    format: Annotated[None, BeforeValidator(_no_format)] = None
+    format: SchemaFormat | None = None
+
+
+ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
+
+
+class ToolParam(Body):
+    """One that the client runs."""
+
+    type: Literal["custom"] | None = None
+    name: ToolName
+    description: str | None = None
+    input_schema: ArgumentsSchema
+    strict: Annotated[
+        bool | None, Field(description="true: a grammar sees to it that calls fit the schema, also where none is due.")
+    ] = None
+    cache_control: IgnoredTexts = None
+    eager_input_streaming: IgnoredFlag = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_the_clients(cls, given: object) -> object:
+        if isinstance(given, dict) and given.get("type") not in (None, "custom"):
+            raise ValueError("this server runs no tools of its own; a tool's calls are for the client to make")
+        return given
+
+    @property
+    def tool(self) -> Tool:
+        return Tool(self.name, self.description or "", self.input_schema, bool(self.strict))
 
 
 class ToolChoice(Body):
-    type: Literal["auto", "none"]
-    disable_parallel_tool_use: IgnoredFlag = None
+    type: Literal["auto", "any", "tool", "none"]
+    name: Annotated[str | None, Field(description="Of the tool that has to be called.")] = None
+    disable_parallel_tool_use: Annotated[bool | None, Field(description="true: an answer has one call at most.")] = None
+
+    @model_validator(mode="after")
+    def _names_one(self) -> ToolChoice:
+        if (self.name is not None) != (self.type == "tool"):
+            raise ValueError("'tool', and no other choice, has the name of a tool")
+        return self
 
 
 class PromptBody(Body):
     """What a prompt is made of."""
 
     why: ClassVar = {
-        "thinking": "a budget of thinking cannot be held to, and there are no tools to think between; 'adaptive' is to "
-        "think as the model does, 'disabled' is not to think",
-        "tools": NOT_YET,
-        "tool_choice": NOT_YET,
-        "mcp_servers": "nothing is fetched from the network, and " + NOT_YET,
-        "container": "nothing is run here, and " + NOT_YET,
+        "thinking": "a budget of thinking cannot be held to; 'adaptive' is to think as the model does, 'disabled' is "
+        "not to think",
+        "mcp_servers": "nothing is fetched from the network",
+        "container": "nothing is run here",
         "context_management": "nothing leaves the messages but whole turns, where the server was started to have it so",
-        "output_format": NOT_YET,
+        "thread": "nothing is kept of a conversation; send all of it",
         "diagnostics": "it is not told what the prefix cache has missed",
         "inference_geo": "the model runs where this server is",
         "speed": "there is one speed here, 'standard'",
@@ -144,11 +233,16 @@ class PromptBody(Body):
     system: str | list[TextBlock] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    tools: Nothing = None
+    output_format: Annotated[SchemaFormat | None, Field(description="The older name of output_config.format.")] = None
+    tools: Annotated[list[ToolParam], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
+    structured_outputs: Annotated[StructuredOutputs | None, Field(description="What the answer has to look like.")] = (
+        None
+    )
     mcp_servers: Nothing = None
     container: None = None
     context_management: None = None
+    thread: None = None
     diagnostics: None = None
     inference_geo: None = None
     speed: Literal["standard"] | None = None
@@ -177,6 +271,7 @@ class MessagesBody(PromptBody):
 
 def ask_of(body: PromptBody) -> Ask:
     """The prompt, which the assistant may have begun to answer. Raises RequestError."""
+    _check_calls(body.messages)
     turns = [(role, list(group)) for role, group in groupby(body.messages, lambda message: message.role)]
     said = ""
     if turns[-1][0] == "assistant":
@@ -187,8 +282,52 @@ def ask_of(body: PromptBody) -> Ask:
     if turns[0][0] == "system":
         system += _texts(turns.pop(0)[1])
     before = [{"role": "system", "content": "\n".join(system)}] if system else []
-    chat = ChatInput([*before, *(_turn(role, group) for role, group in turns)])
-    return Ask(chat, effort=_effort(body), said=said, effort_field="output_config.effort")
+    chat = ChatInput([*before, *(turn for role, group in turns for turn in _turns(role, group))])
+    config = body.output_config
+    grammar, grammar_field = one_grammar(
+        **{
+            "output_config.format": _form(None if config is None else config.format),
+            "output_format": _form(body.output_format),
+            "structured_outputs": grammar_of(body.structured_outputs),
+        }
+    )
+    ask = Ask(chat, effort=_effort(body), said=said, effort_field="output_config.effort", tools=_tools(body))
+    return replace(ask, grammar=grammar, grammar_field=grammar_field)
+
+
+def _form(given: SchemaFormat | None) -> Grammar | None:
+    return None if given is None else json_grammar(given.schema_)
+
+
+def _tools(body: PromptBody) -> Toolset | None:
+    """None where the model is to call nothing. Raises RequestError."""
+    known = [each.tool for each in body.tools or ()]
+    choice = body.tool_choice
+    if choice is None:
+        return toolset(known)
+    if choice.type == "none":
+        toolset(known)
+        return None
+    one_call = bool(choice.disable_parallel_tool_use) or choice.type == "tool"
+    only = None if choice.name is None else [choice.name]
+    param = "tool_choice.name" if choice.type == "tool" else "tool_choice"
+    return toolset(known, must_call=choice.type != "auto", only=only, one_call=one_call, param=param)
+
+
+def _check_calls(messages: Sequence[Message]) -> None:
+    """Raises RequestError for the result of a call that never was, and for a call that has none."""
+    calls = OpenCalls()
+    for index, message in enumerate(messages):
+        where = f"messages.{index}"
+        for number, block in enumerate(message.blocks):
+            if isinstance(block, ToolResultBlock):
+                calls.answered(f"{where}.content.{number}", block.tool_use_id)
+        if message.role != "assistant" or not message.calls:
+            calls.settled(where)
+        for number, block in enumerate(message.blocks):
+            if isinstance(block, ToolUseBlock):
+                calls.made(f"{where}.content.{number}", block.id, block.name)
+    calls.settled(f"messages.{len(messages) - 1}")
 
 
 def _system_texts(system: str | list[TextBlock] | None) -> list[str]:
@@ -206,11 +345,20 @@ def _texts(group: Iterable[Message]) -> list[str]:
     return [text for message in group for text in message.texts]
 
 
-def _turn(role: str, group: Sequence[Message]) -> dict[str, Any]:
-    """Messages of one role behind each other are one turn: templates want roles to alternate."""
-    turn = {"role": role, "content": "\n".join(_texts(group))}
-    thoughts = [thought for message in group for thought in message.thoughts]
-    return {**turn, "reasoning_content": "\n".join(thoughts)} if thoughts else turn
+def _turns(role: str, group: Sequence[Message]) -> Iterator[dict[str, Any]]:
+    """Messages of one role behind each other are one turn: templates want roles to alternate. Results are turns of
+    their own, in front of what else the user says."""
+    for result in (result for message in group for result in message.results):
+        yield {"role": "tool", "content": result.text, "tool_call_id": result.tool_use_id}
+    texts = _texts(group)
+    if not texts and any(message.results for message in group):
+        return
+    turn: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
+    if thoughts := [thought for message in group for thought in message.thoughts]:
+        turn["reasoning_content"] = "\n".join(thoughts)
+    if calls := [call for message in group for call in message.calls]:
+        turn["tool_calls"] = [call_of(call.id, call.name, call.input) for call in calls]
+    yield turn
 
 
 def _prefill(group: Sequence[Message]) -> str:

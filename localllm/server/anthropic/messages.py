@@ -9,11 +9,10 @@ from starlette.responses import Response
 
 from localllm.engine.events import FinishedEvent
 from localllm.engine.events import Usage as Tokens
-from localllm.server.answering import Answers, Piece
+from localllm.server.answering import Answers, CallPiece, Piece
 from localllm.server.anthropic.body import MessagesBody, PromptBody, ask_of
 from localllm.server.anthropic.shapes import (
     BlockDeltaPart,
-    BlockKind,
     Ending,
     MessageReply,
     ReplyBlock,
@@ -37,6 +36,7 @@ from localllm.server.replying import (
     streamed,
     whole,
 )
+from localllm.server.tools.json_text import partial_object
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,13 @@ class _Head:
     def shown(self, thought: str) -> str:
         return "" if self.hides else thought
 
-    def ending(self, finished: FinishedEvent) -> Ending:
+    def ending(self, finished: FinishedEvent, *, called: bool) -> Ending:
         """A model may have stop texts of its own: at these it has ended its turn."""
         if finished.stop_text in self.stops:
             return {"stop_reason": "stop_sequence", "stop_sequence": finished.stop_text}
-        is_cut = finished.finish_reason == "length"
-        return {"stop_reason": "max_tokens" if is_cut else "end_turn", "stop_sequence": None}
+        if finished.finish_reason == "length":
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
+        return {"stop_reason": "tool_use" if called else "end_turn", "stop_sequence": None}
 
 
 async def messages(call: Call, body: MessagesBody) -> Response:
@@ -104,22 +105,32 @@ def _usage(tokens: Tokens) -> Usage:
     }
 
 
-def _block(kind: BlockKind, text: str) -> ReplyBlock:
-    if kind == "thinking":
-        return {"type": "thinking", "thinking": text, "signature": ""}
+def _thinking(thought: str) -> ReplyBlock:
+    return {"type": "thinking", "thinking": thought, "signature": ""}
+
+
+def _text(text: str) -> ReplyBlock:
     return {"type": "text", "text": text, "citations": None}
 
 
-def _delta(kind: BlockKind, text: str) -> BlockDeltaPart:
-    if kind == "thinking":
-        return {"type": "thinking_delta", "thinking": text}
-    return {"type": "text_delta", "text": text}
+def _tool_use(call: CallPiece) -> ReplyBlock:
+    """With what there is of its input, where it was cut."""
+    return {
+        "type": "tool_use",
+        "id": new_id("toolu_"),
+        "name": call.name or "",
+        "input": partial_object(call.arguments),
+    }
 
 
 def _message(head: _Head, piece: Piece) -> MessageReply:
-    thoughts = [_block("thinking", head.shown(piece.thought))] if piece.thought else []
+    """A message has a block, be it an empty text."""
+    blocks = [_thinking(head.shown(piece.thought))] if piece.thought else []
+    if piece.text or not piece.calls:
+        blocks.append(_text(piece.text))
+    blocks += map(_tool_use, piece.calls)
     finished = piece.ending
-    return head.message([*thoughts, _block("text", piece.text)], head.ending(finished), _usage(finished.usage))
+    return head.message(blocks, head.ending(finished, called=bool(piece.calls)), _usage(finished.usage))
 
 
 def _event(data: StreamEvent) -> bytes:
@@ -131,13 +142,14 @@ def _failed(failure: Failure) -> bytes:
 
 
 class _Speech:
-    """Says the answer in events: blocks one behind the other, a block of text the last, be it an empty one."""
+    """Says the answer in events: blocks one behind the other, the last one of text or a call, be it an empty text."""
 
     def __init__(self, answers: Answers, head: _Head) -> None:
         self._answers = answers
         self._head = head
-        self._open: BlockKind | None = None
+        self._open: str | None = None  # the type of the block that is being said
         self._index = -1
+        self._has_called = False
 
     async def events(self, news: News) -> AsyncIterator[bytes]:
         # What of the prompt was cached is known at the end only.
@@ -153,23 +165,37 @@ class _Speech:
 
     def _said(self, piece: Piece) -> Iterator[StreamEvent]:
         if piece.thought:
-            yield from self._say("thinking", self._head.shown(piece.thought))
-        if piece.text or piece.finished is not None:
-            yield from self._say("text", piece.text)
+            yield from self._begun(_thinking(""))
+            if shown := self._head.shown(piece.thought):
+                yield self._more({"type": "thinking_delta", "thinking": shown})
+        if piece.text:
+            yield from self._begun(_text(""))
+            yield self._more({"type": "text_delta", "text": piece.text})
+        for call in piece.calls:
+            self._has_called = True
+            if call.name is not None:
+                yield from self._closed()
+                yield from self._begun(_tool_use(CallPiece(call.index, call.name)))
+            yield self._more({"type": "input_json_delta", "partial_json": call.arguments})
         if piece.finished is not None:
+            if self._open != "tool_use":
+                yield from self._begun(_text(""))
             yield from self._closed()
-            end = self._head.ending(piece.finished)
+            end = self._head.ending(piece.finished, called=self._has_called)
             yield {"type": "message_delta", "delta": end, "usage": _usage(piece.finished.usage)}
             yield {"type": "message_stop"}
 
-    def _say(self, kind: BlockKind, text: str) -> Iterator[StreamEvent]:
-        if self._open != kind:
-            yield from self._closed()
-            self._open = kind
-            self._index += 1
-            yield {"type": "content_block_start", "index": self._index, "content_block": _block(kind, "")}
-        if text:
-            yield {"type": "content_block_delta", "index": self._index, "delta": _delta(kind, text)}
+    def _begun(self, block: ReplyBlock) -> Iterator[StreamEvent]:
+        """A block of that type is open afterwards."""
+        if self._open == block["type"]:
+            return
+        yield from self._closed()
+        self._open = block["type"]
+        self._index += 1
+        yield {"type": "content_block_start", "index": self._index, "content_block": block}
+
+    def _more(self, delta: BlockDeltaPart) -> StreamEvent:
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}
 
     def _closed(self) -> Iterator[StreamEvent]:
         if self._open == "thinking":

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
-BlockKind = Literal["text", "thinking"]
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence"]
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class Usage(TypedDict):
@@ -32,7 +31,14 @@ class ReplyThinking(TypedDict):
     signature: str
 
 
-ReplyBlock = ReplyText | ReplyThinking
+class ReplyToolUse(TypedDict):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+ReplyBlock = ReplyText | ReplyThinking | ReplyToolUse
 
 
 class Ending(TypedDict):
@@ -75,7 +81,14 @@ class SignatureDelta(TypedDict):
     signature: str
 
 
-BlockDeltaPart = TextDelta | ThinkingDelta | SignatureDelta
+class InputDelta(TypedDict):
+    """More of a call's input, as JSON."""
+
+    type: Literal["input_json_delta"]
+    partial_json: str
+
+
+BlockDeltaPart = TextDelta | ThinkingDelta | SignatureDelta | InputDelta
 
 
 class BlockDelta(TypedDict):

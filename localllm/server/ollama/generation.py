@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from localllm.engine.chat_template import ChatInput
+from localllm.engine.request import Grammar
 from localllm.engine.tokenizer import Tokenizer
-from localllm.server.answering import Piece
+from localllm.server.answering import CallPiece, Piece
 from localllm.server.asking import Ask
 from localllm.server.bodies import Body
 from localllm.server.endpoint import Call, Endpoint
@@ -21,7 +22,6 @@ from localllm.server.failures import RequestError, body_of
 from localllm.server.fields import (
     MAX_MESSAGES,
     MAX_TOP_LOGPROBS,
-    NOT_YET,
     TEXT_ONLY,
     KeepAlive,
     Nothing,
@@ -29,39 +29,21 @@ from localllm.server.fields import (
     refuse_top_logprobs,
 )
 from localllm.server.logprobs import ContentLogprob, content_logprobs
+from localllm.server.ollama.messages import Message, Tools, chat_messages, tools_of
 from localllm.server.ollama.options import Options, sampling_of
 from localllm.server.ollama.shapes import Ending, ending_of, line, time_text
-from localllm.server.replying import NDJSON, Json, News, collected, evicted_header, streamed, whole
+from localllm.server.replying import NDJSON, Json, News, collected, evicted_header, new_id, streamed, whole
 from localllm.server.served import Served
-
-
-class Message(Body):
-    role: Literal["system", "user", "assistant"]
-    content: str | None = None
-    thinking: str | None = None
-    images: Nothing = None
-    tool_calls: Nothing = None
-    tool_name: None = None
-
-    @field_validator("images", "tool_calls", "tool_name", mode="before")
-    @classmethod
-    def _is_text(cls, value: object, field: ValidationInfo) -> object:
-        if value not in (None, []):
-            raise ValueError(TEXT_ONLY if field.field_name == "images" else NOT_YET)
-        return value
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """As templates want them."""
-        thought = {} if self.thinking is None else {"reasoning_content": self.thinking}
-        return {"role": self.role, "content": self.content or "", **thought}
+from localllm.server.structured import ANY_OBJECT, StructuredOutputs, grammar_of, json_grammar, one_grammar
+from localllm.server.tools.calling import Toolset
+from localllm.server.tools.json_text import partial_object
 
 
 class GenerationBody(Body):
     """Fields that both have."""
 
     why: ClassVar = {
-        "format": NOT_YET,
+        "format": 'it is "json", or a JSON Schema',
         "think": 'it is true, false, "low", "medium" or "high"',
         "shift": "the context is not shifted: an answer ends where it does",
     }
@@ -75,19 +57,23 @@ class GenerationBody(Body):
         Field(description="How much is thought, where the model's chat template knows it."),
     ] = None
     keep_alive: KeepAlive = None
-    format: Literal[""] | None = None
+    format: Annotated[
+        Literal["", "json"] | dict[str, Any] | None,
+        Field(description="What the answer has to look like: any object, or a JSON Schema."),
+    ] = None
+    structured_outputs: Annotated[StructuredOutputs | None, Field(description="What the answer has to look like.")] = (
+        None
+    )
     shift: Literal[False] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
 
 
 class ChatBody(GenerationBody):
-    why: ClassVar = {**GenerationBody.why, "tools": NOT_YET}
-
     messages: Annotated[
         list[Message] | None, Field(max_length=MAX_MESSAGES, description="Without any, the model is loaded.")
     ] = None
-    tools: Nothing = None
+    tools: Tools | None = None
     truncate: Annotated[
         bool | None, Field(description="true: the oldest turns leave a conversation that is too long.")
     ] = None
@@ -113,10 +99,22 @@ class GenerateBody(GenerationBody):
     truncate: Literal[False] | None = None
 
 
+class CalledFunction(TypedDict):
+    index: int
+    name: str
+    arguments: dict[str, Any]
+
+
+class ReplyCall(TypedDict):
+    id: str
+    function: CalledFunction
+
+
 class ReplyMessage(TypedDict):
     role: Literal["assistant"]
     content: str
     thinking: NotRequired[str]
+    tool_calls: NotRequired[list[ReplyCall]]
 
 
 class Said(Ending):
@@ -135,16 +133,26 @@ class GenerateReply(Said):
     thinking: NotRequired[str]
 
 
-Shape = Callable[[str, str], Mapping[str, Any]]
+Shape = Callable[[str, str, Sequence[CallPiece]], Mapping[str, Any]]
 
 
-def _as_message(text: str, thought: str) -> Mapping[str, Any]:
+def _as_message(text: str, thought: str, calls: Sequence[CallPiece]) -> Mapping[str, Any]:
     thinking = {"thinking": thought} if thought else {}
-    return {"message": {"role": "assistant", "content": text, **thinking}}
+    called = {"tool_calls": list(map(_call, calls))} if calls else {}
+    return {"message": {"role": "assistant", "content": text, **thinking, **called}}
 
 
-def _as_response(text: str, thought: str) -> Mapping[str, Any]:
+def _as_response(text: str, thought: str, _calls: Sequence[CallPiece]) -> Mapping[str, Any]:
     return {"response": text, **({"thinking": thought} if thought else {})}
+
+
+def _call(call: CallPiece) -> ReplyCall:
+    function: CalledFunction = {
+        "index": call.index,
+        "name": call.name or "",
+        "arguments": partial_object(call.arguments),
+    }
+    return {"id": new_id("call_"), "function": function}
 
 
 def _head(model: str) -> dict[str, Any]:
@@ -165,21 +173,33 @@ class _Teller:
 
     def whole(self, piece: Piece) -> dict[str, Any]:
         assert piece.finished is not None
-        said = {**self._head(), **self.shape(piece.text, piece.thought), "done": True, **self._logprobs(piece)}
+        said = {
+            **self._head(),
+            **self.shape(piece.text, piece.thought, piece.calls),
+            "done": True,
+            **self._logprobs(piece),
+        }
         return {**said, **ending_of(piece.finished, self.started_ns, self.load_ns)}
 
     async def lines(self, news: News) -> AsyncIterator[bytes]:
+        """Calls are told whole, each once the next one begins or the answer ends."""
+        open_calls = Piece()
         async for each in news:
             if each is None:
                 continue  # there is no line that says nothing
             _, piece = each
             if piece.thought:
-                yield line({**self._head(), **self.shape("", piece.thought), "done": False})
+                yield line({**self._head(), **self.shape("", piece.thought, ()), "done": False})
             if piece.text or piece.logprobs:
-                yield line({**self._head(), **self.shape(piece.text, ""), "done": False, **self._logprobs(piece)})
+                yield line({**self._head(), **self.shape(piece.text, "", ()), "done": False, **self._logprobs(piece)})
+            open_calls.add(Piece(calls=piece.calls))
+            whole_calls = open_calls.calls if piece.finished is not None else open_calls.calls[:-1]
+            if whole_calls:
+                yield line({**self._head(), **self.shape("", "", whole_calls), "done": False})
+                open_calls = Piece(calls=open_calls.calls[len(whole_calls) :])
             if piece.finished is not None:
                 end = ending_of(piece.finished, self.started_ns, self.load_ns)
-                yield line({**self._head(), **self.shape("", ""), "done": True, **end})
+                yield line({**self._head(), **self.shape("", "", ()), "done": True, **end})
 
     def _head(self) -> dict[str, Any]:
         return _head(self.model)
@@ -197,9 +217,10 @@ async def chat(call: Call, body: ChatBody) -> Response:
     served, teller = await _teller(call, body, _as_message)
     evicts = served.evicts if body.truncate is None else body.truncate
     *before, last = body.messages
-    said = (last.content or "") if last.role == "assistant" and before else ""  # the answer is gone on with
-    prompt = ChatInput([message.fields for message in (before if said else body.messages)])
-    return await _answered(served, body, teller, prompt, said=said, evicts=evicts)
+    # An answer that was begun is gone on with.
+    said = (last.content or "") if last.role == "assistant" and before and not last.tool_calls else ""
+    prompt = ChatInput(chat_messages(before if said else body.messages))
+    return await _answered(served, body, teller, prompt, said=said, evicts=evicts, tools=tools_of(body.tools))
 
 
 async def generate(call: Call, body: GenerateBody) -> Response:
@@ -222,9 +243,9 @@ async def _only_loaded(call: Call, body: GenerationBody, shape: Shape) -> Json:
     if keep_seconds(body.keep_alive) == 0:
         served = await call.pool.find(body.model)
         await call.pool.leave(served)
-        return Json({**_head(body.model or served.name), **shape("", ""), "done": True, "done_reason": "unload"})
+        return Json({**_head(body.model or served.name), **shape("", "", ()), "done": True, "done_reason": "unload"})
     served = await call.model(body.model, body.keep_alive)
-    return Json({**_head(body.model or served.name), **shape("", ""), "done": True, "done_reason": "load"})
+    return Json({**_head(body.model or served.name), **shape("", "", ()), "done": True, "done_reason": "load"})
 
 
 async def _teller(call: Call, body: GenerationBody, shape: Shape) -> tuple[Served, _Teller]:
@@ -246,17 +267,28 @@ async def _answered(
     *,
     said: str = "",
     evicts: bool = False,
+    tools: Toolset | None = None,
 ) -> Response:
     sampling = sampling_of(body.options, served, logprobs=teller.most_logprobs)
     num_ctx = None if body.options is None else body.options.num_ctx
     effort = None if isinstance(prompt, str) else _effort(body.think)
     field = "messages" if isinstance(body, ChatBody) else "prompt"
-    ask = Ask(prompt, sampling, num_ctx=num_ctx, effort=effort, evicts=evicts, said=said)
-    answers = await served.ask(replace(ask, prompt_field=field, effort_field="think"))
+    grammar, grammar_field = one_grammar(
+        format=_form(body.format), structured_outputs=grammar_of(body.structured_outputs)
+    )
+    ask = Ask(prompt, sampling, num_ctx=num_ctx, effort=effort, evicts=evicts, said=said, grammar=grammar, tools=tools)
+    asked = replace(ask, prompt_field=field, effort_field="think", grammar_field=grammar_field)
+    answers = await served.ask(asked)
     if body.stream is not False:
         return await streamed(answers, teller.lines, lambda failure: line(body_of(failure, "ollama")), NDJSON)
     [piece] = await collected(answers)
     return await whole(lambda: teller.whole(piece), evicted_header(answers))
+
+
+def _form(given: str | Mapping[str, Any] | None) -> Grammar | None:
+    if not given and not isinstance(given, Mapping):
+        return None
+    return ANY_OBJECT if isinstance(given, str) else json_grammar(given)
 
 
 def _effort(think: bool | str | None) -> str | None:

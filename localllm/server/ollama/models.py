@@ -26,6 +26,7 @@ from localllm.server.ollama.shapes import NamedBody, tagged, time_text
 from localllm.server.pool import Pool
 from localllm.server.replying import Json
 from localllm.server.served import Served
+from localllm.server.tools.syntaxes import knows_tools
 
 if TYPE_CHECKING:
     from localllm.hub import InstalledModel, ModelDescription, ModelFiles
@@ -191,10 +192,12 @@ def _shown(pool: Pool, name: str) -> Shown:
     reply: Shown = {
         "modelfile": f"FROM {origin}\n",
         "parameters": _parameters(model, None if engine is None else engine.ctx),
-        "template": template,
+        "template": ""
+        if template is None
+        else template.sources.get("default") or next(iter(template.sources.values())),
         "details": _details(pool, model),
         "model_info": _model_info(model),
-        "capabilities": ["completion", *(["thinking"] if may_think(template) else [])],
+        "capabilities": _capabilities(template),
         "modified_at": _modified_at(model),
     }
     if model.entry is not None:
@@ -295,13 +298,21 @@ def _model_info(model: ModelDescription) -> dict[str, str | int]:
     return {name: value for name, value in info.items() if value is not None}
 
 
-def _template(files: ModelFiles) -> str:
-    """ "" where the model has none, or a broken one."""
+def _template(files: ModelFiles) -> ChatTemplate | None:
+    """None where the model has none, or a broken one."""
     try:
-        sources = ChatTemplate.load(files.directory).sources
+        return ChatTemplate.load(files.directory)
     except TemplateError:
-        return ""
-    return sources.get("default") or next(iter(sources.values()))
+        return None
+
+
+def _capabilities(template: ChatTemplate | None) -> list[str]:
+    """What clients look for before they ask for it."""
+    if template is None:
+        return ["completion"]
+    thinks = any(map(may_think, template.sources.values()))
+    told = [*(["tools"] if knows_tools(template) else []), *(["thinking"] if thinks else [])]
+    return ["completion", *told]
 
 
 def _shown_number(value: float) -> str:

@@ -11,10 +11,10 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from localllm.engine.chat_template import ChatInput
+from localllm.engine.events import FinishedEvent
 from localllm.engine.tokenizer import Tokenizer
-from localllm.server.answering import Answers, Piece
+from localllm.server.answering import Answers, CallPiece, Piece
 from localllm.server.asking import Ask
-from localllm.server.bodies import Body
 from localllm.server.choosing import choosing_of
 from localllm.server.endings import FinishReason, finish_reason, timings_of
 from localllm.server.endpoint import Call, Endpoint
@@ -22,9 +22,7 @@ from localllm.server.failures import RequestError, body_of
 from localllm.server.fields import (
     MAX_MESSAGES,
     MAX_TOP_LOGPROBS,
-    NOT_YET,
     Count,
-    IgnoredFlag,
     Nothing,
     refuse_top_logprobs,
 )
@@ -41,17 +39,17 @@ from localllm.server.openai.shapes import (
     sampling_of,
     usage_of,
 )
+from localllm.server.openai.tools import ResponseFormat, ToolChoice, Tools, chosen, form_of
 from localllm.server.replying import EVENT_STREAM, PING, News, collected, event, evicted_header, new_id, streamed, whole
+from localllm.server.structured import grammar_of, one_grammar
 
-
-class TextFormat(Body):
-    type: Literal["text"]
+_ONLY_TOOLS = "it is 'tools' and 'tool_choice' here, as it is there by now"
 
 
 class ChatBody(GenerationBody):
     elsewhere: ClassVar = {**GenerationBody.elsewhere, "prompt": "send it as 'messages', or to /v1/completions"}
     why: ClassVar = {
-        **dict.fromkeys(("tools", "tool_choice", "functions", "function_call", "response_format"), NOT_YET),
+        **dict.fromkeys(("functions", "function_call"), _ONLY_TOOLS),
         "modalities": "models here write text",
         "audio": "models here write text",
         "prediction": "guesses are made here without being told what to guess",
@@ -68,10 +66,10 @@ class ChatBody(GenerationBody):
     chat_template_kwargs: Annotated[
         dict[str, Any] | None, Field(max_length=32, description="Variables of the model's chat template.")
     ] = None
-    response_format: TextFormat | None = None
-    tools: Nothing = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: IgnoredFlag = None
+    response_format: ResponseFormat | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: Annotated[bool | None, Field(description="false: an answer has one call at most.")] = None
     functions: Nothing = None
     function_call: Literal["none", "auto"] | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
@@ -82,18 +80,35 @@ class ChatBody(GenerationBody):
     moderation: None = None
 
 
+class CalledFunction(TypedDict):
+    name: str
+    arguments: str
+
+
+class ReplyCall(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ReplyMessage(TypedDict):
+    """content: null where there are calls and nothing else was said."""
+
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
     reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ReplyCall]]
+
+
+ChatFinishReason = FinishReason | Literal["tool_calls"]
 
 
 class Choice(TypedDict):
     index: int
     message: ReplyMessage
     logprobs: ChoiceLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
 
 
 class ChatCompletion(TimingsField):
@@ -107,17 +122,32 @@ class ChatCompletion(TimingsField):
     service_tier: NotRequired[str]
 
 
+class FunctionDelta(TypedDict):
+    name: NotRequired[str]
+    arguments: str
+
+
+class CallDelta(TypedDict):
+    """The first one of a call has its id and name."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionDelta
+
+
 class Delta(TypedDict, total=False):
     role: Literal["assistant"]
     content: str
     reasoning_content: str
+    tool_calls: list[CallDelta]
 
 
 class ChunkChoice(TypedDict):
     index: int
     delta: Delta
     logprobs: ChoiceLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
 
 
 class ChatChunk(TimingsField):
@@ -146,6 +176,11 @@ async def chat(call: Call, body: ChatBody) -> Response:
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     choosing, sampling = choosing_of(body, sampling)
+    grammar, grammar_field = one_grammar(
+        response_format=form_of(body.response_format),
+        structured_outputs=grammar_of(body.structured_outputs),
+        grammar=body.text_grammar,
+    )
     told = _Logprobs(served.engine().tokenizer, body.top_logprobs or 0 if body.logprobs else None)
     answers = await served.ask(
         Ask(
@@ -157,6 +192,9 @@ async def chat(call: Call, body: ChatBody) -> Response:
             priority=TIERS.get(body.service_tier or "", 0),
             effort=body.reasoning_effort,
             evicts=served.evicts,
+            grammar=grammar,
+            tools=chosen(body.tools, body.tool_choice, body.parallel_tool_calls),
+            grammar_field=grammar_field,
         )
     )
     head = {"id": new_id("chatcmpl-"), "created": int(time.time()), "model": model, "system_fingerprint": FINGERPRINT}
@@ -188,10 +226,13 @@ def _completion(
 ) -> ChatCompletion:
     choices: list[Choice] = []
     for index, piece in enumerate(pieces):
-        message: ReplyMessage = {"role": "assistant", "content": piece.text, "refusal": None}
+        content = piece.text if piece.text or not piece.calls else None
+        message: ReplyMessage = {"role": "assistant", "content": content, "refusal": None}
         if piece.thought:
             message["reasoning_content"] = piece.thought
-        reason = finish_reason(piece.ending)
+        if piece.calls:
+            message["tool_calls"] = [_call(call) for call in piece.calls]
+        reason = _reason(piece.ending, called=bool(piece.calls))
         choices.append({"index": index, "message": message, "logprobs": told.of(piece), "finish_reason": reason})
     ends = [piece.ending for piece in pieces]
     reply: dict[str, Any] = {
@@ -207,6 +248,25 @@ def _completion(
     return reply  # type: ignore[return-value]
 
 
+def _call(call: CallPiece) -> ReplyCall:
+    return {
+        "id": new_id("call_"),
+        "type": "function",
+        "function": {"name": call.name or "", "arguments": call.arguments},
+    }
+
+
+def _call_delta(more: CallPiece) -> CallDelta:
+    if more.name is None:
+        return {"index": more.index, "function": {"arguments": more.arguments}}
+    return {"index": more.index, **_call(more)}  # type: ignore[typeddict-item]
+
+
+def _reason(finished: FinishedEvent, *, called: bool) -> ChatFinishReason:
+    reason = finish_reason(finished)
+    return "tool_calls" if called and reason == "stop" else reason
+
+
 class _Speech:
     """Says the answers in chunks: the role, text, why it ended with nothing else, and usage if it is wanted."""
 
@@ -220,6 +280,7 @@ class _Speech:
         for index in range(len(self._answers.asked.requests)):
             yield self._chunk(index, {"role": "assistant", "content": ""})
         ends = {}
+        called = set()
         async for each in news:
             if each is None:
                 yield PING
@@ -229,10 +290,13 @@ class _Speech:
                 yield self._chunk(index, {"reasoning_content": piece.thought})
             if piece.text or piece.logprobs:
                 yield self._chunk(index, {"content": piece.text}, self._told.of(piece))
+            if piece.calls:
+                called.add(index)
+                yield self._chunk(index, {"tool_calls": [_call_delta(more) for more in piece.calls]})
             if piece.finished is not None:
                 ends[index] = piece.finished
                 timings = {"timings": timings_of(piece.finished)} if len(self._answers.asked.requests) == 1 else {}
-                yield self._chunk(index, {}, None, finish_reason(piece.finished), **timings)
+                yield self._chunk(index, {}, None, _reason(piece.finished, called=index in called), **timings)
         if self._usage:
             usage = usage_of([ends[index] for index in sorted(ends)], len(ends))
             yield event({**self._head, "choices": [], "usage": usage})
@@ -243,7 +307,7 @@ class _Speech:
         index: int,
         delta: Delta,
         logprobs: ChoiceLogprobs | None = None,
-        reason: FinishReason | None = None,
+        reason: ChatFinishReason | None = None,
         **more: Any,
     ) -> bytes:
         choice: ChunkChoice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}

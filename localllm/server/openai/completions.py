@@ -31,6 +31,7 @@ from localllm.server.openai.shapes import (
     usage_of,
 )
 from localllm.server.replying import EVENT_STREAM, PING, News, collected, event, new_id, streamed, whole
+from localllm.server.structured import grammar_of, one_grammar
 
 MAX_PROMPTS = 16
 MAX_LOGPROBS = 20
@@ -109,7 +110,11 @@ async def completions(call: Call, body: CompletionBody) -> Response:
     priority, n = TIERS.get(body.service_tier or "", 0), body.n or 1
     prompts = prompt_list(body.prompt)
     tokenizer = served.engine().tokenizer
-    ask = Ask("", sampling, n=n, choosing=choosing, num_ctx=body.num_ctx, priority=priority, prompt_field="prompt")
+    grammar, grammar_field = one_grammar(
+        structured_outputs=grammar_of(body.structured_outputs), grammar=body.text_grammar
+    )
+    ask = Ask("", sampling, n=n, choosing=choosing, num_ctx=body.num_ctx, priority=priority, grammar=grammar)
+    ask = replace(ask, prompt_field="prompt", grammar_field=grammar_field)
     texts = await served.off_loop(lambda: [_text(each, tokenizer) if body.echo else "" for each in prompts])
     answers = await served.ask(*(replace(ask, prompt=each) for each in prompts))
     head = {"id": new_id("cmpl-"), "created": int(time.time()), "model": model, "system_fingerprint": FINGERPRINT}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field, model_validator
 
 from localllm.server.bodies import Body
-from localllm.server.fields import TEXT_ONLY, Nothing
+from localllm.server.fields import TEXT_ONLY, IgnoredCount, Nothing
+from localllm.server.openai.tools import FunctionType
+from localllm.server.tools.calling import OpenCalls, call_of
 
 _OTHER_PARTS = ("image_url", "input_audio", "file", "input_image", "input_file")
 
@@ -24,32 +27,69 @@ class TextPart(Body):
     text: str
 
 
+class CalledFunction(Body):
+    name: Annotated[str, Field(min_length=1)]
+    arguments: str
+    parsed_arguments: Annotated[dict[str, Any] | None, Field(description="Without effect.")] = (
+        None  # which openai's library adds to what it has parsed
+    )
+
+
+class ToolCall(Body):
+    id: Annotated[str, Field(min_length=1)]
+    type: FunctionType
+    function: CalledFunction
+    index: IgnoredCount = None  # which some clients keep of a stream
+
+
 class Message(Body):
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     refusal: None = None
-    tool_calls: Nothing = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
     function_call: None = None
     audio: None = None
     annotations: Nothing = None
-    parsed: None = None  # which openai's library adds to what it has parsed
+    # Which openai's and LiteLLM's libraries add to an answer.
+    parsed: Annotated[Any, Field(description="Without effect.")] = None
+    provider_specific_fields: Annotated[dict[str, Any] | None, Field(description="Without effect.")] = None
+
+    @model_validator(mode="after")
+    def _calls_as_assistant(self) -> Message:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls are the assistant's")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise ValueError("a message of the role 'tool', and no other, has the tool_call_id of a call")
+        return self
 
 
-def chat_messages(messages: list[Message]) -> list[dict[str, Any]]:
-    """As templates want them: text in one piece, and no fields that nobody set."""
-    return [
-        {
-            "role": message.role,
-            "content": joined_text(message.content),
-            **{name: value for name in ("name", "reasoning_content") if (value := getattr(message, name)) is not None},
-        }
-        for message in messages
-    ]
+def chat_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """As templates want them: text in one piece, and no fields that nobody set. Raises RequestError for the result of
+    a call that never was, and for a call that has none."""
+    calls = OpenCalls()
+    found = [_chat_message(f"messages[{index}]", message, calls) for index, message in enumerate(messages)]
+    calls.settled(f"messages[{len(messages) - 1}]")
+    return found
 
 
-def joined_text(content: str | list[TextPart] | None) -> str:
-    if isinstance(content, list):
-        return "\n".join(part.text for part in content)
-    return content or ""
+def _chat_message(where: str, message: Message, calls: OpenCalls) -> dict[str, Any]:
+    told: dict[str, Any] = {"role": message.role, "content": joined_text(message.content)}
+    told |= {name: value for name in ("name", "reasoning_content") if (value := getattr(message, name)) is not None}
+    if message.tool_call_id is not None:
+        return {**told, "tool_call_id": message.tool_call_id, "name": calls.answered(where, message.tool_call_id)}
+    calls.settled(where)
+    for index, call in enumerate(message.tool_calls or ()):
+        calls.made(f"{where}.tool_calls[{index}]", call.id, call.function.name)
+    if message.tool_calls:
+        made = [call_of(call.id, call.function.name, call.function.arguments) for call in message.tool_calls]
+        told["tool_calls"] = made
+    return told
+
+
+def joined_text(content: str | Sequence[TextPart] | None) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.text for part in content or ())

@@ -93,7 +93,7 @@ def _meta_of(engine: LoadedEngine | None) -> Meta:
     meta: dict[str, Any] = {"n_ctx": None, "n_ctx_train": None, "weights": None}
     if engine is not None:
         meta |= {"n_ctx": engine.ctx, "n_ctx_train": engine.config.longest_context, "weights": engine.weights}
-    return {**meta, "capabilities": ["completion", "chat", "embeddings"]}  # type: ignore[typeddict-item]
+    return {**meta, "capabilities": ["completion", "chat", "embeddings", "tools"]}  # type: ignore[typeddict-item]
 
 
 ENDPOINTS = (

@@ -6,17 +6,17 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, Tag
 from starlette.responses import Response as HTTPResponse
 
 from localllm.engine.chat_template import ChatInput
+from localllm.engine.request import Grammar
 from localllm.server.asking import Ask
-from localllm.server.bodies import Body
+from localllm.server.bodies import Body, told_apart
 from localllm.server.endpoint import Call, Endpoint
 from localllm.server.failures import Failure
 from localllm.server.fields import (
     MAX_MESSAGES,
-    NOT_YET,
     Count,
     IgnoredCount,
     IgnoredFlag,
@@ -33,7 +33,18 @@ from localllm.server.fields import (
 from localllm.server.openai.messages import refuse_other_parts
 from localllm.server.openai.response_object import Response, ResponseEvent, Said, Speech
 from localllm.server.openai.shapes import TIERS, PromptCacheOptions
+from localllm.server.openai.tools import (
+    BY_FORMAT,
+    Function,
+    FunctionType,
+    NamedSchema,
+    ObjectFormat,
+    TextFormat,
+    schema_form,
+)
 from localllm.server.replying import EVENT_STREAM, collected, event, evicted_header, streamed, whole
+from localllm.server.structured import ANY_OBJECT, StructuredOutputs, grammar_of, one_grammar
+from localllm.server.tools.calling import MAX_TOOLS, OpenCalls, Toolset, call_of, toolset
 
 _STATELESS = "nothing is kept of a response; send what was said before as input"
 
@@ -68,12 +79,61 @@ class InputReasoning(Body):
     encrypted_content: None = None
 
 
-class TextFormat(Body):
-    type: Literal["text"]
+class InputCall(Body):
+    type: Literal["function_call"]
+    call_id: Annotated[str, Field(min_length=1)]
+    name: Annotated[str, Field(min_length=1)]
+    arguments: str
+    parsed_arguments: Annotated[dict[str, Any] | None, Field(description="Without effect.")] = None
+    id: IgnoredText = None
+    status: IgnoredText = None
+    # Which openai's library writes out of a call that it was given.
+    async_: None = None
+    caller: None = None
+    namespace: None = None
+
+
+class InputResult(Body):
+    type: Literal["function_call_output"]
+    call_id: Annotated[str, Field(min_length=1)]
+    output: str | list[InputText]
+    id: IgnoredText = None
+    status: IgnoredText = None
+
+
+class _Typed(Body):
+    type: FunctionType
+
+
+class FunctionTool(Function, _Typed):
+    """The type is looked at first: of another one, nothing else matters."""
+
+
+class NamedChoice(Body):
+    type: FunctionType
+    name: str
+
+
+class AllowedChoice(Body):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedChoice], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class SchemaFormat(NamedSchema):
+    type: Literal["json_schema"]
 
 
 class TextOptions(Body):
-    format: TextFormat | None = None
+    format: (
+        Annotated[
+            Annotated[TextFormat, Tag("TextFormat")]
+            | Annotated[ObjectFormat, Tag("ObjectFormat")]
+            | Annotated[SchemaFormat, Tag("SchemaFormat")],
+            BY_FORMAT,
+        ]
+        | None
+    ) = None
     verbosity: Literal["medium"] | None = None
 
 
@@ -87,10 +147,26 @@ class ResponseStreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
+_ITEMS = {
+    "message": "InputMessage",
+    "reasoning": "InputReasoning",
+    "function_call": "InputCall",
+    "function_call_output": "InputResult",
+}
+_OTHER_ITEMS = "its type is 'message', 'reasoning', 'function_call' or 'function_call_output'"
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("InputMessage")]
+    | Annotated[InputReasoning, Tag("InputReasoning")]
+    | Annotated[InputCall, Tag("InputCall")]
+    | Annotated[InputResult, Tag("InputResult")],
+    told_apart("type", _ITEMS, _OTHER_ITEMS, default="message"),
+]
+
+
 class ResponsesBody(Body):
     why: ClassVar = {
-        **dict.fromkeys(("tools", "tool_choice", "text.format"), NOT_YET),
-        "text": "how much is said cannot be turned up or down; 'medium' is as the model does",
+        "text.verbosity": "how much is said cannot be turned up or down; 'medium' is as the model does",
         "moderation": "nothing is judged here",
         "image": "models here write text",
         "access_programs": "there are no programs of a provider here",
@@ -101,7 +177,7 @@ class ResponsesBody(Body):
     }
 
     model: str | None = None
-    input: str | Annotated[list[InputMessage | InputReasoning], Field(min_length=1, max_length=MAX_MESSAGES)]
+    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: Count | None = None
     temperature: Temperature | None = None
@@ -119,9 +195,12 @@ class ResponsesBody(Body):
     text: TextOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
-    tools: Nothing = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | AllowedChoice | None = None
+    parallel_tool_calls: Annotated[bool | None, Field(description="false: an answer has one call at most.")] = None
+    structured_outputs: Annotated[StructuredOutputs | None, Field(description="What the answer has to look like.")] = (
+        None
+    )
     max_tool_calls: IgnoredCount = None
     background: Literal[False] | None = None
     store: IgnoredFlag = None
@@ -151,6 +230,9 @@ async def responses(call: Call, body: ResponsesBody) -> HTTPResponse:
     given = {name: getattr(body, name) for name in names}
     sampling = overlaid(served.sampling(), {**given, "max_tokens": body.max_output_tokens, "logprobs": most})
     tokenizer = served.engine().tokenizer
+    grammar, grammar_field = one_grammar(
+        **{"text.format": _form(body), "structured_outputs": grammar_of(body.structured_outputs)}
+    )
     truncation = body.truncation or ("auto" if served.evicts else "disabled")
     answers = await served.ask(
         Ask(
@@ -159,8 +241,11 @@ async def responses(call: Call, body: ResponsesBody) -> HTTPResponse:
             priority=TIERS.get(body.service_tier or "", 0),
             effort=None if body.reasoning is None else body.reasoning.effort,
             evicts=truncation == "auto",
+            grammar=grammar,
+            tools=_tools(body),
             prompt_field="input",
             effort_field="reasoning.effort",
+            grammar_field=grammar_field,
         )
     )
     head = {**_head(body, model, sampling.temperature, sampling.top_p), "truncation": truncation}
@@ -178,24 +263,72 @@ async def responses(call: Call, body: ResponsesBody) -> HTTPResponse:
     return await streamed(answers, speech.events, failed, EVENT_STREAM)
 
 
+def _tools(body: ResponsesBody) -> Toolset | None:
+    """None where the model is to call nothing. Raises RequestError."""
+    known = [each.tool for each in body.tools or ()]
+    one_call = body.parallel_tool_calls is False
+    match body.tool_choice:
+        case "none":
+            toolset(known)
+            return None
+        case NamedChoice(name=name):
+            return toolset(known, must_call=True, only=[name], one_call=True)
+        case AllowedChoice(mode=mode, tools=tools):
+            only = [each.name for each in tools]
+            return toolset(known, must_call=mode == "required", only=only, one_call=one_call)
+    return toolset(known, must_call=body.tool_choice == "required", one_call=one_call)
+
+
+def _form(body: ResponsesBody) -> Grammar | None:
+    match body.text and body.text.format:
+        case SchemaFormat(schema_=schema):
+            return schema_form(schema)
+        case ObjectFormat():
+            return ANY_OBJECT
+    return None
+
+
 def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
-    """As a chat template wants them; what was thought goes with the message behind it."""
+    """As a chat template wants them; what was thought goes with what is behind it. Raises RequestError for the result
+    of a call that never was, and for a call that has none."""
     messages: list[dict[str, Any]] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
     if isinstance(body.input, str):
         return [*messages, {"role": "user", "content": body.input}]
-    thought = ""
-    for item in body.input:
-        if isinstance(item, InputReasoning):
-            thought = "".join(part.text for part in item.content or ())
-            continue
-        message = {"role": item.role, "content": _text(item.content)}
-        if thought and item.role == "assistant":
-            message["reasoning_content"] = thought
+    thought, calls = "", OpenCalls()
+    for index, item in enumerate(body.input):
+        where = f"input[{index}]"
+        match item:
+            case InputReasoning():
+                thought = "".join(part.text for part in item.content or ())
+                continue
+            case InputCall():
+                calls.made(where, item.call_id, item.name)
+                _add_call(messages, call_of(item.call_id, item.name, item.arguments), thought)
+            case InputResult():
+                name = calls.answered(where, item.call_id)
+                result = {"role": "tool", "content": _text(item.output)}
+                messages.append({**result, "tool_call_id": item.call_id, "name": name})
+            case _:
+                calls.settled(where)
+                message = {"role": item.role, "content": _text(item.content)}
+                if thought and item.role == "assistant":
+                    message["reasoning_content"] = thought
+                messages.append(message)
         thought = ""
-        messages.append(message)
+    calls.settled("input")
     return messages
+
+
+def _add_call(messages: list[dict[str, Any]], call: dict[str, Any], thought: str) -> None:
+    """To the turn that it belongs to: what was said in front of it, or the call before."""
+    last = messages[-1] if messages else {}
+    if last.get("role") == "assistant":
+        messages[-1] = {**last, "tool_calls": [*last.get("tool_calls", ()), call]}
+        return
+    reasoning = {"reasoning_content": thought} if thought else {}
+    messages.append({"role": "assistant", "content": "", **reasoning, "tool_calls": [call]})
 
 
 def _text(content: str | Sequence[InputText]) -> str:
@@ -216,12 +349,21 @@ def _head(body: ResponsesBody, model: str, temperature: float, top_p: float) -> 
         "service_tier": "default" if body.service_tier in (None, "auto") else body.service_tier,
         "store": False,
         "temperature": temperature,
-        "text": {"format": {"type": "text"}},
-        "tool_choice": body.tool_choice or "auto",
-        "tools": [],
+        "text": {"format": _dumped(body.text and body.text.format) or {"type": "text"}},
+        "tool_choice": _dumped(body.tool_choice) or "auto",
+        "tools": [_tool(each) for each in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": top_p,
     }
+
+
+def _dumped(given: Body | str | None) -> Any:
+    """As it was given."""
+    return given.model_dump(by_alias=True, exclude_none=True) if isinstance(given, Body) else given
+
+
+def _tool(tool: FunctionTool) -> dict[str, Any]:
+    return {**_dumped(tool), "parameters": tool.parameters, "strict": bool(tool.strict)}
 
 
 ENDPOINTS = (

@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 
 from localllm import __version__
 from localllm.engine.events import FinishedEvent
-from localllm.engine.request import SamplingParams
+from localllm.engine.request import Grammar, SamplingParams
 from localllm.server.bodies import Body
 from localllm.server.choosing import ChoosingBody
 from localllm.server.endings import Timings
@@ -33,6 +33,7 @@ from localllm.server.fields import (
 )
 from localllm.server.logprobs import ContentLogprob
 from localllm.server.served import Served
+from localllm.server.structured import Pattern, StructuredOutputs, text_grammar
 
 FINGERPRINT = f"localllm-{__version__}"
 TIERS = {"flex": -1, "priority": 1, "fast": 1}  # of service_tier, as priorities
@@ -71,10 +72,14 @@ class GenerationBody(ChoosingBody):
     """Fields that both completions endpoints have."""
 
     elsewhere: ClassVar = {
-        "n_predict": "it is 'max_tokens' here",
-        "num_predict": "it is 'max_tokens' here",
+        **dict.fromkeys(("n_predict", "num_predict"), "it is 'max_tokens' here"),
         "use_beam_search": "it is 'beam_width' here, the number of beams",
         "num_beams": "it is 'beam_width' here",
+        **{
+            f"guided_{name}": f"it is 'structured_outputs.{name}' here"
+            for name in ("json", "regex", "choice", "grammar")
+        },
+        "json_schema": "send it as 'response_format', or as 'structured_outputs.json'",
     }
 
     model: Annotated[
@@ -106,7 +111,17 @@ class GenerationBody(ChoosingBody):
     repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100)] = None
     num_ctx: Annotated[Count | None, Field(description=NUM_CTX)] = None
     keep_alive: KeepAlive = None
+    structured_outputs: Annotated[StructuredOutputs | None, Field(description="What the answer has to look like.")] = (
+        None
+    )
+    grammar: Annotated[
+        Pattern | None, Field(description="What the answer has to look like, as llama.cpp has it: GBNF, or Lark.")
+    ] = None
     cache_prompt: Annotated[Literal[True] | None, Field(description="What is known of a prompt is always used.")] = None
+
+    @property
+    def text_grammar(self) -> Grammar | None:
+        return None if self.grammar is None else text_grammar(self.grammar)
 
 
 def refuse_stream_options(body: GenerationBody) -> None:

@@ -23,6 +23,14 @@ STORY = "Once upon a time"
 TOO_LONG = "owl " * 3000
 LENGTH = 6
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": LENGTH}
+UNITS = ("C", "F")
+# Of bounded arguments, so that any model that is held to them ends soon.
+WEATHER: dict[str, Any] = {"type": "object", "properties": {"unit": {"enum": [*UNITS]}}, "required": ["unit"]}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "weather", "description": "The weather of today.", "parameters": WEATHER},
+}
+ROOM = 120  # tokens, for a call of it
 
 _CHECKS: dict[str, Check] = {}
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Literal
 
 import openai
 from checks import (
     GREEDY,
     LENGTH,
+    ROOM,
     STORY,
     SYSTEM,
     TOO_LONG,
+    UNITS,
     URL,
     USER,
+    WEATHER,
     chat_text,
     completion_text,
     raised,
@@ -22,13 +25,30 @@ from checks import (
     tell,
 )
 from langchain_core.exceptions import ContextOverflowError, ModelNotFoundError
-from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
+from pydantic import BaseModel
 
 SERVER: dict[str, Any] = {"base_url": f"{URL}/v1", "api_key": "none", "max_retries": 0}
 CHAT = ChatOpenAI(model="tiny", **GREEDY, **SERVER)
 RESPONSES = ChatOpenAI(model="tiny", use_responses_api=True, **GREEDY, **SERVER)
 TURNS = [("system", SYSTEM), ("user", USER), ("assistant", "Once there was an owl."), ("user", "And then?")]
+
+
+ROOMY = ChatOpenAI(model="tiny", temperature=0, max_tokens=ROOM, **SERVER)
+
+
+class Degrees(BaseModel):
+    """What the weather is told in."""
+
+    unit: Literal["C", "F"]
+
+
+@tool
+def weather(unit: Literal["C", "F"]) -> str:
+    """The weather of today."""
+    return f"21 {unit}"
 
 
 def text_of(message: BaseMessage) -> str:
@@ -158,9 +178,80 @@ def check_an_unknown_model() -> None:
 
 
 @supports("langchain-openai", "/v1/chat/completions", "refused: what cannot be honoured, by name")
-def check_tools() -> None:
-    tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
-    assert "tools" in raised(openai.BadRequestError, lambda: CHAT.bind_tools([tool]).invoke(USER)).message
+def check_what_cannot_be_honoured() -> None:
+    assert "tools" in raised(openai.BadRequestError, lambda: CHAT.bind(tools=[{"type": "mcp"}]).invoke(USER)).message
+
+
+@supports("langchain-openai", "/v1/chat/completions", "tools: a call that is required")
+def check_a_call_that_is_required() -> None:
+    for choice in ("any", "required", True):
+        [call] = ROOMY.bind_tools([weather], tool_choice=choice).invoke(USER).tool_calls
+        assert call["name"] == "weather" and call["args"]["unit"] in UNITS, call
+
+
+@supports("langchain-openai", "/v1/chat/completions", "tools: a call of one that is named")
+def check_a_call_of_a_tool_that_is_named() -> None:
+    reply = ROOMY.bind_tools([weather], tool_choice="weather", parallel_tool_calls=False).invoke(USER)
+    assert reply.response_metadata["finish_reason"] == "tool_calls" and len(reply.tool_calls) == 1, reply
+
+
+@supports("langchain-openai", "/v1/chat/completions", "tools: strict")
+def check_a_strict_tool() -> None:
+    reply = ROOMY.bind_tools([weather], strict=True, tool_choice="weather").invoke(USER)
+    assert reply.tool_calls[0]["args"]["unit"] in UNITS, reply
+
+
+@supports("langchain-openai", "/v1/chat/completions", "tools: a call, streamed")
+def check_a_streamed_call() -> None:
+    whole: Any = None
+    for chunk in ROOMY.bind_tools([weather], tool_choice="weather").stream(USER):
+        whole = chunk if whole is None else whole + chunk
+    assert [call["name"] for call in whole.tool_calls] == ["weather"], whole
+    assert whole.tool_calls[0]["args"]["unit"] in UNITS, whole
+
+
+@supports("langchain-openai", "/v1/chat/completions", "tools: a result goes back")
+def check_a_result_goes_back() -> None:
+    called = ROOMY.bind_tools([weather], tool_choice="weather").invoke(USER)
+    result = weather.invoke(called.tool_calls[0])
+    assert isinstance(result, ToolMessage), result
+    assert CHAT.bind_tools([weather]).invoke([HumanMessage(USER), called, result]).content
+
+
+@supports("langchain-openai", "/v1/chat/completions", "structured output: parsed")
+def check_structured_output() -> None:
+    for method in ("json_schema", "function_calling"):
+        parsed = ROOMY.with_structured_output(Degrees, method=method).invoke(USER)
+        assert isinstance(parsed, Degrees), (method, parsed)
+
+
+@supports("langchain-openai", "/v1/chat/completions", "structured output: a JSON Schema")
+def check_structured_output_by_a_schema() -> None:
+    schema = {**WEATHER, "title": "degrees", "description": "What the weather is told in."}
+    for method in ("json_schema", "function_calling"):
+        parsed: Any = ROOMY.with_structured_output(schema, method=method).invoke(USER)
+        assert parsed["unit"] in UNITS, (method, parsed)
+
+
+@supports("langchain-openai", "/v1/chat/completions", "structured output: parsed, streamed")
+def check_structured_output_streamed() -> None:
+    parsed = list(ROOMY.with_structured_output(Degrees, method="json_schema").stream(USER))
+    assert isinstance(parsed[-1], Degrees), parsed
+
+
+@supports("langchain-openai", "/v1/responses", "tools: a call of one that is named")
+def check_a_call_in_a_response() -> None:
+    responses = ChatOpenAI(model="tiny", use_responses_api=True, temperature=0, max_tokens=ROOM, **SERVER)
+    reply = responses.bind_tools([weather], tool_choice="weather").invoke(USER)
+    assert [call["name"] for call in reply.tool_calls] == ["weather"], reply
+    result = weather.invoke(reply.tool_calls[0])
+    assert RESPONSES.bind_tools([weather]).invoke([HumanMessage(USER), reply, result]).text
+
+
+@supports("langchain-openai", "/v1/responses", "structured output: parsed")
+def check_structured_output_of_a_response() -> None:
+    responses = ChatOpenAI(model="tiny", use_responses_api=True, temperature=0, max_tokens=ROOM, **SERVER)
+    assert isinstance(responses.with_structured_output(Degrees).invoke(USER), Degrees)
 
 
 @supports("langchain-openai", "/v1/completions", "a whole text")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from typing import Any
 
@@ -12,11 +13,15 @@ import litellm
 from checks import (
     GREEDY,
     LENGTH,
+    ROOM,
     STORY,
     SYSTEM,
     TOO_LONG,
+    TOOL,
+    UNITS,
     URL,
     USER,
+    WEATHER,
     chat_text,
     completion_text,
     raised,
@@ -51,7 +56,6 @@ OLLAMA_CHAT: dict[str, Any] = {
     "api_base": URL,
 }
 OLLAMA: dict[str, Any] = {**OLLAMA_CHAT, "model": "ollama/tiny"}
-TOOLS = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}]
 
 
 def text_of(reply: Any) -> str:
@@ -135,6 +139,77 @@ def check_stop_texts() -> None:
     assert reply.choices[0].finish_reason == "stop", reply
 
 
+def arguments_of(message: Any) -> Any:
+    """Of its one call."""
+    [call] = message.tool_calls
+    assert call.function.name == "weather", message
+    return json.loads(call.function.arguments)
+
+
+NAMED: dict[str, Any] = {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "weather"}}}
+FORM: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "unit", "schema": WEATHER, "strict": True}}
+
+
+@supports("litellm", "/v1/chat/completions", "tools: a call that is required")
+def check_a_call_that_is_required() -> None:
+    choice = litellm.completion(**{**CHAT, "max_tokens": ROOM}, tools=[TOOL], tool_choice="required").choices[0]
+    assert choice.finish_reason == "tool_calls" and arguments_of(choice.message)["unit"] in UNITS, choice
+
+
+@supports("litellm", "/v1/chat/completions", "tools: a call of one that is named")
+def check_a_call_of_a_tool_that_is_named() -> None:
+    choice = litellm.completion(**{**CHAT, "max_tokens": ROOM}, **NAMED).choices[0]
+    assert choice.finish_reason == "tool_calls" and arguments_of(choice.message)["unit"] in UNITS, choice
+
+
+@supports("litellm", "/v1/chat/completions", "tools: a call, streamed")
+def check_a_streamed_call() -> None:
+    chunks = list(litellm.completion(**{**CHAT, "max_tokens": ROOM}, **NAMED, stream=True))
+    whole = litellm.stream_chunk_builder(chunks, messages=ASKED).choices[0]
+    assert whole.finish_reason == "tool_calls" and arguments_of(whole.message)["unit"] in UNITS, whole
+
+
+@supports("litellm", "/v1/chat/completions", "tools: a result goes back")
+def check_a_result_goes_back() -> None:
+    called = litellm.completion(**{**CHAT, "max_tokens": ROOM}, **NAMED).choices[0].message
+    result = {"role": "tool", "tool_call_id": called.tool_calls[0].id, "content": "21"}
+    reply = litellm.completion(**{**CHAT, "messages": [*ASKED, called, result]}, tools=[TOOL])
+    assert text_of(reply), reply
+
+
+@supports("litellm", "/v1/chat/completions", "structured output: a JSON Schema")
+def check_a_form() -> None:
+    reply = litellm.completion(**{**CHAT, "max_tokens": ROOM}, response_format=FORM)
+    assert json.loads(text_of(reply))["unit"] in UNITS, reply
+
+
+@supports("litellm", "/v1/messages", "tools: a call of one that is named")
+def check_a_call_of_anthropics() -> None:
+    choice = litellm.completion(**{**ANTHROPIC, "max_tokens": ROOM}, **NAMED).choices[0]
+    assert choice.finish_reason == "tool_calls" and arguments_of(choice.message)["unit"] in UNITS, choice
+
+
+@supports("litellm", "/v1/messages", "tools: a call, streamed")
+def check_a_streamed_call_of_anthropics() -> None:
+    chunks = list(litellm.completion(**{**ANTHROPIC, "max_tokens": ROOM}, **NAMED, stream=True))
+    whole = litellm.stream_chunk_builder(chunks, messages=ASKED).choices[0]
+    assert arguments_of(whole.message)["unit"] in UNITS, whole
+
+
+@supports("litellm", "/v1/messages", "tools: a result goes back")
+def check_a_result_of_anthropics_goes_back() -> None:
+    called = litellm.completion(**{**ANTHROPIC, "max_tokens": ROOM}, **NAMED).choices[0].message
+    result = {"role": "tool", "tool_call_id": called.tool_calls[0].id, "content": "21"}
+    reply = litellm.completion(**{**ANTHROPIC, "messages": [*ASKED, called.model_dump(), result]}, tools=[TOOL])
+    assert text_of(reply), reply
+
+
+@supports("litellm", "/api/chat", "structured output: a JSON Schema")
+def check_a_form_of_ollamas() -> None:
+    reply = litellm.completion(**{**OLLAMA_CHAT, "max_tokens": ROOM}, response_format=FORM)
+    assert json.loads(text_of(reply))["unit"] in UNITS, reply
+
+
 @supports("litellm", "/v1/chat/completions", "`top_k`, `min_p`, `num_ctx`")
 def check_fields_of_other_servers() -> None:
     assert text_of(litellm.completion(**CHAT, top_k=1, extra_body={"min_p": 0.1, "num_ctx": 512})) == chat_text()
@@ -153,9 +228,10 @@ def check_an_unknown_model() -> None:
 
 
 @supports("litellm", "/v1/chat/completions", "refused: what cannot be honoured, by name")
-def check_tools() -> None:
-    error = raised(litellm.BadRequestError, lambda: litellm.completion(**CHAT, tools=TOOLS))
-    assert "'tools" in str(error), error
+def check_what_cannot_be_honoured() -> None:
+    searching: Any = [{"type": "web_search"}]
+    error = raised(litellm.BadRequestError, lambda: litellm.completion(**CHAT, tools=searching))
+    assert "tools" in str(error), error
 
 
 @supports("litellm", "/v1/completions", "a whole text")

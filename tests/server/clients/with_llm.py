@@ -9,13 +9,29 @@ from pathlib import Path
 
 import llm
 import llm.cli
-from checks import LENGTH, STORY, SYSTEM, TOO_LONG, URL, USER, chat_text, completion_text, said, supports, tell
+from checks import (
+    LENGTH,
+    ROOM,
+    STORY,
+    SYSTEM,
+    TOO_LONG,
+    UNITS,
+    URL,
+    USER,
+    WEATHER,
+    chat_text,
+    completion_text,
+    said,
+    supports,
+    tell,
+)
 from click.testing import CliRunner, Result
 
 API = f'model_name: tiny, api_base: "{URL}/v1"'
 MODELS = f"""
 - {{model_id: tiny-local, {API}}}
 - {{model_id: tiny-whole, {API}, can_stream: false}}
+- {{model_id: tiny-able, {API}, supports_tools: true, supports_schema: true}}
 - {{model_id: tiny-text, {API}, completion: true}}
 - {{model_id: tiny-responses, {API}, responses: true}}
 - {{model_id: tinny, model_name: tinny, api_base: "{URL}/v1"}}
@@ -93,6 +109,23 @@ def check_the_log() -> None:
     [entry] = json.loads(text_of("logs", "-n", "1", "--json"))
     assert entry["response"] == chat_text() and entry["output_tokens"] == LENGTH, entry
     assert entry["response_json"]["finish_reason"] == "length", entry
+
+
+ROOMY = ("-o", "temperature", "0", "-o", "max_tokens", str(ROOM))
+
+
+@supports("llm", "/v1/chat/completions", "structured output: a JSON Schema")
+def check_a_schema() -> None:
+    for more in ((), ("--no-stream",)):
+        text = text_of("-m", "tiny-able", *more, *ROOMY, "--schema", json.dumps(WEATHER), USER)
+        assert json.loads(text)["unit"] in UNITS, text
+
+
+@supports("llm", "/v1/chat/completions", "tools: they are told of")
+def check_tools() -> None:
+    function = 'def weather(unit: str) -> str:\n    "The weather of today."\n    return unit'
+    for more in ((), ("--no-stream",)):
+        assert text_of("-m", "tiny-able", *more, *GREEDY, "--functions", function, USER)
 
 
 @supports("llm", "/v1/chat/completions", "asynchronously")

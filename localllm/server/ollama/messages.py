@@ -1,0 +1,102 @@
+"""The messages and tools of a chat, as Ollama has them: calls without ids, their arguments as objects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StringConstraints, field_validator, model_validator
+
+from localllm.server.bodies import Body
+from localllm.server.fields import TEXT_ONLY, ArgumentsSchema, IgnoredCount, IgnoredText, Nothing
+from localllm.server.tools.calling import MAX_TOOLS, OpenCalls, Tool, Toolset, call_of, toolset
+
+Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+
+
+class Function(Body):
+    name: Name
+    description: str | None = None
+    parameters: ArgumentsSchema | None = None
+
+
+class FunctionTool(Body):
+    type: Literal["function"] | None = None
+    function: Function
+
+
+Tools = Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)]
+
+
+def tools_of(given: Sequence[FunctionTool] | None) -> Toolset | None:
+    """Raises RequestError for two of one name."""
+    functions = [each.function for each in given or ()]
+    return toolset([Tool(each.name, each.description or "", each.parameters or {}) for each in functions])
+
+
+class CalledFunction(Body):
+    name: Annotated[str, Field(min_length=1)]
+    arguments: dict[str, Any]
+    index: IgnoredCount = None
+
+
+class ToolCall(Body):
+    function: CalledFunction
+    id: Annotated[str | None, Field(min_length=1)] = None
+    type: Literal["function"] | None = None
+
+
+class Message(Body):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    images: Nothing = None
+    tool_calls: list[ToolCall] | None = None
+    tool_name: Annotated[str | None, Field(description="Whose result it is; without one, the next call's.")] = None
+    tool_call_id: Annotated[str | None, Field(description="The same, more exactly.")] = None
+    name: IgnoredText = None
+
+    @field_validator("images", mode="before")
+    @classmethod
+    def _is_text(cls, value: object) -> object:
+        if value not in (None, []):
+            raise ValueError(TEXT_ONLY)
+        return value
+
+    @model_validator(mode="after")
+    def _calls_as_assistant(self) -> Message:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls are the assistant's")
+        if self.role != "tool" and (self.tool_name or self.tool_call_id):
+            raise ValueError("tool_name and tool_call_id are of a message of the role 'tool'")
+        return self
+
+
+def chat_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """As templates want them. Raises RequestError for the result of a call that never was, and for a call that has
+    none."""
+    calls = OpenCalls()
+    found = [_chat_message(index, message, calls) for index, message in enumerate(messages)]
+    calls.settled(f"messages[{len(messages) - 1}]")
+    return found
+
+
+def _chat_message(index: int, message: Message, calls: OpenCalls) -> dict[str, Any]:
+    where = f"messages[{index}]"
+    told: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+    if message.role == "tool":
+        call_id, name = message.tool_call_id, message.tool_name
+        if call_id is not None:
+            name = calls.answered(where, call_id)
+        else:
+            call_id, name = calls.answered_next(where, name)
+        return {**told, "tool_call_id": call_id, "name": name}
+    calls.settled(where)
+    if message.thinking is not None:
+        told["reasoning_content"] = message.thinking
+    made = []
+    for number, call in enumerate(message.tool_calls or ()):
+        call_id = call.id or f"call_{index}_{number}"
+        calls.made(f"{where}.tool_calls[{number}]", call_id, call.function.name)
+        made.append(call_of(call_id, call.function.name, call.function.arguments))
+    return {**told, "tool_calls": made} if made else told

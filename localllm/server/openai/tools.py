@@ -1,0 +1,131 @@
+"""Tools and forms of answers, as OpenAI's requests have them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, StringConstraints, Tag
+
+from localllm.engine.request import Grammar
+from localllm.server.bodies import Body, told_apart
+from localllm.server.fields import ArgumentsSchema, IgnoredText
+from localllm.server.structured import ANY_OBJECT, json_grammar
+from localllm.server.tools.calling import MAX_TOOLS, Tool, Toolset, toolset
+
+NO_SERVER_TOOLS = "this server runs no tools of its own; a function's calls are for the client to make"
+
+Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+
+
+def _is_function(kind: object) -> object:
+    if isinstance(kind, str) and kind not in ("function", "custom", "allowed_tools"):
+        raise ValueError(NO_SERVER_TOOLS)
+    return kind
+
+
+FunctionType = Annotated[Literal["function"], BeforeValidator(_is_function)]
+
+
+class Function(Body):
+    name: Name
+    description: str | None = None
+    parameters: ArgumentsSchema | None = None
+    strict: Annotated[
+        bool | None, Field(description="true: a grammar sees to it that calls fit the schema, also where none is due.")
+    ] = None
+
+    @property
+    def tool(self) -> Tool:
+        return Tool(self.name, self.description or "", self.parameters or {}, bool(self.strict))
+
+
+class FunctionTool(Body):
+    type: FunctionType
+    function: Function
+
+
+Tools = Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)]
+
+
+class NamedFunction(Body):
+    name: str
+
+
+class NamedChoice(Body):
+    type: FunctionType
+    function: NamedFunction
+
+
+class AllowedTools(Body):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedChoice], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedChoice(Body):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedChoice | AllowedChoice
+
+
+def chosen(tools: Sequence[FunctionTool] | None, choice: ToolChoice | None, parallel: bool | None) -> Toolset | None:
+    """None where the model is to call nothing. Raises RequestError."""
+    known = [each.function.tool for each in tools or ()]
+    one_call = parallel is False
+    match choice:
+        case "none":
+            toolset(known)
+            return None
+        case NamedChoice():
+            return toolset(known, must_call=True, only=[choice.function.name], one_call=True)
+        case AllowedChoice():
+            names = [each.function.name for each in choice.allowed_tools.tools]
+            must_call = choice.allowed_tools.mode == "required"
+            return toolset(known, must_call=must_call, only=names, one_call=one_call)
+    return toolset(known, must_call=choice == "required", one_call=one_call)
+
+
+class TextFormat(Body):
+    type: Literal["text"]
+
+
+class ObjectFormat(Body):
+    type: Literal["json_object"]
+
+
+class NamedSchema(Body):
+    name: Name
+    description: IgnoredText = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema", description="Without one, any object fits.")] = None
+    strict: Annotated[bool | None, Field(description="A schema is held to in any case.")] = None
+
+
+class SchemaFormat(Body):
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+_FORMATS = {"text": "TextFormat", "json_object": "ObjectFormat", "json_schema": "SchemaFormat"}
+BY_FORMAT = told_apart("type", _FORMATS, "its type is 'text', 'json_object' or 'json_schema'")
+
+ResponseFormat = Annotated[
+    Annotated[TextFormat, Tag("TextFormat")]
+    | Annotated[ObjectFormat, Tag("ObjectFormat")]
+    | Annotated[SchemaFormat, Tag("SchemaFormat")],
+    BY_FORMAT,
+]
+
+
+def form_of(given: ResponseFormat | None) -> Grammar | None:
+    match given:
+        case SchemaFormat():
+            return schema_form(given.json_schema.schema_)
+        case ObjectFormat():
+            return ANY_OBJECT
+    return None
+
+
+def schema_form(schema: dict[str, Any] | None) -> Grammar:
+    return ANY_OBJECT if schema is None else json_grammar(schema)

@@ -1,0 +1,284 @@
+"""Calls told apart from text while an answer is being written.
+
+What may still turn out to be no call is held back until it is certain: what is broken stays text. Where a grammar has
+seen to it that a call is one, its arguments are given out as they come.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+from localllm.server.tools.json_text import NAME, Call, ValueEnd, calls_of, dumped, loaded
+from localllm.server.tools.parts import Part
+
+_MOST_BLANKS = 256  # that are held back because a call might follow
+_BETWEEN = " \n;"  # two calls, where it says nothing
+_KEYS = frozenset({"name", "function", "type", "id", "arguments", "parameters"})
+# The beginning of a call, as far as it tells that it is one: {"name" ..., [{"name" ..., or name[ARGS]{
+_OBJECT = re.compile(r'\s*(?:\[\s*)?\{\s*"([^"\\]{0,40})"')
+_NAMED = re.compile(rf"\s*({NAME})(?:\[CALL_ID\][\w-]*)?\[ARGS\]\s*(?=\{{)")
+_UNDECIDED = re.compile(
+    r'\s{0,64}(?:(?:\[\s{0,64})?(?:\{\s{0,64}(?:"[^"\\]{0,40})?)?'
+    r"|[a-zA-Z0-9_.-]{1,128}(?:\[CALL_ID\][\w-]{0,64})?(?:\[[A-Z_]{0,7}\]?)?\s{0,64})"
+)
+# All of it in front of the arguments.
+_HEAD = re.compile(
+    rf'\s*(?P<list>\[\s*)?\{{\s*"name"\s*:\s*"(?P<of_object>{NAME})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)'
+    rf"|\s*(?P<alone>{NAME})(?:\[CALL_ID\][\w-]*)?\[ARGS\]\s*(?=\{{)"
+)
+
+
+@dataclass(frozen=True)
+class Marks:
+    """opens: what stands in front of a call, or of several; closes: behind; "": nothing. is_bare: an answer that begins
+    as an object may be a call too."""
+
+    opens: tuple[str, ...]
+    closes: str = ""
+    is_bare: bool = False
+
+
+class _Body(Protocol):
+    """What stands between the marks. has_called: it has proved to be a call."""
+
+    has_called: bool
+
+    def feed(self, text: str) -> tuple[list[Part], str | None]:
+        """(parts, what follows: None as long as it goes on)."""
+        ...
+
+    def end(self, *, is_cut: bool) -> list[Part]: ...
+
+
+class CallReader:
+    """Of an answer in which calls stand between marks."""
+
+    is_thinking = False
+
+    def __init__(self, marks: Marks, names: Collection[str], *, streams: bool) -> None:
+        """names: of the tools; a call of another one stays text. streams: a grammar sees to it that calls are calls."""
+        self._marks = marks
+        self._names = names
+        self._streams = streams
+        self._pending = ""
+        self._body: _Body | None = None
+        self._closes = False  # a closing mark may come
+        self._has_called = False
+        self._has_spoken = False  # since the last call
+
+    def feed(self, text: str) -> list[Part]:
+        self._pending += text
+        parts: list[Part] = []
+        while self._pending and self._step(parts):
+            pass
+        return parts
+
+    def end(self, *, is_cut: bool) -> list[Part]:
+        if self._body is not None:
+            return self._body.end(is_cut=is_cut)
+        rest, self._pending = self._pending, ""
+        if self._has_called and not self._has_spoken:
+            rest = rest.strip(_BETWEEN)
+            rest = "" if self._closes and self._marks.closes.startswith(rest) else rest
+        return [("text", rest)] if rest else []
+
+    def _step(self, parts: list[Part]) -> bool:
+        """Takes as much as is certain off what is pending; False where more has to come."""
+        if self._body is not None:
+            return self._read_body(parts, self._body)
+        if self._closes:
+            return self._close()
+        return self._read_text(parts)
+
+    def _read_body(self, parts: list[Part], body: _Body) -> bool:
+        text, self._pending = self._pending, ""
+        found, rest = body.feed(text)
+        parts += found
+        if rest is None:
+            return False
+        self._body, self._pending = None, rest
+        self._closes = body.has_called and bool(self._marks.closes)
+        self._has_called |= body.has_called
+        self._has_spoken = not body.has_called
+        return True
+
+    def _close(self) -> bool:
+        text = self._pending.lstrip()
+        if self._marks.closes.startswith(text) and text != self._marks.closes:
+            return len(self._pending) > _MOST_BLANKS and self._closed(text)
+        return self._closed(text.removeprefix(self._marks.closes))
+
+    def _closed(self, rest: str) -> bool:
+        self._closes, self._pending = False, rest
+        return True
+
+    def _read_text(self, parts: list[Part]) -> bool:
+        text = self._pending
+        if self._has_called and not self._has_spoken:
+            text = text.lstrip(_BETWEEN)
+        if self._marks.is_bare and not self._has_spoken and (bare := text.lstrip())[:1] in ("{", "["):
+            self._begin(text[: len(text) - len(bare)], bare)
+            return True
+        at, mark = min(((text.find(mark), mark) for mark in self._marks.opens if mark in text), default=(-1, ""))
+        if at >= 0:
+            said = text[:at].rstrip()
+            self._say(parts, said)
+            self._begin(text[len(said) : at] + mark, text[at + len(mark) :])
+            return True
+        said = self._certain(text)
+        self._say(parts, said)
+        self._pending = text[len(said) :]
+        return False
+
+    def _begin(self, before: str, rest: str) -> None:
+        """A call, as it seems. before: what is text all the same if it is none."""
+        body = StreamedBody if self._streams else HeldBody
+        self._body, self._pending = body(before, self._names), rest
+
+    def _say(self, parts: list[Part], text: str) -> None:
+        if text:
+            self._has_spoken = True
+            parts.append(("text", text))
+
+    def _certain(self, text: str) -> str:
+        """Without what may be the beginning of a mark, and the blanks in front of it."""
+        held = max((n for mark in self._marks.opens for n in range(len(mark)) if text.endswith(mark[:n])), default=0)
+        said = text[: len(text) - held]
+        blanks = len(said) - len(said.rstrip())
+        return said if blanks > _MOST_BLANKS else said[: len(said) - blanks]
+
+
+class HeldBody:
+    """Given out once it is whole and proves to be one call, or several; else it is text."""
+
+    def __init__(self, before: str, names: Collection[str]) -> None:
+        self._before = before
+        self._names = names
+        self.has_called = False
+        self._pieces: list[str] = []
+        self._value: ValueEnd | None = None
+
+    def feed(self, text: str) -> tuple[list[Part], str | None]:
+        if self._value is None:
+            head = "".join(self._pieces) + text
+            start = _value_start(head)
+            if start is None:
+                self._pieces = [head]
+                return [], None
+            if start < 0:
+                return [("text", self._before + head[:1])], head[1:]
+            self._pieces, text = [head[:start]], head[start:]
+            self._value = ValueEnd()
+        at = self._value.feed(text)
+        self._pieces.append(text[:at])
+        if at is None:
+            return [], None
+        whole = "".join(self._pieces)
+        calls = self._calls(whole)
+        if calls is None:
+            return [("text", self._before + whole)], text[at:]
+        self.has_called = True
+        return [part for call in calls for part in _parts_of(call)], text[at:]
+
+    def end(self, *, is_cut: bool) -> list[Part]:
+        whole = "".join(self._pieces)
+        if is_cut:
+            parts, _ = StreamedBody("", self._names).feed(whole)
+            if parts:
+                return parts
+        return [("text", self._before + whole)]
+
+    def _calls(self, text: str) -> list[Call] | None:
+        named = _NAMED.match(text)
+        if named is None:
+            return calls_of(text, self._names)
+        arguments = loaded(text[named.end() :])
+        is_call = named[1] in self._names and isinstance(arguments, dict)
+        return [(named[1], dumped(arguments))] if is_call else None
+
+
+class StreamedBody:
+    """Given out as it comes."""
+
+    def __init__(self, before: str, names: Collection[str]) -> None:
+        self._before = before
+        self._names = names
+        self._pending = ""
+        self._value: ValueEnd | None = None  # of the arguments that are being written
+        self._closings = ""  # brackets that are still to come behind them
+        self._wants_head = True
+        self.has_called = False
+
+    def feed(self, text: str) -> tuple[list[Part], str | None]:
+        self._pending += text
+        parts: list[Part] = []
+        while self._pending and not self._has_ended and self._step(parts):
+            pass
+        return parts, (self._pending if self._has_ended else None)
+
+    def end(self, *, is_cut: bool) -> list[Part]:
+        """A mark that is there would have become a call."""
+        if self.has_called or (is_cut and self._before.strip()):
+            return []
+        return [("text", self._before + self._pending)]
+
+    @property
+    def _has_ended(self) -> bool:
+        return not self._wants_head and self._value is None and not self._closings
+
+    def _step(self, parts: list[Part]) -> bool:
+        if self._wants_head:
+            return self._read_head(parts)
+        if self._value is not None:
+            return self._read_arguments(parts, self._value)
+        text = self._pending.lstrip()
+        if text[:1] == self._closings[0]:
+            text, self._closings = text[1:], self._closings[1:]
+        elif text[:1] == "," and self._closings == "]":
+            text, self._wants_head = text[1:], True
+        elif text:
+            self._closings = ""
+        self._pending = text
+        return bool(text)
+
+    def _read_head(self, parts: list[Part]) -> bool:
+        head = _HEAD.match(self._pending)
+        name = head and (head["of_object"] or head["alone"])
+        if head is None or not name or name not in self._names:
+            return self._give_up(parts) if not self.has_called and _value_start(self._pending) == -1 else False
+        parts.append(("call", name))
+        if head["of_object"]:
+            self._closings = "}]" if head["list"] or self._closings else "}"
+        self.has_called, self._wants_head = True, False
+        self._pending, self._value = self._pending[head.end() :], ValueEnd()
+        return True
+
+    def _give_up(self, parts: list[Part]) -> bool:
+        """An answer in JSON, that only began like a call."""
+        parts.append(("text", self._before + self._pending[:1]))
+        self._pending, self._wants_head = self._pending[1:], False
+        return True
+
+    def _read_arguments(self, parts: list[Part], value: ValueEnd) -> bool:
+        at = value.feed(self._pending)
+        parts.append(("arguments", self._pending[:at]))
+        self._pending = "" if at is None else self._pending[at:]
+        if at is not None:
+            self._value = None
+        return at is not None
+
+
+def _value_start(head: str) -> int | None:
+    """Where the object or list begins whose end is the call's; None: that is not known yet; -1: it is no call."""
+    if found := _OBJECT.match(head):
+        return len(head) - len(head.lstrip()) if found[1] in _KEYS else -1
+    if found := _NAMED.match(head):
+        return found.end()
+    return None if _UNDECIDED.fullmatch(head) else -1
+
+
+def _parts_of(call: Call) -> tuple[Part, Part]:
+    return ("call", call[0]), ("arguments", call[1])

@@ -1,0 +1,285 @@
+"""Tools and forms of answers of /v1/messages, by Anthropic's own library and by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import anthropic
+import pytest
+from jsonschema import validate
+from pydantic import BaseModel, ConfigDict
+
+from tests.server.support import OWL, Running
+from tests.server.tools_support import ANSWER, ANTHROPIC_TOOLS, BROKEN, CALLED_TWICE, ROOM, WEATHER
+
+PATH = "/v1/messages"
+GREEDY: dict[str, Any] = {"model": "tiny", "messages": OWL, "max_tokens": ROOM, "extra_body": {"temperature": 0}}
+RAW: dict[str, Any] = {"model": "tiny", "messages": OWL, "max_tokens": ROOM, "temperature": 0}
+USE = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"unit": "C"}}
+RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "21"}
+CLOCK: Any = {"type": "tool", "name": "clock"}
+
+
+class Animal(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    kind: Literal["owl", "fox"]
+    number: Literal[1, 2]
+
+
+@pytest.fixture(scope="module")
+def library(shared_server: Running) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=shared_server.url, api_key="none", max_retries=0) as library:
+        yield library
+
+
+@pytest.fixture
+def client(server: Running, library: anthropic.Anthropic) -> anthropic.Anthropic:
+    return library
+
+
+def conversation(*blocks: Any) -> list[Any]:
+    """A question, a call, and what the user says to it."""
+    return [*OWL, {"role": "assistant", "content": [USE]}, {"role": "user", "content": list(blocks)}]
+
+
+def refused(server: Running, **fields: Any) -> str:
+    """What is told of a request that says that too."""
+    reply = server.post(PATH, {**RAW, **fields})
+    assert reply.status_code == 400, reply.text
+    error = reply.json()
+    assert error["type"] == "error" and error["error"]["type"] == "invalid_request_error"
+    return str(error["error"]["message"])
+
+
+def final_of(client: anthropic.Anthropic, streams: bool, **more: Any) -> anthropic.types.Message:
+    if not streams:
+        return client.messages.create(**GREEDY, **more)
+    with client.messages.stream(**GREEDY, **more) as stream:
+        return stream.get_final_message()
+
+
+@pytest.mark.supports("anthropic", "/v1/messages", "tools: a call that is required")
+@pytest.mark.parametrize("streams", [False, True])
+def test_any_tool_is_called_where_one_has_to_be(client: anthropic.Anthropic, streams: bool) -> None:
+    message = final_of(client, streams, tools=ANTHROPIC_TOOLS[:1], tool_choice={"type": "any"})
+    assert message.stop_reason == "tool_use" and message.content
+    for block in message.content:
+        assert block.type == "tool_use" and block.name == "weather" and block.id.startswith("toolu_")
+        validate(block.input, WEATHER)
+
+
+@pytest.mark.supports("anthropic", "/v1/messages", "tools: a call of one that is named")
+@pytest.mark.parametrize("streams", [False, True])
+def test_the_tool_that_is_named_is_called_once(client: anthropic.Anthropic, streams: bool) -> None:
+    message = final_of(client, streams, tools=ANTHROPIC_TOOLS, tool_choice=CLOCK)
+    [block] = message.content
+    assert block.type == "tool_use" and (block.name, block.input) == ("clock", {})
+    assert message.stop_reason == "tool_use"
+
+
+@pytest.mark.supports("anthropic", "/v1/messages", "tools: one call at most")
+def test_one_call_is_made_where_several_are_not_wanted(client: anthropic.Anthropic) -> None:
+    choice: Any = {"type": "any", "disable_parallel_tool_use": True}
+    message = client.messages.create(**GREEDY, tools=ANTHROPIC_TOOLS, tool_choice=choice)
+    assert [block.type for block in message.content] == ["tool_use"]
+
+
+@pytest.mark.supports("anthropic", "/v1/messages", "tools: a call, streamed")
+def test_a_streamed_call_is_a_block_of_json_in_pieces(client: anthropic.Anthropic) -> None:
+    with client.messages.create(**GREEDY, tools=ANTHROPIC_TOOLS, tool_choice=CLOCK, stream=True) as stream:
+        events: list[Any] = list(stream)
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["message_start", "content_block_start"]
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert events[1].content_block.type == "tool_use" and events[1].content_block.input == {}
+    deltas = [event.delta for event in events if event.type == "content_block_delta"]
+    assert {delta.type for delta in deltas} == {"input_json_delta"}
+    assert json.loads("".join(delta.partial_json for delta in deltas)) == {}
+    assert events[-2].delta.stop_reason == "tool_use"
+
+
+@pytest.mark.supports("anthropic", "/v1/messages", "tools: calls that the model chooses to make")
+@pytest.mark.parametrize("streams", [False, True])
+def test_text_and_calls_are_blocks_in_their_order(
+    client: anthropic.Anthropic, says: Callable[[str], None], streams: bool
+) -> None:
+    says(f"Let me look.\n{CALLED_TWICE}")
+    message = final_of(client, streams, tools=ANTHROPIC_TOOLS)
+    assert [block.type for block in message.content] == ["text", "tool_use", "tool_use"]
+    assert message.content[0].type == "text" and message.content[0].text == "Let me look."
+    calls = [(block.name, block.input) for block in message.content if block.type == "tool_use"]
+    assert calls == [("weather", {"unit": "C"}), ("clock", {})] and message.stop_reason == "tool_use"
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_broken_call_stays_text(client: anthropic.Anthropic, says: Callable[[str], None], streams: bool) -> None:
+    says(BROKEN)
+    message = final_of(client, streams, tools=ANTHROPIC_TOOLS)
+    assert [block.text for block in message.content if block.type == "text"] == [BROKEN]
+    assert message.stop_reason == "end_turn"
+
+
+@pytest.mark.parametrize("most", [2, 40])
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_answer_that_is_cut_within_a_call_has_what_there_is_of_it(
+    client: anthropic.Anthropic, streams: bool, most: int
+) -> None:
+    asked = {**GREEDY, "max_tokens": most, "tools": ANTHROPIC_TOOLS[:1], "tool_choice": {"type": "any"}}
+    if streams:
+        with client.messages.stream(**asked) as stream:
+            message: Any = stream.get_final_message()
+    else:
+        message = client.messages.create(**asked)
+    assert message.stop_reason == "max_tokens" and message.content[-1].type == ("text" if most == 2 else "tool_use")
+
+
+@pytest.mark.supports("anthropic", "/v1/messages", "tools: none of them")
+def test_no_tool_is_called_where_none_is_wanted(client: anthropic.Anthropic) -> None:
+    message = client.messages.create(**{**GREEDY, "max_tokens": 8}, tools=ANTHROPIC_TOOLS, tool_choice={"type": "none"})
+    assert [block.type for block in message.content] == ["text"]
+
+
+@pytest.mark.supports("anthropic", "/v1/messages", "tools: strict")
+def test_a_strict_tool_is_one_whose_schema_can_be_held_to(client: anthropic.Anthropic, server: Running) -> None:
+    strict = [{**ANTHROPIC_TOOLS[0], "strict": True}]
+    assert client.messages.create(**{**GREEDY, "max_tokens": 8}, tools=strict).content
+    told = refused(server, tools=[{**strict[0], "input_schema": {"type": "object", "not": {}}}])
+    assert "weather" in told and "'not'" in told
+
+
+@pytest.mark.supports("anthropic", "/v1/messages", "tools: a result goes back")
+def test_a_call_and_its_result_go_back(client: anthropic.Anthropic) -> None:
+    first = client.messages.create(**GREEDY, tools=ANTHROPIC_TOOLS, tool_choice=CLOCK)
+    [use] = first.content
+    assert use.type == "tool_use"
+    result: Any = {"type": "tool_result", "tool_use_id": use.id, "content": [{"type": "text", "text": "noon"}]}
+    said: list[Any] = [
+        *OWL,
+        {"role": "assistant", "content": first.content},
+        {"role": "user", "content": [result, {"type": "text", "text": "And now?"}]},
+    ]
+    asked = {**GREEDY, "messages": said, "max_tokens": 6}
+    assert client.messages.create(**asked, tools=ANTHROPIC_TOOLS).content
+
+
+@anthropic.beta_tool
+def weather(unit: Literal["C", "F"]) -> str:
+    """Of today.
+
+    Args:
+        unit: In what it is told.
+    """
+    return f"21 {unit}"
+
+
+@pytest.mark.supports("anthropic", "/v1/messages", "tools: run by the library")
+def test_the_library_runs_tools_and_sends_their_results(
+    client: anthropic.Anthropic, says: Callable[[str], None]
+) -> None:
+    says(CALLED_TWICE.partition('\n<tool_call>\n{"name": "clock"')[0])
+    asked: dict[str, Any] = {"model": "tiny", "messages": OWL, "max_tokens": ROOM, "tools": [weather]}
+    replies = []
+    for reply in client.beta.messages.tool_runner(**asked, max_iterations=2):
+        replies.append(reply)
+        says("It is warm.")
+    assert [reply.stop_reason for reply in replies] == ["tool_use", "end_turn"]
+    assert (
+        replies[1].usage.input_tokens + (replies[1].usage.cache_read_input_tokens or 0) > replies[0].usage.input_tokens
+    )
+
+
+def test_a_result_that_is_an_error_is_told_as_one(server: Running) -> None:
+    counts = [
+        server.post(f"{PATH}/count_tokens", {"messages": conversation({**RESULT, **more}), "tools": ANTHROPIC_TOOLS})
+        for more in ({}, {"is_error": False}, {"is_error": True})
+    ]
+    plain, false, true = (reply.json()["input_tokens"] for reply in counts)
+    assert plain == false < true
+
+
+@pytest.mark.supports("anthropic", "/v1/messages", "tools: refused: a result of a call that never was")
+@pytest.mark.parametrize(
+    ("messages", "where"),
+    [
+        ([{"role": "user", "content": [RESULT]}], "messages.0.content.0"),
+        (conversation({**RESULT, "tool_use_id": "toolu_2"}), "messages.2.content.0"),
+        (conversation(RESULT, RESULT), "messages.2.content.1"),
+        (conversation({"type": "text", "text": "hi"}), "messages.2"),
+        ([*OWL, {"role": "assistant", "content": [USE]}], "messages.1"),
+        ([*conversation(RESULT), {"role": "assistant", "content": [USE]}], "messages.3.content.0"),
+        ([{"role": "user", "content": [USE]}], "messages.0"),
+        ([*OWL, {"role": "assistant", "content": [RESULT]}], "messages.1"),
+        (conversation({**RESULT, "content": [{"type": "image", "source": {}}]}), "messages.2.content.0.content.0"),
+    ],
+)
+def test_results_are_of_calls_and_calls_have_results(server: Running, messages: Any, where: str) -> None:
+    assert refused(server, messages=messages, tools=ANTHROPIC_TOOLS).startswith(where)
+
+
+@pytest.mark.supports("anthropic", "/v1/messages", "tools: refused: what cannot be one, by name")
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"tools": [*ANTHROPIC_TOOLS, *ANTHROPIC_TOOLS]}, "'weather'"),
+        ({"tools": [{**ANTHROPIC_TOOLS[0], "name": "a b"}]}, "tools.0.name"),
+        ({"tools": [{**ANTHROPIC_TOOLS[0], "name": "f" * 129}]}, "tools.0.name"),
+        ({"tools": [{**ANTHROPIC_TOOLS[0], "input_schema": {"type": "string"}}]}, "tools.0.input_schema"),
+        ({"tools": [{"name": "f"}]}, "tools.0.input_schema"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "runs no tools of its own"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0"),
+        ({"tools": ANTHROPIC_TOOLS, "tool_choice": {"type": "tool", "name": "g"}}, "'g'"),
+        ({"tools": ANTHROPIC_TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "'not'"),
+        ({"output_format": {"type": "json_schema"}}, "output_format.schema"),
+        (
+            {"output_format": {"type": "json_schema", "schema": ANSWER}, "structured_outputs": {"regex": "a"}},
+            "together",
+        ),
+    ],
+)
+def test_what_is_no_tool_or_no_form_is_refused_by_name(server: Running, fields: Any, words: str) -> None:
+    assert words in refused(server, **fields)
+
+
+@pytest.mark.supports("anthropic", "/v1/messages/count_tokens", "tokens of tools counted")
+def test_the_tokens_of_tools_are_counted(client: anthropic.Anthropic) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "messages": OWL}
+    plain, with_tools = (
+        client.messages.count_tokens(**asked, **more).input_tokens for more in ({}, {"tools": ANTHROPIC_TOOLS})
+    )
+    message = client.messages.create(**{**GREEDY, "max_tokens": 1}, tools=ANTHROPIC_TOOLS)
+    assert with_tools > plain
+    assert message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0) == with_tools
+
+
+@pytest.mark.supports("anthropic", "/v1/messages", "structured output: a JSON Schema")
+@pytest.mark.parametrize("field", ["output_config", "output_format"])
+def test_an_answer_fits_the_schema_that_it_has_to(client: anthropic.Anthropic, field: str) -> None:
+    form = {"type": "json_schema", "schema": ANSWER}
+    more = {"temperature": 0, field: {"format": form} if field == "output_config" else form}
+    message = client.messages.create(**{**GREEDY, "extra_body": more})
+    [block] = message.content
+    assert block.type == "text" and validate(json.loads(block.text), ANSWER) is None
+    assert message.stop_reason == "end_turn"
+
+
+@pytest.mark.supports("anthropic", "/v1/messages", "structured output: parsed")
+def test_an_answer_is_parsed_into_the_librarys_type(client: anthropic.Anthropic) -> None:
+    assert isinstance(client.messages.parse(**GREEDY, output_format=Animal).parsed_output, Animal)
+
+
+@pytest.mark.supports("anthropic", "/v1/messages", "`structured_outputs`")
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [({"regex": "owl|fox"}, {"owl", "fox"}), ({"choice": ["a", "b"]}, {"a", "b"}),
+     ({"grammar": 'root ::= "x" | "y"'}, {"x", "y"}), ({"grammar": 'start: "p"'}, {"p"})],
+)  # fmt: skip
+def test_an_answer_is_of_the_form_that_it_has_to_have(
+    client: anthropic.Anthropic, form: dict[str, Any], said: set[str]
+) -> None:
+    message = client.messages.create(**{**GREEDY, "extra_body": {"structured_outputs": form}})
+    assert [block.text in said for block in message.content if block.type == "text"] == [True]

@@ -1,0 +1,399 @@
+"""Tools and forms of answers of /v1/chat/completions and /v1/completions, by OpenAI's own library and by hand."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import openai
+import pytest
+from jsonschema import validate
+from pydantic import BaseModel, ConfigDict
+
+from tests.server.support import OWL, Running
+from tests.server.tools_support import ANSWER, BROKEN, CALLED, CALLED_TWICE, OPENAI_TOOLS, ROOM, WEATHER
+
+PATH = "/v1/chat/completions"
+GREEDY: dict[str, Any] = {"model": "tiny", "messages": OWL, "temperature": 0, "max_tokens": ROOM}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"unit": "C"}'}}
+ASKED_FOR = [*OWL, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "21 degrees"}
+FORM: Any = {"type": "json_schema", "json_schema": {"name": "animal", "schema": ANSWER, "strict": True}}
+NAMED: Any = {"type": "function", "function": {"name": "clock"}}
+
+
+class Animal(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    kind: Literal["owl", "fox"]
+    number: Literal[1, 2]
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def refused(server: Running, **fields: Any) -> Any:
+    """The error of a request that says that too."""
+    reply = server.post(PATH, {**GREEDY, **fields})
+    assert reply.status_code == 400, reply.text
+    return reply.json()["error"]
+
+
+# Calls that have to be made
+
+
+@pytest.mark.supports("openai", "/v1/chat/completions", "tools: a call that is required")
+def test_a_call_that_is_required_is_made(client: openai.OpenAI) -> None:
+    reply = client.chat.completions.create(**GREEDY, tools=OPENAI_TOOLS[:1], tool_choice="required").choices[0]
+    assert reply.finish_reason == "tool_calls" and reply.message.content is None
+    for call in reply.message.tool_calls or ():
+        assert call.type == "function" and call.function.name == "weather" and call.id.startswith("call_")
+        validate(json.loads(call.function.arguments), WEATHER)
+    assert reply.message.tool_calls
+
+
+@pytest.mark.supports("openai", "/v1/chat/completions", "tools: a call of one that is named")
+def test_the_tool_that_is_named_is_called_once(client: openai.OpenAI) -> None:
+    reply = client.chat.completions.create(**GREEDY, tools=OPENAI_TOOLS, tool_choice=NAMED).choices[0]
+    [call] = reply.message.tool_calls or ()
+    assert call.type == "function" and (call.function.name, call.function.arguments) == ("clock", "{}")
+    assert reply.finish_reason == "tool_calls"
+
+
+@pytest.mark.supports("openai", "/v1/chat/completions", "tools: one call at most")
+def test_one_call_is_made_where_several_are_not_wanted(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {**GREEDY, "tools": OPENAI_TOOLS, "parallel_tool_calls": False}
+    reply = client.chat.completions.create(**asked, tool_choice="required").choices[0]
+    assert len(reply.message.tool_calls or ()) == 1 and reply.finish_reason == "tool_calls"
+    asked["max_tokens"] = 8
+    assert client.chat.completions.create(**asked).choices[0].message.tool_calls is None  # it may, and does not
+
+
+@pytest.mark.supports("openai", "/v1/chat/completions", "tools: a call of some of them")
+def test_a_choice_among_some_of_the_tools_is_held_to(client: openai.OpenAI) -> None:
+    allowed: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
+    reply = client.chat.completions.create(**GREEDY, tools=OPENAI_TOOLS, tool_choice=allowed).choices[0]
+    assert {call.function.name for call in reply.message.tool_calls or () if call.type == "function"} == {"clock"}
+
+
+@pytest.mark.supports("openai", "/v1/chat/completions", "tools: a call, streamed")
+def test_the_librarys_stream_helper_accumulates_a_call(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {**GREEDY, "tools": OPENAI_TOOLS[:1], "tool_choice": "required"}
+    whole = client.chat.completions.create(**asked).choices[0].message.tool_calls
+    with client.chat.completions.stream(**asked) as stream:
+        events = [event.type for event in stream]
+        choice = stream.get_final_completion().choices[0]
+    assert events.count("tool_calls.function.arguments.delta") > 2
+    assert events[-2:] != [] and "tool_calls.function.arguments.done" in events
+    assert choice.finish_reason == "tool_calls"
+    functions = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()]
+    assert functions == [
+        (call.function.name, call.function.arguments) for call in whole or () if call.type == "function"
+    ]
+
+
+def test_a_streamed_call_begins_with_its_name_and_goes_on_by_its_index(server: Running) -> None:
+    asked = {**GREEDY, "tools": OPENAI_TOOLS, "tool_choice": NAMED, "stream": True}
+    chunks = [chunk["choices"][0] for chunk in server.events(PATH, asked)]
+    deltas = [delta for chunk in chunks for delta in chunk["delta"].get("tool_calls", ())]
+    assert deltas[0]["id"].startswith("call_") and deltas[0]["function"]["name"] == "clock"
+    assert {delta["index"] for delta in deltas} == {0} and all("id" not in delta for delta in deltas[1:])
+    assert "".join(delta["function"]["arguments"] for delta in deltas) == "{}"
+    assert chunks[-1]["delta"] == {} and chunks[-1]["finish_reason"] == "tool_calls"
+
+
+def test_each_of_several_answers_calls_for_itself(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {**GREEDY, "temperature": 1, "seed": 1, "n": 3, "tools": OPENAI_TOOLS, "tool_choice": NAMED}
+    whole = client.chat.completions.create(**asked).choices
+    ids = [call.id for choice in whole for call in choice.message.tool_calls or ()]
+    said: list[str] = ["", "", ""]
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        for choice in chunk.choices:
+            for delta in choice.delta.tool_calls or ():
+                said[choice.index] += (delta.function and delta.function.arguments) or ""
+    assert len(ids) == len(set(ids)) == 3 and said == ["{}"] * 3
+
+
+def test_an_answer_that_is_cut_within_a_call_says_so(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {**GREEDY, "tools": OPENAI_TOOLS[:1], "tool_choice": "required"}
+    lengths = [client.chat.completions.create(**{**asked, "max_tokens": most}).choices[0] for most in (2, 40)]
+    assert [choice.finish_reason for choice in lengths] == ["length"] * 2
+    assert lengths[0].message.tool_calls is None
+    [call] = lengths[-1].message.tool_calls or ()
+    assert call.type == "function" and '{"unit": "C"}'.startswith(call.function.arguments[:9])
+
+
+def test_log_probabilities_are_told_of_calls_too(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {**GREEDY, "tools": OPENAI_TOOLS, "tool_choice": NAMED, "logprobs": True}
+    whole = client.chat.completions.create(**asked)
+    assert whole.usage is not None and whole.choices[0].logprobs is not None
+    streamed = [chunk.choices[0].logprobs for chunk in client.chat.completions.create(**asked, stream=True)]
+    told = sum(len(each.content or ()) for each in streamed if each is not None)
+    assert len(whole.choices[0].logprobs.content or ()) == told
+    assert 0 <= whole.usage.completion_tokens - told <= 1  # the one that ends the answer says nothing
+
+
+# Calls that a model makes by itself
+
+
+@pytest.mark.supports("openai", "/v1/chat/completions", "tools: calls that the model chooses to make")
+@pytest.mark.parametrize("streams", [False, True])
+def test_calls_that_a_model_makes_by_itself_are_calls(
+    client: openai.OpenAI, says: Callable[[str], None], streams: bool
+) -> None:
+    says(f"Let me look.\n{CALLED_TWICE}")
+    message, reason = answered(client, streams, tools=OPENAI_TOOLS)
+    assert reason == "tool_calls" and message.content == "Let me look."
+    calls = [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls]
+    assert calls == [("weather", {"unit": "C"}), ("clock", {})]
+    assert len({call.id for call in message.tool_calls}) == 2
+
+
+def answered(client: openai.OpenAI, streams: bool, **more: Any) -> tuple[Any, str | None]:
+    """(message, why it ended)."""
+    if not streams:
+        choice: Any = client.chat.completions.create(**GREEDY, **more).choices[0]
+        return choice.message, choice.finish_reason
+    with client.chat.completions.stream(**GREEDY, **more) as stream:
+        streamed = stream.get_final_completion().choices[0]
+    return streamed.message, streamed.finish_reason
+
+
+@pytest.mark.parametrize("text", [BROKEN, CALLED.replace("weather", "nobody"), CALLED.replace("}}", "}")])
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_broken_call_stays_text(client: openai.OpenAI, says: Callable[[str], None], text: str, streams: bool) -> None:
+    says(text)
+    message, reason = answered(client, streams, tools=OPENAI_TOOLS)
+    assert (message.content, message.tool_calls, reason) == (text, None, "stop")
+
+
+@pytest.mark.supports("openai", "/v1/chat/completions", "tools: none of them")
+def test_without_tools_to_call_what_looks_like_a_call_is_text(
+    client: openai.OpenAI, says: Callable[[str], None]
+) -> None:
+    says(CALLED)
+    told = [client.chat.completions.create(**GREEDY, tools=OPENAI_TOOLS, tool_choice="none"),
+            client.chat.completions.create(**GREEDY)]  # fmt: skip
+    assert [reply.choices[0].message.content for reply in told] == [CALLED] * 2
+    assert told[0].usage is not None and told[1].usage is not None
+    assert told[0].usage.prompt_tokens == told[1].usage.prompt_tokens
+
+
+@pytest.mark.supports("openai", "/v1/chat/completions", "tools: strict")
+def test_a_strict_tool_may_be_called_or_not(client: openai.OpenAI, server: Running) -> None:
+    strict = [{"type": "function", "function": {**OPENAI_TOOLS[0]["function"], "strict": True}}]
+    plain = client.chat.completions.create(**{**GREEDY, "max_tokens": 12}, tools=OPENAI_TOOLS[:1])
+    free = client.chat.completions.create(**{**GREEDY, "max_tokens": 12}, tools=strict)  # type: ignore[call-overload]
+    assert free.choices[0].message.content == plain.choices[0].message.content
+    strict[0]["function"]["parameters"] = {"type": "object", "not": {}}
+    error = refused(server, tools=strict)
+    assert error["param"] == "tools" and "weather" in error["message"] and "'not'" in error["message"]
+
+
+@pytest.mark.supports("openai", "/v1/chat/completions", "tools: a result goes back")
+def test_the_result_of_a_call_goes_back(client: openai.OpenAI) -> None:
+    asked: Any = {**GREEDY, "max_tokens": 6, "tools": OPENAI_TOOLS}
+    before = client.chat.completions.create(**asked).usage
+    after = client.chat.completions.create(**{**asked, "messages": [*ASKED_FOR, RESULT]}).usage
+    more = client.chat.completions.create(**{**asked, "messages": [*ASKED_FOR, RESULT, *OWL]})
+    assert before and after and after.prompt_tokens > before.prompt_tokens and more.choices[0].message.content
+
+
+def test_an_answer_with_calls_goes_back_as_the_library_has_it(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {**GREEDY, "tools": OPENAI_TOOLS, "tool_choice": NAMED}
+    plain: Any = client.chat.completions.create(**asked).choices[0].message
+    with client.chat.completions.stream(**asked) as stream:
+        parsed: Any = stream.get_final_completion().choices[0].message
+    for said in (plain, parsed.model_dump()):
+        result = {"role": "tool", "tool_call_id": "", "content": [{"type": "text", "text": "noon"}]}
+        message: Any = said if isinstance(said, dict) else said.model_dump()
+        result["tool_call_id"] = message["tool_calls"][0]["id"]
+        reply = client.chat.completions.create(**{**asked, "messages": [*OWL, said, result], "tool_choice": "none"})
+        assert reply.choices[0].message.content
+
+
+# What is refused at the door
+
+
+@pytest.mark.supports("openai", "/v1/chat/completions", "tools: refused: a result of a call that never was")
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([*OWL, RESULT], "messages[1]"),
+        ([*ASKED_FOR, {**RESULT, "tool_call_id": "call_2"}], "messages[2]"),
+        ([*ASKED_FOR, RESULT, RESULT], "messages[3]"),
+        (ASKED_FOR, "messages[1]"),
+        ([*ASKED_FOR, *OWL], "messages[2]"),
+        ([*ASKED_FOR, RESULT, *ASKED_FOR[1:], RESULT], "messages[3].tool_calls[0]"),
+        ([*OWL, {"role": "tool", "content": "21"}], "messages.1"),
+        ([{"role": "user", "content": "hi", "tool_calls": [CALL]}], "messages.0"),
+        ([{"role": "user", "content": "hi", "tool_call_id": "call_1"}], "messages.0"),
+    ],
+)
+def test_results_are_of_calls_and_calls_have_results(server: Running, messages: Any, param: str) -> None:
+    error = refused(server, messages=messages, tools=OPENAI_TOOLS)
+    assert error["param"] == param and error["type"] == "invalid_request_error"
+
+
+def test_a_call_that_never_was_is_named(server: Running) -> None:
+    error = refused(server, messages=[*ASKED_FOR, {**RESULT, "tool_call_id": "call_2"}])
+    assert "'call_2'" in error["message"] and "never was" in error["message"] and "'call_1'" in error["message"]
+
+
+def function(name: str, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **more}}
+
+
+@pytest.mark.supports("openai", "/v1/chat/completions", "tools: refused: what cannot be one, by name")
+@pytest.mark.parametrize(
+    ("fields", "param", "word"),
+    [
+        ({"tools": [function("f"), function("f")]}, "tools", "'f'"),
+        ({"tools": [function("get weather")]}, "tools.0.function.name", "pattern"),
+        ({"tools": [function("f" * 65)]}, "tools.0.function.name", "pattern"),
+        ({"tools": [function("")]}, "tools.0.function.name", "pattern"),
+        ({"tools": [function("f", parameters={"type": "array"})]}, "tools.0.function.parameters", "object"),
+        ({"tools": [function("f", parameters=[])]}, "tools.0.function.parameters", "object"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type", "runs no tools of its own"),
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools.0.type", "function"),
+        ({"tools": [function(f"f{i}") for i in range(129)]}, "tools", "128"),
+        ({"tools": [function("f", frobnicate=1)]}, "tools.0.function.frobnicate", "frobnicate"),
+        ({"tools": [function("f")], "tool_choice": function("g")}, "tool_choice", "'g'"),
+        ({"tools": [function("f")], "tool_choice": "sometimes"}, "tool_choice", "sometimes"),
+        ({"tool_choice": "required"}, "tool_choice", "there are none"),
+        ({"tool_choice": function("g")}, "tool_choice", "'g'"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice", "there are none"),
+        ({"functions": [{"name": "f"}]}, "functions", "'tools'"),
+    ],
+)
+def test_what_is_no_tool_or_no_choice_is_refused_by_name(
+    server: Running, fields: dict[str, Any], param: str, word: str
+) -> None:
+    error = refused(server, **fields)
+    assert error["param"] == param and word in error["message"] + str(fields.get("tool_choice")), error
+
+
+def test_a_schema_that_is_nested_too_deeply_is_refused(server: Running) -> None:
+    schema: Any = {"type": "object", "properties": {}}
+    for _ in range(150):
+        schema = {"type": "object", "properties": {"a": schema}}
+    for choice in ("auto", "required"):
+        assert refused(server, tools=[function("f", parameters=schema)], tool_choice=choice)["message"]
+
+
+# Forms of answers
+
+
+@pytest.mark.supports("openai", "/v1/chat/completions", "structured output: parsed")
+def test_an_answer_is_parsed_into_the_librarys_type(client: openai.OpenAI) -> None:
+    parsed = client.chat.completions.parse(**GREEDY, response_format=Animal).choices[0].message.parsed
+    assert isinstance(parsed, Animal)
+
+
+@pytest.mark.supports("openai", "/v1/chat/completions", "structured output: parsed, streamed")
+def test_a_streamed_answer_is_parsed_into_the_librarys_type(client: openai.OpenAI) -> None:
+    with client.chat.completions.stream(**GREEDY, response_format=Animal) as stream:
+        parsed = stream.get_final_completion().choices[0].message.parsed
+    assert isinstance(parsed, Animal)
+
+
+@pytest.mark.supports("openai", "/v1/chat/completions", "structured output: a JSON Schema")
+@pytest.mark.parametrize("strict", [False, *(pytest.param(each, marks=pytest.mark.slow) for each in (True, None))])
+def test_a_schema_is_held_to_whether_or_not_it_is_strict(client: openai.OpenAI, strict: bool | None) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {**FORM["json_schema"], "strict": strict}}
+    reply = client.chat.completions.create(**GREEDY, response_format=form).choices[0]
+    validate(json.loads(reply.message.content or ""), ANSWER)
+    assert reply.finish_reason == "stop"
+
+
+@pytest.mark.supports("openai", "/v1/chat/completions", "structured output: any object")
+def test_an_answer_is_an_object_where_json_is_wanted(client: openai.OpenAI) -> None:
+    asked = {**GREEDY, "max_tokens": 16}
+    reply = client.chat.completions.create(**asked, response_format={"type": "json_object"}).choices[0]
+    assert (reply.message.content or "").lstrip().startswith("{")
+    if reply.finish_reason == "stop":
+        assert isinstance(json.loads(reply.message.content or ""), dict)
+
+
+def test_text_is_what_an_answer_is_anyway(client: openai.OpenAI) -> None:
+    told = [client.chat.completions.create(**{**GREEDY, "max_tokens": 6}, **more).choices[0].message.content
+            for more in ({}, {"response_format": {"type": "text"}})]  # fmt: skip
+    assert told[0] == told[1]
+
+
+@pytest.mark.supports("openai", "/v1/chat/completions", "`structured_outputs`, `grammar`")
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        ({"structured_outputs": {"regex": "[ab]{2,4}c"}}, "[ab]{2,4}c"),
+        ({"structured_outputs": {"choice": ["yes", 'no "x"', "a\nb"]}}, 'yes|no "x"|a\nb'),
+        ({"structured_outputs": {"grammar": 'start: "p" ("q" | "r")'}}, "p[qr]"),
+        ({"structured_outputs": {"grammar": 'root ::= "x" [0-9]'}}, "x[0-9]"),
+        pytest.param({"structured_outputs": {"json": {"enum": [7]}}}, "7", marks=pytest.mark.slow),
+        ({"grammar": 'root ::= ("a" | "b") "c"'}, "[ab]c"),
+        pytest.param({"grammar": '%llguidance {}\nstart: "owl"'}, "owl", marks=pytest.mark.slow),
+    ],
+)
+def test_an_answer_is_of_the_form_that_it_has_to_have(
+    client: openai.OpenAI, form: dict[str, Any], pattern: str
+) -> None:
+    asked = {**GREEDY, "temperature": 1, "seed": 2, "extra_body": form}
+    reply = client.chat.completions.create(**asked, n=2)
+    assert all(re.fullmatch(pattern, choice.message.content or "") for choice in reply.choices), reply
+    assert {choice.finish_reason for choice in reply.choices} == {"stop"}
+
+
+@pytest.mark.supports("openai", "/v1/completions", "`structured_outputs`, `grammar`")
+@pytest.mark.parametrize("form", [{"structured_outputs": {"regex": "[ab]{3}"}}, {"grammar": 'root ::= [ab] [ab] "a"'}])
+def test_a_text_goes_on_in_the_form_that_it_has_to_have(client: openai.OpenAI, form: dict[str, Any]) -> None:
+    reply = client.completions.create(model="tiny", prompt=["Once", "The"], max_tokens=8, extra_body=form)
+    assert all(re.fullmatch("[ab]{3}", choice.text) for choice in reply.choices)
+
+
+@pytest.mark.supports("openai", "/v1/chat/completions", "structured output: beside tools")
+def test_an_answer_that_is_no_call_has_the_form_that_it_has_to_have(client: openai.OpenAI, server: Running) -> None:
+    asked: dict[str, Any] = {**GREEDY, "tools": OPENAI_TOOLS, "response_format": FORM}
+    said = client.chat.completions.create(**asked).choices[0].message
+    assert said.tool_calls or validate(json.loads(said.content or ""), ANSWER) is None
+    called = client.chat.completions.create(**asked, tool_choice=NAMED).choices[0].message
+    assert called.tool_calls and called.content is None
+    error = refused(server, tools=OPENAI_TOOLS, structured_outputs={"regex": "a+"})
+    assert error["param"] == "structured_outputs" and "tools" in error["message"]
+
+
+@pytest.mark.supports("openai", "/v1/chat/completions", "structured output: refused: a form that cannot be held to")
+@pytest.mark.parametrize(
+    ("fields", "param", "word"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}}},
+         "response_format", "'not'"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a b", "schema": {}}}},
+         "response_format.json_schema.name", "pattern"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "Field required"),
+        ({"response_format": {"type": "json_object"}, "grammar": 'root ::= "a"'}, "grammar", "together"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs", ""),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "one of"),
+        ({"structured_outputs": {}}, "structured_outputs", "one of"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least 1"),
+        ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern", ""),
+        ({"grammar": "root ::= nothing"}, "grammar", ""),
+        ({"guided_json": {}}, "guided_json", "structured_outputs.json"),
+        ({"json_schema": {}}, "json_schema", "response_format"),
+    ],
+)  # fmt: skip
+def test_a_form_that_cannot_be_held_to_is_refused_by_name(
+    server: Running, fields: dict[str, Any], param: str, word: str
+) -> None:
+    error = refused(server, **fields)
+    assert error["param"] == param and word in error["message"], error
+
+
+def test_the_text_of_a_prompt_has_tools_calls_and_results(server: Running) -> None:
+    body = {"messages": [*ASKED_FOR, RESULT], "tools": OPENAI_TOOLS}
+    text = server.post("/apply-template", body).json()["prompt"]
+    assert '"name": "clock"' in text and CALLED in text and "<tool_response>\n21 degrees\n</tool_response>" in text

@@ -1,0 +1,166 @@
+"""The grammars of calls, as the engine holds to them: with marks that are tokens of the vocabulary, and without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import AddedToken
+
+from localllm import hub
+from localllm.engine.grammar.compiled import Grammars
+from localllm.engine.request import Grammar
+from localllm.engine.tokenizer import Tokenizer
+from localllm.server.closed_schema import closed
+from localllm.server.failures import RequestError
+from localllm.server.tools import harmony
+from localllm.server.tools.calling import Tool, Toolset, toolset
+from localllm.server.tools.grammars import tools_lark
+from localllm.server.tools.syntaxes import GENERIC, SYNTAXES
+
+BY_NAME = {syntax.name: syntax for syntax in (*SYNTAXES, GENERIC)}
+TOOLS = (
+    Tool("weather", "", {"properties": {"unit": {"enum": ["C", "F"]}}, "required": ["unit"]}),
+    Tool("clock", "", {"properties": {}}),
+)
+SPECIAL = ("[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", *harmony.MARKS)
+THOUGHTS = (("<think>", "</think>"),)
+ANSWER = '{"type": "object", "properties": {"name": {"enum": ["Ada"]}}, "required": ["name"]}'
+
+
+@pytest.fixture(scope="module", params=["tokens", pytest.param("texts", marks=pytest.mark.slow)])
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    """The built-in model's; as tokens: with the marks of every family."""
+    backend = tokenizers.Tokenizer.from_file(str(hub.locate("tiny").directory / "tokenizer.json"))
+    if request.param == "tokens":
+        backend.add_special_tokens(list(SPECIAL))
+        backend.add_tokens([AddedToken(text, normalized=False) for text in ("<tool_call>", "</tool_call>")])
+    return Tokenizer(backend, {"eos_token": "<|im_end|>"})
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Tokenizer) -> Grammars:
+    assert tokenizer.eos_token_id is not None
+    return Grammars(tokenizer, [tokenizer.eos_token_id], tokenizer.vocab_size)
+
+
+def written(family: str, *calls: tuple[str, str]) -> str:
+    """Of (name, arguments) each."""
+    form = BY_NAME[family].written
+    said = form.between.join(f"{form.begins}{name}{form.middle}{arguments}{form.ends}" for name, arguments in calls)
+    return form.first + said + form.last
+
+
+WARM, NOON = ("weather", '{"unit": "C"}'), ("clock", "{}")
+
+
+def meets(grammars: Grammars, tokenizer: Tokenizer, lark: str, text: str, **thinking: Any) -> bool:
+    constraint = grammars.constraint(Grammar("lark", lark, **thinking))
+    return constraint.is_met(tokenizer.encode(text, special=True))
+
+
+def lark_of(family: str, tokenizer: Tokenizer, tools: Toolset | None, answer: str | None = None) -> str:
+    assert tools is not None
+    return tools_lark(BY_NAME[family], tools, tokenizer.token_id, answer)
+
+
+@pytest.mark.parametrize("family", BY_NAME)
+def test_a_call_that_has_to_be_made_is_one_of_the_tools(grammars: Grammars, tokenizer: Tokenizer, family: str) -> None:
+    lark = lark_of(family, tokenizer, toolset(TOOLS, must_call=True))
+    for call in (WARM, NOON):
+        assert meets(grammars, tokenizer, lark, written(family, call))
+    several = meets(grammars, tokenizer, lark, written(family, WARM, NOON))
+    assert several != BY_NAME[family].written.one
+    for call in (("weather", "{}"), ("weather", '{"unit": "K"}'), ("clock", '{"a": 1}'), ("nobody", "{}")):
+        assert not meets(grammars, tokenizer, lark, written(family, call))
+    assert not meets(grammars, tokenizer, lark, "It is warm.") and not meets(grammars, tokenizer, lark, "")
+
+
+@pytest.mark.parametrize("family", BY_NAME)
+def test_a_tool_that_is_named_is_called_once(grammars: Grammars, tokenizer: Tokenizer, family: str) -> None:
+    lark = lark_of(family, tokenizer, toolset(TOOLS, must_call=True, only=["clock"], one_call=True))
+    assert meets(grammars, tokenizer, lark, written(family, NOON))
+    assert not meets(grammars, tokenizer, lark, written(family, WARM))
+    assert not meets(grammars, tokenizer, lark, written(family, NOON, NOON))
+
+
+@pytest.mark.parametrize("family", BY_NAME)
+def test_a_call_that_may_be_made_is_held_to_once_it_begins(
+    grammars: Grammars, tokenizer: Tokenizer, family: str
+) -> None:
+    if family == "harmony" and tokenizer.token_id(harmony.CHANNEL) is None:
+        pytest.skip("every model of harmony has its marks as tokens")
+    lark = lark_of(family, tokenizer, toolset(TOOLS, one_call=True))
+    text = "It is warm." if family != "harmony" else "<|channel|>final<|message|>It is warm."
+    assert meets(grammars, tokenizer, lark, text) and meets(grammars, tokenizer, lark, written(family, WARM))
+    assert not meets(grammars, tokenizer, lark, written(family, ("weather", '{"unit": "K"}')))
+    if family not in ("harmony", "llama"):
+        assert meets(grammars, tokenizer, lark, f"Let me look.\n{written(family, NOON)}")
+
+
+@pytest.mark.parametrize("family", ["hermes", "mistral", "mistral-list", "llama", "generic"])
+def test_an_answer_that_is_no_call_may_have_a_schema(grammars: Grammars, tokenizer: Tokenizer, family: str) -> None:
+    lark = lark_of(family, tokenizer, toolset(TOOLS), ANSWER)
+    assert meets(grammars, tokenizer, lark, '{"name": "Ada"}') and meets(
+        grammars, tokenizer, lark, written(family, WARM)
+    )
+    assert not meets(grammars, tokenizer, lark, '{"name": "Bob"}')
+    assert not meets(grammars, tokenizer, lark, "It is warm.")
+
+
+def test_harmony_may_think_in_front_of_a_call(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    if tokenizer.token_id(harmony.CHANNEL) is None:
+        pytest.skip("every model of harmony has its marks as tokens")
+    lark = lark_of("harmony", tokenizer, toolset(TOOLS, must_call=True))
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    assert meets(grammars, tokenizer, lark, thought + written("harmony", WARM))
+    assert meets(grammars, tokenizer, lark, thought * 2 + written("harmony", WARM))
+    assert not meets(grammars, tokenizer, lark, thought)
+
+
+def test_a_thought_stands_in_front_of_a_call(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    lark, call = lark_of("hermes", tokenizer, toolset(TOOLS, must_call=True)), written("hermes", WARM)
+    assert meets(grammars, tokenizer, lark, f"<think>\nHm.\n</think>\n\n{call}", thoughts=THOUGHTS)
+    assert meets(grammars, tokenizer, lark, f"Hm.\n</think>\n\n{call}", thoughts=THOUGHTS, is_thinking=True)
+    assert not meets(grammars, tokenizer, lark, "<think>\nHm.\n</think>\n\nWarm.", thoughts=THOUGHTS)
+
+
+def test_what_is_only_read_of_a_tool_is_not_in_its_grammar(tokenizer: Tokenizer) -> None:
+    parameters = {
+        "properties": {"title": {"type": "string", "description": "Of the book." * 9000}},
+        "title": "Arguments",
+    }
+    lark = lark_of("hermes", tokenizer, toolset([Tool("find", "", parameters)], must_call=True))
+    assert "Of the book." not in lark and '"title"' in lark and "Arguments" not in lark
+
+
+def test_a_schema_to_which_no_call_can_be_held_is_refused_with_its_tool(tokenizer: Tokenizer) -> None:
+    tools = toolset([TOOLS[0], Tool("find", "", {"properties": {"a": {"not": {}}}})], must_call=True)
+    with pytest.raises(RequestError) as caught:
+        lark_of("hermes", tokenizer, tools)
+    assert caught.value.param == "tools" and "'find'" in caught.value.what and "'not'" in caught.value.why
+
+
+OBJECT = {"type": "object", "properties": {"a": {"type": "string"}}}
+CLOSED = {**OBJECT, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_closed"),
+    [
+        (OBJECT, CLOSED),
+        ({"type": "object"}, {"type": "object"}),
+        ({**OBJECT, "additionalProperties": True}, {**OBJECT, "additionalProperties": True}),
+        ({**OBJECT, "required": ["b"]}, {**OBJECT, "required": ["b"]}),
+        ({"type": "array", "items": OBJECT}, {"type": "array", "items": CLOSED}),
+        ({"anyOf": [OBJECT, {"type": "null"}]}, {"anyOf": [CLOSED, {"type": "null"}]}),
+        ({"$defs": {"A": OBJECT}, "$ref": "#/$defs/A"}, {"$defs": {"A": CLOSED}, "$ref": "#/$defs/A"}),
+        ({"allOf": [OBJECT, OBJECT]}, {"allOf": [OBJECT, OBJECT]}),
+        ({**OBJECT, "anyOf": [OBJECT]}, {**OBJECT, "anyOf": [OBJECT]}),
+        ({**OBJECT, "properties": {"properties": OBJECT}}, {**CLOSED, "properties": {"properties": CLOSED}}),
+        ({"properties": [], "anyOf": 1, "$defs": 2}, {"properties": [], "anyOf": 1, "$defs": 2}),
+    ],
+)
+def test_an_object_holds_what_its_schema_names_unless_that_says_otherwise(schema: Any, is_closed: Any) -> None:
+    assert closed(schema) == is_closed
