@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine
     from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent, TokenEvent
-    from localllm.engine.request import Request, SamplingParams
+    from localllm.engine.request import Grammar, Request, SamplingParams
     from localllm.engine.service import EngineService
 
 __version__ = "0.1.0"
@@ -28,6 +28,7 @@ __all__ = [
     "EngineService",
     "Event",
     "FinishedEvent",
+    "Grammar",
     "GrownEvent",
     "PrefillEvent",
     "Request",
@@ -41,6 +42,7 @@ _HOMES = {
     "EngineService": "localllm.engine.service",
     "Event": "localllm.engine.events",
     "FinishedEvent": "localllm.engine.events",
+    "Grammar": "localllm.engine.request",
     "GrownEvent": "localllm.engine.events",
     "PrefillEvent": "localllm.engine.events",
     "Request": "localllm.engine.request",

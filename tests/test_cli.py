@@ -31,8 +31,8 @@ def test_the_answer_alone_goes_to_stdout_and_ends_its_line(model: Path) -> None:
 def test_json_is_one_object_with_the_keys_of_the_contract(model: Path) -> None:
     answer = ask(model, "--json").json
     assert list(answer) == [
-        "schema_version", "model", "text", "token_ids", "finish_reason", "context", "usage", "timings", "speculation",
-        "evicted_turns", "evicted_tokens", "cache_miss", "session",
+        "schema_version", "model", "text", "token_ids", "finish_reason", "complete", "context", "usage", "timings",
+        "speculation", "evicted_turns", "evicted_tokens", "cache_miss", "session",
     ]  # fmt: skip
     assert answer["context"] == {"used": sum(answer["usage"].values()) - answer["usage"]["cached_tokens"], "limit": 512}
     assert list(answer["usage"]) == ["prompt_tokens", "cached_tokens", "completion_tokens"]

@@ -26,8 +26,8 @@ from localllm.cli.output import ProgressLine
 from localllm.cli.prompt import argument_text
 from localllm.cli.source import Encoder
 from localllm.config import format_figure
-from localllm.engine.request import Request
-from localllm.errors import ContextOverflowError, LocalLLMError, UsageError
+from localllm.engine.request import Grammar, Request
+from localllm.errors import ContextOverflowError, LocalLLMError, SchemaError, UsageError
 from localllm.frontend.opening import Opening
 from localllm.frontend.planning import DEFAULT_PARALLEL
 from localllm.frontend.selection import Selection
@@ -48,10 +48,11 @@ _TEXT_FILES = (
 )  # fmt: skip
 
 
-def run_batch(front: Front, selection: Selection, flags: Mapping[str, Any]) -> None:
-    """Answers every line of a file. Raises what is wrong with lines or with the engine; typer.Exit(1) if one failed."""
+def run_batch(front: Front, selection: Selection, flags: Mapping[str, Any], grammar: Grammar | None) -> None:
+    """Answers every line of a file. Raises what is wrong with lines or with the engine; typer.Exit(1) if one failed;
+    SchemaError with --strict if one has not the form of `grammar`."""
     parallel = flags["parallel"] or DEFAULT_PARALLEL
-    rules = line_rules(selection, flags)
+    rules = line_rules(selection, flags, grammar)
     with (
         read_prompts(flags["batch"], rules, front.output) as prompts,
         loading(front, selection, Opening(job_shape(prompts, rules, parallel))) as load,
@@ -64,12 +65,20 @@ def run_batch(front: Front, selection: Selection, flags: Mapping[str, Any]) -> N
         with open_journal(key, len(prompts), secrets.randbelow(SEEDS), fresh=flags["fresh"]) as journal:
             job = Job(front, selection.files, prompts, encoder, journal)
             job.run(load.service, window=_WINDOW * parallel)
-            report(front, selection, job, engine if flags["stats"] else None)
+            report(front, selection, job, engine if flags["stats"] else None, strict=flags["strict"])
     if job.tally.num_failed:
         raise typer.Exit(1)
+    if job.tally.num_incomplete and flags["strict"]:
+        why = 'they were cut before they were whole; "complete" of each line says which'
+        most = 4 * (rules.sampling.max_tokens or DEFAULT_MAX_TOKENS)
+        raise SchemaError(incomplete_text(job), why=why, fix=f"--max-tokens {most}")
 
 
-def line_rules(selection: Selection, flags: Mapping[str, Any]) -> LineRules:
+def incomplete_text(job: Job) -> str:
+    return f"{job.tally.num_incomplete} of {job.num_prompts} answers do not have the form that was asked for"
+
+
+def line_rules(selection: Selection, flags: Mapping[str, Any], grammar: Grammar | None = None) -> LineRules:
     """What the command line and the settings say about every line. Raises UsageError."""
     sampling = replace(selection.sampling(extra_sampling(flags)), seed=selection.settings.seed)
     if sampling.max_tokens is None:
@@ -81,6 +90,7 @@ def line_rules(selection: Selection, flags: Mapping[str, Any]) -> LineRules:
         raw=flags["raw"],
         system=argument_text(system, "--system") if system else None,
         system_is_typed=flags["system"] is not None,
+        grammar=grammar,
     )
 
 
@@ -163,14 +173,16 @@ def job_key(selection: Selection, rules: LineRules, prompts: Prompts, engine: En
     return hashlib.blake2b(json.dumps(decisive, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def report(front: Front, selection: Selection, job: Job, engine: Engine | None) -> None:
-    """What came of a job; with `engine`, its statistics too."""
+def report(front: Front, selection: Selection, job: Job, engine: Engine | None, *, strict: bool) -> None:
+    """What came of a job; with `engine`, its statistics too. strict: an error says which answers have no form."""
     tally, output, total = job.tally, front.output, job.num_prompts
     if tally.num_cut_by_max_tokens and selection.settings.max_tokens is None:
         cut = f"{tally.num_cut_by_max_tokens} of {total} answers were cut at {DEFAULT_MAX_TOKENS} tokens"
         output.warn(f"{cut}: the most that --batch gives where nobody says (--max-tokens N)")
     if tally.num_cut_by_context:
         output.warn(f"{tally.num_cut_by_context} of {total} answers were cut: their context is full (--ctx N)")
+    if tally.num_incomplete and not strict:
+        output.warn(f"{incomplete_text(job)}: they were cut before they were whole")
     if tally.num_failed:
         kept = "the other answers are kept, and the same command tries again"
         output.warn(f"{tally.num_failed} of {total} prompts failed; {kept}")

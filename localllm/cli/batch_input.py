@@ -26,7 +26,7 @@ from localllm.cli.prompt import patience
 from localllm.cli.source import Source, asked
 from localllm.config import ACCEPTED, Accepts, format_bytes
 from localllm.engine.chat_template import as_chat_input
-from localllm.engine.request import MAX_BIAS, SamplingParams
+from localllm.engine.request import MAX_BIAS, Grammar, SamplingParams
 from localllm.errors import CheckpointError, LocalLLMError, UsageError
 from localllm.frontend.text_file import MAX_INPUT_BYTES
 from localllm.models.strict_json import JsonLimits, parse_json
@@ -57,6 +57,7 @@ class LineRules:
     raw: bool = False
     system: str | None = None
     system_is_typed: bool = False
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from localllm.cli.interrupts import Interrupted
 from localllm.cli.journal import SYNC_S, Journal
 from localllm.cli.output import ReaderGoneError
 from localllm.cli.source import Encoder
+from localllm.cli.structured import with_thoughts
 from localllm.config import format_figure
 from localllm.engine.events import Event, FinishedEvent, TokenEvent
 from localllm.engine.request import Request, SamplingParams
@@ -53,6 +54,7 @@ class Tally:
     num_failed: int = 0
     num_cut_by_max_tokens: int = 0  # of the job, not of a line of its own
     num_cut_by_context: int = 0
+    num_incomplete: int = 0  # that have not the form of the job's grammar
 
     @property
     def tokens_per_s(self) -> float:
@@ -130,7 +132,9 @@ class Job:
         while len(self._asked) < window and (index := next(waiting, None)) is not None:
             line = self._prompts[index]
             sampling = replace(line.sampling, seed=self._seed(index, line))
-            request = Request(self._encoder.encode(line.source), sampling)
+            ids = self._encoder.encode(line.source)
+            form = with_thoughts(self._prompts.rules.grammar, self._encoder.tokenizer, self._encoder.template, ids)
+            request = Request(ids, sampling, grammar=form)
             request_id = service.submit(request, self._inbox).request_id
             self._asked[request_id] = _Asked(index, line.id, sampling, Answer(len(request.prompt_ids), sampling.seed))
 
@@ -190,6 +194,7 @@ class Job:
             self._count_if_cut(index, fields)
 
     def _count_if_cut(self, index: int, fields: dict[str, Any]) -> None:
+        self.tally.num_incomplete += fields.get("complete") is False and "error" not in fields
         if fields["finish_reason"] != "length":
             return
         max_tokens = self._prompts[index].sampling.max_tokens

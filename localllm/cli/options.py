@@ -358,6 +358,8 @@ _WHY = {
     ("--show-prompt", "--cache-disk"): "nothing is computed, and nothing kept",
     ("--batch", "--overflow"): "each prompt of a job stands alone, and one that does not fit is named before any runs",
     ("--show-prompt", "--overflow"): "no model is loaded, so that the size of its context is not known",
+    ("--schema", ""): "an answer has one form",
+    ("--regex", ""): "an answer has one form",
     ("--batch", ""): "the prompts are the lines of its file, and the output is a JSON object for each",
     ("--show-prompt", ""): "the prompt is printed byte for byte, and nothing is generated",
 }

@@ -21,6 +21,7 @@ from localllm.cli.options import DEFAULT_MAX_TOKENS, extra_sampling, refuse_toge
 from localllm.cli.prompt import argument_text, has_blanks, split_positionals
 from localllm.cli.selection import select_resumed, select_text_only
 from localllm.cli.source import Encoder, Source, read_source
+from localllm.cli.structured import refuse_form_conflicts, require_met, typed_grammar, with_thoughts
 from localllm.engine.overflow import Fitted, Message
 from localllm.errors import ContextOverflowError, ModelNotFoundError, UsageError
 from localllm.frontend.answer import Answer
@@ -37,7 +38,7 @@ from localllm.registry import BUILT_IN
 if TYPE_CHECKING:
     from localllm.engine.chat_template import ChatInput
     from localllm.engine.engine import Engine
-    from localllm.engine.request import Request, SamplingParams
+    from localllm.engine.request import Grammar, Request, SamplingParams
 
 EXAMPLES = """Examples:
 
@@ -48,6 +49,7 @@ EXAMPLES = """Examples:
   localllm run --raw -p "Once upon a time" --max-tokens 40 --json
   localllm run -c "And what does the fox do with it?"
   localllm run qwen3-8b --n 3 --temperature 1 "Name a café."
+  localllm run qwen3-8b --schema person.json --strict "Who wrote Faust?"
   localllm run qwen3-8b --batch prompts.jsonl --max-tokens 200 > answers.jsonl
 """
 
@@ -160,6 +162,30 @@ def run_command(
     best_of: BestOf = None,
     beams: Beams = None,
     stop: options.Stop = None,
+    schema: Annotated[
+        Path | None,
+        typer.Option("--schema", metavar="FILE", help="The answer is JSON that this JSON Schema allows."),
+    ] = None,
+    regex: Annotated[
+        str | None,
+        typer.Option(
+            "--regex", metavar="PATTERN", help="The answer is a text that this regular expression matches whole."
+        ),
+    ] = None,
+    grammar: Annotated[
+        Path | None,
+        typer.Option(
+            "--grammar",
+            metavar="FILE",
+            help="The answer is a text of this grammar, in Lark or llama.cpp's GBNF: by its ending, or by its rules.",
+        ),
+    ] = None,
+    strict: Annotated[
+        bool,
+        typer.Option(
+            "--strict", help="Exit code 7 where the answer was cut before it had the form of one of these three."
+        ),
+    ] = False,
     ctx: options.Ctx = None,
     ram: options.Ram = None,
     vram: options.Vram = None,
@@ -182,6 +208,7 @@ def run_command(
     front = front_of(context)
     refuse_conflicts(flags)
     choice = choice_of(flags)
+    form = typed_grammar(flags)
     positionals = [part for part in (model, prompt_argument) if part is not None]
     word, text = split_positionals(positionals, prompt[0] if prompt else None, is_model)
     if messages is not None and text is not None:
@@ -199,7 +226,7 @@ def run_command(
         from localllm.cli.batch import run_batch
 
         refuse_together({"batch": batch, "private": selection.private}, "--batch", "--private")
-        run_batch(front, selection, flags)
+        run_batch(front, selection, flags, form)
         return
     source = read_source(front.output, text, flags, selection.settings.system)
     dialogue = None
@@ -218,11 +245,13 @@ def run_command(
     with contextlib.closing(keeper):
         said = dialogue or Dialogue(selection.resolved)
         try:
-            answer = _answer(front, selection, source, sampling, flags, said, keeper, choice)
+            answer = _answer(front, selection, source, sampling, flags, said, keeper, choice, form)
         finally:
             keeper.catch_up(said)
     if answer.finished is not None and answer.finished.finish_reason == "cancelled":
         raise typer.Exit(front.interrupts.exit_code or 130)
+    if answer.finished is not None:
+        require_met(front, answer.finished, strict=strict)
 
 
 def refuse_conflicts(flags: Mapping[str, Any]) -> None:
@@ -242,6 +271,7 @@ def refuse_conflicts(flags: Mapping[str, Any]) -> None:
     refuse_together(flags, "--show-prompt", "--json", "--jsonl", "--no-stream", "--stats", "--logprobs", "--overflow")
     refuse_together(flags, "--show-prompt", "--private", "--cache-disk")
     refuse_together(flags, "--batch", "--overflow")
+    refuse_form_conflicts(flags)
     if flags["raw"] and flags["overflow"] == "evict":
         why = "a plain text has no turns that could leave the context"
         raise UsageError("--raw and --overflow evict cannot go together", why=why, fix="--overflow grow")
@@ -310,6 +340,7 @@ def _answer(
     dialogue: Dialogue,
     keeper: Keeper,
     choice: Choice,
+    form: Grammar | None,
 ) -> Answer:
     from localllm.cli.opening import loading
 
@@ -330,12 +361,14 @@ def _answer(
         why = partial(explain, engine, _given(source, fitted), fitted.prompt_ids, num_out=fitted.floor)
         printing = replace(printing, evicted=fitted.evicted, explain=why)
         is_thinking = source.chat is not None and begins_in_thought(engine.tokenizer, request.prompt_ids)
+        request = replace(request, grammar=with_thoughts(form, encoder.tokenizer, encoder.template, request.prompt_ids))
         printed = print_kept if choice.is_plain else partial(print_chosen, choice=choice)
         answer = printed(
             front, selection.files, load.service, request, printing, dialogue, keeper, is_thinking=is_thinking
         )
         if (
             answer.finished is not None
+            and form is None
             and answer.finished.usage.completion_tokens != sampling.max_tokens
             and is_cut_by_context(answer.finished, engine.ctx)
         ):

@@ -91,13 +91,16 @@ def _of(sequence: Running) -> _Drawing:
 
 def _allowed(logits: Tensor, sequence: Running, token_ids: Sequence[int]) -> Tensor:
     """-inf where a mask or a grammar forbids. Raises LocalLLMError where it allows nothing."""
-    if sequence.mask is None:
+    request = sequence.request
+    if sequence.constraint is not None:
+        return sequence.constraint.held(logits, token_ids[sequence.num_prompt_tokens :])
+    if request.mask is None:
         return logits
-    allowed = sequence.mask(token_ids[sequence.num_prompt_tokens :])
+    allowed = request.mask(token_ids[sequence.num_prompt_tokens :]).to(logits.device)
     if not bool(allowed.any()):
         why = f"nothing may follow after {len(token_ids) - sequence.num_prompt_tokens} tokens of the answer"
         raise LocalLLMError("the answer cannot go on as it must", why=why)
-    return logits.masked_fill(~allowed.to(logits.device), -torch.inf)
+    return logits.masked_fill(~allowed, -torch.inf)
 
 
 def num_rows(scheduled: Scheduled) -> int:
@@ -107,7 +110,7 @@ def num_rows(scheduled: Scheduled) -> int:
 
 def plain_draw(sequence: Running) -> PlainDraw | None:
     """None where a GPU's kernel cannot draw for it."""
-    is_free = sequence.mask is None and sequence.pool is None
+    is_free = sequence.request.mask is None and sequence.constraint is None and sequence.pool is None
     is_free = is_free and sequence.score is None and sequence.search is None  # which look at logits
     return PlainDraw.of(sequence.request.sampling, sequence.seed) if is_free else None
 

@@ -123,7 +123,8 @@ class Engine:
         eos = (*model.config.eos_token_ids, tokenizer.eos_token_id)
         self.speculation = speculating(self.residency, plan)
         self.eos_ids = frozenset(token_id for token_id in eos if token_id is not None)
-        self.grammars = Grammars(tokenizer, self.eos_ids, model.config.vocab_size)
+        looks_ahead = model.device.type != "cpu"  # there the cores are the model's: a thread more made a step longer
+        self.grammars = Grammars(tokenizer, self.eos_ids, model.config.vocab_size, looks_ahead=looks_ahead)
         self._request_ids = itertools.count()
         self._aborted: set[int] = set()
         self._inboxes: dict[int, deque[Event]] = {}
@@ -211,6 +212,7 @@ class Engine:
         self._held.close()
         self._scores.keep()
         self.speculation.close()
+        self.grammars.close()
         self.kv_supply.close()
 
     def generate(

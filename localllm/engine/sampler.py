@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -93,8 +94,16 @@ def _noisy(logits: Tensor, params: SamplingParams, seed: int, position: int) -> 
     """The tokens that may be drawn, and their scores with noise, fp64: the best of them is."""
     # Measured from the best, so that a temperature near zero makes the others -inf and never the best one +inf.
     scores = truncated((logits - logits.max()) / max(params.temperature, COLDEST), params)
-    candidates = scores.isfinite().nonzero().squeeze(1)
+    candidates = _finite(scores)
     return candidates, scores[candidates].double() + gumbel_noise(noise_key(seed, position), candidates)
+
+
+def _finite(scores: Tensor) -> Tensor:
+    """The indices of what is finite of scores [V]."""
+    if scores.device.type != "cpu":
+        return scores.isfinite().nonzero().squeeze(1)
+    # 130 us of 152,000, where torch takes 690
+    return torch.from_numpy(numpy.flatnonzero(numpy.isfinite(scores.numpy())))
 
 
 def penalised(

@@ -23,7 +23,7 @@ from localllm.engine.events import (
 from localllm.engine.grammar.constraint import Constraint
 from localllm.engine.overflow import wanted_room
 from localllm.engine.pooling import Pool
-from localllm.engine.request import Request, TokenMask
+from localllm.engine.request import Request
 from localllm.engine.stopping import StopMatcher
 
 if TYPE_CHECKING:
@@ -109,7 +109,6 @@ class Sequence:
         self.seed = seed
         self.breaker_ids = breaker_ids  # tokens that no DRY repetition spans
         self.constraint = constraint
-        self.mask: TokenMask | None = constraint or request.mask
         self.may_grow = request.grows  # the context, for this request
         self.fit(ctx)
         self.token_ids = list(request.prompt_ids)
@@ -180,11 +179,19 @@ class Sequence:
             return None
         self.token_ids.append(token_id)
         text = self._release(self._detokenizer.push(token_id))
-        if self.finish_reason is None and self.constraint is not None and self.constraint.has_ended(self.answer_ids):
-            self.finish_reason = "stop"
+        if self.finish_reason is None and self.constraint is not None:
+            self._end_with(self.constraint)
         if self.finish_reason is None and len(self.token_ids) >= self.max_length:
             self.finish_reason = "length"
         return TokenEvent(self.request_id, token_id, text, logprob)
+
+    def _end_with(self, constraint: Constraint) -> None:
+        """It ends where its grammar does; else what may follow is found out meanwhile."""
+        said = self.answer_ids
+        if constraint.has_ended(said):
+            self.finish_reason = "stop"
+        elif len(self.token_ids) < self.max_length:
+            constraint.look_ahead(said)
 
     def finished(self, load_s: float, error: Exception | None = None) -> FinishedEvent:
         """The last event; text that was held back in case a stop string or a character would complete comes with it."""

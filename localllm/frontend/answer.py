@@ -121,9 +121,10 @@ def _rate(tokens_per_s: float | None) -> str:
 
 
 def finished_fields(finished: FinishedEvent) -> dict[str, Any]:
-    """`finish_reason`, `context`, `usage`, `timings` and `speculation` as the JSON forms have them."""
+    """`finish_reason`, `complete`, `context`, `usage`, `timings` and `speculation` as the JSON forms have them."""
     return {
         "finish_reason": finished.finish_reason,
+        "complete": finished.meets_grammar,
         "context": {"used": context_used(finished), "limit": finished.ctx},
         "usage": asdict(finished.usage),
         "timings": asdict(finished.timings),

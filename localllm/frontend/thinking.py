@@ -9,7 +9,9 @@ if TYPE_CHECKING:
     from localllm.engine.tokenizer import Tokenizer
 
 _ENDING_IDS = 12  # of a prompt, in which a template opens a thought
-_MARKS = {"<think>": "</think>", "<thinking>": "</thinking>", "<reasoning>": "</reasoning>", "[THINK]": "[/THINK]"}
+THOUGHT_MARKS = {
+    "<think>": "</think>", "<thinking>": "</thinking>", "<reasoning>": "</reasoning>", "[THINK]": "[/THINK]",
+}  # fmt: skip
 
 
 def begins_in_thought(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> bool:
@@ -19,7 +21,7 @@ def begins_in_thought(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> bool:
 
 def opens_thought(prompt: str) -> bool:
     """Whether a prompt ends where its template has opened a thought: the answer then begins inside of it."""
-    return prompt.rstrip().endswith(tuple(_MARKS))
+    return prompt.rstrip().endswith(tuple(THOUGHT_MARKS))
 
 
 def split(text: str, *, is_thinking: bool = False) -> tuple[str, str]:
@@ -31,12 +33,14 @@ def split(text: str, *, is_thinking: bool = False) -> tuple[str, str]:
 
 
 def _is_closed_only(text: str) -> bool:
-    return any(0 <= text.find(close) and opened not in text[: text.find(close)] for opened, close in _MARKS.items())
+    return any(
+        0 <= text.find(close) and opened not in text[: text.find(close)] for opened, close in THOUGHT_MARKS.items()
+    )
 
 
 def may_think(template: str) -> bool:
     """Whether a chat template knows of thoughts."""
-    return any(mark in template for mark in (*_MARKS, "enable_thinking"))
+    return any(mark in template for mark in (*THOUGHT_MARKS, "enable_thinking"))
 
 
 class Splitter:
@@ -75,18 +79,18 @@ class Splitter:
     def _step(self, found: list[tuple[bool, str]]) -> bool:
         """Takes as much as is certain off what is pending; False where more has to come."""
         if self._closing is not None:
-            return self._think(found, tuple(_MARKS.values()) if not self._closing else (self._closing,))
+            return self._think(found, tuple(THOUGHT_MARKS.values()) if not self._closing else (self._closing,))
         if self._is_settled:
             found.append((False, self._pending))
             self._pending = ""
             return False
         text = self._pending.lstrip()
-        for opened, close in _MARKS.items():
+        for opened, close in THOUGHT_MARKS.items():
             if text.startswith(opened):
                 self._closing, self._is_at_start = close, True
                 self._pending = text.removeprefix(opened)
                 return True
-        if text and not any(opened.startswith(text) for opened in _MARKS):
+        if text and not any(opened.startswith(text) for opened in THOUGHT_MARKS):
             self._is_settled, self._pending = True, self._pending.lstrip("\n")
             return True
         return False

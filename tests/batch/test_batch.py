@@ -38,6 +38,7 @@ def test_every_line_is_an_object_with_the_keys_of_the_contract(model: Path, file
         "text",
         "token_ids",
         "finish_reason",
+        "complete",
         "context",
         "usage",
         "timings",

@@ -12,6 +12,7 @@ from llguidance import LLMatcher, LLParserLimits
 from localllm.engine.grammar.constraint import Constraint
 from localllm.engine.grammar.definition import defined
 from localllm.engine.grammar.vocabulary import Vocabulary
+from localllm.engine.grammar.worker import Worker
 from localllm.engine.request import Grammar
 from localllm.engine.tokenizer import Tokenizer
 from localllm.errors import GrammarError
@@ -38,12 +39,13 @@ class _Compiled:
 class Grammars:
     """Safe to use from several threads; each `Constraint` belongs to one."""
 
-    def __init__(self, tokenizer: Tokenizer, eos_ids: Collection[int], size: int) -> None:
-        """size: of the model's logits."""
+    def __init__(self, tokenizer: Tokenizer, eos_ids: Collection[int], size: int, *, looks_ahead: bool = False) -> None:
+        """size: of the model's logits. looks_ahead: the CPU has time for what may follow while the model computes."""
         self._tokenizer, self._eos_ids, self._size = tokenizer, eos_ids, size
         self._vocabulary: Vocabulary | None = None
         self._kept: OrderedDict[Grammar, _Compiled | GrammarError] = OrderedDict()
         self._lock = threading.Lock()
+        self._worker = Worker() if looks_ahead else None
         self._making = threading.Lock()  # the vocabulary: once
 
     def __len__(self) -> int:
@@ -74,7 +76,12 @@ class Grammars:
         if not isinstance(kept, _Compiled):  # others came in between, and it was the oldest
             return self.constraint(grammar)
         kept.num_answers += 1
-        return Constraint(kept.matcher, self._size, kept.retire)
+        return Constraint(kept.matcher, self._size, self._worker, kept.retire)
+
+    def close(self) -> None:
+        """No answer is on its way."""
+        if self._worker is not None:
+            self._worker.close()
 
     def _of_model(self) -> Vocabulary:
         with self._making:

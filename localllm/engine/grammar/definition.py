@@ -10,6 +10,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
@@ -86,12 +87,23 @@ def _around(grammar: Grammar, leading_spaces: int) -> str | None:
     return f"{start}\n{marks}\nANY: /(?s:.*)/\nSPACE: /[ \\n\\r\\t]{{0,4}}/\n"
 
 
-def _tried(grammar: Grammar, answer: dict[str, Any], leading_spaces: int, refuse: Any) -> str:
+def _tried(grammar: Grammar, answer: dict[str, Any], leading_spaces: int, refuse: Callable[[str], NoReturn]) -> str:
     around = _around(grammar, leading_spaces)
-    grammars = (
-        [{"name": "answer", **answer}] if around is None else [{"lark_grammar": around}, {"name": "answer", **answer}]
+    grammars = [] if around is None else [{"lark_grammar": around}]
+    told = tried_apart(
+        grammar,
+        {
+            "grammars": [*grammars, {"name": "answer", **answer}],
+            "gbnf": grammar.source if grammar.kind == "gbnf" else None,
+        },
     )
-    asked = {"grammars": grammars, "gbnf": grammar.source if grammar.kind == "gbnf" else None}
+    if "grammar" not in told:
+        refuse(told.get("error") or told["stuck"])
+    return told["grammar"]
+
+
+def tried_apart(grammar: Grammar, asked: dict[str, Any]) -> dict[str, str]:
+    """What `trial.tried` tells, in a process of its own. Raises GrammarError where that meets its limits."""
     try:
         process = subprocess.run(
             [sys.executable, "-P", trial.__file__],
@@ -108,9 +120,7 @@ def _tried(grammar: Grammar, answer: dict[str, Any], leading_spaces: int, refuse
     if process.returncode:
         raise _exploding(grammar, f"{trial.CPU_S} s, or the memory, that it may take")
     told: dict[str, str] = json.loads(process.stdout)
-    if "grammar" not in told:
-        refuse(told.get("error") or told["stuck"])
-    return told["grammar"]
+    return told
 
 
 def _exploding(grammar: Grammar, limit: str) -> GrammarError:

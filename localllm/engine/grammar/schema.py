@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
+from localllm.engine.grammar.pattern import has_control, why_not
 from localllm.errors import GrammarError
 
 MAX_SOURCE = 256 << 10  # characters: a schema of 250 types has 60,000
@@ -35,10 +36,6 @@ SUPPORTED = frozenset({*_ONE, *_SEVERAL, *_NAMED, *_COUNTS, *_BOUNDS,
                        "type", "enum", "const", "required", "multipleOf", "pattern", "format", "$ref"})  # fmt: skip
 _TYPES = frozenset({"null", "boolean", "object", "array", "number", "integer", "string"})
 _DRAFTS = re.compile(r"https?://json-schema\.org/(draft-0[467]|draft/2019-09|draft/2020-12)/schema#?")
-# Inside a class these mean something else to Rust than to JavaScript, in whose language a pattern is written.
-_CLASS_OPERATOR = re.compile(r"&&|--|~~|\[")
-_ESCAPED = re.compile(r"\\.", re.DOTALL)
-_CLASS = re.compile(r"\[([^\]]*)")
 _TOLD = 8  # of what is refused
 _MOST_TURNS = 64  # in which a chain of references is followed; one that leads forth or back takes one
 
@@ -55,6 +52,7 @@ _COMPLAINTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("$ref", ("$ref",)),
     ("anchor", ("$ref",)),
     ("regex", ("pattern", "patternProperties")),
+    ("Unimplemented", ("$ref",)),  # of a schema that llguidance knows by its address
     ("lookaround", ("pattern", "patternProperties")),
 )
 
@@ -142,6 +140,10 @@ class CheckedSchema:
             self._refuse(at, "is not supported", key)
             return value
         self.places.setdefault(key, []).append(at)
+        if key == "patternProperties" and isinstance(value, dict):
+            for pattern in value:
+                if why := why_not(pattern):
+                    self._refuse(at, why, key)
         if key in _NAMED and isinstance(value, dict):
             return {name: self._walked(each, f"{at}/{name}", nesting + 2) for name, each in value.items()}
         if key in _SEVERAL and isinstance(value, list):
@@ -191,8 +193,8 @@ class CheckedSchema:
             self._refuse(at, f"is {_kind(value)}, and must be a text", key)
         elif key == "format" and value not in FORMATS:
             self._refuse(at, f"{value[:40]!r} is not supported; {', '.join(FORMATS)} are", key)
-        elif key == "pattern" and any(map(_CLASS_OPERATOR.search, _CLASS.findall(_ESCAPED.sub("", value)))):
-            self._refuse(at, "has an operator in a class: && -- ~~ or a second [ (write \\[)", key)
+        elif key == "pattern" and (why := why_not(value)):
+            self._refuse(at, why, key)
         return value
 
     def _names(self, key: str, value: Any, at: str) -> Any:
@@ -203,6 +205,8 @@ class CheckedSchema:
     def _values(self, key: str, value: Any, at: str) -> Any:
         if key == "enum" and not isinstance(value, list):
             self._refuse(at, f"is {_kind(value)}, and must be a list", key)
+        if any(map(has_control, _texts(value))):
+            self._refuse(at, "has a control character, which an answer cannot have", key)
         return value
 
     def _require_few_left(self, schema: Mapping[str, Any], place: str) -> None:
@@ -303,6 +307,17 @@ def _schemas(schema: Any, place: str) -> Iterator[tuple[dict[str, Any], str]]:
                 yield from _schemas(each, f"{place}/{key}/{index}")
         elif key in _ONE:
             yield from _schemas(value, f"{place}/{key}")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All that stand in it."""
+    rest = [value]
+    while rest:
+        part = rest.pop()
+        if isinstance(part, str):
+            yield part
+        elif isinstance(part, list | dict):
+            rest += part.values() if isinstance(part, dict) else part
 
 
 def _kind(value: Any) -> str:

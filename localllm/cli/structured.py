@@ -1,0 +1,100 @@
+"""What an answer has to look like, as a command line says it: --schema, --regex, --grammar; and --strict, for one that
+was cut before it did."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from localllm.cli.front import Front
+from localllm.cli.options import refuse_together
+from localllm.cli.prompt import argument_text
+from localllm.engine.request import Grammar
+from localllm.errors import GrammarError, SchemaError, UsageError
+from localllm.frontend.text_file import read_text_file
+from localllm.frontend.thinking import THOUGHT_MARKS, begins_in_thought, may_think
+
+if TYPE_CHECKING:
+    from localllm.engine.chat_template import ChatTemplate
+    from localllm.engine.events import FinishedEvent
+    from localllm.engine.tokenizer import Tokenizer
+
+FORMS = ("--schema", "--regex", "--grammar")
+_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+
+
+def refuse_form_conflicts(flags: Mapping[str, Any]) -> None:
+    """Raises UsageError for two forms of one answer, and where none is given that --strict would insist on."""
+    refuse_together(flags, "--schema", "--regex", "--grammar")
+    refuse_together(flags, "--regex", "--grammar")
+    refuse_together(flags, "--show-prompt", *FORMS, "--strict")
+    if flags["strict"] and all(flags[form.removeprefix("--")] is None for form in FORMS):
+        why = "it insists on the form of an answer, and none is given"
+        fix = "localllm run --strict --schema FILE -p TEXT"
+        raise UsageError(f"--strict needs {', '.join(FORMS[:-1])} or {FORMS[-1]}", why=why, fix=fix)
+
+
+def typed_grammar(flags: Mapping[str, Any]) -> Grammar | None:
+    """The form that is typed, found good before a model is loaded. Raises UsageError, and GrammarError naming the flag
+    and what of the form cannot be honoured."""
+    from localllm.engine.grammar.definition import defined
+
+    if flags["schema"] is not None:
+        named, grammar = (
+            f"--schema {flags['schema']}",
+            Grammar("json_schema", read_text_file(flags["schema"], "--schema")),
+        )
+    elif flags["regex"] is not None:
+        named, grammar = "--regex", Grammar("regex", argument_text(flags["regex"], "--regex"))
+    elif flags["grammar"] is not None:
+        named, grammar = f"--grammar {flags['grammar']}", _grammar_of_file(flags["grammar"])
+    else:
+        return None
+    try:
+        defined(grammar)
+    except GrammarError as error:
+        raise GrammarError(
+            f"{named}: {error.what}", why=error.why, fix=error.fix or "mend it, and run the same command again"
+        ) from None
+    return grammar
+
+
+def _grammar_of_file(path: Path) -> Grammar:
+    """In Lark or GBNF, as its ending says; of another name, by its rules."""
+    source = read_text_file(path, "--grammar")
+    if path.suffix in (".lark", ".gbnf"):
+        return Grammar("lark" if path.suffix == ".lark" else "gbnf", source)
+    return Grammar("gbnf" if _GBNF_RULE.search(source) else "lark", source)
+
+
+def with_thoughts(
+    grammar: Grammar | None, tokenizer: Tokenizer, template: ChatTemplate | None, prompt_ids: Sequence[int]
+) -> Grammar | None:
+    """The same, behind what the model may think before. template: None where the prompt stands without one."""
+    if grammar is None or template is None:
+        return grammar
+    is_thinking = begins_in_thought(tokenizer, prompt_ids)
+    if not is_thinking and not any(map(may_think, template.sources.values())):
+        return grammar
+    return replace(grammar, thoughts=tuple(THOUGHT_MARKS.items()), is_thinking=is_thinking)
+
+
+def require_met(front: Front, finished: FinishedEvent, *, strict: bool) -> None:
+    """Warns of an answer that ended before it had its form. Raises SchemaError for it with `strict`."""
+    if finished.meets_grammar is not False or finished.finish_reason in ("cancelled", "error"):
+        return
+    num_tokens = finished.usage.completion_tokens
+    if finished.stop_text is not None:
+        why, fix = f"the stop string {finished.stop_text!r} ended it after {num_tokens} tokens", "leave --stop out"
+    else:
+        full = finished.ctx is not None and finished.usage.prompt_tokens + num_tokens >= finished.ctx
+        limit = f"the context of {finished.ctx} tokens is full" if full else "that is the most it may have"
+        why = f"it was cut after {num_tokens} tokens: {limit}"
+        fix = f"--ctx {2 * (finished.ctx or 0)}" if full else f"--max-tokens {max(512, 4 * num_tokens)}"
+    what = "the answer is not whole, and does not have the form that was asked for"
+    if strict:
+        raise SchemaError(what, why=why, fix=fix)
+    front.output.warn(f"{what}: {why}")

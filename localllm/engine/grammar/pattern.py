@@ -1,0 +1,44 @@
+"""Regular expressions of a JSON Schema, which are JavaScript's: what Rust's read otherwise, or quietly leave out."""
+
+from __future__ import annotations
+
+import re
+
+# Inside a class these mean something else to Rust than to JavaScript.
+_CLASS_OPERATOR = re.compile(r"&&|--|~~|\[")
+_ESCAPE = re.compile(
+    r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|[xuU]\{([0-9a-fA-F]{1,8})\}|(.))", re.DOTALL
+)
+_CLASS = re.compile(r"\\.|\[(\^?)((?:\\.|[^\]\\])*)\]", re.DOTALL)
+_CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # that JSON writes as \u alone, and the last
+
+
+def why_not(pattern: str) -> str:
+    """Why an answer cannot be held to a pattern; "" where it can, as far as its spelling tells."""
+    for found in _CLASS.finditer(pattern):
+        if found[2] and _CLASS_OPERATOR.search(_ESCAPE.sub("", found[2])):
+            return "has an operator in a class: && -- ~~ or a second [ (write \\[)"
+    if has_control(_ESCAPE.sub(_meant, _CLASS.sub(_single, pattern))):
+        return "wants a control character, which an answer cannot have"
+    return ""
+
+
+def has_control(text: str) -> bool:
+    """Whether it has a character that an answer, which has no \\u in its strings, cannot have."""
+    return _CONTROL.search(text) is not None
+
+
+def _single(found: re.Match[str]) -> str:
+    """Of a class of one character, that; of others nothing: they have another one. What is no class stays."""
+    if found[2] is None:
+        return found[0]
+    is_single = not found[1] and (len(found[2]) == 1 or _ESCAPE.fullmatch(found[2]) is not None)
+    return found[2] if is_single else ""
+
+
+def _meant(found: re.Match[str]) -> str:
+    """The character of an escape, where it is a control character; else a letter."""
+    code = next((digits for digits in found.groups()[:4] if digits is not None), None)
+    if code is None:
+        return {"a": "\a", "v": "\v"}.get(found[5], "x")
+    return chr(int(code, 16)) if int(code, 16) < 0x80 else "x"

@@ -1,0 +1,113 @@
+"""`run --schema`, `--regex`, `--grammar` and `--strict`."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.cli_support import Result, run_cli
+
+pytestmark = pytest.mark.usefixtures("own_folders", "tried_here")
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["owl", "fox"]}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture
+def schema(tmp_path: Path) -> Path:
+    path = tmp_path / "owl.json"
+    path.write_text(json.dumps(SCHEMA))
+    return path
+
+
+def run(model: Path, *arguments: str | Path) -> Result:
+    return run_cli("run", model, "-p", "An owl?", "--seed", "1", *arguments)
+
+
+def test_an_answer_has_the_form_of_a_schema(model: Path, schema: Path) -> None:
+    result = run(model, "--schema", schema, "--strict", "--json")
+    assert result.code == 0 and json.loads(result.json["text"])["name"] in ("owl", "fox")
+    assert (result.json["complete"], result.json["finish_reason"]) == (True, "stop")
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [("a.gbnf", 'root ::= "yes" | "no"'), ("a.lark", 'start: "yes" | "no"'), ("a.txt", 'root ::= "yes" | "no"\n')],
+)
+def test_a_grammar_is_told_by_its_ending_or_its_rules(model: Path, tmp_path: Path, name: str, source: str) -> None:
+    (tmp_path / name).write_text(source)
+    result = run(model, "--grammar", tmp_path / name, "--strict", "--raw")
+    assert result.code == 0 and result.out.strip() in (b"yes", b"no")
+
+
+def test_a_regular_expression_matches_the_whole_answer(model: Path) -> None:
+    result = run(model, "--regex", "[0-9]{2,3}")
+    assert result.code == 0 and re.fullmatch(rb"[0-9]{2,3}\n", result.out)
+
+
+def test_strict_ends_with_7_where_the_answer_was_cut(model: Path, schema: Path) -> None:
+    result = run(model, "--schema", schema, "--strict", "--max-tokens", "3")
+    assert result.code == 7 and len(result.out) > 0
+    assert result.error_lines[0].startswith("error: the answer is not whole")
+    assert "cut after 3 tokens" in result.error_lines[1] and "--max-tokens 512" in result.error_lines[2]
+
+
+def test_without_strict_a_cut_answer_is_warned_of(model: Path, schema: Path) -> None:
+    result = run(model, "--schema", schema, "--max-tokens", "3", "--json")
+    assert result.code == 0 and result.json["complete"] is False
+    assert result.err.startswith("warning: the answer is not whole")
+
+
+def test_a_batch_has_one_form_for_all_lines(model: Path, schema: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('"An owl?"\n{"prompt": "A fox?", "max_tokens": 2}\n')
+    command = ("run", model, "--batch", prompts, "--seed", "1", "--schema", schema)
+    loose = run_cli(*command)
+    lines = [json.loads(line) for line in loose.out.splitlines()]
+    assert [line["complete"] for line in lines] == [True, False]
+    assert loose.code == 0 and "1 of 2 answers do not have the form" in loose.err
+    strict = run_cli(*command, "--strict")
+    assert strict.code == 7 and [json.loads(line)["text"] for line in strict.out.splitlines()] == [
+        line["text"] for line in lines
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--schema", "SCHEMA", "--regex", "a"], "--schema and --regex cannot go together"),
+        (["--regex", "a", "--grammar", "SCHEMA"], "--regex and --grammar cannot go together"),
+        (["--strict"], "--strict needs --schema, --regex or --grammar"),
+        (["--show-prompt", "--regex", "a"], "--show-prompt and --regex cannot go together"),
+        (["--schema", "nothing.json"], "--schema cannot read 'nothing.json'"),
+        (["--regex", "(a"], "--regex: the regular expression cannot be used"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_a_model_is_loaded(
+    model: Path, schema: Path, arguments: list[str], says: str
+) -> None:
+    result = run(model, *(str(schema) if each == "SCHEMA" else each for each in arguments))
+    assert (result.code, result.out) == (2, b"") and says in result.error_lines[0]
+
+
+def test_a_file_that_is_no_json_is_refused_by_line_and_column(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text('{"a": 1,\n  "b": }')
+    result = run(model, "--schema", path)
+    assert (
+        result.code == 2 and f"--schema {path}" in result.error_lines[0] and "line 2, column 8" in result.error_lines[1]
+    )
+
+
+def test_unsupported_keywords_are_named_with_their_places(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text('{"properties": {"a": {"contains": {}, "if": {}}}}')
+    result = run(model, "--schema", path)
+    assert result.code == 2
+    assert "'contains' is not supported (#/properties/a/contains); 'if'" in result.error_lines[1]

@@ -1,0 +1,144 @@
+"""What is taken and what is refused: hostile schemas, patterns and grammars cost a second at most, and no process."""
+
+from __future__ import annotations
+
+import json
+import resource
+from typing import Any
+
+import pytest
+
+from localllm.engine.grammar.definition import defined
+from localllm.engine.grammar.trial import CPU_S
+from localllm.engine.request import Grammar, GrammarKind
+from localllm.errors import GrammarError
+
+
+def nested(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+def chained(length: int, link: str) -> dict[str, Any]:
+    """Definitions, each of which is the next one, or holds it."""
+    links: dict[str, Any] = {}
+    for number in range(length):
+        target = {"$ref": f"#/$defs/d{number + 1}"}
+        of_object = {"type": "object", "properties": {"a": target}, "required": ["a"]}
+        links[f"d{number}"] = {"ref": target, "allOf": {"allOf": [target, target]}, "object": of_object}[link]
+    return {"$defs": {**links, f"d{length}": {"type": "string"}}, "$ref": "#/$defs/d0"}
+
+
+ENDLESS = {
+    "itself": {"$ref": "#"},
+    "a circle": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+    "allOf": {"allOf": [{"$ref": "#"}]},
+    "anyOf": {"anyOf": [{"$ref": "#"}, {"$ref": "#"}]},
+    "a property": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+    "any property": {"type": "object", "additionalProperties": {"$ref": "#"}, "required": ["a"]},
+    "items": {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+    "a tuple": {"type": "array", "prefixItems": [{"$ref": "#"}], "minItems": 1},
+    "unreachable": {"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"$ref": "#/$defs/x"}}},
+}
+RECURSIVE = {
+    "a list": {
+        "type": "object",
+        "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+        "required": ["next"],
+    },
+    "a tree": {"type": "object", "properties": {"children": {"type": "array", "items": {"$ref": "#"}}}},
+    "not required": {"type": "object", "properties": {"a": {"$ref": "#"}}},
+    "backwards": chained(40, "ref"),
+}  # fmt: skip
+EXPLODING: list[tuple[GrammarKind, Any]] = [
+    ("json_schema", {"allOf": [{"type": "string", "pattern": f"a.{{{number}}}b"} for number in range(40)]}),
+    ("json_schema", {"allOf": [{"type": "integer", "multipleOf": each} for each in (9973, 9967, 9949)]}),
+    ("json_schema", {"allOf": [{"anyOf": [{"required": [f"{i}_{j}"]} for j in range(9)]} for i in range(9)]}),
+    ("json_schema", {"type": "string", "pattern": "^(a{1000}){1000}$"}),
+    ("json_schema", {"properties": {f"p{number}": {"type": "string"} for number in range(6000)}}),
+    ("json_schema", chained(3000, "object")),
+    ("json_schema", chained(2500, "allOf")),
+    ("regex", "(((a{100}){100}){100}){100}"),
+    ("regex", "(a?){500}a{500}"),
+    ("lark", 'start: "a"{1000000}'),
+    ("gbnf", 'root ::= "a"{1000000}'),
+]
+REFUSED: list[tuple[GrammarKind, str, str]] = [
+    ("json_schema", "{", "line 1, column 2"),
+    ("json_schema", "[]", "a list"),
+    ("json_schema", "false", "false"),
+    ("json_schema", '{"maximum": NaN}', "NaN"),
+    ("json_schema", '{"type": "strin"}', "'type' knows no 'strin' (#/type)"),
+    ("json_schema", '{"maxlength": 3}', "'maxlength' is not supported (#/maxlength)"),
+    ("json_schema", '{"x-guidance": {"lenient": true}}', "'x-guidance' is not supported"),
+    ("json_schema", '{"format": "regex"}', "'format' 'regex' is not supported"),
+    ("json_schema", '{"minItems": -1}', "'minItems' must be a whole number"),
+    ("json_schema", '{"minLength": 1000000000}', "'minLength' is more than 1000000"),
+    ("json_schema", '{"multipleOf": 0.01}', "'multipleOf' is enforced for whole numbers alone"),
+    ("json_schema", '{"maximum": 1e400}', "'maximum' must be"),
+    ("json_schema", '{"pattern": "(?=a)b"}', "'pattern' at #/pattern"),
+    ("json_schema", '{"pattern": "[a-z&&[^b]]"}', "'pattern' has an operator in a class"),
+    ("json_schema", '{"pattern": "a\\\\u0001b"}', "'pattern' wants a control character"),
+    ("json_schema", '{"const": "a\\u0000b"}', "'const' has a control character"),
+    ("json_schema", '{"$ref": "#/$defs/nothing"}', "'$ref' at #/$ref"),
+    ("json_schema", '{"$ref": "http://localhost/schema.json"}', "'$ref' at #/$ref"),
+    ("json_schema", '{"$schema": "http://localhost/schema"}', "'$schema' names no draft"),
+    ("json_schema", '{"oneOf": [{"type": "string"}, {"maxLength": 2}]}', "'oneOf' at #/oneOf"),
+    ("json_schema", '{"patternProperties": {"a": {}, "b": {}}}', "'patternProperties' at #/patternProperties"),
+    ("json_schema", '{"type": "object", "minProperties": 2}', "'minProperties' is enforced where"),
+    ("json_schema", '{"type": "string", "minLength": 3, "maxLength": 2}', "minLength (3)"),
+    ("json_schema", '{"properties": {"a": 3}}', "#/properties/a is a number"),
+    ("json_schema", json.dumps(nested(120)), "100 levels"),
+    ("json_schema", "[" * 100_000, "100 levels"),
+    ("json_schema", json.dumps({"enum": ["v" * 300_000]}), "characters"),
+    ("regex", "(?=a)b", "look-ahead"),
+    ("regex", r"(a)\1", "backreferences"),
+    ("regex", r"[^\s\S]", "nothing with which it can go on"),
+    ("regex", "(" * 20_000, "invalid regex"),
+    ("lark", "start: nothing", "unknown name"),
+    ("lark", "start: start", "nothing with which it can go on"),
+    ("lark", 'start: a\na[temperature=0.3]: "x"', "'temperature' in line 2"),
+    ("lark", "start: " + "(" * 5000 + '"a"' + ")" * 5000, "nested"),
+    ("gbnf", "root ::= (", "Expected"),
+    ("gbnf", "root ::= " + "(" * 5000 + '"a"' + ")" * 5000, "nested"),
+    ("gbnf", 'root ::= "' + "a" * 70_000 + '"', "characters"),
+]
+
+
+@pytest.mark.usefixtures("tried_here")
+@pytest.mark.parametrize("schema", ENDLESS.values(), ids=ENDLESS)
+def test_a_schema_that_never_ends_is_refused(schema: Any) -> None:
+    with pytest.raises(GrammarError, match="never ends"):
+        defined(Grammar("json_schema", json.dumps(schema)))
+
+
+@pytest.mark.usefixtures("tried_here")
+@pytest.mark.parametrize("schema", RECURSIVE.values(), ids=RECURSIVE)
+def test_a_recursive_schema_that_can_end_is_taken(schema: Any) -> None:
+    defined(Grammar("json_schema", json.dumps(schema)))
+
+
+@pytest.mark.usefixtures("tried_here")
+@pytest.mark.parametrize(("kind", "source", "says"), REFUSED)
+def test_what_cannot_be_honoured_is_refused_by_name(kind: GrammarKind, source: str, says: str) -> None:
+    with pytest.raises(GrammarError) as refused:
+        defined(Grammar(kind, source))
+    assert says in f"{refused.value.what}: {refused.value.why}"
+    assert len(refused.value.why) < 1500
+
+
+@pytest.mark.parametrize(("kind", "asked"), EXPLODING)
+def test_what_explodes_is_refused_before_it_costs_a_second(kind: GrammarKind, asked: Any) -> None:
+    """And takes no process with it: a chain of thousands overflows the stack of native code."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with pytest.raises(GrammarError):
+        defined(Grammar(kind, asked if isinstance(asked, str) else json.dumps(asked)))
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < CPU_S + 0.4
+
+
+@pytest.mark.parametrize("source", ["(a+)+$", "(x+x+)+y", "(.*a){20}b", "(a|b)*a(a|b){40}"])
+def test_what_makes_other_engines_backtrack_is_taken(source: str) -> None:
+    defined(Grammar("regex", source))
