@@ -78,6 +78,12 @@ REFUSED: list[tuple[GrammarKind, str, str]] = [
     ("json_schema", '{"minLength": 1000000000}', "'minLength' is more than 1000000"),
     ("json_schema", '{"multipleOf": 0.01}', "'multipleOf' is enforced for whole numbers alone"),
     ("json_schema", '{"maximum": 1e400}', "'maximum' must be"),
+    ("json_schema", '{"exclusiveMinimum": 0, "maximum": 0.5}', "'exclusiveMinimum' of 0 is not enforced"),
+    (
+        "json_schema",
+        '{"allOf": [{"exclusiveMaximum": 0}, {"minimum": -0.5}]}',
+        "'exclusiveMaximum' of 0 is not enforced",
+    ),
     ("json_schema", '{"pattern": "(?=a)b"}', "'pattern' at #/pattern"),
     ("json_schema", '{"pattern": "[a-z&&[^b]]"}', "'pattern' has an operator in a class"),
     ("json_schema", '{"pattern": "a\\\\u0001b"}', "'pattern' wants a control character"),

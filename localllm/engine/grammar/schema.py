@@ -8,7 +8,6 @@ the test suite of the specification, `tests/structured/test_suite.py`.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
@@ -87,7 +86,9 @@ class CheckedSchema:
         self._refused: list[str] = []
         self._num_schemas = 0
         self._root = schema
+        self._bounds: list[tuple[str, float, str]] = []  # keyword, value, place
         self.schema: dict[str, Any] = self._walked(schema, "#", 0)
+        self._require_closed_zero()
         if self._refused:
             more = f", and {len(self._refused) - _TOLD} more" if len(self._refused) > _TOLD else ""
             raise GrammarError(
@@ -168,9 +169,21 @@ class CheckedSchema:
         return value
 
     def _bound(self, key: str, value: Any, at: str) -> Any:
-        if not isinstance(value, bool | int | float) or not math.isfinite(value) or abs(value) >= 2**63:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -(2**63) < value < 2**63:
             self._refuse(at, "must be a number of at most 63 bits", key)
+        else:
+            self._bounds.append((key, value, at))
         return value
+
+    def _require_closed_zero(self) -> None:
+        """llguidance takes 0 for more than 0 where numbers end below 1, -0 for less where they begin above -1. Bounds
+        meet in `allOf` and by `$ref`: all of the schema counts."""
+        near = {(key.lower()[-7:], value > 0) for key, value, _ in self._bounds if 0 < abs(value) < 1}
+        for key, value, at in self._bounds:
+            if value == 0 and key == "exclusiveMinimum" and ("maximum", True) in near:
+                self._refuse(at, "of 0 is not enforced beside a maximum below 1", key)
+            if value == 0 and key == "exclusiveMaximum" and ("minimum", False) in near:
+                self._refuse(at, "of 0 is not enforced beside a minimum above -1", key)
 
     def _multiple(self, key: str, value: Any, at: str) -> Any:
         if isinstance(value, float) and value.is_integer():
