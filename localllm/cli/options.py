@@ -14,7 +14,9 @@ import typer
 
 from localllm.cli.names import complete_installed, complete_models, complete_speculate, complete_weights
 from localllm.config import ACCEPTED, DRAFT_TOKENS, MOST_DRAFT_TOKENS, Accepts
+from localllm.engine.request import MAX_BEAMS
 from localllm.errors import UsageError
+from localllm.frontend.choices import MAX_ANSWERS
 from localllm.frontend.planning import DEFAULT_PARALLEL
 from localllm.registry import SAMPLING_SETTINGS
 
@@ -269,6 +271,9 @@ NUMBERS: Mapping[str, Accepts] = MappingProxyType(
         "port": Accepts("integer", 0, 65535, usual="8420"),
         "queue": Accepts("integer", 0, 10_000, usual="64"),
         "replicas": Accepts("integer", 1, 1024, usual="2"),
+        "n": Accepts("integer", 1, MAX_ANSWERS, usual="3"),
+        "best_of": Accepts("integer", 1, MAX_ANSWERS, usual="3"),
+        "beams": Accepts("integer", 1, MAX_BEAMS, usual="4"),
         "group": Accepts("text", choices=("32", "64", "128")),
         "prompt_tokens": Accepts("integer", 1, _MOST_TOKENS, usual="512"),
         "gen_tokens": Accepts("integer", 1, _MOST_TOKENS, usual="128"),

@@ -32,6 +32,7 @@ T = TypeVar("T")
 
 _PREPARING_THREADS = 2  # templates and tokenizers, while the loop goes on; as many again look at the disk
 _LOOK_S = 0.2  # between two looks at a model that is to leave: programs that use it by its own socket may
+_MOST_KEPT_S = 1e9  # thirty years: what is longer is for good, and may be more than a clock can tell
 _ROOM_S = 600.0  # for which a model waits for those before it to be done
 
 
@@ -136,7 +137,7 @@ class Pool:
             keep_s = None
         await served.ready()
         if keep_s is not None:
-            served.keep_s = None if keep_s < 0 else keep_s
+            served.keep_s = keep_s if 0 <= keep_s <= _MOST_KEPT_S else None
             if not served.num_open:
                 self.left_alone(served)
 

@@ -157,13 +157,6 @@ def test_a_fix_leaves_a_switch_out_and_keeps_what_follows_it() -> None:
     assert _with_flags(line, "leave --new-key out") == "localllm serve --api-key-file key.txt qwen3-8b"
 
 
-@pytest.mark.usefixtures("own_folders")
-def test_a_server_whose_model_cannot_be_loaded_ends_and_says_why() -> None:
-    told = run_cli("serve", "tiny", "--ram", "40MiB", "--port", "0")
-    assert told.code == 4 and "tiny does not fit into 40.0 MiB of memory" in told.err
-    assert "--ram 352MiB" in told.err
-
-
 def test_a_server_that_is_stopped_has_not_failed() -> None:
     with running() as server:
         service = server.service
