@@ -175,7 +175,7 @@ def _context() -> Any:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["localllm.engine.engine", "localllm.engine.planning"])
+    context.set_forkserver_preload(["localllm.frontend.preloaded"])
     return context
 
 
