@@ -1,7 +1,7 @@
 """What engines' processes have in memory when they are forked: torch, and all that an engine is made of.
 
-Without collections of garbage meanwhile, an eighth of the time; and none of it is looked through by the processes later,
-which would make a copy of each page that it touches.
+Without collections of garbage meanwhile, which are an eighth of the time. None of it is looked through by the processes
+later: each page that is touched would be copied.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import gc
 
 gc.disable()
 
-import localllm.engine.engine  # noqa: E402, F401
-import localllm.engine.hosting  # noqa: E402, F401
-import localllm.engine.planning  # noqa: E402, F401
+import localllm.engine.engine  # noqa: E402
+import localllm.engine.hosting  # noqa: E402
+import localllm.engine.planning  # noqa: E402
 import localllm.engine.service  # noqa: E402, F401
 
 gc.freeze()
