@@ -237,6 +237,18 @@ def test_what_it_would_come_to_is_said_before_it_loads_and_again_with_other_caps
     process.close()
 
 
+@pytest.mark.parametrize("moment", ["before it has begun", "while it waits for room"])
+def test_a_load_that_is_stopped_is_given_up_at_once(moment: str) -> None:
+    arrived = threading.Event()
+    process = EngineProcess(selection(), Opening(), Caps(), Hearer(lambda _foreseen: arrived.set()))
+    if moment == "while it waits for room":
+        assert arrived.wait(60)
+    process.stop()
+    assert process.wait_loaded(60) is None and process.is_settled
+    process.close()
+    assert process.pid is None or not psutil.pid_exists(process.pid)
+
+
 _OWNER = """
 import sys, time
 from tests.engine_owner import answer, started

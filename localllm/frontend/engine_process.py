@@ -78,7 +78,7 @@ class EngineProcess:
         )
         self._process_began = threading.Event()
         self._ending = threading.Lock()
-        self._is_released = False
+        self._is_released = self._is_stopped = False
         self.pid: int | None = None
         self._theirs: socket.socket | None = theirs
         self.socket_path: Path | None = None  # at which other programs reach it, once it is loaded
@@ -112,7 +112,11 @@ class EngineProcess:
         return self._service.wait_ended()
 
     def stop(self) -> None:
+        """What is still being loaded is given up at once."""
+        self._is_stopped = True
         self._service.stop()
+        if not self.is_settled:
+            self._kill()
 
     def close(self, timeout_s: float = _LEAVE_S) -> None:
         """Returns when the process has ended; it is killed where it takes longer than that."""
@@ -134,9 +138,16 @@ class EngineProcess:
         self._process.start()
         self.pid = self._process.pid
         self._process_began.set()
+        if self._is_stopped:
+            self._kill()
         self._theirs.close()
         self._theirs = None
         return self._own
+
+    def _kill(self) -> None:
+        with self._ending:
+            if self._process_began.is_set() and not self._is_released:
+                self._process.kill()
 
     def _say(self, what: str, caps: Caps) -> None:
         with contextlib.suppress(OSError):  # it has ended: who reads finds out

@@ -221,7 +221,8 @@ class Answers:
                     if piece.finished.error is not None:
                         raise piece.finished.error
                     if piece.finished.finish_reason == "cancelled":
-                        raise RequestError(503, "the server is shutting down", name="shutting_down")
+                        why = "the server is shutting down, or the model was unloaded by hand"
+                        raise RequestError(503, "the answer was stopped", why=why, name="shutting_down")
                 yield index, piece
 
     async def whole(self) -> list[Piece]:

@@ -196,9 +196,8 @@ class Pool:
     async def load(self, served: Served) -> None:
         """As `House` has it; it goes on where who asks for it has gone."""
         task = self._loads.get(served)
-        if task is None:
+        if task is None or task.done():
             task = self._loads[served] = asyncio.create_task(self._in_turn(served))
-            task.add_done_callback(lambda _: self._loads.pop(served, None))
             task.add_done_callback(_hear)
         await asyncio.shield(task)
 
@@ -242,7 +241,7 @@ class Pool:
             while (what := await _first(arrived, settled)) is not None:
                 await self._decide(served, service, what)
             if await settled is None:
-                raise EngineClosedError("the server is shutting down")
+                raise self._stopped(served)
         except BaseException:
             served.service = None
             settled.add_done_callback(_hear)
@@ -253,6 +252,12 @@ class Pool:
         for victim, weights in left:  # not before: the disk was the other's
             await self.on_disk(partial(keep_warm, victim.selection.files, weights))
         self.left_alone(served)
+
+    def _stopped(self, served: Served) -> Exception:
+        """Why a load came to nothing that nobody else has ended."""
+        if self._is_closed:
+            return EngineClosedError("the server is shutting down")
+        return busy(f"{served.name} was unloaded", "somebody stopped it while it was being loaded", "unloaded")
 
     async def _decide(self, served: Served, service: Service, what: Foreseen) -> None:
         """Whether a model may load as it would be placed now. Raises what keeps it from that."""
