@@ -114,10 +114,20 @@ def num_cancelled(server: Running) -> float:
     return server.pool.metrics.registry.get_sample_value("localllm_answers_total", {"reason": "cancelled"}) or 0
 
 
-async def begin(pool: Pool) -> None:
-    """As `localllm serve` does: the server answers while the model is loaded."""
-    loading = asyncio.ensure_future(pool.load(pool.first))
+async def begin(pool: Pool, begun: threading.Event) -> None:
+    """As `localllm serve` does: the server answers while the model is loaded. begun: set when that is on its way."""
+
+    async def load() -> None:
+        try:
+            await pool.load(pool.first)
+        finally:
+            begun.set()
+
+    loading = asyncio.ensure_future(load())
     loading.add_done_callback(lambda done: done.cancelled() or done.exception())
+    while pool.first.service is None and not loading.done():
+        await asyncio.sleep(0)
+    begun.set()
 
 
 @contextmanager
@@ -162,13 +172,14 @@ def running(
     port = int(sock.getsockname()[1])
     admission = Admission((port,), key_digest=None if key is None else key_digest(key))
     stops: list[Callable[[], None]] = []
+    begun = threading.Event()
     outer = create_app(pool, admission, log=log.append, with_metrics=with_metrics)
     app = Doors(outer, create_router(local_endpoints([], lambda: stops[0]()), pool))
-    arguments = (app, [sock], stops.append, pool.stop, lambda: begin(pool))
+    arguments = (app, [sock], stops.append, pool.stop, lambda: begin(pool, begun))
     thread = threading.Thread(target=serve, args=arguments, daemon=True)
     thread.start()
     try:
-        wait_for(lambda: pool.first.service is not None)
+        assert begun.wait(PATIENCE_S)
         if load is None:
             wait_for(lambda: pool.first.engine_if_loaded is not None)
         with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
