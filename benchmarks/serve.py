@@ -1,7 +1,7 @@
 """What HTTP costs, and what several clients get: `python -m benchmarks.serve [--part first|overhead|parallel|gap]`.
 
-A 1.1B shape (random INT4 weights, which cost what trained ones do) behind the server as `localllm serve` has it; its
-clients are in a process of their own, on the same cores.
+A 1.1B shape (random INT4 weights, which cost what trained ones do) behind the server as `localllm serve` has it, in a
+process of its own; beside the same on a thread of this process. Clients are in another process, on the same cores.
 
 `first`: seconds to the first token of a short prompt, beside the same request put to the engine by its own thread's
 interface; pairs in turns, many a round, as one is noisier than what is looked for.
@@ -38,7 +38,9 @@ from localllm.engine.request import Request, SamplingParams
 from localllm.engine.scheduler import Limits
 from localllm.engine.service import EngineService
 from localllm.engine.speculative.choice import OFF
-from localllm.frontend.selection import with_defaults
+from localllm.frontend.engine_process import Caps, EngineProcess, Foreseen, Hearer
+from localllm.frontend.opening import Opening
+from localllm.frontend.selection import Selection, with_defaults
 from localllm.hub import ModelFiles
 from localllm.quant.recipe import RECIPES
 from localllm.server.app import create_app
@@ -101,8 +103,13 @@ def bench(files: ModelFiles) -> Iterator[Bench]:
     service = EngineService(load)
     engine = service.wait_loaded()
     assert engine is not None
-    resolved = load_settings({}, environ={})
-    pool = Pool(with_defaults(resolved, files), resolved, lambda *_: service, Capacity(PARALLEL, PARALLEL))
+    wishes = {"weights": WEIGHTS, "ctx": _CTX, "speculate": "off", "cache_disk": "off"}
+    resolved = load_settings(wishes, environ={})
+
+    def launch(selection: Selection, caps: Caps, foreseen: Callable[[Foreseen], None]) -> EngineProcess:
+        return EngineProcess(selection, Opening(parallel=PARALLEL), caps, Hearer(foreseen))
+
+    pool = Pool(with_defaults(resolved, files), resolved, launch, Capacity(PARALLEL, PARALLEL))
     sock = bound("127.0.0.1", 0)
     port = int(sock.getsockname()[1])
     stops: list[Callable[[], None]] = []
@@ -111,6 +118,8 @@ def bench(files: ModelFiles) -> Iterator[Bench]:
     thread.start()
     command = [sys.executable, "-m", "benchmarks.serve_client"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
+        while pool.first.engine_if_loaded is None:
+            time.sleep(0.1)
         yield Bench(port, service, engine, client)
         client.terminate()
     stops[0]()

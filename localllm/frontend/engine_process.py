@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from localllm.offload.plan import Plan
 
 _LEAVE_S = 5.0  # for which a process that is told to end may go on, before it is killed
+# What is said of a token waits so long at most for the interpreter, where the engine's thread has it: 5 ms is usual.
+_SWITCH_S = 0.0005
 _GRANTED = Origin("flag", "the server's share of the memory")
 
 
@@ -198,6 +200,7 @@ def _be_engine(sock: socket.socket, selection: Selection, opening: Opening, caps
     for name in ("SIGINT", "SIGHUP"):  # of the terminal: its owner hears of it, and ends this
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
+    sys.setswitchinterval(_SWITCH_S)
     with contextlib.suppress(OSError):  # the owner has gone
         try:
             granted = _agree_on_room(sock, selection, opening, caps)
