@@ -19,7 +19,7 @@ from localllm.cli.options import refuse_together
 from localllm.cli.replicas import require_sense, serve_replicas
 from localllm.cli.selection import select
 from localllm.config import user_directories
-from localllm.errors import EngineClosedError, LocalLLMError, UsageError
+from localllm.errors import EngineClosedError, EngineGoneError, LocalLLMError, UsageError
 from localllm.frontend.opening import Opening, check
 from localllm.frontend.selection import Selection, locate, with_defaults
 
@@ -279,7 +279,7 @@ def _launch(front: Front, opening: Opening) -> Launch:
 
 def _local_socket(front: Front, stack: contextlib.ExitStack) -> socket.socket | None:
     """At which this user's own programs reach the server; None where another of this user's has it."""
-    from localllm.frontend.sockets import IS_SUPPORTED, listening, runtime_folder, server_socket
+    from localllm.frontend.sockets import IS_SUPPORTED, forget, identity, listening, runtime_folder, server_socket
 
     if not IS_SUPPORTED:
         return None
@@ -290,7 +290,7 @@ def _local_socket(front: Front, stack: contextlib.ExitStack) -> socket.socket | 
         front.output.note(f"run, chat, ps, load and stop do not find this server: {error.what} ({error.why})")
         return None
     sock.setblocking(False)
-    stack.callback(server_socket().unlink, missing_ok=True)
+    stack.callback(forget, server_socket(), identity(server_socket()))
     return sock
 
 
@@ -320,16 +320,21 @@ class _First:
         self._task = asyncio.create_task(self._load())
 
     async def _load(self) -> None:
+        from localllm.server.failures import RequestError
+
         served = self._pool.first
         try:
-            await self._pool.load(served)
+            await served.load()
+            engine, where = served.engine(), " and ".join(self.addresses)
         except EngineClosedError:  # the server was stopped meanwhile
+            return
+        except (EngineGoneError, RequestError) as error:  # killed twice, or unloaded by hand: it may be asked for again
+            self._front.output.warn(f"{error.what}: {error.why}")
             return
         except Exception as error:
             self.failure = error
             self.stop()
             return
-        engine, where = served.engine(), " and ".join(self.addresses)
         room = f"{engine.ctx} tokens of context, {served.capacity.parallel} answers at once"
         self._front.output.note(f"serving {served.name} ({engine.weights}, {room}) on {where}")
         self._front.output.note("OpenAI: /v1, Anthropic: /v1/messages, Ollama: /api; Ctrl-C stops")

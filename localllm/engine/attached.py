@@ -21,7 +21,7 @@ from localllm.engine.events import Event, FinishedEvent, GrownEvent
 from localllm.engine.facts import EngineFacts, EngineStatus, Recipient
 from localllm.engine.request import Request
 from localllm.engine.tokenizer import Tokenizer
-from localllm.errors import EngineClosedError, EngineGoneError, TemplateError
+from localllm.errors import EngineClosedError, EngineGoneError, LocalLLMError, TemplateError
 from localllm.models.config import ModelConfig
 from localllm.models.families import load_config
 
@@ -254,6 +254,11 @@ class AttachedService:
         self._began = time.perf_counter()
         try:
             self._sock = self._connect()
+        except Exception as error:
+            gone = EngineGoneError("the engine's process cannot be reached", why=str(error), fix="ask again")
+            self._end(error if isinstance(error, LocalLLMError) else gone)
+            return
+        try:
             with self._sock, self._sock.makefile("rb") as lines:
                 while data := lines.readline(wire.MOST_BYTES):
                     self._take(wire.message(data))
@@ -331,7 +336,9 @@ class RevivingService:
     def wait_loaded(self, timeout_s: float | None = None) -> AttachedEngine | None:
         """The same one whichever connection there is."""
         engine = self._current.wait_loaded(timeout_s)
-        if self._engine is None or engine is None:
+        if engine is None:
+            return None
+        if self._engine is None:
             self._engine = engine
         elif engine is not self._engine:
             self._engine.go_on_as(engine)

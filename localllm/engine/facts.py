@@ -50,10 +50,11 @@ class SlotFacts:
 
 @dataclass(frozen=True)
 class EngineStatus:
-    """What an engine is doing."""
+    """What an engine is doing. idle_s: since something was asked of it, or an answer ended."""
 
     running: tuple[SlotFacts, ...] = ()
     num_waiting: int = 0
+    idle_s: float = 0.0
 
     @property
     def is_idle(self) -> bool:

@@ -62,7 +62,7 @@ class Guest:
             with self._sock.makefile("rb") as lines:
                 while data := lines.readline(wire.MOST_BYTES):
                     self._take(wire.message(data))
-        except (OSError, wire.WireError, KeyError):
+        except (OSError, wire.WireError, KeyError, TypeError, ValueError, RecursionError):
             pass  # who does not keep to what is spoken here is not spoken to
         finally:
             self._leave()

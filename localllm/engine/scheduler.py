@@ -67,6 +67,7 @@ class Scheduler:
         self._give_kv = admit
         self._answers_are_next = False
         self.num_chunks = 0  # of prompts, that were read
+        self.used_at = time.monotonic()  # when a request came, or one ended
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -81,6 +82,7 @@ class Scheduler:
         chunks = -(-sequence.num_prompt_tokens // self.limits.chunk_tokens)
         sequence.due = self.num_chunks + chunks - PRIORITY_CHUNKS * sequence.request.priority
         self._arrived.append(sequence)
+        self.used_at = time.monotonic()
 
     def take_in(self) -> None:
         """What has arrived waits for its turn."""
@@ -144,6 +146,7 @@ class Scheduler:
 
     def remove(self, sequences: Iterable[Sequence]) -> None:
         gone = {id(sequence): sequence for sequence in sequences}
+        self.used_at = time.monotonic()
         for sequence in gone.values():
             if sequence.search is not None:
                 sequence.search.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from localllm.engine.facts import EngineFacts, EngineStatus, SlotFacts
@@ -39,7 +40,8 @@ def facts_of(engine: Engine) -> EngineFacts:
 
 
 def status_of(scheduler: Scheduler) -> EngineStatus:
-    return EngineStatus(tuple(map(_slot, list(scheduler.running))), scheduler.num_waiting)
+    idle_s = time.monotonic() - scheduler.used_at
+    return EngineStatus(tuple(map(_slot, list(scheduler.running))), scheduler.num_waiting, idle_s)
 
 
 def _slot(sequence: Sequence) -> SlotFacts:

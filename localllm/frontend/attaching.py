@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from localllm import __version__
 from localllm.errors import EngineGoneError, LocalLLMError
-from localllm.frontend.sockets import IS_SUPPORTED, connected, server_socket
+from localllm.frontend.sockets import IS_SUPPORTED, connected, found_server
 
 if TYPE_CHECKING:
     from localllm.engine.attached import RevivingService
@@ -58,8 +58,8 @@ class Server:
     @classmethod
     def find(cls) -> Server | None:
         """This user's; None where there is none."""
-        path = server_socket() if IS_SUPPORTED else None
-        return cls(path) if path is not None and path.exists() else None
+        path = found_server() if IS_SUPPORTED else None
+        return None if path is None else cls(path)
 
     def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> Any:
         """Raises OSError where nobody listens any more, and ServerRefusedError."""
@@ -114,6 +114,7 @@ def _wanted(selection: Selection) -> dict[str, Any]:
     return {
         "version": __version__,
         "model": selection.model_name,
+        "directory": str(selection.files.directory.resolve()),
         "settings": chosen,
         "private": selection.private,
     }

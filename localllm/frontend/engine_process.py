@@ -167,9 +167,10 @@ class EngineProcess:
     def _why_gone(self) -> str:
         self._forget_socket()
         with self._ending:
-            if not self._is_released:
+            is_known = self._process_began.is_set() and not self._is_released
+            if is_known:
                 self._process.join(1.0)
-            code = None if self._is_released else self._process.exitcode
+            code = self._process.exitcode if is_known else None
         if code is not None and code < 0:
             name = signal.Signals(-code).name
             hint = ", as the system does where memory runs out" if name == "SIGKILL" else ""
@@ -268,14 +269,16 @@ def _host(sock: socket.socket, selection: Selection, opening: Opening) -> None:
     def tell(kind: str, arguments: tuple[Any, ...]) -> None:
         owner.result().say(_told(kind, arguments))
 
-    service = EngineService(lambda: _load(selection, opening, tell))
-    host = Host(service)
-    path = runtime_folder() / f"engine-{os.getpid()}.sock"
     with contextlib.ExitStack() as stack:
+        listener = None
         with contextlib.suppress(LocalLLMError):  # its owner can use it all the same
-            listener = stack.enter_context(listening(path))
+            path = runtime_folder() / f"engine-{os.getpid()}.sock"
+            listener = stack.enter_context(listening(path))  # before other threads make files: it sets the umask
             stack.callback(_unlink, path)
             sock.sendall(wire.line({"op": "listening", "path": str(path)}))
+        service = EngineService(lambda: _load(selection, opening, tell))
+        host = Host(service)
+        if listener is not None:
             host.listen(listener)
         owner.set_result(host.take_owner(sock))
         host.owner_gone.wait()

@@ -25,10 +25,9 @@ def runtime_folder() -> Path:
     folder = _place()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.lstat()
     except OSError as error:
         raise LocalLLMError("the folder of the sockets cannot be made", why=str(error)) from None
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    if not _is_own(folder):
         why = f"{folder} is not a folder that is this user's alone"
         raise LocalLLMError("the folder of the sockets cannot be used", why=why, fix=f"chmod 700 {folder}")
     return folder
@@ -37,6 +36,17 @@ def runtime_folder() -> Path:
 def server_socket() -> Path:
     """The address of this user's server."""
     return _place() / "server.sock"
+
+
+def found_server() -> Path | None:
+    """The same, where something is there, in a folder that nobody else could have put it into."""
+    path = server_socket()
+    return path if path.exists() and _is_own(path.parent) else None
+
+
+def _is_own(folder: Path) -> bool:
+    found = folder.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
 
 
 def _place() -> Path:
@@ -81,9 +91,24 @@ def is_answered(path: Path) -> bool:
         probe.settimeout(1.0)
         try:
             probe.connect(str(path))
-        except OSError:
+        except (ConnectionRefusedError, FileNotFoundError):
             return False
+        except OSError:  # it is busy, which the dead are not
+            return True
     return True
+
+
+def identity(path: Path) -> tuple[int, int]:
+    """Of the file at an address, whatever comes to stand there later."""
+    found = path.lstat()
+    return found.st_dev, found.st_ino
+
+
+def forget(path: Path, own: tuple[int, int]) -> None:
+    """Takes a socket's file away, where it is the one that was made and not a successor's."""
+    with contextlib.suppress(OSError):
+        if identity(path) == own:
+            path.unlink()
 
 
 def connected(path: Path) -> socket.socket:

@@ -57,6 +57,14 @@ def address_space_free_bytes() -> int | None:
     return max(0, limit - _THREADS_BYTES - int(psutil.Process().memory_info().vms))
 
 
+def free_bytes() -> int:
+    """Of the host's memory: the least of the machine's, the control groups' and the address space."""
+    import psutil
+
+    limits = (int(psutil.virtual_memory().available), cgroup_free_bytes(), address_space_free_bytes())
+    return min(limit for limit in limits if limit is not None)
+
+
 def address_space_limit_bytes() -> int | None:
     try:
         from resource import RLIM_INFINITY, RLIMIT_AS, getrlimit

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Literal, NotRequired
 
 from starlette.responses import Response
@@ -13,7 +14,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from typing_extensions import TypedDict
 
 from localllm import __version__
-from localllm.config import Settings
 from localllm.engine.facts import EngineFacts, EngineStatus
 from localllm.errors import LocalLLMError
 from localllm.frontend.engine_process import EngineProcess
@@ -26,12 +26,14 @@ from localllm.server.served import Served
 
 
 class AttachBody(Body):
-    """model: a name, or a folder of this user's. settings: of the engine, that were chosen by somebody. private:
-    nothing of what is said may be kept. waits: until it is loaded; else it is only said whether it may be attached to.
+    """model: a name, or a folder of this user's. directory: where its files are: a name may be another's alias.
+    settings: of the engine, that were chosen by somebody. private: nothing of what is said may be kept. waits: until it
+    is loaded; else it is only said whether it may be attached to.
     """
 
     version: str
-    model: str | None
+    model: str
+    directory: str
     settings: dict[str, Any]
     private: bool
     waits: bool
@@ -114,10 +116,12 @@ async def attach(call: Call, body: AttachBody) -> Response:
     """Loads the model where it is not. Raises RequestError where the engine is not as it is wanted."""
     if body.version != __version__:
         raise _refused(f"the server is version {__version__}, this program {body.version}")
-    served = await call.pool.find_own(body.model)
+    served = await call.pool.find_files(body.model, Path(body.directory))
+    if served is None:
+        raise _refused(f"the server finds another model by the name {body.model}")
     if body.private and not served.selection.private:
         raise _refused("the server keeps what was computed of prompts on the disk, which --private rules out")
-    if (other := _other_settings(served.selection.settings, body.settings)) is not None:
+    if (other := _other_settings(served, body.settings)) is not None:
         raise _refused(other)
     if not body.waits:
         return Json(Attached(name=served.name, socket=""))
@@ -128,9 +132,13 @@ async def attach(call: Call, body: AttachBody) -> Response:
     return Json(Attached(name=served.name, socket=str(service.socket_path)))
 
 
-def _other_settings(own: Settings, wanted: Mapping[str, Any]) -> str | None:
+def _other_settings(served: Served, wanted: Mapping[str, Any]) -> str | None:
+    """What the engine is not, of what is wanted: by its settings, or by what has come of those that were left to it."""
+    engine = served.engine_if_loaded
+    became = {} if engine is None else {"weights": engine.weights.partition("-")[0], "ctx": engine.ctx}
     for name, value in wanted.items():
-        if (has := getattr(own, name, None)) != value:
+        has = getattr(served.selection.settings, name, None)
+        if value not in (has, became.get(name, has)):
             return f"the server's engine has {name} {'auto' if has is None else has}, and {value} is asked for"
     return None
 

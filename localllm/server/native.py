@@ -117,8 +117,8 @@ async def metrics(call: Call, _body: None) -> Response:
 
 
 async def props(call: Call, _body: None) -> Json:
-    served = await call.model(None)
-    engine = served.engine()
+    served = call.pool.first
+    engine = served.engine()  # which is not loaded for a question like this
     sampling, tokenizer = served.sampling(), engine.tokenizer
     names = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "frequency_penalty")
     params = {name: getattr(sampling, name) for name in (*names, "presence_penalty", "max_tokens")}
@@ -146,9 +146,11 @@ def _template_source(engine: LoadedEngine) -> str:
 
 async def slots(call: Call, _body: None) -> Json:
     """What is being computed: numbers, nothing of what it says."""
-    served = await call.model(None)
-    engine = served.engine()
-    status = await status_of(engine)
+    served = call.pool.first
+    engine = served.engine_if_loaded
+    if engine is None and call.pool.is_starting:
+        served.engine()
+    status = EngineStatus() if engine is None else await status_of(engine)
     rows: list[Slot] = []
     for index in range(max(served.capacity.parallel, len(status.running))):
         slot = status.running[index] if index < len(status.running) else None
@@ -156,7 +158,7 @@ async def slots(call: Call, _body: None) -> Json:
             {
                 "id": index,
                 "id_task": None if slot is None else slot.request_id,
-                "n_ctx": engine.ctx,
+                "n_ctx": 0 if engine is None else engine.ctx,
                 "is_processing": slot is not None,
                 "n_prompt_tokens": 0 if slot is None else slot.num_prompt_tokens,
                 "n_prompt_tokens_processed": 0 if slot is None else slot.num_read,

@@ -7,10 +7,11 @@ import asyncio
 import contextlib
 import difflib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from localllm import hub
@@ -19,6 +20,7 @@ from localllm.errors import EngineClosedError, LocalLLMError, ModelNotFoundError
 from localllm.frontend.engine_process import Caps, Foreseen
 from localllm.frontend.selection import Selection, locate, with_defaults
 from localllm.frontend.warm_files import keep_warm
+from localllm.offload.machine_memory import free_bytes
 from localllm.server.failures import RequestError, busy
 from localllm.server.metrics import Metrics
 from localllm.server.served import Capacity, Served
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _PREPARING_THREADS = 2  # templates and tokenizers, while the loop goes on; as many again look at the disk
+_SHARE = 0.9  # of the memory that is free when the server starts, as a model by itself would take
 _LOOK_S = 0.2  # between two looks at a model that is to leave: programs that use it by its own socket may
 _MOST_KEPT_S = 1e9  # thirty years: what is longer is for good, and may be more than a clock can tell
 _ROOM_S = 600.0  # for which a model waits for those before it to be done
@@ -81,6 +84,7 @@ class Pool:
         self.models = [self.first, *(Served(self, selection) for selection in also)]
         for each in self.models:
             each.keep_s = idle_s
+        self._ram_bytes = int(_SHARE * free_bytes())
         self._on_demand = on_demand
         self._resolved = resolved
         self._launch = launch
@@ -89,7 +93,7 @@ class Pool:
         self._loads: dict[Served, asyncio.Task[None]] = {}
         self._timers: dict[Served, asyncio.TimerHandle] = {}
         self._left: list[tuple[Served, str]] = []  # for the one that is being loaded, and in which formats
-        self._expiring: set[asyncio.Task[None]] = set()
+        self._begun: set[asyncio.Task[None]] = set()
         self._is_closed = self._has_begun = False
         self._preparing = ThreadPoolExecutor(_PREPARING_THREADS, "localllm-prepare")
         self._looking = ThreadPoolExecutor(_PREPARING_THREADS, "localllm-look")
@@ -112,7 +116,8 @@ class Pool:
         return self._added(selection)
 
     def _added(self, selection: Selection) -> Served:
-        served = next((each for each in self.models if each.selection.model_name == selection.model_name), None)
+        directory = selection.files.directory
+        served = next((each for each in self.models if each.selection.files.directory == directory), None)
         if served is None:
             served = Served(self, selection)
             served.keep_s = self.idle_s
@@ -148,6 +153,17 @@ class Pool:
         except RequestError:
             selection = await self.on_disk(lambda: with_defaults(self._resolved, locate(self._resolved, word)))
             return self._added(selection)
+
+    async def find_files(self, word: str, directory: Path) -> Served | None:
+        """The model of these files, for this user's own programs; None where the word leads to others here."""
+        for each in self.models:
+            if each.selection.files.directory.resolve() == directory:
+                return each
+        with contextlib.suppress(LocalLLMError):
+            selection = await self.on_disk(lambda: with_defaults(self._resolved, locate(self._resolved, word)))
+            if selection.files.directory.resolve() == directory:
+                return self._added(selection)
+        return None
 
     def known(self, name: str) -> Served | None:
         return next((each for each in self.models if each.has(name)), None)
@@ -213,6 +229,8 @@ class Pool:
         service, served.service = served.service, None
         if service is not None:
             served.keep_s = self.idle_s
+            if not service.is_settled:
+                service.stop()  # of a load nothing is waited for
             await asyncio.to_thread(service.close)
             self._note(f"{served.name} is unloaded")
 
@@ -238,8 +256,7 @@ class Pool:
         served.service = service
         settled = asyncio.create_task(asyncio.to_thread(service.wait_loaded))
         try:
-            while (what := await _first(arrived, settled)) is not None:
-                await self._decide(served, service, what)
+            await self._agree(served, service, arrived, settled)
             if await settled is None:
                 raise self._stopped(served)
         except BaseException:
@@ -250,7 +267,7 @@ class Pool:
         self._has_begun |= served is self.first
         left, self._left = self._left, []
         for victim, weights in left:  # not before: the disk was the other's
-            await self.on_disk(partial(keep_warm, victim.selection.files, weights))
+            self._begin(self._keep_warm(victim, weights))
         self.left_alone(served)
 
     def _stopped(self, served: Served) -> Exception:
@@ -259,26 +276,39 @@ class Pool:
             return EngineClosedError("the server is shutting down")
         return busy(f"{served.name} was unloaded", "somebody stopped it while it was being loaded", "unloaded")
 
-    async def _decide(self, served: Served, service: Service, what: Foreseen) -> None:
-        """Whether a model may load as it would be placed now. Raises what keeps it from that."""
-        assert isinstance(service, Loading)
-        others = [each for each in self.models if each is not served and each.service is not None]
-        if what.is_easy or not others:
-            if what.error is not None:
-                raise what.error
-            service.grant(await self._caps())
-            return
-        await self._make_room(served, what, others)
-        service.foresee(await self._caps())
+    async def _agree(
+        self, served: Served, service: Service, arrived: asyncio.Queue[Foreseen], settled: asyncio.Task[Any]
+    ) -> None:
+        """Makes room until a model would be placed as if it were alone, or is, and lets it load. Raises what keeps it
+        from that: under a cap that it would not fit into by itself, before any other leaves."""
+        settings = self.first.selection.settings
+        is_known = settings.ram is None
+        while (what := await _first(arrived, settled)) is not None:
+            assert isinstance(service, Loading)
+            others = [each for each in self.models if each is not served and each.service is not None]
+            if what.is_easy or not others:
+                if what.error is not None:
+                    raise what.error
+                service.grant(await self._caps())
+            elif not is_known:
+                is_known = True
+                service.foresee(Caps(settings.ram, settings.vram))
+                alone = await _first(arrived, settled)
+                if alone is not None and alone.error is not None:
+                    raise alone.error
+                service.foresee(await self._caps())
+            else:
+                await self._make_room(served, what, others)
+                service.foresee(await self._caps())
 
     async def _make_room(self, served: Served, what: Foreseen, others: Sequence[Served]) -> None:
         """Unloads the one that nobody has asked for the longest, as soon as nothing is asked of it.
 
         Raises RequestError where that takes too long.
         """
+        are_idle = {each: await self._is_idle(each) for each in others}  # which also finds out when they were used
         oldest = sorted(others, key=lambda each: each.last_used)
-        idle = [each for each in oldest if await self._is_idle(each)]
-        victim = idle[0] if idle else oldest[0]
+        victim = next((each for each in oldest if are_idle[each]), oldest[0])
         victim.is_leaving = True
         facts = await self._facts(victim)
         until = time.monotonic() + _ROOM_S
@@ -301,15 +331,17 @@ class Pool:
 
     async def _is_idle(self, served: Served) -> bool:
         """Also of what programs ask of it that use its own socket."""
+        engine = served.engine_if_loaded
+        if engine is None:  # it has gone, and who still waits for its answers waits for another
+            return True
         if served.num_open:
             return False
-        engine = served.engine_if_loaded
-        if engine is None:
-            return True
         try:
-            return (await asyncio.to_thread(engine.status)).is_idle
-        except LocalLLMError:  # it has gone
+            status = await asyncio.to_thread(engine.status)
+        except LocalLLMError:
             return True
+        served.last_used = max(served.last_used, time.monotonic() - status.idle_s)
+        return status.is_idle
 
     async def _facts(self, served: Served) -> EngineFacts:
         from localllm.engine.facts import EngineFacts
@@ -321,31 +353,44 @@ class Pool:
         return EngineFacts(0, "", "")
 
     async def _caps(self) -> Caps:
-        """Of what the user lets this server have, what the loaded models have not. None where no cap was given: each
-        process then finds what is free."""
+        """Of what the user lets this server have, or of what was free when it started, what the loaded models have not.
+        None where neither is to be shared: the process then finds what is free."""
         settings = self.first.selection.settings
         facts = [await self._facts(each) for each in self.models if each.engine_if_loaded is not None]
 
         def left(cap: int | None, tier: str) -> int | None:
             return None if cap is None else max(1, cap - sum(each.held_bytes(tier) for each in facts))
 
-        return Caps(left(settings.ram, "ram"), left(settings.vram, "vram"))
+        # What others have been promised they take as they need it: what is free now is not what is left.
+        ram = settings.ram if settings.ram is not None or not facts else self._ram_bytes
+        return Caps(left(ram, "ram"), left(settings.vram, "vram"))
 
     # Leaving
 
     def left_alone(self, served: Served) -> None:
         """As `House` has it: its time runs from now on."""
-        self._forget_timer(served)
         served.last_used = time.monotonic()
+        self._forget_timer(served)
         if served.keep_s is not None and served.service is not None and not self._is_closed:
-            loop = asyncio.get_running_loop()
-            self._timers[served] = loop.call_later(served.keep_s, self._begin_to_expire, served)
+            self._expire_in(served, served.keep_s)
+
+    def _expire_in(self, served: Served, seconds: float) -> None:
+        self._forget_timer(served)
+        loop = asyncio.get_running_loop()
+        self._timers[served] = loop.call_later(seconds, self._begin_to_expire, served)
 
     def _begin_to_expire(self, served: Served) -> None:
-        task = asyncio.get_running_loop().create_task(self._expire(served))
-        self._expiring.add(task)  # else nobody keeps it
-        task.add_done_callback(self._expiring.discard)
+        self._begin(self._expire(served))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._begun.add(task)  # else nobody keeps it
+        task.add_done_callback(self._begun.discard)
         task.add_done_callback(_hear)
+
+    async def _keep_warm(self, served: Served, weights: str) -> None:
+        if weights:  # else it had gone before it was known
+            await self.on_disk(partial(keep_warm, served.selection.files, weights))
 
     def expires_at(self, served: Served) -> float | None:
         """In seconds of `time.time`; None: it stays."""
@@ -357,12 +402,12 @@ class Pool:
         async with self._turn:
             if self._is_closed or served.service is None or served.keep_s is None:
                 return
-            if time.monotonic() - served.last_used < served.keep_s:  # it was asked for meanwhile
-                return
-            if await self._is_idle(served):
+            is_idle = await self._is_idle(served)
+            left_s = served.last_used + served.keep_s - time.monotonic()
+            if is_idle and left_s <= 0:
                 await self.unload(served)
-            elif not served.num_open:  # a program uses it by its own socket
-                self.left_alone(served)
+            elif not served.num_open:  # it was asked for meanwhile, or a program uses it by its own socket
+                self._expire_in(served, max(left_s, _LOOK_S))
 
     def _forget_timer(self, served: Served) -> None:
         if (timer := self._timers.pop(served, None)) is not None:

@@ -123,7 +123,7 @@ class Served:
         if self.is_leaving or self.engine_if_loaded is None:
             try:
                 async with asyncio.timeout(LOAD_WAIT_S):
-                    await self._load()
+                    await self.load()
             except TimeoutError:
                 why = f"it has taken {LOAD_WAIT_S:.0f} s so far"
                 raise busy(f"{self.name} is being loaded", why, "loading") from None
@@ -134,7 +134,8 @@ class Served:
                 raise _gone(f"{self.name} cannot be used", known) from error
         return self.engine()
 
-    async def _load(self) -> None:
+    async def load(self) -> None:
+        """However long it takes. Raises what keeps it from that."""
         try:
             await self.house.load(self)
         except EngineGoneError:  # its process was killed meanwhile, which is no reason that it must be again

@@ -70,6 +70,22 @@ def test_run_has_the_servers_engine_answer_and_loads_nothing_itself(home: Home) 
     assert attached.stdout == alone.stdout != b"" and attached.stderr == b""
 
 
+def test_a_name_that_is_another_models_alias_there_is_not_that_model(home: Home, tmp_path: Path) -> None:
+    own = Home(tmp_path)
+    folder = write_checkpoint(tmp_path / "other")
+    server = start_cli(
+        tmp_path, "serve", folder, "--alias", "tiny", "--port", "0", stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+    )
+    with server:
+        try:
+            Served(server)
+            there, here = own.localllm(*ASK, torch=False), home.localllm(*ASK, torch=False)
+            assert there.returncode == 0 and there.stdout == here.stdout
+        finally:
+            server.send_signal(signal.SIGINT)
+            server.wait(20)
+
+
 def test_a_refusal_is_the_same_as_without_a_server(home: Home) -> None:
     too_long = ("run", "-p", "owl " * 3000)
     attached, alone = home.localllm(*too_long, torch=False), home.localllm(*too_long, "--no-attach")

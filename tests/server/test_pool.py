@@ -17,8 +17,10 @@ import pytest
 
 from localllm.engine.engine import Engine
 from localllm.engine.request import SamplingParams
-from localllm.frontend.engine_process import EngineProcess
+from localllm.errors import DoesNotFitError
+from localllm.frontend.engine_process import Caps, EngineProcess, Foreseen
 from localllm.server import pool as pools
+from localllm.server.served import Capacity
 from tests.cli_support import write_checkpoint
 from tests.server.support import OWL, Running, running, wait_for
 
@@ -162,6 +164,67 @@ def test_an_engine_that_is_killed_while_it_loads_is_loaded_anew(processes: Runni
         wait_for(lambda: isinstance(served.service, EngineProcess) and served.service.pid is not None)
         kill(processes, "other")
         assert asked.result(60) == texts["other"]
+
+
+def test_who_waits_behind_an_answer_whose_engine_is_killed_keeps_no_other_model_from_its_turn(
+    other: Path, texts: dict[str, str]
+) -> None:
+    capacity = Capacity(parallel=1, queue=8)
+    with (
+        running(in_processes=True, also=[other], ram="600MiB", capacity=capacity) as server,
+        ThreadPoolExecutor() as threads,
+        server.client.stream("POST", "/v1/completions", json=ENDLESS) as stream,
+    ):
+        lines = stream.iter_lines()
+        next(lines)
+        behind = threads.submit(said, server, "tiny")
+        wait_for(lambda: server.served.num_open == 2)
+        waiting = threads.submit(said, server, "other")
+        wait_for(lambda: server.served.is_leaving)
+        kill(server, "tiny")
+        assert waiting.result(30) == texts["other"] and behind.result(30) == texts["tiny"]
+
+
+def test_a_model_that_would_never_fit_is_refused_before_another_leaves(other: Path) -> None:
+    with running(in_processes=True, also=[other], ram="600MiB") as server:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(server.pool, "_launch", lambda _selection, caps, foreseen: FakeLoading(caps, foreseen))
+            refused = server.post("/v1/completions", {**TEXT, "model": "other"})
+        assert refused.status_code == 503 and "3 TiB are needed" in refused.json()["error"]["message"]
+        assert loaded(server) == ["tiny"]
+
+
+class FakeLoading:
+    """A model that nothing has room for."""
+
+    is_settled = False
+
+    def __init__(self, caps: Caps, foreseen: Any) -> None:
+        self._ended = threading.Event()
+        self._foreseen = foreseen
+        self.foresee(caps)
+
+    def foresee(self, caps: Caps) -> None:
+        self._foreseen(Foreseen(error=DoesNotFitError("it does not fit", why="3 TiB are needed")))
+
+    def grant(self, caps: Caps) -> None:
+        raise AssertionError("it has no room")
+
+    def wait_loaded(self, timeout_s: float | None = None) -> None:
+        self._ended.wait()
+
+    def stop(self) -> None:
+        self._ended.set()
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        self._ended.set()
+
+
+def test_a_model_that_is_asked_something_small_in_its_last_moment_goes_all_the_same(processes: Running) -> None:
+    said(processes, "tiny")
+    processes.post("/v1/completions", {**TEXT, "model": "tiny", "keep_alive": 0.2})
+    processes.post("/tokenize", {"content": "an owl", "model": "tiny"})
+    wait_for(lambda: processes.served.service is None)
 
 
 def test_a_model_is_unloaded_behind_the_request_that_says_so(other: Path) -> None:

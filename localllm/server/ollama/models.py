@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import math
@@ -17,7 +18,7 @@ from typing_extensions import TypedDict
 from localllm import hub
 from localllm.engine.chat_template import ChatTemplate
 from localllm.engine.facts import EngineFacts
-from localllm.errors import CheckpointError, TemplateError
+from localllm.errors import CheckpointError, ModelNotFoundError, TemplateError
 from localllm.frontend.selection import sampling_defaults
 from localllm.frontend.thinking import may_think
 from localllm.server.endpoint import Call, Endpoint
@@ -125,7 +126,8 @@ async def tags(call: Call, _body: None) -> Json:
 async def running(call: Call, _body: None) -> Json:
     """Nothing of a model that is being loaded."""
     pool = call.pool
-    reply: Running = {"models": await pool.on_disk(lambda: [_running(pool, each) for each in pool.loaded])}
+    # Not among what looks at the disk: an engine that does not answer keeps nobody else waiting.
+    reply: Running = {"models": await asyncio.to_thread(lambda: [_running(pool, each) for each in pool.loaded])}
     return Json(reply)
 
 
@@ -143,8 +145,9 @@ async def delete(call: Call, body: NamedBody) -> Response:
 
 def _tags(pool: Pool) -> Iterator[Listed]:
     for served in pool.models:
-        own = hub.describe(served.selection.model_name)
-        yield from (_listed(pool, name, own) for name in served.names)
+        with suppress(ModelNotFoundError, RequestError):  # its files are gone: it cannot be had
+            own = hub.describe(served.selection.model_name)
+            yield from [_listed(pool, name, own) for name in served.names]
     known = {served.selection.files.directory for served in pool.models}
     for row in hub.list_models():
         if row.directory is not None and pool.known(row.name) is None and row.directory not in known:
