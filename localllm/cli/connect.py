@@ -151,8 +151,8 @@ def _chosen(answering: Answering, model: str | None) -> ServedModel:
 def _key(answering: Answering, url: str) -> str:
     """What stands for it: the key itself is printed nowhere."""
     is_local = urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
-    is_open = answering.state == "ready" and not os.environ.get("LOCALLLM_API_KEY")
-    return PLACEHOLDER_KEY if is_open or (is_local and answering.state == "absent") else YOUR_KEY
+    is_open = answering.state == "ready" or (is_local and answering.state == "absent")
+    return PLACEHOLDER_KEY if is_open and not os.environ.get("LOCALLLM_API_KEY") else YOUR_KEY
 
 
 def _tell(front: Front, connection: Connection, answering: Answering, served: ServedModel, target: Target) -> None:
