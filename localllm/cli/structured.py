@@ -3,7 +3,6 @@ was cut before it did."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from localllm.cli.front import Front
 from localllm.cli.options import refuse_together
 from localllm.cli.prompt import argument_text
+from localllm.engine.grammar.gbnf import is_gbnf
 from localllm.engine.request import Grammar
 from localllm.errors import GrammarError, SchemaError, UsageError
 from localllm.frontend.text_file import read_text_file
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from localllm.engine.tokenizer import Tokenizer
 
 FORMS = ("--schema", "--regex", "--grammar")
-_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
 
 def refuse_form_conflicts(flags: Mapping[str, Any]) -> None:
@@ -67,7 +66,7 @@ def _grammar_of_file(path: Path) -> Grammar:
     source = read_text_file(path, "--grammar")
     if path.suffix in (".lark", ".gbnf"):
         return Grammar("lark" if path.suffix == ".lark" else "gbnf", source)
-    return Grammar("gbnf" if _GBNF_RULE.search(source) else "lark", source)
+    return Grammar("gbnf" if is_gbnf(source) else "lark", source)
 
 
 def with_thoughts(

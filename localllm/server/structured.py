@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, StringConstraints, model_validator
 
+from localllm.engine.grammar.gbnf import is_gbnf
 from localllm.engine.request import Grammar
 from localllm.server.bodies import Body
-from localllm.server.closed_schema import closed
 from localllm.server.failures import RequestError
 
 MAX_CHOICES = 1000
@@ -52,16 +52,16 @@ def grammar_of(given: StructuredOutputs | None) -> Grammar | None:
 
 
 def json_grammar(schema: Mapping[str, Any]) -> Grammar:
-    return Grammar("json_schema", json.dumps(closed(schema)))
+    return Grammar("json_schema", json.dumps(schema))
 
 
 def text_grammar(source: str) -> Grammar:
-    """Every rule of a GBNF has `::=`, and none of a Lark's does."""
-    return Grammar("gbnf" if "::=" in source else "lark", source)
+    return Grammar("gbnf" if is_gbnf(source) else "lark", source)
 
 
 def _choice_grammar(choices: Sequence[str]) -> Grammar:
-    return Grammar("lark", "start: " + " | ".join(json.dumps(each, ensure_ascii=False) for each in choices) + "\n")
+    """Control characters are escaped: Lark takes none of them as they are."""
+    return Grammar("lark", "start: " + " | ".join(map(json.dumps, choices)) + "\n")
 
 
 def one_grammar(**given: Grammar | None) -> tuple[Grammar | None, str]:

@@ -334,6 +334,8 @@ def test_text_is_what_an_answer_is_anyway(client: openai.OpenAI) -> None:
         ({"structured_outputs": {"choice": ["yes", 'no "x"', "a\nb"]}}, 'yes|no "x"|a\nb'),
         ({"structured_outputs": {"grammar": 'start: "p" ("q" | "r")'}}, "p[qr]"),
         ({"structured_outputs": {"grammar": 'root ::= "x" [0-9]'}}, "x[0-9]"),
+        ({"structured_outputs": {"grammar": 'start: "a::=" /[0-9]/'}}, "a::=[0-9]"),
+        ({"structured_outputs": {"choice": ["x\x7f", "x\x1b\n"]}}, "x\x7f|x\x1b\n"),
         pytest.param({"structured_outputs": {"json": {"enum": [7]}}}, "7", marks=pytest.mark.slow),
         ({"grammar": 'root ::= ("a" | "b") "c"'}, "[ab]c"),
         pytest.param({"grammar": '%llguidance {}\nstart: "owl"'}, "owl", marks=pytest.mark.slow),

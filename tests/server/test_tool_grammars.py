@@ -12,7 +12,6 @@ from localllm import hub
 from localllm.engine.grammar.compiled import Grammars
 from localllm.engine.request import Grammar
 from localllm.engine.tokenizer import Tokenizer
-from localllm.server.closed_schema import closed
 from localllm.server.failures import RequestError
 from localllm.server.tools import harmony
 from localllm.server.tools.calling import Tool, Toolset, toolset
@@ -140,27 +139,3 @@ def test_a_schema_to_which_no_call_can_be_held_is_refused_with_its_tool(tokenize
     with pytest.raises(RequestError) as caught:
         lark_of("hermes", tokenizer, tools)
     assert caught.value.param == "tools" and "'find'" in caught.value.what and "'not'" in caught.value.why
-
-
-OBJECT = {"type": "object", "properties": {"a": {"type": "string"}}}
-CLOSED = {**OBJECT, "additionalProperties": False}
-
-
-@pytest.mark.parametrize(
-    ("schema", "is_closed"),
-    [
-        (OBJECT, CLOSED),
-        ({"type": "object"}, {"type": "object"}),
-        ({**OBJECT, "additionalProperties": True}, {**OBJECT, "additionalProperties": True}),
-        ({**OBJECT, "required": ["b"]}, {**OBJECT, "required": ["b"]}),
-        ({"type": "array", "items": OBJECT}, {"type": "array", "items": CLOSED}),
-        ({"anyOf": [OBJECT, {"type": "null"}]}, {"anyOf": [CLOSED, {"type": "null"}]}),
-        ({"$defs": {"A": OBJECT}, "$ref": "#/$defs/A"}, {"$defs": {"A": CLOSED}, "$ref": "#/$defs/A"}),
-        ({"allOf": [OBJECT, OBJECT]}, {"allOf": [OBJECT, OBJECT]}),
-        ({**OBJECT, "anyOf": [OBJECT]}, {**OBJECT, "anyOf": [OBJECT]}),
-        ({**OBJECT, "properties": {"properties": OBJECT}}, {**CLOSED, "properties": {"properties": CLOSED}}),
-        ({"properties": [], "anyOf": 1, "$defs": 2}, {"properties": [], "anyOf": 1, "$defs": 2}),
-    ],
-)
-def test_an_object_holds_what_its_schema_names_unless_that_says_otherwise(schema: Any, is_closed: Any) -> None:
-    assert closed(schema) == is_closed

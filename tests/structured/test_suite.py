@@ -16,7 +16,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from localllm.engine.grammar.compiled import Grammars
-from localllm.engine.grammar.schema import SUPPORTED
+from localllm.engine.grammar.keywords import SUPPORTED
 from localllm.engine.tokenizer import Tokenizer
 from localllm.errors import GrammarError
 from localllm.hub.names import TINY_DIRECTORY
@@ -37,6 +37,7 @@ UNSUPPORTED = frozenset({
     "$vocabulary",
 })  # fmt: skip
 REASONS = {
+    "closed": "an object holds what its schema names, where that says nothing of others",
     "order": "properties come in the order of the schema",
     "whole": "a whole number is written without a fraction",
     "format": "formats are enforced, where the specification lets them be annotations",
@@ -53,8 +54,20 @@ def narrowed(schema: Any, data: Any, test: str) -> str | None:
         return REASONS["whole"]
     if re.search(r"\\u00[01]|\\f", text):
         return REASONS["control"]
+    if isinstance(data, dict) and '"properties"' in json.dumps(schema) and not data.keys() <= set(named(schema)):
+        return REASONS["closed"]
     is_object = isinstance(data, dict) and len(data) > 1
     return REASONS["order"] if is_object and re.search('"(properties|const)"', json.dumps(schema)) else None
+
+
+def named(schema: Any) -> Iterator[str]:
+    """Names of all its `properties`."""
+    for key, value in schema.items() if isinstance(schema, dict) else ():
+        if key == "properties":
+            yield from value
+        for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+            yield from named(part)
+        yield from named(value)
 
 
 @pytest.fixture(scope="module")

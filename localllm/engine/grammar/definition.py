@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from localllm.engine.grammar import trial
+from localllm.engine.grammar.gbnf import as_lark
 from localllm.engine.grammar.schema import CheckedSchema, checked
 from localllm.engine.request import Grammar
 from localllm.errors import GrammarError, LocalLLMError
@@ -33,6 +34,9 @@ _JSON_OPTIONS = {
 _IGNORED_OPTION = re.compile(
     r"^\s*[\w-]+\[[^\]\n]*?\b(temperature|max_tokens|stop|stop_capture|capture)\b", re.MULTILINE
 )
+_ROW = re.compile(r"[Cc]urrent row has (\d+) items; max is (\d+)")
+_AT = re.compile(r"(?:at )?(\d+)\((\d+)\): (.*)")
+_PATTERN = re.compile(r"regex parse error:\n {4}(.*)\n( *)\^+\nerror: (.*)")
 _LIMITS = re.compile(r"too (?:big|large|many|complex)|fuel|max is|[Ll]imit", re.ASCII)
 
 
@@ -59,8 +63,10 @@ def defined(grammar: Grammar, *, leading_spaces: int = 0) -> str:
 
 
 def _as_lark(grammar: Grammar) -> str:
-    if grammar.kind != "regex":
-        return grammar.source  # of GBNF it is made where it can do no harm
+    if grammar.kind == "gbnf":
+        return as_lark(grammar.source)
+    if grammar.kind == "lark":
+        return grammar.source
     from llguidance import LLMatcher
 
     lark: str = json.loads(LLMatcher.grammar_from_regex(grammar.source))["grammars"][0]["lark_grammar"]
@@ -90,13 +96,7 @@ def _around(grammar: Grammar, leading_spaces: int) -> str | None:
 def _tried(grammar: Grammar, answer: dict[str, Any], leading_spaces: int, refuse: Callable[[str], NoReturn]) -> str:
     around = _around(grammar, leading_spaces)
     grammars = [] if around is None else [{"lark_grammar": around}]
-    told = tried_apart(
-        grammar,
-        {
-            "grammars": [*grammars, {"name": "answer", **answer}],
-            "gbnf": grammar.source if grammar.kind == "gbnf" else None,
-        },
-    )
+    told = tried_apart(grammar, {"grammars": [*grammars, {"name": "answer", **answer}]})
     if "grammar" not in told:
         refuse(told.get("error") or told["stuck"])
     return told["grammar"]
@@ -136,10 +136,22 @@ def _refuse_schema(schema: CheckedSchema, message: str) -> NoReturn:
 
 def _refuse(name: str, message: str) -> NoReturn:
     """Raises GrammarError with what the library says of it."""
-    why = " ".join(message.replace("<non-verbose/>", "").split())[:300]
     if "NoExtension" in message:
         why = "there is nothing with which it can go on"
         raise GrammarError(f"no answer can meet the {name}", why=why)
+    if found := _ROW.search(message):
+        why = f"{found[1]} ways to go on at one place are more than the {found[2]} that are looked at"
+        raise GrammarError(f"the {name} explodes", why=why, fix="fewer optional properties, or fewer alternatives")
+    why = _cause(name, message.replace("<non-verbose/>", ""))[:300]
     if _LIMITS.search(message):
         raise GrammarError(f"the {name} explodes", why=why, fix="make it simpler")
     raise GrammarError(f"the {name} cannot be used", why=why)
+
+
+def _cause(name: str, message: str) -> str:
+    """In one line, with the place in what was written and not in what was made of it."""
+    at = _AT.match(message)
+    place = f"line {at[1]}, column {at[2]}: " if at and name == _NAMES["lark"] else ""
+    if pattern := _PATTERN.search(message):
+        return f"{place}{pattern[3]}, at character {len(pattern[2]) - 3} of {pattern[1][:80]}"
+    return place + " ".join((at[3] if at else message).split())

@@ -9,34 +9,26 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
+from localllm.engine.grammar.closed import close
+from localllm.engine.grammar.ending import endless
+from localllm.engine.grammar.formats import FORMATS, with_pattern
+from localllm.engine.grammar.keywords import ANNOTATIONS, BOUNDS, COUNTS, NAMED, ONE, SEVERAL, SUPPORTED, TYPES, Steps
 from localllm.engine.grammar.pattern import has_control, why_not
+from localllm.engine.grammar.references import References, pointer
 from localllm.errors import GrammarError
 
 MAX_SOURCE = 256 << 10  # characters: a schema of 250 types has 60,000
 MAX_NESTING = 100  # of JSON in JSON; llguidance reads 128, and wraps it in a few
 MAX_SCHEMAS = 10_000
 MAX_LEAST = 1_000_000  # characters, items or properties
-FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 
-_ANNOTATIONS = frozenset({
-    "title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "$comment",
-    "$schema", "$id", "id", "$anchor", "contentEncoding", "contentMediaType", "contentSchema", "discriminator",
-    "externalDocs", "xml", "markdownDescription",
-})  # fmt: skip
-_ONE = ("additionalProperties", "items")
-_SEVERAL = ("prefixItems", "items", "anyOf", "allOf", "oneOf")
-_NAMED = ("properties", "patternProperties", "$defs", "definitions")
-_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-SUPPORTED = frozenset({*_ONE, *_SEVERAL, *_NAMED, *_COUNTS, *_BOUNDS,
-                       "type", "enum", "const", "required", "multipleOf", "pattern", "format", "$ref"})  # fmt: skip
-_TYPES = frozenset({"null", "boolean", "object", "array", "number", "integer", "string"})
 _DRAFTS = re.compile(r"https?://json-schema\.org/(draft-0[467]|draft/2019-09|draft/2020-12)/schema#?")
 _TOLD = 8  # of what is refused
-_MOST_TURNS = 64  # in which a chain of references is followed; one that leads forth or back takes one
+_NAMES_OF_SCHEMAS = ("$id", "id", "$anchor")  # references are pointers
 
 # What llguidance says of a keyword that it cannot enforce as it stands, and whose fault that is.
 _COMPLAINTS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -44,14 +36,9 @@ _COMPLAINTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("patternPropert", ("patternProperties",)),
     ("min/maxProperties", ("minProperties", "maxProperties")),
     ("multipleOf", ("multipleOf",)),
-    ("integer range", _BOUNDS),
-    ("number range", _BOUNDS),
-    ("Pointer ", ("$ref",)),
-    ("Resource ", ("$ref",)),
-    ("$ref", ("$ref",)),
-    ("anchor", ("$ref",)),
+    ("integer range", BOUNDS),
+    ("number range", BOUNDS),
     ("regex", ("pattern", "patternProperties")),
-    ("Unimplemented", ("$ref",)),  # of a schema that llguidance knows by its address
     ("lookaround", ("pattern", "patternProperties")),
 )
 
@@ -79,24 +66,29 @@ def checked(source: str) -> CheckedSchema:
 
 
 class CheckedSchema:
-    """A schema, with the places of its keywords. schema: with whole numbers as such."""
+    """A schema, with the places of its keywords.
+
+    schema: with whole numbers as such, references as pointers, patterns for some formats, and objects closed that do
+    not say otherwise.
+    """
 
     def __init__(self, schema: dict[str, Any]) -> None:
         self.places: dict[str, list[str]] = {}
         self._refused: list[str] = []
         self._num_schemas = 0
-        self._root = schema
+        self._references = References(schema)
         self._bounds: list[tuple[str, float, str]] = []  # keyword, value, place
-        self.schema: dict[str, Any] = self._walked(schema, "#", 0)
+        self.schema: dict[str, Any] = self._walked(schema, (), 0)
         self._require_closed_zero()
         if self._refused:
             more = f", and {len(self._refused) - _TOLD} more" if len(self._refused) > _TOLD else ""
             raise GrammarError(
                 "the JSON Schema has what an answer cannot be held to",
                 why=f"{'; '.join(self._refused[:_TOLD])}{more}",
-                fix="leave it out, and check the answer for it; docs/structured.md has what is supported",
+                fix="mend it, or leave it out and check the answer for it; docs/structured.md has what is supported",
             )
         self._require_end()
+        close(self.schema)
 
     def refuse(self, message: str) -> NoReturn:
         """What llguidance has against it, with the keyword that it is about. Raises GrammarError."""
@@ -110,12 +102,12 @@ class CheckedSchema:
             if words in message and places:
                 raise GrammarError(
                     "the JSON Schema has what an answer cannot be held to",
-                    why=f"{', '.join(places[:_TOLD])}: {why}",
+                    why=f"{', '.join(places[:_TOLD])}: {why.removeprefix('regex parse error: ')}",
                     fix="write it otherwise, or leave it out and check the answer for it",
                 )
         raise GrammarError("the JSON Schema cannot be used", why=why)
 
-    def _walked(self, schema: Any, place: str, nesting: int) -> Any:
+    def _walked(self, schema: Any, steps: Steps, nesting: int) -> Any:
         """The same, normalised; what is wrong with it is noted."""
         self._num_schemas += 1
         if self._num_schemas > MAX_SCHEMAS:
@@ -126,35 +118,47 @@ class CheckedSchema:
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, dict):
-            self._refuse(place, f"is {_kind(schema)}, and must be a schema")
+            self._refuse(_place(steps), f"is {_kind(schema)}, and must be a schema")
             return schema
-        self._require_few_left(schema, place)
-        return {key: self._keyword(key, value, place, nesting) for key, value in schema.items()}
+        self._require_few_left(schema, _place(steps))
+        walked = {key: self._keyword(key, value, steps, nesting) for key, value in schema.items()}
+        return with_pattern({key: value for key, value in walked.items() if key not in _NAMES_OF_SCHEMAS})
 
-    def _keyword(self, key: str, value: Any, place: str, nesting: int) -> Any:
-        at = f"{place}/{key.replace('~', '~0').replace('/', '~1')}"
+    def _keyword(self, key: str, value: Any, steps: Steps, nesting: int) -> Any:
+        at = _place((*steps, key))
         if key == "$schema" and not (isinstance(value, str) and _DRAFTS.fullmatch(value)):
             self._refuse(at, "names no draft of JSON Schema that is known", key)
-        if key in _ANNOTATIONS or (key.startswith("x-") and key != "x-guidance"):
+        if key in ANNOTATIONS or (key.startswith("x-") and key != "x-guidance"):
             return value
         if key not in SUPPORTED:
-            self._refuse(at, "is not supported", key)
+            self._refuse(at, f"is not supported{_meant(key, SUPPORTED, ', but {} is')}", key)
             return value
         self.places.setdefault(key, []).append(at)
+        if key == "$ref":
+            return self._reference(value, steps, at)
         if key == "patternProperties" and isinstance(value, dict):
             for pattern in value:
                 if why := why_not(pattern):
                     self._refuse(at, why, key)
-        if key in _NAMED and isinstance(value, dict):
-            return {name: self._walked(each, f"{at}/{name}", nesting + 2) for name, each in value.items()}
-        if key in _SEVERAL and isinstance(value, list):
-            return [self._walked(each, f"{at}/{index}", nesting + 2) for index, each in enumerate(value)]
-        if key in _ONE:
-            return self._walked(value, at, nesting + 1)
-        if key in _NAMED or key in _SEVERAL:
+        if key in NAMED and isinstance(value, dict):
+            return {name: self._walked(each, (*steps, key, name), nesting + 2) for name, each in value.items()}
+        if key in SEVERAL and isinstance(value, list):
+            return [self._walked(each, (*steps, key, str(i)), nesting + 2) for i, each in enumerate(value)]
+        if key in ONE:
+            return self._walked(value, (*steps, key), nesting + 1)
+        if key in NAMED or key in SEVERAL:
             self._refuse(at, f"is {_kind(value)}", key)
             return value
         return _CHECKS[key](self, key, value, at)
+
+    def _reference(self, value: Any, steps: Steps, at: str) -> Any:
+        if not isinstance(value, str):
+            self._refuse(at, f"is {_kind(value)}, and must be a text", "$ref")
+            return value
+        target = self._references.target(steps, value)
+        if target is None:
+            self._refuse(at, f"points at {value[:80]!r}, which is no schema of this document", "$ref")
+        return value if target is None else pointer(target)
 
     def _refuse(self, at: str, why: str, key: str = "") -> None:
         self._refused.append(f"{key!r} {why} ({at})" if key else f"{at} {why}")
@@ -196,9 +200,10 @@ class CheckedSchema:
 
     def _type(self, key: str, value: Any, at: str) -> Any:
         names = value if isinstance(value, list) else [value]
-        unknown = [name for name in names if not (isinstance(name, str) and name in _TYPES)]
+        unknown = [name for name in names if not (isinstance(name, str) and name in TYPES)]
         if unknown or not names:
-            self._refuse(at, f"knows no {unknown[0]!r}"[:80] if unknown else "has no type in it", key)
+            why = f"knows no {str(unknown[0])[:40]!r}{_meant(unknown[0], TYPES, ', but {}')}" if unknown else ""
+            self._refuse(at, why or "has no type in it", key)
         return value
 
     def _text(self, key: str, value: Any, at: str) -> Any:
@@ -230,75 +235,18 @@ class CheckedSchema:
             self._refuse(f"{place}/minProperties", why, "minProperties")
 
     def _require_end(self) -> None:
-        """Raises GrammarError for a schema that only an endless answer would meet: one that holds itself."""
-        endless = {id(schema): (schema, place) for schema, place in _schemas(self.schema, "#")}
-        for turn in range(_MOST_TURNS):  # what one is made of stands behind it as a rule, and is looked at first
-            left = endless.items() if turn % 2 else reversed(endless.items())
-            ending = [key for key, (schema, _) in list(left) if self._ends_now(key, schema, endless)]
-            if not ending:
-                break
-        if endless:
+        if (place := endless(self.schema)) is not None:
             raise GrammarError(
                 "the JSON Schema never ends",
-                why=f"what meets {min(place for _, place in endless.values())} has to hold itself, without end",
+                why=f"what meets {place} has to hold itself, without end",
                 fix="let it end: a property that is not required, an array that may be empty, or anyOf with null",
             )
 
-    def _ends_now(self, key: int, schema: Mapping[str, Any], endless: dict[int, Any]) -> bool:
-        """Whether it is found to end; it is endless no more then."""
-        if not self._can_end(schema, endless):
-            return False
-        del endless[key]
-        return True
-
-    def _can_end(self, schema: Mapping[str, Any], endless: Mapping[int, Any]) -> bool:
-        """Whether something meets it, as far as it is known of what it is made of."""
-
-        def ended(part: Any) -> bool:
-            return id(part) not in endless
-
-        target = self._target(schema.get("$ref"))
-        if not ended(target) or not all(map(ended, schema.get("allOf", ()))):
-            return False
-        if any(not any(map(ended, schema[key])) for key in ("anyOf", "oneOf") if schema.get(key)):
-            return False
-        types = schema.get("type", ())
-        types = {types} if isinstance(types, str) else set(types)
-        if "enum" in schema or "const" in schema or types - {"object", "array"} or not types:
-            return True
-        if "array" in types and self._array_ends(schema, ended):
-            return True
-        properties = schema.get("properties", {})
-        rest = schema.get("additionalProperties")
-        return "object" in types and all(ended(properties.get(name, rest)) for name in schema.get("required", ()))
-
-    def _array_ends(self, schema: Mapping[str, Any], ended: Callable[[Any], bool]) -> bool:
-        least = schema.get("minItems", 0)
-        items, tuple_items = schema.get("items"), schema.get("prefixItems", [])
-        if isinstance(items, list):
-            items, tuple_items = None, items
-        return all(map(ended, tuple_items[:least])) and (least <= len(tuple_items) or ended(items))
-
-    def _target(self, reference: Any) -> Any:
-        """What a pointer into the schema points at; None for anything else."""
-        if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
-            return None
-        found: Any = self.schema
-        for step in reference.split("/")[1:]:
-            step = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, dict):
-                found = found.get(step)
-            elif isinstance(found, list) and step.isdigit() and int(step) < len(found):
-                found = found[int(step)]
-            else:
-                return None
-        return found
-
 
 _CHECKS: dict[str, Callable[[CheckedSchema, str, Any, str], Any]] = {
-    **dict.fromkeys(_COUNTS, CheckedSchema._count),
-    **dict.fromkeys(_BOUNDS, CheckedSchema._bound),
-    **dict.fromkeys(("pattern", "format", "$ref"), CheckedSchema._text),
+    **dict.fromkeys(COUNTS, CheckedSchema._count),
+    **dict.fromkeys(BOUNDS, CheckedSchema._bound),
+    **dict.fromkeys(("pattern", "format"), CheckedSchema._text),
     **dict.fromkeys(("enum", "const"), CheckedSchema._values),
     "multipleOf": CheckedSchema._multiple,
     "type": CheckedSchema._type,
@@ -306,20 +254,15 @@ _CHECKS: dict[str, Callable[[CheckedSchema, str, Any, str], Any]] = {
 }
 
 
-def _schemas(schema: Any, place: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """It and all that it is made of, but for what is written as true or false."""
-    if not isinstance(schema, dict):
-        return
-    yield schema, place
-    for key, value in schema.items():
-        if key in _NAMED:
-            for name, each in value.items():
-                yield from _schemas(each, f"{place}/{key}/{name}")
-        elif key in _SEVERAL and isinstance(value, list):
-            for index, each in enumerate(value):
-                yield from _schemas(each, f"{place}/{key}/{index}")
-        elif key in _ONE:
-            yield from _schemas(value, f"{place}/{key}")
+def _place(steps: Steps) -> str:
+    """For people: a name stands as it is."""
+    return "/".join(("#", *steps))
+
+
+def _meant(word: Any, known: Collection[str], told: str) -> str:
+    """The nearest of what is known, as it is to be told; "" where none is near."""
+    near = get_close_matches(word, known, 1, 0.8) if isinstance(word, str) else []
+    return told.format(repr(near[0])) if near else ""
 
 
 def _texts(value: Any) -> Iterator[str]:

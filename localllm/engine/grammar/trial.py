@@ -26,7 +26,7 @@ _STAND_IN = 256
 
 
 def main() -> None:
-    """Reads {grammars, gbnf} and writes {grammar}, {error} or {stuck}. gbnf: what the last of them is made from."""
+    """Reads {grammars} and writes {grammar}, {error} or {stuck}."""
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.setitimer(signal.ITIMER_PROF, CPU_S)
@@ -42,16 +42,8 @@ def main() -> None:
 def tried(asked: dict[str, Any]) -> dict[str, str]:
     """What `main` writes."""
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-    from llguidance.gbnf_to_lark import any_to_lark
 
-    if asked["gbnf"] is not None:
-        try:
-            asked["grammars"][-1]["lark_grammar"] = any_to_lark(asked["gbnf"])
-        except RecursionError:
-            return {"error": "it is nested too deeply"}
-        except Exception as error:  # the converter raises what it likes
-            return {"error": str(error)}
-    grammar = json.dumps({"grammars": asked["grammars"]})
+    grammar = json.dumps(asked)
     tried_out = _SPECIAL.sub(f"<[{_STAND_IN}]>", grammar)
     matcher = LLMatcher(LLTokenizer("byte"), tried_out, log_level=0, limits=LLParserLimits(verbose_errors=False))
     if matcher.is_error():

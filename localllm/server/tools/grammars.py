@@ -12,7 +12,6 @@ from typing import Any
 
 from localllm.engine.grammar.schema import checked
 from localllm.errors import GrammarError
-from localllm.server.closed_schema import closed
 from localllm.server.failures import RequestError
 from localllm.server.tools import harmony
 from localllm.server.tools.calling import Tool, Toolset
@@ -126,9 +125,9 @@ def _text(text: str) -> str:
 
 def _schema_of(index: int, tool: Tool) -> str:
     """Raises RequestError, naming the tool, for one to which no call can be held."""
-    schema = closed(tool.schema) if "properties" in tool.parameters else tool.schema
+    is_said = not tool.parameters or "properties" in tool.parameters  # what it takes
     try:
-        return _compact(json.dumps(schema))
+        return _compact(json.dumps(tool.schema if is_said else {"type": "object", **tool.parameters}))
     except GrammarError as error:
         what = f"tools[{index}], {tool.name!r}: {error.what}"
         raise RequestError(400, what, why=error.why, fix=error.fix, param="tools", name="invalid_grammar") from None

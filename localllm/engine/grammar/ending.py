@@ -1,0 +1,226 @@
+"""Whether a JSON Schema can be met by an answer that ends: one that has to hold itself cannot.
+
+What has to be met together is looked at together: a schema, its `allOf`, what its `$ref` points at and one each of its
+`anyOf` and `oneOf`; then what all of these make of a property. Such a set ends where one of the ways to meet it needs
+nothing that does not end.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from localllm.engine.grammar.keywords import TYPES, all_parts
+from localllm.engine.grammar.references import pointer
+
+Schema = Mapping[str, Any]
+_Together = frozenset[int]  # schemas that have to be met together, by `id`
+# Ways to meet what the document asks for together, each a few microseconds. What is not looked at then counts as ended.
+_MOST_WAYS = 20_000
+_SAYS = frozenset({
+    "type", "enum", "const", "properties", "patternProperties", "additionalProperties", "required", "minProperties",
+    "items", "prefixItems", "minItems",
+})  # fmt: skip
+_PREFIX = re.compile(r"\^([\w -]*)(?![\w -])([?*{]?)")
+
+
+def endless(schema: Schema) -> str | None:
+    """The place of a schema that only an endless answer would meet; None where there is none.
+
+    Its references have to be pointers as `references.pointer` writes them, with a target each.
+    """
+    return _Document(schema).endless()
+
+
+@dataclass(frozen=True)
+class _Way:
+    """needed: what all has to end. one_of: of which one has to, where there are any. possible: what may be there."""
+
+    needed: tuple[_Together, ...] = ()
+    one_of: tuple[_Together, ...] = ()
+    possible: tuple[_Together, ...] = ()
+
+
+class _Document:
+    def __init__(self, schema: Schema) -> None:
+        self._places = {pointer(steps): part for steps, part in all_parts(schema) if isinstance(part, Mapping)}
+        self._by_id = {id(part): part for part in self._places.values()}
+        self._num_ways = 0
+
+    def endless(self) -> str | None:
+        seen: dict[_Together, str] = {}
+        ways: dict[_Together, list[_Way]] = {}
+        rest = [(frozenset({id(part)}), place) for place, part in reversed(self._places.items())]
+        while rest:
+            together, place = rest.pop()
+            if together not in seen and self._num_ways < _MOST_WAYS:
+                seen[together] = place
+                ways[together] = list(self._ways(together))
+                held = (each for way in ways[together] for each in (*way.needed, *way.one_of, *way.possible))
+                rest += ((each, place) for each in held)
+        ended = _ended(ways)
+        return next((place for together, place in seen.items() if together not in ended), None)
+
+    def _ways(self, together: _Together) -> Iterator[_Way]:
+        for met in self._selections(together):
+            said = [schema for schema in met if not _SAYS.isdisjoint(schema)]
+            yield from _ways(said)
+
+    def _selections(self, together: _Together) -> Iterator[list[Schema]]:
+        """Schemas that are all met, one list for each choice there is; none for what is made of itself."""
+        rest = [_Selection(self._by_id[each] for each in together)]
+        while rest and self._num_ways < _MOST_WAYS:
+            selection = rest.pop()
+            choice = selection.grown(self._target)
+            self._num_ways += 1 + len(selection.schemas) // 8
+            if choice is not None:
+                rest += (selection.with_branch(choice, branch) for branch in choice[1])
+            elif not selection.is_circular():
+                yield list(selection.schemas.values())
+
+    def _target(self, reference: str) -> Schema | None:
+        return self._places.get(reference)
+
+
+class _Selection:
+    """Schemas that are met together, and which of them brought in which."""
+
+    def __init__(self, schemas: Iterable[Schema]) -> None:
+        self.schemas = {id(schema): schema for schema in schemas}
+        self._brought: dict[int, list[int]] = {}
+        self._open = list(self.schemas.values())
+        self._choices: list[tuple[int, Sequence[Any]]] = []
+
+    def grown(self, target: Callable[[str], Schema | None]) -> tuple[int, Sequence[Any]] | None:
+        """Takes in all that has to be met too, and returns a choice that is left: (whose it is, its branches)."""
+        while self._open:
+            schema = self._open.pop()
+            self._brought.setdefault(id(schema), [])
+            held = [*schema.get("allOf", ()), *([target(schema["$ref"])] if "$ref" in schema else ())]
+            for each in held:
+                self._bring(id(schema), each)
+            self._choices += ((id(schema), schema[key]) for key in ("anyOf", "oneOf") if schema.get(key))
+        return self._choices.pop() if self._choices else None
+
+    def with_branch(self, choice: tuple[int, Sequence[Any]], branch: Any) -> _Selection:
+        other = _Selection(())
+        other.schemas, other._choices = dict(self.schemas), list(self._choices)
+        other._brought = {key: list(brought) for key, brought in self._brought.items()}
+        other._bring(choice[0], branch)
+        return other
+
+    def is_circular(self) -> bool:
+        """Whether one of them is met by what it brought in, and that by it, and nothing else."""
+        num_bringers = dict.fromkeys(self.schemas, 0)
+        for brought in self._brought.values():
+            for each in brought:
+                num_bringers[each] += 1
+        ready = [each for each, count in num_bringers.items() if not count]
+        num_left = len(num_bringers)
+        while ready:
+            num_left -= 1
+            for each in self._brought.get(ready.pop(), ()):
+                num_bringers[each] -= 1
+                if not num_bringers[each]:
+                    ready.append(each)
+        return num_left > 0
+
+    def _bring(self, bringer: int, schema: Any) -> None:
+        if not isinstance(schema, Mapping):
+            return
+        self._brought[bringer].append(id(schema))
+        if id(schema) not in self.schemas:
+            self.schemas[id(schema)] = schema
+            self._open.append(schema)
+
+
+def _ways(schemas: Sequence[Schema]) -> Iterator[_Way]:
+    """To meet all of them, which refer to nothing and leave no choice any more."""
+    types = set(TYPES)
+    for schema in schemas:
+        given = schema.get("type", TYPES)
+        types &= {given} if isinstance(given, str) else set(given)
+    if types - {"object", "array"} or any("enum" in schema or "const" in schema for schema in schemas):
+        yield _Way()
+    if "array" in types:
+        yield _array(schemas)
+    if "object" in types:
+        yield _object(schemas)
+    if not types:  # nothing meets it: that is for the library to say
+        yield _Way()
+
+
+def _array(schemas: Sequence[Schema]) -> _Way:
+    least = max((schema.get("minItems", 0) for schema in schemas), default=0)
+    tuples = [_tuple_items(schema) for schema in schemas]
+    length = max(map(len, (items for items, _ in tuples)), default=0)
+    at = [_together(items[i] if i < len(items) else rest for items, rest in tuples) for i in range(length + 1)]
+    return _Way(tuple(at[:least]), possible=tuple(at[least:]))
+
+
+def _tuple_items(schema: Schema) -> tuple[Sequence[Any], Any]:
+    """(its first items, all others)."""
+    items, first = schema.get("items"), schema.get("prefixItems", ())
+    return (items, None) if isinstance(items, list) else (first, items)
+
+
+def _object(schemas: Sequence[Schema]) -> _Way:
+    required = {name for schema in schemas for name in schema.get("required", ())}
+    named = dict.fromkeys(name for schema in schemas for name in schema.get("properties", ()))
+    optional = [_together(_values(schemas, name)) for name in named if name not in required]
+    patterns = [each for schema in schemas for each in schema.get("patternProperties", {}).values()]
+    others = [_together([each]) for each in patterns]
+    others.append(_together(schema.get("additionalProperties") for schema in schemas))
+    least = max((schema.get("minProperties", 0) for schema in schemas), default=0)
+    return _Way(
+        needed=tuple(_together(_values(schemas, name)) for name in sorted(required)),
+        one_of=(*optional, *others) if least > len(required) else (),
+        possible=(*optional, *others),
+    )
+
+
+def _values(schemas: Sequence[Schema], name: str) -> Iterator[Any]:
+    """All that holds for a property."""
+    for schema in schemas:
+        patterns = schema.get("patternProperties", {})
+        found = [schema["properties"][name]] if name in schema.get("properties", ()) else []
+        found += (each for pattern, each in patterns.items() if _may_match(pattern, name))
+        yield from found or [schema.get("additionalProperties")]
+
+
+def _may_match(pattern: str, name: str) -> bool:
+    """Whether it is not known to fail: by how it begins, for Python's own engine may take for ever."""
+    begins = _PREFIX.match(pattern)
+    if begins is None or "|" in pattern:
+        return True
+    return name.startswith(begins[1][:-1] if begins[2] else begins[1])
+
+
+def _together(schemas: Iterable[Any]) -> _Together:
+    return frozenset(id(schema) for schema in schemas if isinstance(schema, Mapping))
+
+
+def _ended(ways: Mapping[_Together, Sequence[_Way]]) -> set[_Together]:
+    """Which of them can be met. What was not looked at counts as one that can."""
+    holders = defaultdict[_Together, list[_Together]](list)
+    for together, found in ways.items():
+        for each in (each for way in found for each in (*way.needed, *way.one_of)):
+            holders[each].append(together)
+    ended: set[_Together] = set()
+
+    def ends(way: _Way) -> bool:
+        def is_met(each: _Together) -> bool:
+            return each in ended or each not in ways
+
+        return all(map(is_met, way.needed)) and (not way.one_of or any(map(is_met, way.one_of)))
+
+    rest = list(ways)
+    while rest:
+        together = rest.pop()
+        if together not in ended and together in ways and any(map(ends, ways[together])):
+            ended.add(together)
+            rest += holders[together]
+    return ended

@@ -1,0 +1,29 @@
+"""Formats of texts that an answer can be held to.
+
+Dates and times have patterns of their own: llguidance's take the 29th of February of any year and a 60th second at any
+time, which a validator refuses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+
+_YEAR = "([1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
+_DAY = "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+_LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)"
+_DATE = f"({_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
+_TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_PATTERNS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
+
+
+def with_pattern(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema with the pattern in place of the format, where it has one of those."""
+    pattern = _PATTERNS.get(schema.get("format", ""))
+    if pattern is None:
+        return schema
+    without = {key: value for key, value in schema.items() if key != "format"}
+    if "pattern" not in schema:
+        return {**without, "pattern": pattern}
+    return {**without, "allOf": [*schema.get("allOf", ()), {"pattern": pattern}]}

@@ -1,0 +1,45 @@
+"""Which keywords of JSON Schema there are, and what a schema is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+ANNOTATIONS = frozenset({
+    "title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "$comment",
+    "$schema", "$id", "id", "$anchor", "contentEncoding", "contentMediaType", "contentSchema", "discriminator",
+    "externalDocs", "xml", "markdownDescription",
+})  # fmt: skip
+ONE = ("additionalProperties", "items")
+SEVERAL = ("prefixItems", "items", "anyOf", "allOf", "oneOf")
+NAMED = ("properties", "patternProperties", "$defs", "definitions")
+COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+SUPPORTED = frozenset({*ONE, *SEVERAL, *NAMED, *COUNTS, *BOUNDS,
+                       "type", "enum", "const", "required", "multipleOf", "pattern", "format", "$ref"})  # fmt: skip
+TYPES = frozenset({"null", "boolean", "object", "array", "number", "integer", "string"})
+
+Steps = tuple[str, ...]
+
+
+def parts(schema: Mapping[str, Any]) -> Iterator[tuple[Steps, Any]]:
+    """Schemas that it is made of, true and false among them, and the way to each from it."""
+    for key, value in schema.items():
+        if key in NAMED and isinstance(value, Mapping):
+            for name, each in value.items():
+                yield (key, name), each
+        elif key in SEVERAL and isinstance(value, list):
+            for index, each in enumerate(value):
+                yield (key, str(index)), each
+        elif key in ONE and isinstance(value, Mapping | bool):
+            yield (key,), value
+
+
+def all_parts(schema: Any, steps: Steps = ()) -> Iterator[tuple[Steps, Any]]:
+    """It and all that it is made of, each behind what holds it, with the way there from the root."""
+    rest = [(steps, schema)]
+    while rest:
+        at, part = rest.pop()
+        yield at, part
+        if isinstance(part, Mapping):
+            rest += reversed([((*at, *way), each) for way, each in parts(part)])
