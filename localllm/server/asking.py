@@ -68,6 +68,7 @@ class Asked:
 
 def prepare(ask: Ask, engine: LoadedEngine) -> Asked:
     """Milliseconds, more for a long prompt. Raises RequestError, TemplateError, UsageError."""
+    _refuse_begun_form(ask)
     ctx = min(ask.num_ctx or engine.ctx, engine.ctx)
     manner = _manner(ask, engine)
     try:
@@ -148,6 +149,18 @@ def joined(asked: Sequence[Asked]) -> Asked:
         what, fix = "these are too many log-probabilities", "ask for fewer answers, tokens or alternatives"
         raise RequestError(400, what, why=why, fix=fix, param="logprobs", name="invalid_value")
     return replace(asked[0], requests=requests)
+
+
+def _refuse_begun_form(ask: Ask) -> None:
+    """Raises RequestError where an answer that the client has begun has to have a form: the model writes the rest of
+    it, and held to the form the rest alone would have it."""
+    must_call = ask.tools is not None and ask.tools.must_call
+    if not ask.said or (ask.grammar is None and not must_call):
+        return
+    param = "tool_choice" if must_call else ask.grammar_field
+    what, why = f"{param!r} cannot be honoured", "an answer that is begun cannot be held to a form"
+    fix = "leave out the begun answer, the last message"
+    raise RequestError(400, what, why=why, fix=fix, param=param, name="unsupported_value")
 
 
 def _require_room(ask: Ask, num_tokens: int, engine: LoadedEngine) -> None:
