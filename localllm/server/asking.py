@@ -115,7 +115,8 @@ def prepare(ask: Ask, engine: LoadedEngine) -> Asked:
     )
     if manner is None:
         return Asked(requests)
-    return Asked(requests, lambda: manner.reader(is_thinking=is_thinking), fitted.evicted.turns)
+    has_form = ask.grammar is not None
+    return Asked(requests, lambda: manner.reader(is_thinking=is_thinking, has_form=has_form), fitted.evicted.turns)
 
 
 def prompt_ids(ask: Ask, engine: LoadedEngine) -> tuple[int, ...]:
