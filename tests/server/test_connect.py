@@ -81,15 +81,33 @@ def test_without_a_server_the_settings_are_those_that_one_will_have(name: str) -
 @pytest.mark.parametrize("connection", CONNECTIONS, ids=lambda each: each.name)
 def test_no_name_of_a_model_breaks_out_of_what_is_printed(connection: Any) -> None:
     for part in connection.filled(Target(NOBODY, TRICKY)):
-        match part.language:
-            case "json":
-                json.loads(part.text)
-            case "yaml":
-                yaml.safe_load(part.text)
-            case "python":
-                compile(part.text, "<printed>", "exec")
-            case "sh":
-                shlex.split(part.text)
+        assert parsed(part.language, part.text) is not None
+
+
+def parsed(language: str, text: str) -> Any:
+    """Raises for what the language does not take."""
+    match language:
+        case "json":
+            return json.loads(text)
+        case "yaml":
+            return yaml.safe_load(text)
+        case "python":
+            return compile(text, "<printed>", "exec")
+    checked = subprocess.run(["sh", "-n"], input=text, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+    return shlex.split(text, comments=True)
+
+
+@pytest.mark.parametrize("connection", CONNECTIONS, ids=lambda each: each.name)
+def test_what_is_printed_can_go_into_its_file_as_it_is(connection: Any) -> None:
+    """The first file, or where there is none, what the terminal is given; all else is told beside it."""
+    result = run_cli("connect", connection.name, "--url", NOBODY)
+    printed = result.out.decode()
+    filled = connection.filled(Target(NOBODY, "tiny"))
+    whole = next((part for part in filled if part.language != "sh"), filled[0])
+    assert parsed(whole.language, printed) is not None and printed == whole.text + "\n"
+    for part in filled:
+        assert f"# {part.where}\n" in result.err and (part is whole or f"{part.text}\n" in result.err)
 
 
 def test_a_key_is_asked_for_where_the_server_wants_one_and_never_printed(
