@@ -34,9 +34,10 @@ _MOST_LOGPROBS = 1 << 20  # that one reply may have: each is 200 bytes while it 
 class Ask:
     """prompt: chat messages, a text to go on with, or ids. n: answers to it, each with a seed of its own. choosing: how
     they are chosen of others. num_ctx: the context that the client wants to have. effort: how much is to be thought
-    before: "none", "on", a level that the template knows; None: as the model does. evicts: the oldest turns leave where
-    there are too many. said: with which the answer begins, as the client has it. grammar: what the answer has to look
-    like. tools: that it may call. prompt_field, effort_field, grammar_field: what its dialect calls them.
+    before: "none", "on", a level that the template knows; None: as the model does. usual_effort: a level that asks for
+    no more than that. evicts: the oldest turns leave where there are too many. said: with which the answer begins, as
+    the client has it. grammar: what the answer has to look like. tools: that it may call. prompt_field, effort_field,
+    grammar_field: what its dialect calls them.
     """
 
     prompt: ChatInput | str | tuple[int, ...]
@@ -47,6 +48,7 @@ class Ask:
     priority: int = 0
     pooling: Pooling | None = None
     effort: str | None = None
+    usual_effort: str | None = None
     evicts: bool = False
     said: str = ""
     grammar: Grammar | None = None
@@ -190,7 +192,7 @@ def _fitted(ask: Ask, engine: LoadedEngine, ctx: int, manner: Manner | None) -> 
     if isinstance(prompt, str):
         return Fitted(tuple(engine.tokenizer.encode(prompt, special=True, bos=True)))
     assert manner is not None
-    chat = chat_of(prompt, engine, ask.effort, ask.effort_field)
+    chat = chat_of(prompt, engine, ask.effort, ask.effort_field, usual_effort=ask.usual_effort)
     tail = [*manner.tail_ids, *_said_ids(ask, engine)]
 
     def encode(messages: Sequence[Message]) -> list[int]:
@@ -214,10 +216,17 @@ def _begins_in_thought(ask: Ask, engine: LoadedEngine, ids: Sequence[int]) -> bo
 
 
 def chat_of(
-    chat: ChatInput, engine: LoadedEngine, effort: str | None = None, effort_field: str = "reasoning_effort"
+    chat: ChatInput,
+    engine: LoadedEngine,
+    effort: str | None = None,
+    effort_field: str = "reasoning_effort",
+    *,
+    usual_effort: str | None = None,
 ) -> ChatInput:
     """As the model's template knows it: few have a role of their own for developers. Raises RequestError for variables
     that it would not even look at."""
+    if effort == usual_effort and not _mentions(engine, "reasoning_effort", "enable_thinking"):
+        effort = None
     variables = _variables(engine, chat.variables, effort, effort_field)
     if _mentions(engine, "developer"):
         return replace(chat, variables=variables)
