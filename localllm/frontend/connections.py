@@ -224,7 +224,7 @@ open-webui serve
         "claude-code",
         "Claude Code, the coding agent",
         "Anthropic",
-        "run with Claude Code 2.1.197",
+        "run with Claude Code 2.1.197 and 2.1.331",
         (
             Part(
                 "~/.claude/settings.json",
