@@ -250,9 +250,9 @@ def test_nothing_is_said_beside_a_call_that_has_to_be_made(family: str, blank: s
 @pytest.mark.parametrize("family", [family for family in BY_NAME if family not in ("harmony", "llama")])
 def test_a_call_in_the_place_of_json_is_never_said(family: str, splits: bool) -> None:
     text = "\n\n" + certain(family, '{"unit": "C"}', "{}")
-    for end in range(len(text) + 1):
+    for end, is_cut in itertools.product(range(len(text) + 1), (True, False)):
         for pieces in ([text[:end]], text[:end]):
-            parts = read(reader_of(family, streams=True, splits=splits, says="json"), pieces, is_cut=True)
+            parts = read(reader_of(family, streams=True, splits=splits, says="json"), pieces, is_cut=is_cut)
             assert {kind for kind, _ in parts} <= {"call", "arguments"}
 
 

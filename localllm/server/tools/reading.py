@@ -79,7 +79,10 @@ class CallReader:
         return self._let_be_said(parts)
 
     def end(self, *, is_cut: bool) -> list[Part]:
-        return self._let_be_said(self._body.end(is_cut=is_cut) if self._body is not None else self._rest())
+        if self._body is None:
+            return self._rest()
+        # Where JSON has to stand, a call that is not whole has met a stop text, if not the end of the room.
+        return self._let_be_said(self._body.end(is_cut=is_cut or self._says == "json"))
 
     def _let_be_said(self, parts: list[Part]) -> list[Part]:
         """Where there are only calls, all else is a piece of one that was cut, or the blank in front of it."""
