@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Sequence
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -21,6 +22,7 @@ from localllm.frontend.connections import (
     USUAL_CTX,
     YOUR_KEY,
     Connection,
+    Filled,
     Target,
     names,
 )
@@ -33,6 +35,7 @@ EXAMPLES = """Examples:
 \b
   localllm connect
   localllm connect aider
+  localllm connect openai > tale.py
   localllm connect claude-code --model qwen3-8b
   localllm connect zed --url http://box.local:8420
 """
@@ -61,7 +64,8 @@ def connect_command(
 ) -> None:
     """Print what a program needs to talk to `localllm serve`.
 
-    Settings that were tested: where they go, for the server's address, model and key. Nothing is written anywhere.
+    Settings that were tested, for the server's address, model and key: those for a file to stdout, where they go and
+    all else to stderr. Nothing is written anywhere.
     """
     front = front_of(context)
     if name is None:
@@ -86,9 +90,7 @@ def connect_command(
         known = {"url": target.url, "model": target.model, "server": answering.state}
         front.output.json({"schema_version": SCHEMA_VERSION, **told, **known, "parts": parts}, indent=2)
     else:
-        for part in connection.filled(target):
-            front.output.line(f"# {part.where}")
-            front.output.line(f"{part.text}\n")
+        _print(front, connection.filled(target))
     _tell(front, connection, answering, served, target)
 
 
@@ -153,6 +155,19 @@ def _key(answering: Answering, url: str) -> str:
     is_local = urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
     is_open = answering.state == "ready" or (is_local and answering.state == "absent")
     return PLACEHOLDER_KEY if is_open and not os.environ.get("LOCALLLM_API_KEY") else YOUR_KEY
+
+
+def _print(front: Front, parts: Sequence[Filled]) -> None:
+    """What goes into a file to stdout, of two files the first, so that it can be sent there; all else to stderr."""
+    whole = next((part for part in parts if part.language != "sh"), parts[0])
+    for part in parts:
+        front.output.note(f"# {part.where}")
+        if part is whole:
+            front.output.line(part.text)
+        else:
+            for line in part.text.split("\n"):
+                front.output.note(line)
+        front.output.note("")
 
 
 def _tell(front: Front, connection: Connection, answering: Answering, served: ServedModel, target: Target) -> None:

@@ -79,7 +79,8 @@ def _filled(part: Part, target: Target) -> Filled:
         "key": target.key,
         "bearer": f"Bearer {target.key}",
     }
-    bare = {"ctx": str(target.ctx), "has_tools": json.dumps(target.has_tools)}
+    tool_use = "[tool_use]" if target.has_tools else "[]"
+    bare = {"ctx": str(target.ctx), "has_tools": json.dumps(target.has_tools), "tool_use": tool_use}
     quoted = {name: _QUOTES[part.language](value) for name, value in values.items()}
     return Filled(part.where, part.language, Template(part.template).substitute(quoted, **bare).strip("\n"))
 
@@ -147,6 +148,7 @@ models:
     apiBase: $v1
     apiKey: $key
     roles: [chat, edit, apply]
+    capabilities: $tool_use
     defaultCompletionOptions:
       contextLength: $ctx
 """,
@@ -222,7 +224,7 @@ open-webui serve
         "claude-code",
         "Claude Code, the coding agent",
         "Anthropic",
-        "run with Claude Code 2.1.197",
+        "run with Claude Code 2.1.197 and 2.1.331",
         (
             Part(
                 "~/.claude/settings.json",
@@ -234,8 +236,6 @@ open-webui serve
     "ANTHROPIC_AUTH_TOKEN": $key,
     "ANTHROPIC_MODEL": $model,
     "ANTHROPIC_DEFAULT_HAIKU_MODEL": $model,
-    "CLAUDE_CODE_EFFORT_LEVEL": "unset",
-    "CLAUDE_CODE_DISABLE_EXPERIMENTAL_BETAS": "1",
     "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"
   }
 }

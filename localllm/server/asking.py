@@ -34,9 +34,10 @@ _MOST_LOGPROBS = 1 << 20  # that one reply may have: each is 200 bytes while it 
 class Ask:
     """prompt: chat messages, a text to go on with, or ids. n: answers to it, each with a seed of its own. choosing: how
     they are chosen of others. num_ctx: the context that the client wants to have. effort: how much is to be thought
-    before: "none", "on", a level that the template knows; None: as the model does. evicts: the oldest turns leave where
-    there are too many. said: with which the answer begins, as the client has it. grammar: what the answer has to look
-    like. tools: that it may call. prompt_field, effort_field, grammar_field: what its dialect calls them.
+    before: "none", "on", a level that the template knows; None: as the model does. usual_effort: a level that asks for
+    no more than that. evicts: the oldest turns leave where there are too many. said: with which the answer begins, as
+    the client has it. grammar: what the answer has to look like. tools: that it may call. prompt_field, effort_field,
+    grammar_field: what its dialect calls them.
     """
 
     prompt: ChatInput | str | tuple[int, ...]
@@ -47,6 +48,7 @@ class Ask:
     priority: int = 0
     pooling: Pooling | None = None
     effort: str | None = None
+    usual_effort: str | None = None
     evicts: bool = False
     said: str = ""
     grammar: Grammar | None = None
@@ -68,6 +70,7 @@ class Asked:
 
 def prepare(ask: Ask, engine: LoadedEngine) -> Asked:
     """Milliseconds, more for a long prompt. Raises RequestError, TemplateError, UsageError."""
+    _refuse_begun_form(ask)
     ctx = min(ask.num_ctx or engine.ctx, engine.ctx)
     manner = _manner(ask, engine)
     try:
@@ -114,7 +117,8 @@ def prepare(ask: Ask, engine: LoadedEngine) -> Asked:
     )
     if manner is None:
         return Asked(requests)
-    return Asked(requests, lambda: manner.reader(is_thinking=is_thinking), fitted.evicted.turns)
+    has_form = ask.grammar is not None
+    return Asked(requests, lambda: manner.reader(is_thinking=is_thinking, has_form=has_form), fitted.evicted.turns)
 
 
 def prompt_ids(ask: Ask, engine: LoadedEngine) -> tuple[int, ...]:
@@ -150,6 +154,18 @@ def joined(asked: Sequence[Asked]) -> Asked:
     return replace(asked[0], requests=requests)
 
 
+def _refuse_begun_form(ask: Ask) -> None:
+    """Raises RequestError where an answer that the client has begun has to have a form: the model writes the rest of
+    it, and held to the form the rest alone would have it."""
+    must_call = ask.tools is not None and ask.tools.must_call
+    if not ask.said or (ask.grammar is None and not must_call):
+        return
+    param = "tool_choice" if must_call else ask.grammar_field
+    what, why = f"{param!r} cannot be honoured", "an answer that is begun cannot be held to a form"
+    fix = "leave out the begun answer, the last message"
+    raise RequestError(400, what, why=why, fix=fix, param=param, name="unsupported_value")
+
+
 def _require_room(ask: Ask, num_tokens: int, engine: LoadedEngine) -> None:
     """A context that is longer than the server's is one of those that clients send with everything; it is refused where
     the request would need it. Raises RequestError."""
@@ -176,7 +192,7 @@ def _fitted(ask: Ask, engine: LoadedEngine, ctx: int, manner: Manner | None) -> 
     if isinstance(prompt, str):
         return Fitted(tuple(engine.tokenizer.encode(prompt, special=True, bos=True)))
     assert manner is not None
-    chat = chat_of(prompt, engine, ask.effort, ask.effort_field)
+    chat = chat_of(prompt, engine, ask.effort, ask.effort_field, usual_effort=ask.usual_effort)
     tail = [*manner.tail_ids, *_said_ids(ask, engine)]
 
     def encode(messages: Sequence[Message]) -> list[int]:
@@ -200,10 +216,17 @@ def _begins_in_thought(ask: Ask, engine: LoadedEngine, ids: Sequence[int]) -> bo
 
 
 def chat_of(
-    chat: ChatInput, engine: LoadedEngine, effort: str | None = None, effort_field: str = "reasoning_effort"
+    chat: ChatInput,
+    engine: LoadedEngine,
+    effort: str | None = None,
+    effort_field: str = "reasoning_effort",
+    *,
+    usual_effort: str | None = None,
 ) -> ChatInput:
     """As the model's template knows it: few have a role of their own for developers. Raises RequestError for variables
     that it would not even look at."""
+    if effort == usual_effort and not _mentions(engine, "reasoning_effort", "enable_thinking"):
+        effort = None
     variables = _variables(engine, chat.variables, effort, effort_field)
     if _mentions(engine, "developer"):
         return replace(chat, variables=variables)

@@ -37,6 +37,8 @@ _SHARE = 0.9  # of the memory that is free when the server starts, as a model by
 _LOOK_S = 0.2  # between two looks at a model that is to leave: programs that use it by its own socket may
 _MOST_KEPT_S = 1e9  # thirty years: what is longer is for good, and may be more than a clock can tell
 _ROOM_S = 600.0  # for which a model waits for those before it to be done
+_NEAR = 0.7  # of 1: what is less alike is another model, not one that was misspelt
+_MOST_NAMED = 8  # models, to who asked for one that there is not
 
 
 @runtime_checkable
@@ -195,11 +197,13 @@ class Pool:
         return None
 
     def _not_found(self, name: str) -> RequestError:
-        names = dict.fromkeys(name for each in self.models for name in each.names)
-        names.update(dict.fromkeys(row.name for row in self.others()))
-        near = difflib.get_close_matches(name[:200], names, n=1, cutoff=0)
-        what, why = f"the model {name[:200]!r} is not served here", f"this server has {', '.join(names)}"
-        fix = f"ask for {near[0]!r}" if near else ""
+        served = [name for each in self.models for name in each.names]
+        names = {each.casefold(): each for each in (*served, *(row.name for row in self.others()))}
+        near = difflib.get_close_matches(name[:200].casefold(), names, n=1, cutoff=_NEAR)
+        first, more = ", ".join(list(names.values())[:_MOST_NAMED]), len(names) - _MOST_NAMED
+        what, why = f"the model {name[:200]!r} is not served here", f"this server has {first}"
+        why += f" and {more} more (GET /v1/models)" if more > 0 else ""
+        fix = f"ask for {names[near[0]]!r}" if near else "ask for one of these, or start the server with --alias NAME"
         return RequestError(404, what, why=why, fix=fix, param="model", name="model_not_found")
 
     # Loading

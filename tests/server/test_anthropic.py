@@ -264,13 +264,15 @@ def test_a_message_with_its_thought_can_be_sent_back(thinker: Running, client: a
         ("tool_choice", {"type": "any"}),
         ("mcp_servers", [{"type": "url", "url": "http://localhost", "name": "x"}]),
         ("container", "container_1"),
-        ("context_management", {"edits": []}),
+        ("context_management", {"edits": [{"type": "clear_thinking_20251015"}]}),
+        ("context_management", {"edits": [{"type": "clear_tool_uses_20250919"}]}),
         ("diagnostics", {"previous_message_id": None}),
         ("inference_geo", "us"),
         ("speed", "fast"),
         ("thinking", {"type": "enabled", "budget_tokens": 1024}),
         ("output_config.format", {"format": {"type": "json_object"}}),
         ("output_config.effort", {"effort": "utmost"}),
+        ("output_config.effort", {"effort": "low"}),
         ("messages.0.content.0", user([IMAGE])),
         ("messages.0.content.0", user([RESULT])),
         ("messages.0", user([{"type": "thinking", "thinking": "hm", "signature": ""}])),
@@ -302,6 +304,20 @@ def test_a_thinking_budget_is_refused_with_the_reason(client: anthropic.Anthropi
 def test_an_effort_without_thinking_is_refused(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.BadRequestError, match=r"output_config\.effort"):
         client.messages.create(**GREEDY, thinking={"type": "disabled"}, output_config={"effort": "low"})
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"output_config": {"effort": "high"}},
+        {"output_config": {"effort": "high"}, "thinking": {"type": "disabled"}},
+        {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}},
+        {"context_management": {"edits": []}},
+    ],
+)
+def test_what_asks_for_no_more_than_is_done_anyway_changes_nothing(server: Running, more: dict[str, Any]) -> None:
+    said = [server.post(PATH, {**ASKED, "max_tokens": 8, "temperature": 0, **fields}).json() for fields in ({}, more)]
+    assert said[0]["content"] == said[1]["content"]
 
 
 def test_a_request_without_max_tokens_is_refused_in_the_originals_words(server: Running) -> None:

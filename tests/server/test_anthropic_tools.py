@@ -133,7 +133,9 @@ def test_an_answer_that_is_cut_within_a_call_has_what_there_is_of_it(
             message: Any = stream.get_final_message()
     else:
         message = client.messages.create(**asked)
-    assert message.stop_reason == "max_tokens" and message.content[-1].type == ("text" if most == 2 else "tool_use")
+    last = message.content[-1]
+    assert message.stop_reason == "max_tokens" and last.type == ("text" if most == 2 else "tool_use")
+    assert most == 40 or last.text == ""
 
 
 @pytest.mark.supports("anthropic", "/v1/messages", "tools: none of them")
@@ -283,3 +285,24 @@ def test_an_answer_is_of_the_form_that_it_has_to_have(
 ) -> None:
     message = client.messages.create(**{**GREEDY, "extra_body": {"structured_outputs": form}})
     assert [block.text in said for block in message.content if block.type == "text"] == [True]
+
+
+@pytest.mark.supports("anthropic", "/v1/messages", "structured output: refused: of an answer that was begun")
+@pytest.mark.parametrize(
+    ("field", "form"),
+    [
+        ("output_config.format", {"output_config": {"format": {"type": "json_schema", "schema": ANSWER}}}),
+        ("output_format", {"output_format": {"type": "json_schema", "schema": ANSWER}}),
+        ("structured_outputs", {"structured_outputs": {"regex": "a+"}}),
+        ("tool_choice", {"tools": ANTHROPIC_TOOLS, "tool_choice": {"type": "any"}}),
+        ("tool_choice", {"tools": ANTHROPIC_TOOLS, "tool_choice": CLOCK}),
+    ],
+)
+def test_an_answer_that_was_begun_has_no_form(server: Running, field: str, form: dict[str, Any]) -> None:
+    told = refused(server, messages=[*OWL, {"role": "assistant", "content": "{"}], **form)
+    assert f"{field!r}" in told and "begun" in told and "leave out" in told
+
+
+def test_an_answer_that_was_begun_may_call_where_it_need_not(server: Running) -> None:
+    begun = [*OWL, {"role": "assistant", "content": "Let me"}]
+    assert server.post(PATH, {**RAW, "messages": begun, "tools": ANTHROPIC_TOOLS, "max_tokens": 4}).status_code == 200

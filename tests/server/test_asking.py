@@ -183,6 +183,22 @@ def test_how_much_is_to_be_thought_is_told_as_the_template_has_it(
 
 
 @pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("{{ reasoning_effort }}", {"reasoning_effort": "high"}),
+        ("{{ enable_thinking }}", {"enable_thinking": True}),
+        ("<think>", {}),
+        ("", {}),
+    ],
+)
+def test_the_effort_of_those_who_ask_for_none_is_told_where_there_are_several(
+    engine: Engine, telling: Callable[[str], None], template: str, told: dict[str, Any]
+) -> None:
+    telling(template)
+    assert chat_of(CHAT, engine, "high", usual_effort="high").variables == told
+
+
+@pytest.mark.parametrize(
     ("template", "effort"), [("<think>", "none"), ("<think>", "high"), ("", "on"), ("{{ enable_thinking_x }}", "none")]
 )
 def test_what_a_template_cannot_have_thought_is_refused(

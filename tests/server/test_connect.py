@@ -9,7 +9,7 @@ import os
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,19 @@ import pytest
 import yaml
 
 from localllm.cli.names import complete_connections
-from localllm.frontend.connections import CONNECTIONS, USUAL_CTX, YOUR_KEY, Target, names
+from localllm.engine.request import Grammar
+from localllm.frontend.connections import CONNECTIONS, YOUR_KEY, Target, names
 from localllm.frontend.serving import ask_models
+from localllm.server.tools.manner import Manner
 from tests.cli_support import run_cli, write_checkpoint
 from tests.server.support import PATIENCE_S, Running, running
 from tests.server.test_other_clients import installed
+from tests.server.tools_support import ANTHROPIC_TOOLS, OPENAI_TOOLS
 
 KEY = "a-key-of-20-characters"
 NOBODY = "http://127.0.0.1:9"
 TALE = {"role": "user", "content": "A tale about an owl, please."}
+WIDE = 131072  # a byte is a token of the checkpoints, and Claude Code begins with 85,000
 TRICKY = """fo"x$model's"""
 
 
@@ -81,15 +85,33 @@ def test_without_a_server_the_settings_are_those_that_one_will_have(name: str) -
 @pytest.mark.parametrize("connection", CONNECTIONS, ids=lambda each: each.name)
 def test_no_name_of_a_model_breaks_out_of_what_is_printed(connection: Any) -> None:
     for part in connection.filled(Target(NOBODY, TRICKY)):
-        match part.language:
-            case "json":
-                json.loads(part.text)
-            case "yaml":
-                yaml.safe_load(part.text)
-            case "python":
-                compile(part.text, "<printed>", "exec")
-            case "sh":
-                shlex.split(part.text)
+        assert parsed(part.language, part.text) is not None
+
+
+def parsed(language: str, text: str) -> Any:
+    """Raises for what the language does not take."""
+    match language:
+        case "json":
+            return json.loads(text)
+        case "yaml":
+            return yaml.safe_load(text)
+        case "python":
+            return compile(text, "<printed>", "exec")
+    checked = subprocess.run(["sh", "-n"], input=text, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+    return shlex.split(text, comments=True)
+
+
+@pytest.mark.parametrize("connection", CONNECTIONS, ids=lambda each: each.name)
+def test_what_is_printed_can_go_into_its_file_as_it_is(connection: Any) -> None:
+    """The first file, or where there is none, what the terminal is given; all else is told beside it."""
+    result = run_cli("connect", connection.name, "--url", NOBODY)
+    printed = result.out.decode()
+    filled = connection.filled(Target(NOBODY, "tiny"))
+    whole = next((part for part in filled if part.language != "sh"), filled[0])
+    assert parsed(whole.language, printed) is not None and printed == whole.text + "\n"
+    for part in filled:
+        assert f"# {part.where}\n" in result.err and (part is whole or f"{part.text}\n" in result.err)
 
 
 def test_a_key_is_asked_for_where_the_server_wants_one_and_never_printed(
@@ -189,13 +211,16 @@ def test_what_zed_asks_is_answered(server: Running) -> None:
     provider = json.loads(settings)["language_models"]["openai_compatible"]["local-llm"]
     assert json.loads(settings)["agent"]["default_model"] == {"provider": "local-llm", "model": "tiny"}
     [model] = provider["available_models"]
-    assert model["max_tokens"] == 1024 and model["capabilities"]["images"] is False
+    assert model["max_tokens"] == 1024
+    assert (model["capabilities"]["images"], model["capabilities"]["tools"]) == (False, True)
     body = {
         "model": model["name"],
         "messages": [{"role": "system", "content": "You tell tales."}, TALE],
         "stream": True,
         "stream_options": {"include_usage": True},
         "temperature": 1.0,
+        "tools": OPENAI_TOOLS,
+        "tool_choice": "auto",
     }
     key = variables(export)["LOCAL_LLM_API_KEY"]
     *said, usage = streamed(f"{provider['api_url']}/chat/completions", key, body)
@@ -230,13 +255,14 @@ def test_what_continue_asks_is_answered(server: Running) -> None:
     assert {"name", "version", "schema", "models"} == settings.keys() and settings["schema"] == "v1"
     [model] = settings["models"]
     assert model["provider"] == "openai" and set(model["roles"]) <= {"chat", "edit", "apply", "autocomplete"}
-    assert model["defaultCompletionOptions"]["contextLength"] == 1024
+    assert model["defaultCompletionOptions"]["contextLength"] == 1024 and model["capabilities"] == ["tool_use"]
     body = {"model": model["model"], "messages": [TALE], "stream": True, "stream_options": {"include_usage": True}}
+    body["tools"] = OPENAI_TOOLS
     assert streamed(f"{model['apiBase']}/chat/completions", model["apiKey"], body)[-1]["usage"]["completion_tokens"] > 0
 
 
 def test_what_claude_code_asks_is_answered(server: Running) -> None:
-    """As version 2.1.197 does, without its tools and with a system prompt of the user's."""
+    """As version 2.1.197 does, with tools and a system prompt for which the built-in model has room."""
     settings, _ = parts("claude-code", "--url", server.url)
     environ = json.loads(settings)["env"]
     body = {
@@ -249,6 +275,9 @@ def test_what_claude_code_asks_is_answered(server: Running) -> None:
         "metadata": {"user_id": '{"device_id":"0"}'},
         "max_tokens": 64,
         "thinking": {"type": "adaptive"},
+        "tools": [{**tool, "eager_input_streaming": True} for tool in ANTHROPIC_TOOLS],
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high"},
         "stream": True,
     }
     assert httpx2.head(environ["ANTHROPIC_BASE_URL"]).status_code == 200
@@ -261,27 +290,53 @@ def text_block(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}
 
 
+@pytest.fixture
+def plays(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """The model makes that call, where it has tools, and says that text with the result and to all else."""
+
+    def set_play(call: str, text: str) -> None:
+        calls = iter([call])
+
+        def grammar(manner: Manner, *_: object, **__: object) -> Grammar:
+            said = text if manner.tools is None else next(calls, text)
+            return Grammar("lark", f"start: {json.dumps(said)}")
+
+        monkeypatch.setattr(Manner, "grammar", grammar)
+
+    return set_play
+
+
+ASK = "What is the owl of owl.txt called?"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("program", "name", "line"),
+    ("program", "name", "parameter", "line"),
     [
-        ("claude", "claude-code", ["-p", TALE["content"], "--tools", "", "--system-prompt", "You tell tales."]),
-        ("cn", "continue", ["--config", "{home}/.continue/config.yaml", "--exclude", "*", "-p", TALE["content"]]),
+        ("claude", "claude-code", "file_path", ["-p", ASK]),
+        ("cn", "continue", "filepath", ["--config", "{home}/.continue/config.yaml", "-p", ASK]),
         (
             "aider",
             "aider",
-            ["--message", "Hi", "--no-git", "--yes-always", "--no-check-update", "--analytics-disable"],
+            None,
+            ["--message", ASK, "--no-git", "--yes-always", "--no-check-update", "--analytics-disable"],
         ),
     ],
     ids=["claude-code", "continue", "aider"],
 )
-def test_the_program_itself_is_answered(program: str, name: str, line: list[str], tmp_path: Path) -> None:
-    """Skips where it is not on the PATH."""
+def test_the_program_itself_is_answered(
+    plays: Callable[[str, str], None], program: str, name: str, parameter: str | None, line: list[str], tmp_path: Path
+) -> None:
+    """With its own tools, one of which the model calls. Skips where it is not on the PATH."""
     found = shutil.which(program)
     if found is None:
         pytest.skip(f"{program} is not on the PATH")
-    model = "tiny" if name == "claude-code" else write_checkpoint(tmp_path / "wide", context=USUAL_CTX)
-    with running(model, max_tokens=64) as server:
+    owl = tmp_path / "project" / "owl.txt"
+    owl.parent.mkdir()
+    owl.write_text("The owl is called Minerva.\n")
+    call = json.dumps({"name": "Read", "arguments": {parameter: str(owl)}})
+    plays(f"Let me look.\n<tool_call>\n{call}\n</tool_call>", "She is called Minerva.")
+    with running(write_checkpoint(tmp_path / "wide", layers=1, context=WIDE), ctx=WIDE) as server:
         connected = run_cli("connect", name, "--url", server.url, "--json").json
         for part in connected["parts"]:
             if part["where"].startswith("~/"):
@@ -290,10 +345,9 @@ def test_the_program_itself_is_answered(program: str, name: str, line: list[str]
                 file.write_text(part["text"])
         environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "CONTINUE_TELEMETRY_ENABLED": "0"}
         command = [found, *(word.format(home=tmp_path) for word in line)]
-        project = tmp_path / "project"
-        project.mkdir()
         ended = subprocess.run(
-            command, env=environ, cwd=project, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
+            command, env=environ, cwd=owl.parent, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
         )
-        assert ended.stdout.strip(), ended.stderr
-        assert any(" 200 " in entry and entry.startswith("POST") for entry in server.log), (ended.stdout, server.log)
+        assert "Minerva" in ended.stdout, (ended.stdout, ended.stderr, server.log)
+        answered = [entry for entry in server.log if entry.startswith("POST") and " 200 " in entry]
+        assert len(answered) >= (1 if parameter is None else 2), server.log

@@ -419,7 +419,7 @@ def test_what_is_no_models_name_is_not_pulled(raw: httpx2.Client, name: str, str
 @pytest.mark.supports("ollama", "/api/chat", "refused: an unknown model")
 def test_another_model_than_the_served_one_answers_nothing(client: ollama.Client) -> None:
     with pytest.raises(ollama.ResponseError, match="ask for 'tiny'") as caught:
-        client.chat("tinyllama", OWL)
+        client.chat("Tinny", OWL)
     assert caught.value.status_code == 404
 
 

@@ -177,3 +177,12 @@ def test_a_form_that_cannot_be_held_to_is_refused_by_name(server: Running, path:
     assert "'not'" in refused(server, path, format={"type": "object", "not": {}})
     assert "format" in refused(server, path, format="yaml")
     assert "together" in refused(server, path, format="json", structured_outputs={"regex": "a"})
+
+
+@pytest.mark.supports("ollama", "/api/chat", "structured output: refused: of an answer that was begun")
+@pytest.mark.parametrize(
+    ("field", "form"), [("format", "json"), ("format", ANSWER), ("structured_outputs", {"regex": "a+"})]
+)
+def test_an_answer_that_was_begun_has_no_form(server: Running, field: str, form: Any) -> None:
+    told = refused(server, messages=[*OWL, {"role": "assistant", "content": "{"}], **{field: form})
+    assert f"{field!r}" in told and "begun" in told and "leave out" in told

@@ -121,8 +121,8 @@ def test_each_of_several_answers_calls_for_itself(client: openai.OpenAI) -> None
 
 def test_an_answer_that_is_cut_within_a_call_says_so(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {**GREEDY, "tools": OPENAI_TOOLS[:1], "tool_choice": "required"}
-    lengths = [client.chat.completions.create(**{**asked, "max_tokens": most}).choices[0] for most in (2, 40)]
-    assert [choice.finish_reason for choice in lengths] == ["length"] * 2
+    lengths = [client.chat.completions.create(**{**asked, "max_tokens": most}).choices[0] for most in (1, 2, 3, 5, 40)]
+    assert {(choice.finish_reason, choice.message.content or None) for choice in lengths} == {("length", None)}
     assert lengths[0].message.tool_calls is None
     [call] = lengths[-1].message.tool_calls or ()
     assert call.type == "function" and '{"unit": "C"}'.startswith(call.function.arguments[:9])
@@ -364,6 +364,9 @@ def test_an_answer_that_is_no_call_has_the_form_that_it_has_to_have(client: open
     assert said.tool_calls or validate(json.loads(said.content or ""), ANSWER) is None
     called = client.chat.completions.create(**asked, tool_choice=NAMED).choices[0].message
     assert called.tool_calls and called.content is None
+    blank, mark = server.engine.tokenizer.encode("\n<")
+    said = client.chat.completions.create(**asked, logit_bias={str(blank): 50, str(mark): -100}).choices[0].message
+    assert (said.content or "").startswith("{")
     error = refused(server, tools=OPENAI_TOOLS, structured_outputs={"regex": "a+"})
     assert error["param"] == "structured_outputs" and "tools" in error["message"]
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.server.tools.json_text import ValueEnd, partial_object
-from localllm.server.tools.parts import Part, Reader
+from localllm.server.tools.parts import Part, Reader, Says
 from localllm.server.tools.syntaxes import GENERIC, SYNTAXES
 
 BY_NAME = {syntax.name: syntax for syntax in (*SYNTAXES, GENERIC)}
@@ -96,8 +96,18 @@ def read(reader: Reader, pieces: Iterable[str], *, is_cut: bool = False) -> list
     return joined
 
 
-def reader_of(family: str, *, streams: bool = False, splits: bool = False) -> Reader:
-    return BY_NAME[family].reader(NAMES, streams=streams, is_thinking=False, splits=splits, is_final=False)
+def reader_of(family: str, *, streams: bool = False, splits: bool = False, says: Says = "anything") -> Reader:
+    return BY_NAME[family].reader(NAMES, streams=streams, says=says, is_thinking=False, splits=splits, is_final=False)
+
+
+def certain(family: str, *arguments: str) -> str:
+    """A call of each tool, as a grammar lets them be made; of one, where the family makes no more."""
+    written = BY_NAME[family].written
+    calls = [
+        f"{written.begins}{name}{written.middle}{each}{written.ends}"
+        for name, each in zip(NAMES, arguments, strict=False)
+    ]
+    return written.first + written.between.join(calls[:1] if written.one else calls) + written.last
 
 
 def cut(text: str, places: Sequence[int]) -> list[str]:
@@ -188,17 +198,15 @@ def test_a_thought_is_one_while_it_is_written() -> None:
 
 @pytest.mark.parametrize("family", ["hermes", "generic", "mistral", "mistral-list", "llama", "harmony"])
 def test_the_arguments_of_a_certain_call_are_given_out_as_they_come(family: str) -> None:
-    written = BY_NAME[family].written
     arguments = json.dumps({"unit": "C", "list": [{}, "}"]})
-    calls = [f"{written.begins}{name}{written.middle}{arguments}{written.ends}" for name in NAMES]
-    text = written.first + written.between.join(calls[:1] if written.one else calls) + written.last
+    text = certain(family, arguments, arguments)
     reader, given_out = reader_of(family, streams=True), 0
     for char in text:
         given_out += any(kind == "arguments" for kind, _ in reader.feed(char))
     assert given_out >= len(arguments) and reader.end(is_cut=False) == []
     parts = read(reader_of(family, streams=True), [text])
     told = [part for name in NAMES for part in (("call", name), ("arguments", arguments))]
-    assert parts == told[: 2 if written.one else 4]
+    assert parts == told[: 2 if BY_NAME[family].written.one else 4]
 
 
 def test_text_may_stand_in_front_of_a_certain_call() -> None:
@@ -222,6 +230,40 @@ def test_a_call_that_is_cut_is_told_as_far_as_it_goes(streams: bool) -> None:
         kinds = dict(read(reader_of("hermes", streams=streams), [text[:end]], is_cut=True))
         assert kinds.get("call") == "weather" and text[begun - 1 :].startswith(kinds.get("arguments", "?"))
     assert "call" not in dict(read(reader_of("hermes", streams=streams), [text[:20]], is_cut=True))
+
+
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("blank", ["", "\n\n"])
+@pytest.mark.parametrize("family", BY_NAME)
+def test_nothing_is_said_beside_a_call_that_has_to_be_made(family: str, blank: str, splits: bool) -> None:
+    """Wherever it is cut, and however it is told to end."""
+    arguments = '{"unit": "C", "days": [1, 2]}', "{}"
+    text = blank + certain(family, *arguments)
+    for end, is_cut in itertools.product(range(len(text) + 1), (True, False)):
+        for pieces in ([text[:end]], text[:end]):
+            parts = read(reader_of(family, streams=True, splits=splits, says="nothing"), pieces, is_cut=is_cut)
+            assert {kind for kind, _ in parts} <= {"call", "arguments"}
+            assert "".join(arguments).startswith("".join(said for kind, said in parts if kind == "arguments"))
+
+
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("family", [family for family in BY_NAME if family not in ("harmony", "llama")])
+def test_a_call_in_the_place_of_json_is_never_said(family: str, splits: bool) -> None:
+    text = "\n\n" + certain(family, '{"unit": "C"}', "{}")
+    for end, is_cut in itertools.product(range(len(text) + 1), (True, False)):
+        for pieces in ([text[:end]], text[:end]):
+            parts = read(reader_of(family, streams=True, splits=splits, says="json"), pieces, is_cut=is_cut)
+            assert {kind for kind, _ in parts} <= {"call", "arguments"}
+
+
+@pytest.mark.parametrize("answer", ['{"name": "Ada", "says": "[TOOL_CALLS]clock[ARGS]{}, <tool_call>"}', '["<"]', "7"])
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("family", [family for family in BY_NAME if family != "harmony"])
+def test_json_begins_with_its_first_character_and_has_no_call_in_it(family: str, splits: bool, answer: str) -> None:
+    for end in range(len(answer) + 1):
+        for pieces in (["\n\n" + answer[:end]], "\n\n" + answer[:end]):
+            parts = read(reader_of(family, streams=True, splits=splits, says="json"), pieces, is_cut=end < len(answer))
+            assert parts == [("text", answer[:end])] or (parts == [] and answer[:end] in ("", "["))
 
 
 def test_a_call_that_its_model_has_not_finished_is_text() -> None:

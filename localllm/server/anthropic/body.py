@@ -44,6 +44,8 @@ _OTHER_BLOCKS = (
 # Claude Code has another one in each request, which would be the end of what the prefix cache knows.
 _BILLING = re.compile(r"(?:x-anthropic-billing-header[^\n]*\n?)+")
 
+_USUAL_EFFORT = "high"  # the same as none, as Anthropic has it; Claude Code sends it to every model
+
 # What only its author can read.
 Opaque = Annotated[str | None, Field(description="Without effect.")]
 
@@ -166,7 +168,7 @@ class SchemaFormat(Body):
 class OutputConfig(Body):
     effort: Annotated[
         Literal["low", "medium", "high", "xhigh", "max"] | None,
-        Field(description="How much is thought, where the model's chat template knows it."),
+        Field(description="How much is thought, where the model's chat template knows it; 'high': as it does anyway."),
     ] = None
     format: SchemaFormat | None = None
 
@@ -211,6 +213,17 @@ class ToolChoice(Body):
         return self
 
 
+class KeptThoughts(Body):
+    """The one edit that takes nothing out."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"]
+
+
+class ContextManagement(Body):
+    edits: Annotated[list[KeptThoughts] | None, Field(max_length=1)] = None
+
+
 class PromptBody(Body):
     """What a prompt is made of."""
 
@@ -219,7 +232,7 @@ class PromptBody(Body):
         "not to think",
         "mcp_servers": "nothing is fetched from the network",
         "container": "nothing is run here",
-        "context_management": "nothing leaves the messages but whole turns, where the server was started to have it so",
+        "context_management": "no thoughts and no results are taken out of the messages",
         "thread": "nothing is kept of a conversation; send all of it",
         "diagnostics": "it is not told what the prefix cache has missed",
         "inference_geo": "the model runs where this server is",
@@ -241,7 +254,7 @@ class PromptBody(Body):
     )
     mcp_servers: Nothing = None
     container: None = None
-    context_management: None = None
+    context_management: ContextManagement | None = None
     thread: None = None
     diagnostics: None = None
     inference_geo: None = None
@@ -291,8 +304,8 @@ def ask_of(body: PromptBody) -> Ask:
             "structured_outputs": grammar_of(body.structured_outputs),
         }
     )
-    ask = Ask(chat, effort=_effort(body), said=said, effort_field="output_config.effort", tools=_tools(body))
-    return replace(ask, grammar=grammar, grammar_field=grammar_field)
+    ask = Ask(chat, effort=_effort(body), usual_effort=_USUAL_EFFORT, effort_field="output_config.effort")
+    return replace(ask, said=said, tools=_tools(body), grammar=grammar, grammar_field=grammar_field)
 
 
 def _form(given: SchemaFormat | None) -> Grammar | None:
@@ -376,7 +389,7 @@ def _effort(body: PromptBody) -> str | None:
     level = body.output_config.effort if body.output_config else None
     if body.thinking is None or body.thinking.type == "adaptive":
         return level
-    if level is not None:
+    if level not in (None, _USUAL_EFFORT):
         what, param = "'output_config.effort' cannot be honoured", "output_config.effort"
         raise RequestError(400, what, why="it is of thinking, which is disabled", param=param)
     return "none"

@@ -79,14 +79,16 @@ class Manner:
         schema = None if answer is None or tools.must_call else answer.source
         return Grammar("lark", tools_lark(self.syntax, tools, self.tokenizer.token_id, schema))
 
-    def reader(self, *, is_thinking: bool) -> Reader | None:
-        """A new one for each answer; None: all of it is text."""
+    def reader(self, *, is_thinking: bool, has_form: bool) -> Reader | None:
+        """A new one for each answer; None: all of it is text. has_form: what is said is held to one."""
         splits = is_thinking or self.splits
         if self.syntax is HARMONY or (self.syntax is not None and self.tools is not None):
-            names: Sequence[str] = self.tools.callable if self.tools is not None else ()
+            tools = self.tools
+            must_call = tools is not None and tools.must_call
             return self.syntax.reader(
-                names,
-                streams=self.tools is not None and self.tools.is_constrained,
+                () if tools is None else tools.callable,
+                streams=has_form or (tools is not None and tools.is_constrained),
+                says="nothing" if must_call else "json" if has_form else "anything",
                 is_thinking=is_thinking,
                 splits=splits,
                 is_final=bool(self.tail),

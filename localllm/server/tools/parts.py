@@ -10,6 +10,8 @@ from localllm.frontend.thinking import Splitter
 # call: one begins, of the tool that is named; arguments: more of the JSON of the call that began last.
 Kind = Literal["text", "thought", "call", "arguments"]
 Part = tuple[Kind, str]
+# What a grammar lets an answer have beside calls.
+Says = Literal["anything", "json", "nothing"]
 
 
 class Reader(Protocol):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from localllm.server.tools.json_text import NAME, Call, ValueEnd, calls_of, dumped, loaded
-from localllm.server.tools.parts import Part
+from localllm.server.tools.parts import Part, Says
 
 _MOST_BLANKS = 256  # that are held back because a call might follow
 _BETWEEN = " \n;"  # two calls, where it says nothing
@@ -58,11 +58,13 @@ class CallReader:
 
     is_thinking = False
 
-    def __init__(self, marks: Marks, names: Collection[str], *, streams: bool) -> None:
-        """names: of the tools; a call of another one stays text. streams: a grammar sees to it that calls are calls."""
+    def __init__(self, marks: Marks, names: Collection[str], *, streams: bool, says: Says) -> None:
+        """names: of the tools; a call of another one stays text. streams: a grammar sees to it that calls are calls;
+        says: and what stands beside them."""
         self._marks = marks
         self._names = names
         self._streams = streams
+        self._says = says
         self._pending = ""
         self._body: _Body | None = None
         self._closes = False  # a closing mark may come
@@ -74,12 +76,22 @@ class CallReader:
         parts: list[Part] = []
         while self._pending and self._step(parts):
             pass
-        return parts
+        return self._let_be_said(parts)
 
     def end(self, *, is_cut: bool) -> list[Part]:
-        if self._body is not None:
-            return self._body.end(is_cut=is_cut)
+        if self._body is None:
+            return self._rest()
+        # Where JSON has to stand, a call that is not whole has met a stop text, if not the end of the room.
+        return self._let_be_said(self._body.end(is_cut=is_cut or self._says == "json"))
+
+    def _let_be_said(self, parts: list[Part]) -> list[Part]:
+        """Where there are only calls, all else is a piece of one that was cut, or the blank in front of it."""
+        return parts if self._says != "nothing" else [part for part in parts if part[0] != "text"]
+
+    def _rest(self) -> list[Part]:
         rest, self._pending = self._pending, ""
+        if self._says != "anything":
+            return []
         if self._has_called and not self._has_spoken:
             rest = rest.strip(_BETWEEN)
             rest = "" if self._closes and self._marks.closes.startswith(rest) else rest
@@ -91,7 +103,7 @@ class CallReader:
             return self._read_body(parts, self._body)
         if self._closes:
             return self._close()
-        return self._read_text(parts)
+        return self._read_text(parts) if self._says == "anything" else self._read_json(parts)
 
     def _read_body(self, parts: list[Part], body: _Body) -> bool:
         text, self._pending = self._pending, ""
@@ -131,6 +143,20 @@ class CallReader:
         said = self._certain(text)
         self._say(parts, said)
         self._pending = text[len(said) :]
+        return False
+
+    def _read_json(self, parts: list[Part]) -> bool:
+        """A value, or calls: which it is shows where it begins. Of the texts in a value, none is a call."""
+        if not self._has_spoken:
+            self._pending = text = self._pending.lstrip(_BETWEEN)
+            mark = next((mark for mark in self._marks.opens if text.startswith(mark)), "")
+            if mark or (self._marks.is_bare and text[:1] in ("{", "[")):
+                self._begin(mark, text[len(mark) :])
+                return True
+            if any(mark.startswith(text) for mark in self._marks.opens):
+                return False
+        self._say(parts, self._pending)
+        self._pending = ""
         return False
 
     def _begin(self, before: str, rest: str) -> None:

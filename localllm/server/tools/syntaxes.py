@@ -13,7 +13,7 @@ from localllm.errors import TemplateError
 from localllm.server.tools import harmony
 from localllm.server.tools.calling import Tool
 from localllm.server.tools.harmony import HarmonyReader
-from localllm.server.tools.parts import Reader, ThoughtReader
+from localllm.server.tools.parts import Reader, Says, ThoughtReader
 from localllm.server.tools.reading import CallReader, Marks
 
 if TYPE_CHECKING:
@@ -60,13 +60,13 @@ class Syntax:
         return (*self.marks.opens, *filter(None, [self.marks.closes]), *more)
 
     def reader(
-        self, names: Collection[str], *, streams: bool, is_thinking: bool, splits: bool, is_final: bool
+        self, names: Collection[str], *, streams: bool, says: Says, is_thinking: bool, splits: bool, is_final: bool
     ) -> Reader:
-        """names: of the tools. streams: a grammar sees to it that calls are calls. is_thinking: the answer begins in a
-        thought; splits: there may be one. is_final: as `HarmonyReader` has it."""
+        """names: of the tools. streams: a grammar sees to it that calls are calls; says: and what stands beside them.
+        is_thinking: the answer begins in a thought; splits: there may be one. is_final: as `HarmonyReader` has it."""
         if self.marks is None:
             return HarmonyReader(names, streams=streams, is_final=is_final)
-        said = CallReader(self.marks, names, streams=streams)
+        said = CallReader(self.marks, names, streams=streams, says=says)
         return ThoughtReader(is_thinking=is_thinking, said=said) if splits else said
 
 
