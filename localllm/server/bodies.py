@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import difflib
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Discriminator, GetCoreSchemaHandler, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, GetCoreSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, ErrorDetails
 from starlette.requests import Request
 
@@ -40,6 +40,15 @@ def _fail_fast(schema: Any) -> None:
     elif isinstance(schema, list | tuple):
         for part in schema:
             _fail_fast(part)
+
+
+def _no_number(given: object) -> object:
+    """Python's 0 and 1 are equal to what they are not in JSON."""
+    return repr(given) if type(given) in (int, float) else given
+
+
+OnlyFalse = Annotated[Literal[False], BeforeValidator(_no_number)]
+OnlyTrue = Annotated[Literal[True], BeforeValidator(_no_number)]
 
 
 class Body(BaseModel):

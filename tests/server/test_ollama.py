@@ -246,6 +246,8 @@ def test_an_option_that_can_be_honoured_is(client: ollama.Client, options: dict[
         ("/api/chat", "format", "yaml"),
         ("/api/chat", "format", {"type": "anything"}),
         ("/api/chat", "shift", True),
+        ("/api/chat", "shift", 0.0),
+        ("/api/chat", "options", {"penalize_newline": 1}),
         ("/api/chat", "top_logprobs", 3),
         ("/api/chat", "think", "deeply"),
         ("/api/chat", "messages", [{"role": "tool", "content": "7"}]),

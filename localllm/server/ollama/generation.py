@@ -16,7 +16,7 @@ from localllm.engine.request import Grammar
 from localllm.engine.tokenizer import Tokenizer
 from localllm.server.answering import CallPiece, Piece
 from localllm.server.asking import Ask
-from localllm.server.bodies import Body
+from localllm.server.bodies import Body, OnlyFalse
 from localllm.server.endpoint import Call, Endpoint
 from localllm.server.failures import RequestError, body_of
 from localllm.server.fields import (
@@ -64,7 +64,7 @@ class GenerationBody(Body):
     structured_outputs: Annotated[StructuredOutputs | None, Field(description="What the answer has to look like.")] = (
         None
     )
-    shift: Literal[False] | None = None
+    shift: OnlyFalse | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
 
@@ -96,7 +96,7 @@ class GenerateBody(GenerationBody):
     suffix: Literal[""] | None = None
     images: Nothing = None
     context: Nothing = None
-    truncate: Literal[False] | None = None
+    truncate: OnlyFalse | None = None
 
 
 class CalledFunction(TypedDict):

@@ -21,6 +21,7 @@ from localllm.engine.facts import EngineFacts
 from localllm.errors import CheckpointError, ModelNotFoundError, TemplateError
 from localllm.frontend.selection import sampling_defaults
 from localllm.frontend.thinking import may_think
+from localllm.server.bodies import OnlyFalse
 from localllm.server.endpoint import Call, Endpoint
 from localllm.server.failures import RequestError
 from localllm.server.ollama.shapes import NamedBody, tagged, time_text
@@ -91,7 +92,7 @@ class ShowBody(NamedBody):
     system: Literal[""] | None = None
     template: Literal[""] | None = None
     options: Annotated[dict[str, Any], Field(max_length=0)] | None = None
-    verbose: Literal[False] | None = None
+    verbose: OnlyFalse | None = None
 
 
 class Shown(TypedDict):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
 from localllm.engine.request import SamplingParams
-from localllm.server.bodies import Body
+from localllm.server.bodies import Body, OnlyTrue
 from localllm.server.failures import RequestError
 from localllm.server.fields import NUM_CTX, Count, Penalty, Seed, Share, Stop, Temperature, overlaid
 from localllm.server.served import Served
@@ -41,7 +41,7 @@ class Options(Body):
     repeat_last_n: Annotated[
         int | None, Field(ge=-1, le=2**31 - 1, description="-1, the whole context, where there is a penalty.")
     ] = None
-    penalize_newline: Literal[True] | None = None
+    penalize_newline: OnlyTrue | None = None
     mirostat: Annotated[int | None, Field(ge=0, le=0)] = None
     mirostat_tau: Annotated[float | None, Field(description="Without effect: mirostat is off.")] = None
     mirostat_eta: Annotated[float | None, Field(description="Without effect: mirostat is off.")] = None

@@ -18,6 +18,7 @@ from localllm import hub
 from localllm.errors import ModelNotFoundError
 from localllm.frontend.fetching import fetch
 from localllm.registry import BUILT_IN, REPO_ID, load_registry
+from localllm.server.bodies import OnlyFalse
 from localllm.server.endpoint import Call, Endpoint
 from localllm.server.failures import RequestError, body_of, busy
 from localllm.server.ollama.shapes import NamedBody, line
@@ -41,7 +42,7 @@ class PullBody(NamedBody):
 
     username: Literal[""] | None = None
     password: Literal[""] | None = None
-    insecure: Literal[False] | None = None
+    insecure: OnlyFalse | None = None
     stream: Annotated[bool | None, Field(description="Default: true.")] = None
 
 

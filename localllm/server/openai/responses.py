@@ -12,7 +12,7 @@ from starlette.responses import Response as HTTPResponse
 from localllm.engine.chat_template import ChatInput
 from localllm.engine.request import Grammar
 from localllm.server.asking import Ask
-from localllm.server.bodies import Body, told_apart
+from localllm.server.bodies import Body, OnlyFalse, told_apart
 from localllm.server.endpoint import Call, Endpoint
 from localllm.server.failures import Failure
 from localllm.server.fields import (
@@ -144,7 +144,7 @@ class Reasoning(Body):
 
 
 class ResponseStreamOptions(Body):
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: OnlyFalse | None = None
 
 
 _ITEMS = {
@@ -202,7 +202,7 @@ class ResponsesBody(Body):
         None
     )
     max_tool_calls: IgnoredCount = None
-    background: Literal[False] | None = None
+    background: OnlyFalse | None = None
     store: IgnoredFlag = None
     metadata: Annotated[dict[str, str] | None, Field(max_length=16, description="Given back.")] = None
     user: IgnoredText = None

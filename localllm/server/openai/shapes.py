@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 from localllm import __version__
 from localllm.engine.events import FinishedEvent
 from localllm.engine.request import Grammar, SamplingParams
-from localllm.server.bodies import Body
+from localllm.server.bodies import Body, OnlyFalse, OnlyTrue
 from localllm.server.choosing import ChoosingBody
 from localllm.server.endings import Timings
 from localllm.server.failures import RequestError
@@ -58,7 +58,7 @@ class ChoiceLogprobs(TypedDict):
 
 class StreamOptions(Body):
     include_usage: bool | None = None
-    include_obfuscation: Annotated[Literal[False] | None, Field(description="Nothing is obfuscated here.")] = None
+    include_obfuscation: Annotated[OnlyFalse | None, Field(description="Nothing is obfuscated here.")] = None
 
 
 class PromptCacheOptions(Body):
@@ -117,7 +117,7 @@ class GenerationBody(ChoosingBody):
     grammar: Annotated[
         Pattern | None, Field(description="What the answer has to look like, as llama.cpp has it: GBNF, or Lark.")
     ] = None
-    cache_prompt: Annotated[Literal[True] | None, Field(description="What is known of a prompt is always used.")] = None
+    cache_prompt: Annotated[OnlyTrue | None, Field(description="What is known of a prompt is always used.")] = None
 
     @property
     def text_grammar(self) -> Grammar | None:
