@@ -36,6 +36,7 @@ ENDLESS = {
     "a circle": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
     "allOf": {"allOf": [{"$ref": "#"}]},
     "anyOf": {"anyOf": [{"$ref": "#"}, {"$ref": "#"}]},
+    "anyOf that might end": {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
     "a property": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
     "any property": {"type": "object", "additionalProperties": {"$ref": "#"}, "required": ["a"]},
     "items": {"type": "array", "items": {"$ref": "#"}, "minItems": 1},

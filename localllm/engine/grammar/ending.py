@@ -2,7 +2,8 @@
 
 What has to be met together is looked at together: a schema, its `allOf`, what its `$ref` points at and one each of its
 `anyOf` and `oneOf`; then what all of these make of a property. Such a set ends where one of the ways to meet it needs
-nothing that does not end.
+nothing that does not end. A schema that comes back to itself by these alone, in the same place of an answer, means
+nothing, whatever else may be chosen there: validators do not end with it.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class _Document:
         self._num_ways = 0
 
     def endless(self) -> str | None:
+        if (place := self._circular()) is not None:
+            return place
         seen: dict[_Together, str] = {}
         ways: dict[_Together, list[_Way]] = {}
         rest = [(frozenset({id(part)}), place) for place, part in reversed(self._places.items())]
@@ -64,77 +67,80 @@ class _Document:
         ended = _ended(ways)
         return next((place for together, place in seen.items() if together not in ended), None)
 
+    def _circular(self) -> str | None:
+        """The first schema that leads to one which comes back to itself in its own place; None where there is none."""
+        brought = {id(part): {id(each) for each in self._brought(part)} for part in self._places.values()}
+        bringers: dict[int, list[int]] = {each: [] for each in brought}
+        for bringer, those in brought.items():
+            for each in those:
+                bringers[each].append(bringer)
+        num_left = {each: len(those) for each, those in brought.items()}
+        ready = [each for each, count in num_left.items() if not count]
+        while ready:
+            each = ready.pop()
+            del num_left[each]
+            for bringer in bringers[each]:
+                num_left[bringer] -= 1
+                if not num_left[bringer]:
+                    ready.append(bringer)
+        return next((place for place, part in self._places.items() if id(part) in num_left), None)
+
+    def _brought(self, schema: Schema) -> Iterator[Schema]:
+        """What holds, or may hold, of whatever the schema holds of."""
+        parts = [each for key in ("allOf", "anyOf", "oneOf") for each in schema.get(key, ())]
+        parts.append(self._places.get(schema.get("$ref", "")))
+        return (each for each in parts if isinstance(each, Mapping))
+
     def _ways(self, together: _Together) -> Iterator[_Way]:
         for met in self._selections(together):
             said = [schema for schema in met if not _SAYS.isdisjoint(schema)]
             yield from _ways(said)
 
     def _selections(self, together: _Together) -> Iterator[list[Schema]]:
-        """Schemas that are all met, one list for each choice there is; none for what is made of itself."""
+        """Schemas that are all met, one list for each choice there is."""
         rest = [_Selection(self._by_id[each] for each in together)]
         while rest and self._num_ways < _MOST_WAYS:
             selection = rest.pop()
             choice = selection.grown(self._target)
             self._num_ways += 1 + len(selection.schemas) // 8
-            if choice is not None:
-                rest += (selection.with_branch(choice, branch) for branch in choice[1])
-            elif not selection.is_circular():
+            if choice is None:
                 yield list(selection.schemas.values())
+            else:
+                rest += (selection.with_branch(branch) for branch in choice)
 
     def _target(self, reference: str) -> Schema | None:
         return self._places.get(reference)
 
 
 class _Selection:
-    """Schemas that are met together, and which of them brought in which."""
+    """Schemas that are met together, as far as it has been chosen."""
 
-    def __init__(self, schemas: Iterable[Schema]) -> None:
-        self.schemas = {id(schema): schema for schema in schemas}
-        self._brought: dict[int, list[int]] = {}
-        self._open = list(self.schemas.values())
-        self._choices: list[tuple[int, Sequence[Any]]] = []
+    def __init__(self, schemas: Iterable[Any]) -> None:
+        self.schemas: dict[int, Schema] = {}
+        self._choices: list[Sequence[Any]] = []
+        self._open: list[Schema] = []
+        self._take_in(schemas)
 
-    def grown(self, target: Callable[[str], Schema | None]) -> tuple[int, Sequence[Any]] | None:
-        """Takes in all that has to be met too, and returns a choice that is left: (whose it is, its branches)."""
+    def grown(self, target: Callable[[str], Schema | None]) -> Sequence[Any] | None:
+        """Takes in all that has to be met too, and returns the branches of a choice that is left; None for none."""
         while self._open:
             schema = self._open.pop()
-            self._brought.setdefault(id(schema), [])
-            held = [*schema.get("allOf", ()), *([target(schema["$ref"])] if "$ref" in schema else ())]
-            for each in held:
-                self._bring(id(schema), each)
-            self._choices += ((id(schema), schema[key]) for key in ("anyOf", "oneOf") if schema.get(key))
+            self._take_in(schema.get("allOf", ()))
+            self._take_in([target(schema["$ref"])] if "$ref" in schema else ())
+            self._choices += (schema[key] for key in ("anyOf", "oneOf") if schema.get(key))
         return self._choices.pop() if self._choices else None
 
-    def with_branch(self, choice: tuple[int, Sequence[Any]], branch: Any) -> _Selection:
+    def with_branch(self, branch: Any) -> _Selection:
         other = _Selection(())
         other.schemas, other._choices = dict(self.schemas), list(self._choices)
-        other._brought = {key: list(brought) for key, brought in self._brought.items()}
-        other._bring(choice[0], branch)
+        other._take_in([branch])
         return other
 
-    def is_circular(self) -> bool:
-        """Whether one of them is met by what it brought in, and that by it, and nothing else."""
-        num_bringers = dict.fromkeys(self.schemas, 0)
-        for brought in self._brought.values():
-            for each in brought:
-                num_bringers[each] += 1
-        ready = [each for each, count in num_bringers.items() if not count]
-        num_left = len(num_bringers)
-        while ready:
-            num_left -= 1
-            for each in self._brought.get(ready.pop(), ()):
-                num_bringers[each] -= 1
-                if not num_bringers[each]:
-                    ready.append(each)
-        return num_left > 0
-
-    def _bring(self, bringer: int, schema: Any) -> None:
-        if not isinstance(schema, Mapping):
-            return
-        self._brought[bringer].append(id(schema))
-        if id(schema) not in self.schemas:
-            self.schemas[id(schema)] = schema
-            self._open.append(schema)
+    def _take_in(self, schemas: Iterable[Any]) -> None:
+        for schema in schemas:
+            if isinstance(schema, Mapping) and id(schema) not in self.schemas:
+                self.schemas[id(schema)] = schema
+                self._open.append(schema)
 
 
 def _ways(schemas: Sequence[Schema]) -> Iterator[_Way]:
