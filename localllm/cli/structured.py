@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,19 +82,45 @@ def with_thoughts(
     return replace(grammar, thoughts=tuple(THOUGHT_MARKS.items()), is_thinking=is_thinking)
 
 
-def require_met(front: Front, finished: FinishedEvent, *, strict: bool) -> None:
-    """Warns of an answer that ended before it had its form. Raises SchemaError for it with `strict`."""
-    if finished.meets_grammar is not False or finished.finish_reason in ("cancelled", "error"):
+def require_met(front: Front, endings: Sequence[FinishedEvent], *, strict: bool) -> None:
+    """Warns of answers that ended before they had their form; `endings`: of those that were printed, in their order.
+    Raises SchemaError for them with `strict`."""
+    cuts: dict[_Cut, list[int]] = {}
+    for place, finished in enumerate(endings, start=1):
+        if finished.meets_grammar is False and finished.finish_reason not in ("cancelled", "error"):
+            cuts.setdefault(_cut_of(finished), []).append(place)
+    if not cuts:
         return
-    num_tokens = finished.usage.completion_tokens
-    if finished.stop_text is not None:
-        why, fix = f"the stop string {finished.stop_text!r} ended it after {num_tokens} tokens", "leave --stop out"
+    if len(endings) == 1:
+        what = "the answer is not whole, and does not have the form that was asked for"
+        why = "; ".join(f"it was {cut.reason}" for cut in cuts)
     else:
-        full = finished.ctx is not None and finished.usage.prompt_tokens + num_tokens >= finished.ctx
-        limit = f"the context of {finished.ctx} tokens is full" if full else "that is the most it may have"
-        why = f"it was cut after {num_tokens} tokens: {limit}"
-        fix = f"--ctx {2 * (finished.ctx or 0)}" if full else f"--max-tokens {max(512, 4 * num_tokens)}"
-    what = "the answer is not whole, and does not have the form that was asked for"
+        num_cut = sum(map(len, cuts.values()))
+        what = f"{num_cut} of {len(endings)} answers are not whole, and do not have the form that was asked for"
+        why = "; ".join(f"{_named(places)} {cut.reason}" for cut, places in cuts.items())
     if strict:
-        raise SchemaError(what, why=why, fix=fix)
+        raise SchemaError(what, why=why, fix=", or ".join(dict.fromkeys(cut.fix for cut in cuts)))
     front.output.warn(f"{what}: {why}")
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Why an answer ended before its form did."""
+
+    reason: str
+    fix: str
+
+
+def _cut_of(finished: FinishedEvent) -> _Cut:
+    num_tokens = finished.usage.completion_tokens
+    after = f"after {num_tokens} token{'s' * (num_tokens != 1)}"
+    if finished.stop_text is not None:
+        return _Cut(f"ended by the stop string {finished.stop_text!r} {after}", "leave --stop out")
+    if finished.ctx is not None and finished.usage.prompt_tokens + num_tokens >= finished.ctx:
+        return _Cut(f"cut {after}: the context of {finished.ctx} tokens is full", f"--ctx {2 * finished.ctx}")
+    return _Cut(f"cut {after}: the most that one may have", f"--max-tokens {max(512, 4 * num_tokens)}")
+
+
+def _named(places: Sequence[int]) -> str:
+    *before, last = map(str, places)
+    return f"answers {', '.join(before)} and {last} were" if before else f"answer {last} was"

@@ -64,6 +64,50 @@ def test_without_strict_a_cut_answer_is_warned_of(model: Path, schema: Path) -> 
     assert result.err.startswith("warning: the answer is not whole")
 
 
+SEVERAL = ("--n", "6", "--temperature", "1", "--regex", "a|b{40}", "--max-tokens", "4")
+
+
+def test_strict_insists_on_the_form_of_every_answer_that_is_printed(model: Path) -> None:
+    complete = [answer["complete"] for answer in run(model, *SEVERAL, "--json").json["answers"]]
+    cut = [str(place) for place, is_whole in enumerate(complete, start=1) if not is_whole]
+    assert complete[0] and 1 < len(cut) < 6
+    result = run(model, *SEVERAL, "--strict")
+    assert result.code == 7 and result.out.count(b"---") == 5
+    what, why, fix, *_ = result.error_lines
+    assert what == f"error: {len(cut)} of 6 answers are not whole, and do not have the form that was asked for"
+    assert why.endswith(
+        f"answers {', '.join(cut[:-1])} and {cut[-1]} were cut after 4 tokens: the most that one may have"
+    )
+    assert fix.endswith("--max-tokens 512")
+
+
+def test_without_strict_it_is_said_which_of_several_answers_were_cut(model: Path) -> None:
+    result = run(model, *SEVERAL)
+    assert result.code == 0 and "of 6 answers are not whole" in result.err and "answers " in result.err
+
+
+def test_each_reason_for_which_answers_were_cut_is_told_with_what_helps(model: Path) -> None:
+    several = ("--n", "6", "--temperature", "1", "--regex", "a|b{40}|c{40}", "--max-tokens", "4", "--stop", "c")
+    result = run(model, *several, "--strict")
+    assert result.code == 7 and "were cut after 4 tokens" in result.error_lines[1]
+    assert "ended by the stop string 'c' after" in result.error_lines[1]
+    assert "--stop c --strict --max-tokens 512\n" in result.err and "--max-tokens 4 --strict\n" in result.err
+
+
+@pytest.mark.parametrize("how", [("--best-of", "2", "--temperature", "1"), ("--beams", "2")])
+def test_strict_insists_on_the_form_of_an_answer_that_is_chosen(model: Path, how: tuple[str, ...]) -> None:
+    whole = run_cli("run", model, "-p", "An owl?", *how, "--regex", "b{3}", "--max-tokens", "4", "--strict")
+    assert (whole.code, whole.out) == (0, b"bbb\n")
+    cut = run_cli("run", model, "-p", "An owl?", *how, "--regex", "b{40}", "--max-tokens", "4", "--strict")
+    assert cut.code == 7 and cut.error_lines[0].startswith("error: the answer is not whole")
+
+
+def test_a_search_that_prints_several_insists_on_all(model: Path) -> None:
+    searched = ("--beams", "3", "--n", "3", "--regex", "[ab]{40}", "--max-tokens", "3", "--strict")
+    result = run_cli("run", model, "-p", "An owl?", *searched)
+    assert result.code == 7 and result.error_lines[0].startswith("error: 3 of 3 answers are not whole")
+
+
 def test_a_batch_has_one_form_for_all_lines(model: Path, schema: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('"An owl?"\n{"prompt": "A fox?", "max_tokens": 2}\n')
