@@ -102,6 +102,18 @@ def test_strict_insists_on_the_form_of_an_answer_that_is_chosen(model: Path, how
     assert cut.code == 7 and cut.error_lines[0].startswith("error: the answer is not whole")
 
 
+def test_a_whole_answer_goes_before_likelier_ones_that_were_cut(model: Path) -> None:
+    several = ("--temperature", "1", "--regex", "c|d{40}", "--max-tokens", "4", "--best-of", "6", "--n")
+    answers = run(model, *several, "5", "--json").json["answers"]
+    complete = [answer["complete"] for answer in answers]
+    assert complete == sorted(complete, reverse=True) and 0 < sum(complete) < 5
+    assert max(answers, key=lambda answer: answer["mean_logprob"])["complete"] is False
+    for is_whole in (True, False):
+        likelihoods = [answer["mean_logprob"] for answer in answers if answer["complete"] is is_whole]
+        assert likelihoods == sorted(likelihoods, reverse=True)
+    assert run(model, *several, "1", "--strict").code == 0
+
+
 def test_a_search_that_prints_several_insists_on_all(model: Path) -> None:
     searched = ("--beams", "3", "--n", "3", "--regex", "[ab]{40}", "--max-tokens", "3", "--strict")
     result = run_cli("run", model, "-p", "An owl?", *searched)
