@@ -164,7 +164,7 @@ def run_command(
     stop: options.Stop = None,
     schema: Annotated[
         Path | None,
-        typer.Option("--schema", metavar="FILE", help="The answer is JSON that this JSON Schema allows."),
+        typer.Option("--schema", metavar="FILE", help="The answer is JSON that this JSON Schema allows. -: stdin."),
     ] = None,
     regex: Annotated[
         str | None,
@@ -177,7 +177,8 @@ def run_command(
         typer.Option(
             "--grammar",
             metavar="FILE",
-            help="The answer is a text of this grammar, in Lark or llama.cpp's GBNF: by its ending, or by its rules.",
+            help="The answer is a text of this grammar, in Lark or llama.cpp's GBNF: by its ending, or by its rules. "
+            "-: stdin.",
         ),
     ] = None,
     strict: Annotated[
@@ -208,7 +209,7 @@ def run_command(
     flags["continue"] = flags.pop("continues")
     front = front_of(context)
     refuse_conflicts(flags)
-    form = typed_grammar(flags)
+    form = typed_grammar(flags, front.output)
     choice = choice_of(flags)
     positionals = [part for part in (model, prompt_argument) if part is not None]
     word, text = split_positionals(positionals, prompt[0] if prompt else None, is_model)

@@ -143,6 +143,15 @@ def test_a_batch_has_one_form_for_all_lines(model: Path, schema: Path, tmp_path:
         (["--show-prompt", "--regex", "a"], "--show-prompt and --regex cannot go together"),
         (["--schema", "nothing.json"], "--schema cannot read 'nothing.json'"),
         (["--regex", "(a"], "--regex: the regular expression cannot be used"),
+        (["--regex", ""], "--regex is empty"),
+        (
+            ["--schema", '{"type": "object"}'],
+            """--schema takes a file, and '{"type": "object"}' reads like a JSON Schema""",
+        ),
+        (["--schema", f'{{"enum": ["{"a" * 400}"]}}'], '--schema takes a file, and \'{"enum": ["aaaa'),
+        (["--grammar", 'root ::= "a"'], "--grammar takes a file, and 'root ::= \"a\"' reads like a grammar"),
+        (["--grammar", 'start: "a"'], "--grammar takes a file, and 'start: \"a\"' reads like a grammar"),
+        (["--grammar", "nothing.gbnf"], "--grammar cannot read 'nothing.gbnf'"),
     ],
 )
 def test_what_cannot_be_is_refused_before_a_model_is_loaded(
@@ -150,6 +159,38 @@ def test_what_cannot_be_is_refused_before_a_model_is_loaded(
 ) -> None:
     result = run(model, *(str(schema) if each == "SCHEMA" else each for each in arguments))
     assert (result.code, result.out) == (2, b"") and says in result.error_lines[0]
+
+
+def test_a_form_that_is_typed_in_place_of_its_file_is_told_where_it_can_stand(model: Path) -> None:
+    result = run(model, "--schema", '{"type": "object"}')
+    assert "write it into a file, or pipe it in (--schema -)" in result.error_lines[1]
+    assert result.error_lines[2].endswith("-p 'An owl?' --seed 1 --schema FILE")
+
+
+@pytest.mark.parametrize("flag", ["--schema", "--grammar"])
+def test_a_form_is_read_from_standard_input(model: Path, flag: str) -> None:
+    source = {"--schema": b'{"enum": ["yes", "no"]}', "--grammar": b'root ::= "\\"yes\\"" | "\\"no\\""'}[flag]
+    result = run_cli("run", model, "-p", "An owl?", flag, "-", "--strict", stdin=source)
+    assert result.code == 0 and json.loads(result.out) in ("yes", "no")
+
+
+@pytest.mark.parametrize("other", ["--file", "--messages", "--batch"])
+def test_standard_input_is_not_form_and_prompt_at_once(model: Path, other: str) -> None:
+    result = run_cli("run", model, "--schema", "-", other, "-", stdin=b"{}")
+    assert result.code == 2 and f"--schema - and {other} - cannot go together" in result.error_lines[0]
+    assert result.error_lines[2].endswith(f"{other} - --schema FILE")
+
+
+def test_beside_a_form_from_standard_input_the_prompt_has_to_be_typed(model: Path) -> None:
+    result = run_cli("run", model, "--schema", "-", stdin=b"{}")
+    assert result.code == 2 and "there is no prompt" in result.error_lines[0]
+    assert "what is piped in is the answer's form" in result.error_lines[1]
+    assert result.error_lines[2].endswith("--schema - -p TEXT")
+
+
+def test_what_strict_needs_is_told_for_a_batch_too(model: Path, tmp_path: Path) -> None:
+    result = run_cli("run", model, "--batch", tmp_path / "prompts.jsonl", "--strict")
+    assert result.error_lines[2].endswith("prompts.jsonl --strict --schema FILE")
 
 
 def test_a_file_that_is_no_json_is_refused_by_line_and_column(model: Path, tmp_path: Path) -> None:
