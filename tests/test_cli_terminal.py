@@ -408,7 +408,10 @@ def test_a_listing_leaves_out_what_a_narrow_terminal_has_no_room_for_and_says_so
     assert "LICENCE, FROM too, as has --json" in lines[-1]
 
 
-def test_a_first_use_is_told_on_a_line_of_its_own(model: Path, open_terminal: Open) -> None:
+def test_a_first_use_is_told_on_a_line_of_its_own(
+    model: Path, tmp_path: Path, known_machine: Callable[[Path], None], open_terminal: Open
+) -> None:
+    known_machine(tmp_path / "cache")
     terminal = open_terminal("run", model, "--weights", "int4", "-p", "x", "--max-tokens", "1", NO_COLOR="1")
     assert terminal.end(START_S) == 0
     assert b"\r\x1b[2Kloading" in terminal.text
