@@ -73,7 +73,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "head_dim": 32,
             "sliding_window": 12,
-            "num_hidden_layers": 6,
+            "num_hidden_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
             "attn_logit_softcapping": 2.0,  # which transformers reads and does not use
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli_support import environment, start_cli, write_checkpoint
+from tests.cli_support import environment, run_cli, start_cli, write_checkpoint
 from tests.thinning import every_other
 
 START_S = 30.0  # torch's import on a loaded machine
@@ -29,8 +29,11 @@ ESCAPE = re.compile(rb"\x1b")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Slow enough to be caught at work: some hundred tokens a second, and a context that lasts."""
-    return write_checkpoint(tmp_path_factory.mktemp("model"), hidden=256, layers=8, context=16384)
+    """Slow enough to be caught at work: some hundred tokens a second, and a context that lasts. Its kernels are
+    compiled: not by each process anew."""
+    model = write_checkpoint(tmp_path_factory.mktemp("model"), hidden=256, layers=8, context=16384)
+    assert run_cli("run", model, "-p", "x", "--max-tokens", "2").code == 0
+    return model
 
 
 def _take_terminal() -> None:
@@ -303,14 +306,12 @@ def test_a_pipe_gets_no_escape_codes_and_utf8_whatever_the_locale(model: Path, s
     assert not ESCAPE.search(errors)
 
 
-def test_a_terminal_gets_the_answer_without_the_models_control_characters(
-    model: Path, start: Start, open_terminal: Open
-) -> None:
+@pytest.mark.usefixtures("own_folders")
+def test_a_terminal_gets_the_answer_without_the_models_control_characters(model: Path, open_terminal: Open) -> None:
     # The byte-level alphabet's token for ESC, forced: in a pipe it is there, on a terminal it is not.
     token_id = _token_of(model, "\x1b")
     line = ("run", model, "-p", "x", "--logit-bias", f"{token_id}=1000", "--max-tokens", "5")
-    piped = start(*line).communicate(timeout=START_S)[0]
-    assert piped == b"\x1b" * 5 + b"\n"
+    assert run_cli(*line).out == b"\x1b" * 5 + b"\n"
     terminal = open_terminal(*line, "--stats", TERM="dumb")
     assert terminal.end(START_S) == 0
     assert b"answer 5 tokens" in terminal.text
@@ -407,7 +408,10 @@ def test_a_listing_leaves_out_what_a_narrow_terminal_has_no_room_for_and_says_so
     assert "LICENCE, FROM too, as has --json" in lines[-1]
 
 
-def test_a_first_use_is_told_on_a_line_of_its_own(model: Path, open_terminal: Open) -> None:
+def test_a_first_use_is_told_on_a_line_of_its_own(
+    model: Path, tmp_path: Path, known_machine: Callable[[Path], None], open_terminal: Open
+) -> None:
+    known_machine(tmp_path / "cache")
     terminal = open_terminal("run", model, "--weights", "int4", "-p", "x", "--max-tokens", "1", NO_COLOR="1")
     assert terminal.end(START_S) == 0
     assert b"\r\x1b[2Kloading" in terminal.text

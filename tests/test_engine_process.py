@@ -259,7 +259,10 @@ time.sleep(60)
 """
 
 
-def test_who_starts_an_engine_loads_no_torch_and_takes_it_along_when_it_is_killed(tmp_path: Path) -> None:
+def test_who_starts_an_engine_loads_no_torch_and_takes_it_along_when_it_is_killed(
+    tmp_path: Path, known_machine: Callable[[Path], None]
+) -> None:
+    known_machine(tmp_path / "cache")
     owner = subprocess.Popen(
         [sys.executable, "-c", _OWNER], env=environment(tmp_path), stdout=subprocess.PIPE, text=True
     )

@@ -257,11 +257,13 @@ def test_attention_over_pages_is_that_over_their_keys(kv_format, window, softcap
         outs.append(paged_attention(q[begin:end], held, begin, **options))
         kv.advance(end - begin)
     _, coded = kv_format.layouts(2, 64, torch.float32)
-    for position in range(past + new):
-        own = position // 64 * 64
-        seen = [_as_read(coded, x, own, n)[: position + 1].transpose(0, 1) for n, x in enumerate((keys, values))]
-        expected = reference.attention(q[position : position + 1], *seen, scale=0.2, window=window, softcap=softcap)
-        torch.testing.assert_close(torch.cat(outs)[position], expected[0], rtol=1e-5, atol=1e-5)
+    out = torch.cat(outs)
+    for own in range(0, past + new, 64):
+        read = [_as_read(coded, x, own, n) for n, x in enumerate((keys, values))]
+        for position in range(own, min(own + 64, past + new)):
+            seen = [x[: position + 1].transpose(0, 1) for x in read]
+            expected = reference.attention(q[position : position + 1], *seen, scale=0.2, window=window, softcap=softcap)
+            torch.testing.assert_close(out[position], expected[0], rtol=1e-5, atol=1e-5)
 
 
 def _as_read(coded: kv_page.PageLayout | None, x: Tensor, own: int, part: int) -> Tensor:

@@ -6,12 +6,13 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from localllm.hub.names import TINY_DIRECTORY
-from tests.conftest import REPOSITORY
+from tests.cli_support import REPOSITORY, Result, environment, run_cli
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 pytestmark = pytest.mark.skipif(
@@ -23,13 +24,13 @@ def code_blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
 
 
-def run(*command: str, stdin: str = "", cwd: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120, cwd=cwd)
-
-
-def test_the_python_example_prints_a_tale(tmp_path: Path) -> None:
+def test_the_python_example_prints_a_tale(tmp_path: Path, known_machine: Callable[[Path], None]) -> None:
     (example,) = code_blocks("python")
-    result = run(sys.executable, "-c", example, cwd=tmp_path)
+    known_machine(tmp_path / "cache")
+    command = [sys.executable, "-c", example]
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment(tmp_path)
+    )
     assert (result.returncode, result.stderr) == (0, "")
     assert len(result.stdout) > 100
 
@@ -42,13 +43,26 @@ EXAMPLES = [
 ]
 
 
+def run(line: str) -> Result:
+    return run_cli(*shlex.split(line)[1:])
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the README's first command was run, with which others go on."""
+    home = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCALLLM_HOME", str(home))
+        assert run(EXAMPLES[0]).code == 0
+    return home
+
+
 @pytest.mark.parametrize("line", EXAMPLES)
-def test_a_command_that_needs_no_download_answers(line: str) -> None:
-    if " -c " in line:  # goes on with what the README ran before
-        run(sys.executable, "-m", *shlex.split(EXAMPLES[0]))
-    result = run(sys.executable, "-m", *shlex.split(line))
-    assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout.strip()
+def test_a_command_that_needs_no_download_answers(line: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCALLLM_HOME", str(home))
+    result = run(line)
+    assert (result.code, result.err) == (0, "")
+    assert result.out.strip()
 
 
 def test_the_readme_has_commands_to_run() -> None:

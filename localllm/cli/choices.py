@@ -205,22 +205,24 @@ def print_chosen(
     choice: Choice,
     *,
     is_thinking: bool,
-) -> Answer:
-    """Shows the answers that are chosen, each when it is known, and keeps the first of them; returns that one. Raises
-    the error that ended any. Exits where the user has stopped them."""
+) -> list[Answer]:
+    """Shows the answers that are chosen, each when it is known, and keeps the first of them; returns all that were
+    shown. Raises the error that ended any. Exits where the user has stopped them."""
     requests = choice.requests(request)
     answers: list[Answer] = []
+    chosen: list[Answer] = []
 
     def show(hear: Callable[[str], None]) -> Answer:
         streams = _Streams(service, requests)
         answers[:] = [Answer(len(each.prompt_ids), each.sampling.seed) for each in requests]
         shown = _Shown(front, files, printing, choice, hear, keeper.session_id)
-        return shown.follow(streams, _Answers(streams.request_ids, answers))
+        chosen[:] = shown.follow(streams, _Answers(streams.request_ids, answers))
+        return chosen[0]
 
-    first = kept_answer(dialogue, keeper, show, is_thinking=is_thinking)
+    kept_answer(dialogue, keeper, show, is_thinking=is_thinking)
     if any(answer.finished is not None and answer.finished.finish_reason == "cancelled" for answer in answers):
         raise typer.Exit(front.interrupts.exit_code or 130)
-    return first
+    return chosen
 
 
 @dataclass
@@ -235,7 +237,8 @@ class _Shown:
     session: str | None
     num_printed: int = 0
 
-    def follow(self, streams: _Streams, answers: _Answers) -> Answer:
+    def follow(self, streams: _Streams, answers: _Answers) -> list[Answer]:
+        """To their ends; those that are chosen, the first of which is kept."""
         in_turn = self.choice.n > 1 and self.choice.beams == 1 and not self.choice.is_best_of
         prints_in_turn = in_turn and self.printing.streams and not (self.printing.as_json or self.printing.as_events)
         if self.printing.as_events:
@@ -259,7 +262,7 @@ class _Shown:
         failed = next((each.finished.error for each in answers.each if each.finished and each.finished.error), None)
         if failed is not None:
             raise failed
-        return chosen[0]
+        return chosen
 
     def _chosen(self, answers: _Answers) -> list[Answer]:
         if self.choice.is_best_of:

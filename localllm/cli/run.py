@@ -164,7 +164,7 @@ def run_command(
     stop: options.Stop = None,
     schema: Annotated[
         Path | None,
-        typer.Option("--schema", metavar="FILE", help="The answer is JSON that this JSON Schema allows."),
+        typer.Option("--schema", metavar="FILE", help="The answer is JSON that this JSON Schema allows. -: stdin."),
     ] = None,
     regex: Annotated[
         str | None,
@@ -177,13 +177,14 @@ def run_command(
         typer.Option(
             "--grammar",
             metavar="FILE",
-            help="The answer is a text of this grammar, in Lark or llama.cpp's GBNF: by its ending, or by its rules.",
+            help="The answer is a text of this grammar, in Lark or llama.cpp's GBNF: by its ending, or by its rules. "
+            "-: stdin.",
         ),
     ] = None,
     strict: Annotated[
         bool,
         typer.Option(
-            "--strict", help="Exit code 7 where the answer was cut before it had the form of one of these three."
+            "--strict", help="Exit code 7 where an answer was cut before it had the form of one of these three."
         ),
     ] = False,
     ctx: options.Ctx = None,
@@ -208,7 +209,7 @@ def run_command(
     flags["continue"] = flags.pop("continues")
     front = front_of(context)
     refuse_conflicts(flags)
-    form = typed_grammar(flags)
+    form = typed_grammar(flags, front.output)
     choice = choice_of(flags)
     positionals = [part for part in (model, prompt_argument) if part is not None]
     word, text = split_positionals(positionals, prompt[0] if prompt else None, is_model)
@@ -246,13 +247,13 @@ def run_command(
     with contextlib.closing(keeper):
         said = dialogue or Dialogue(selection.resolved)
         try:
-            answer = _answer(front, selection, source, sampling, flags, said, keeper, form, choice)
+            answers = _answers(front, selection, source, sampling, flags, said, keeper, form, choice)
         finally:
             keeper.catch_up(said)
-    if answer.finished is not None and answer.finished.finish_reason == "cancelled":
+    endings = [answer.finished for answer in answers if answer.finished is not None]
+    if any(finished.finish_reason == "cancelled" for finished in endings):
         raise typer.Exit(front.interrupts.exit_code or 130)
-    if answer.finished is not None:
-        require_met(front, answer.finished, strict=strict)
+    require_met(front, endings, strict=strict)
 
 
 def refuse_conflicts(flags: Mapping[str, Any]) -> None:
@@ -332,7 +333,7 @@ def _select(
         raise
 
 
-def _answer(
+def _answers(
     front: Front,
     selection: Selection,
     source: Source,
@@ -342,7 +343,8 @@ def _answer(
     keeper: Keeper,
     form: Grammar | None,
     choice: Choice,
-) -> Answer:
+) -> list[Answer]:
+    """Those that are printed; the first of them is kept."""
     from localllm.cli.opening import attaching
 
     printing = Printing(
@@ -363,19 +365,26 @@ def _answer(
         printing = replace(printing, evicted=fitted.evicted, explain=why)
         is_thinking = source.chat is not None and begins_in_thought(engine.tokenizer, request.prompt_ids)
         request = replace(request, grammar=with_thoughts(form, encoder.tokenizer, encoder.template, request.prompt_ids))
-        printed = print_kept if choice.is_plain else partial(print_chosen, choice=choice)
-        answer = printed(
-            front, selection.files, load.service, request, printing, dialogue, keeper, is_thinking=is_thinking
-        )
-        if (
-            answer.finished is not None
-            and form is None
-            and answer.finished.usage.completion_tokens != sampling.max_tokens
-            and is_cut_by_context(answer.finished, engine.ctx)
-        ):
-            larger = "--ctx makes it larger" if can_be_longer(engine) else "it is the longest that the model has"
-            front.output.warn(f"the answer was cut: the context of {engine.ctx} tokens is full ({larger})")
-    return answer
+        asked = (front, selection.files, load.service, request, printing, dialogue, keeper)
+        if choice.is_plain:
+            answers = [print_kept(*asked, is_thinking=is_thinking)]
+        else:
+            answers = print_chosen(*asked, choice, is_thinking=is_thinking)
+        if form is None:
+            _warn_of_cut(front, engine, answers, sampling)
+    return answers
+
+
+def _warn_of_cut(front: Front, engine: LoadedEngine, answers: Sequence[Answer], sampling: SamplingParams) -> None:
+    endings = [answer.finished for answer in answers if answer.finished is not None]
+    num_cut = sum(
+        finished.usage.completion_tokens != sampling.max_tokens and is_cut_by_context(finished, engine.ctx)
+        for finished in endings
+    )
+    if num_cut:
+        named = "the answer was" if len(endings) == 1 else f"{num_cut} of {len(endings)} answers were"
+        larger = "--ctx makes it larger" if can_be_longer(engine) else "it is the longest that the model has"
+        front.output.warn(f"{named} cut: the context of {engine.ctx} tokens is full ({larger})")
 
 
 def _given(source: Source, fitted: Fitted) -> ChatInput | None:

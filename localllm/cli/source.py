@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localllm.cli.output import Output
-from localllm.cli.prompt import argument_text, join_parts, read_input, read_stdin
+from localllm.cli.prompt import THIS_COMMAND, argument_text, join_parts, read_input, read_stdin
+from localllm.cli.structured import form_of_stdin
 from localllm.errors import UsageError
 
 if TYPE_CHECKING:
@@ -67,17 +68,17 @@ def read_source(output: Output, text: str | None, flags: Mapping[str, Any], syst
     if flags["messages"] is not None:
         return Source(chat=parse_messages_file(read_input(flags["messages"], "--messages", output)))
     paths = flags["file"] or []
-    parts = [] if Path("-") in paths else [read_stdin(output)]
+    is_form_piped = form_of_stdin(flags) is not None
+    parts = [] if Path("-") in paths or is_form_piped else [read_stdin(output)]
     parts += [read_input(path, "--file", output) for path in paths]
     parts.append(None if text is None else argument_text(text, "the prompt"))
     prompt = join_parts([part for part in parts if part])
     if not (prompt if flags["raw"] else prompt.strip()):
+        piped = "what is piped in is the answer's form" if is_form_piped else "nothing is piped in"
         raise UsageError(
             "there is no prompt",
-            why="none on the command line, and nothing is piped in"
-            if text is None and not any(parts)
-            else "it is blank",
-            fix='localllm run "Tell me a tale about a fox."',
+            why=f"none on the command line, and {piped}" if text is None and not any(parts) else "it is blank",
+            fix=f"{THIS_COMMAND} -p TEXT" if is_form_piped else 'localllm run "Tell me a tale about a fox."',
         )
     if flags["raw"]:
         return Source(raw=prompt)

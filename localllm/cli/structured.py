@@ -3,18 +3,19 @@ was cut before it did."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localllm.cli.front import Front
 from localllm.cli.options import refuse_together
-from localllm.cli.prompt import argument_text
+from localllm.cli.output import Output
+from localllm.cli.prompt import argument_text, read_input
 from localllm.engine.grammar.gbnf import is_gbnf
 from localllm.engine.request import Grammar
 from localllm.errors import GrammarError, SchemaError, UsageError
-from localllm.frontend.text_file import read_text_file
 from localllm.frontend.thinking import THOUGHT_MARKS, begins_in_thought, may_think
 
 if TYPE_CHECKING:
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
     from localllm.engine.tokenizer import Tokenizer
 
 FORMS = ("--schema", "--regex", "--grammar")
+_STDIN = Path("-")
+# What is no name of a file, as a rule, but what should stand in one.
+_READS_LIKE = {
+    "--schema": ("a JSON Schema", re.compile(r"\s*[\[{]")),
+    "--grammar": ("a grammar", re.compile(r"\s*[\w?!.-]+\s*:")),
+}
 
 
 def refuse_form_conflicts(flags: Mapping[str, Any]) -> None:
@@ -32,24 +39,38 @@ def refuse_form_conflicts(flags: Mapping[str, Any]) -> None:
     refuse_together(flags, "--show-prompt", *FORMS, "--strict")
     if flags["strict"] and all(flags[form.removeprefix("--")] is None for form in FORMS):
         why = "it insists on the form of an answer, and none is given"
-        fix = "localllm run --strict --schema FILE -p TEXT"
-        raise UsageError(f"--strict needs {', '.join(FORMS[:-1])} or {FORMS[-1]}", why=why, fix=fix)
+        raise UsageError(f"--strict needs {', '.join(FORMS[:-1])} or {FORMS[-1]}", why=why, fix="--schema FILE")
+    _refuse_two_readers(flags)
 
 
-def typed_grammar(flags: Mapping[str, Any]) -> Grammar | None:
+def _refuse_two_readers(flags: Mapping[str, Any]) -> None:
+    form = form_of_stdin(flags)
+    files = (("--file", path) for path in flags["file"] or ())
+    for other, path in (("--messages", flags["messages"]), ("--batch", flags["batch"]), *files):
+        if form is not None and path == _STDIN:
+            why = "standard input is read once"
+            raise UsageError(f"{form} - and {other} - cannot go together", why=why, fix=f"{form} FILE")
+
+
+def form_of_stdin(flags: Mapping[str, Any]) -> str | None:
+    """The flag whose form is piped in, if one is."""
+    return next((flag for flag in ("--schema", "--grammar") if flags[flag.removeprefix("--")] == _STDIN), None)
+
+
+def typed_grammar(flags: Mapping[str, Any], output: Output) -> Grammar | None:
     """The form that is typed, found good before a model is loaded. Raises UsageError, and GrammarError naming the flag
     and what of the form cannot be honoured."""
     from localllm.engine.grammar.definition import defined
 
     if flags["schema"] is not None:
-        named, grammar = (
-            f"--schema {flags['schema']}",
-            Grammar("json_schema", read_text_file(flags["schema"], "--schema")),
-        )
+        named = f"--schema {flags['schema']}"
+        grammar = Grammar("json_schema", _read_form(flags["schema"], "--schema", output))
     elif flags["regex"] is not None:
+        if not flags["regex"]:
+            raise UsageError("--regex is empty", why="it would allow no answer but an empty one", fix="--regex PATTERN")
         named, grammar = "--regex", Grammar("regex", argument_text(flags["regex"], "--regex"))
     elif flags["grammar"] is not None:
-        named, grammar = f"--grammar {flags['grammar']}", _grammar_of_file(flags["grammar"])
+        named, grammar = f"--grammar {flags['grammar']}", _grammar_of_file(flags["grammar"], output)
     else:
         return None
     try:
@@ -61,9 +82,23 @@ def typed_grammar(flags: Mapping[str, Any]) -> Grammar | None:
     return grammar
 
 
-def _grammar_of_file(path: Path) -> Grammar:
+def _read_form(path: Path, flag: str, output: Output) -> str:
+    try:
+        return read_input(path, flag, output)
+    except UsageError as error:
+        kind, looks = _READS_LIKE[flag]
+        if not isinstance(error.__cause__, OSError) or not looks.match(str(path)):
+            raise
+        raise UsageError(
+            f"{flag} takes a file, and {str(path)[:60]!r} reads like {kind} itself",
+            why=f"no file of that name can be read: write it into a file, or pipe it in ({flag} -)",
+            fix=f"{flag} FILE",
+        ) from error
+
+
+def _grammar_of_file(path: Path, output: Output) -> Grammar:
     """In Lark or GBNF, as its ending says; of another name, by its rules."""
-    source = read_text_file(path, "--grammar")
+    source = _read_form(path, "--grammar", output)
     if path.suffix in (".lark", ".gbnf"):
         return Grammar("lark" if path.suffix == ".lark" else "gbnf", source)
     return Grammar("gbnf" if is_gbnf(source) else "lark", source)
@@ -81,19 +116,45 @@ def with_thoughts(
     return replace(grammar, thoughts=tuple(THOUGHT_MARKS.items()), is_thinking=is_thinking)
 
 
-def require_met(front: Front, finished: FinishedEvent, *, strict: bool) -> None:
-    """Warns of an answer that ended before it had its form. Raises SchemaError for it with `strict`."""
-    if finished.meets_grammar is not False or finished.finish_reason in ("cancelled", "error"):
+def require_met(front: Front, endings: Sequence[FinishedEvent], *, strict: bool) -> None:
+    """Warns of answers that ended before they had their form; `endings`: of those that were printed, in their order.
+    Raises SchemaError for them with `strict`."""
+    cuts: dict[_Cut, list[int]] = {}
+    for place, finished in enumerate(endings, start=1):
+        if finished.meets_grammar is False and finished.finish_reason not in ("cancelled", "error"):
+            cuts.setdefault(_cut_of(finished), []).append(place)
+    if not cuts:
         return
-    num_tokens = finished.usage.completion_tokens
-    if finished.stop_text is not None:
-        why, fix = f"the stop string {finished.stop_text!r} ended it after {num_tokens} tokens", "leave --stop out"
+    if len(endings) == 1:
+        what = "the answer is not whole, and does not have the form that was asked for"
+        why = "; ".join(f"it was {cut.reason}" for cut in cuts)
     else:
-        full = finished.ctx is not None and finished.usage.prompt_tokens + num_tokens >= finished.ctx
-        limit = f"the context of {finished.ctx} tokens is full" if full else "that is the most it may have"
-        why = f"it was cut after {num_tokens} tokens: {limit}"
-        fix = f"--ctx {2 * (finished.ctx or 0)}" if full else f"--max-tokens {max(512, 4 * num_tokens)}"
-    what = "the answer is not whole, and does not have the form that was asked for"
+        num_cut = sum(map(len, cuts.values()))
+        what = f"{num_cut} of {len(endings)} answers are not whole, and do not have the form that was asked for"
+        why = "; ".join(f"{_named(places)} {cut.reason}" for cut, places in cuts.items())
     if strict:
-        raise SchemaError(what, why=why, fix=fix)
+        raise SchemaError(what, why=why, fix=", or ".join(dict.fromkeys(cut.fix for cut in cuts)))
     front.output.warn(f"{what}: {why}")
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Why an answer ended before its form did."""
+
+    reason: str
+    fix: str
+
+
+def _cut_of(finished: FinishedEvent) -> _Cut:
+    num_tokens = finished.usage.completion_tokens
+    after = f"after {num_tokens} token{'s' * (num_tokens != 1)}"
+    if finished.stop_text is not None:
+        return _Cut(f"ended by the stop string {finished.stop_text!r} {after}", "leave --stop out")
+    if finished.ctx is not None and finished.usage.prompt_tokens + num_tokens >= finished.ctx:
+        return _Cut(f"cut {after}: the context of {finished.ctx} tokens is full", f"--ctx {2 * finished.ctx}")
+    return _Cut(f"cut {after}: the most that one may have", f"--max-tokens {max(512, 4 * num_tokens)}")
+
+
+def _named(places: Sequence[int]) -> str:
+    *before, last = map(str, places)
+    return f"answers {', '.join(before)} and {last} were" if before else f"answer {last} was"

@@ -74,11 +74,21 @@ class _Beam:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A beam with one token more."""
+    """A beam with one token more. is_cut: it has ended, and does not meet its grammar."""
 
     parent: int
     text: _Text
     is_whole: bool
+    is_cut: bool
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """An answer that has ended. score: what answers of different lengths are compared by."""
+
+    score: float
+    text: _Text
+    is_cut: bool
 
 
 class BeamSearch:
@@ -89,7 +99,7 @@ class BeamSearch:
         self._width = sequence.request.beams
         self._beams: list[_Beam] = []
         self._logits: list[Tensor] = []  # of this step's beams, as they come
-        self._whole: list[tuple[float, _Text]] = []  # the best of those, and their scores, the best first
+        self._whole: list[_Whole] = []  # the best of those, the best first
 
     @property
     def has_begun(self) -> bool:
@@ -115,7 +125,7 @@ class BeamSearch:
         candidates = self._candidates(texts)
         self._logits = []
         best = [each for each in candidates if not each.is_whole][: self._width]
-        self._keep_whole([each.text for each in candidates[: self._width] if each.is_whole], length)
+        self._keep_whole([each for each in candidates[: self._width] if each.is_whole], length)
         if best and self._may_improve(best[0].text.score, length):
             self._follow(best)
             return
@@ -133,8 +143,8 @@ class BeamSearch:
         return _Said(*self._sequence.text_so_far()) if stops else None
 
     def _candidates(self, texts: Sequence[_Text]) -> list[_Candidate]:
-        """The best continuations of all beams: with each end-of-sequence token once for each beam, there are still as
-        many that go on."""
+        """The best continuations of all beams, those that are cut behind all others: with each end-of-sequence token
+        once for each beam, there are still as many that go on."""
         rows, refusal = [], None
         for text, logits in zip(texts, self._logits, strict=True):
             try:
@@ -152,7 +162,7 @@ class BeamSearch:
         ]
         if not found and not self._whole:
             raise refusal or LocalLLMError("the answer cannot go on", why="no token has a likelihood above 0")
-        return found
+        return sorted(found, key=lambda each: each.is_cut)
 
     @property
     def _num_candidates(self) -> int:
@@ -160,22 +170,25 @@ class BeamSearch:
 
     def _candidate(self, texts: Sequence[_Text], parent: int, token_id: int, score: float) -> _Candidate:
         before, sampling = texts[parent], self._sequence.request.sampling
-        told, said, is_whole = before.told, before.said, token_id in self._ends.eos_ids and not sampling.ignore_eos
+        told, said, is_stopped = before.told, before.said, False
+        is_whole = token_id in self._ends.eos_ids and not sampling.ignore_eos
         if said is not None and not is_whole:
-            said, is_whole = said.then(token_id)
+            said, is_stopped = said.then(token_id)
         if self._sequence.score is not None or sampling.logprobs is not None:
             told += (token_logprob(self._logits[parent], token_id, sampling.logprobs or 0, self._ends.text_of),)
         text = _Text((*before.token_ids, token_id), score, told, said)
-        is_whole = is_whole or self._sequence.num_prompt_tokens + len(text.token_ids) >= self._sequence.max_length
+        is_full = self._sequence.num_prompt_tokens + len(text.token_ids) >= self._sequence.max_length
         constraint = self._sequence.constraint
+        is_whole = is_whole or is_stopped or is_full
         is_whole = is_whole or (constraint is not None and constraint.has_ended(text.token_ids))
-        return _Candidate(parent, text, is_whole)
+        is_cut = is_whole and constraint is not None and (is_stopped or not constraint.is_met(text.token_ids))
+        return _Candidate(parent, text, is_whole, is_cut)
 
-    def _keep_whole(self, texts: Sequence[_Text], length: int) -> None:
+    def _keep_whole(self, ended: Sequence[_Candidate], length: int) -> None:
         """length: of these answers, in tokens."""
         penalty = length**self._sequence.request.length_penalty
-        whole = [*self._whole, *((text.score / penalty, text) for text in texts)]
-        self._whole = sorted(whole, key=lambda each: -each[0])[: self._width]
+        whole = [*self._whole, *(_Whole(each.text.score / penalty, each.text, each.is_cut) for each in ended)]
+        self._whole = sorted(whole, key=lambda each: (each.is_cut, -each.score))[: self._width]
 
     def _may_improve(self, score: float, length: int) -> bool:
         """Whether a whole answer is to be waited for that is better than the worst of those that there are. score: of
@@ -185,9 +198,11 @@ class BeamSearch:
             return True
         if request.early_stopping is True:
             return False
+        if self._whole[-1].is_cut:
+            return True
         if request.early_stopping == "never" and request.length_penalty > 0:
             length = self._sequence.max_length - self._sequence.num_prompt_tokens
-        return bool(score / length**request.length_penalty > self._whole[-1][0])
+        return bool(score / length**request.length_penalty > self._whole[-1].score)
 
     def _follow(self, best: Sequence[_Candidate]) -> None:
         kvs = self._heirs([each.parent for each in best])
@@ -222,8 +237,8 @@ class BeamSearch:
         """The best answer, token by token, as if it had been drawn; the next best ones come with its end."""
         sequence, (best, *rest) = self._sequence, self._whole[: self._sequence.request.num_answers]
         twins = [sequence.twin() for _ in rest]
-        others = [list(self._drawn(twin, text)) for twin, (_, text) in zip(twins, rest, strict=True)]
-        yield from self._drawn(sequence, best[1])
+        others = [list(self._drawn(twin, each.text)) for twin, each in zip(twins, rest, strict=True)]
+        yield from self._drawn(sequence, best.text)
         sequence.others = list(zip(twins, others, strict=True))
 
     def _drawn(self, sequence: Running, text: _Text) -> Iterator[TokenEvent]:

@@ -26,22 +26,15 @@ from localllm.engine.checking import Prompt, encode_prompt, require_fit
 from localllm.engine.detokenizer import Detokenizer
 from localllm.engine.draft_loading import DraftModel
 from localllm.engine.drawing import Outcome, Scheduled, compute, num_rows
-from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent
+from localllm.engine.events import Event, FinishedEvent, PrefillEvent
 from localllm.engine.facts import EngineFacts, EngineStatus
 from localllm.engine.grammar.compiled import Grammars
-from localllm.engine.growth import Needed, cannot_grow, grow
+from localllm.engine.growth import grow_for
 from localllm.engine.kv_probe import LAST, KVProbe, Switch, load_as_found
 from localllm.engine.kv_reuse import IN_POOLS, UNKNOWN_SOURCE, Computed, KVReuse
 from localllm.engine.kv_supply import KVSupply
 from localllm.engine.loading import Loading, Replan, Watcher, note_device
-from localllm.engine.memory import (
-    DTYPES,
-    choose_device,
-    choose_dtype,
-    is_out_of_memory,
-    out_of_memory,
-    use_threads,
-)
+from localllm.engine.memory import DTYPES, choose_device, choose_dtype, is_out_of_memory, out_of_memory, use_threads
 from localllm.engine.perplexity import Perplexity, perplexity
 from localllm.engine.request import Grammar, Request, SamplingParams, require_grammar_alone, require_ids
 from localllm.engine.residency import Residency
@@ -54,12 +47,11 @@ from localllm.engine.sharing import with_followers
 from localllm.engine.speculative.choice import AUTO, NO_GUESSES, Speculate, Speculating, speculation
 from localllm.engine.state import facts_of, status_of
 from localllm.engine.taking import taken
-from localllm.engine.telling import forward_split, telling, untold
+from localllm.engine.telling import tell_clocks, telling, untold
 from localllm.engine.tokenizer import Tokenizer
 from localllm.engine.weights import choose_recipe
-from localllm.errors import DoesNotFitError, LocalLLMError, TemplateError, UsageError
+from localllm.errors import ContextOverflowError, DoesNotFitError, LocalLLMError, TemplateError, UsageError
 from localllm.hub.packed import packed_recipes, source_id
-from localllm.layers.attention import Attention
 from localllm.models.config import ModelConfig
 from localllm.models.decoder import Decoder
 from localllm.models.families import load_config
@@ -327,9 +319,7 @@ class Engine:
     @property
     def weights(self) -> str:
         """The format of the blocks' weights: "bf16", "int4-g64"."""
-        body = self.model.blocks[0].body
-        assert isinstance(body, Attention)
-        return body.qkv_proj.format.name
+        return self.residency.weights
 
     @property
     def prefix(self) -> PrefixCache | None:
@@ -356,11 +346,9 @@ class Engine:
         try:
             scheduled = self.scheduler.schedule()
         except (MemoryError, RuntimeError) as error:
-            return (
-                events
-                if self.kv_supply.gives_way(error, 0)
-                else [*events, self._fail(self.scheduler.waiting[0], error)]
-            )
+            if self.kv_supply.gives_way(error, 0):
+                return events
+            return [*events, self._fail(self.scheduler.waiting[0], error)]
         return events + self._computed(scheduled, tell) if scheduled else events
 
     def _make_ready(self, tell: Callable[[Event], None]) -> list[Event]:
@@ -396,10 +384,7 @@ class Engine:
                 return []
             return [self._fail(sequence, error) for sequence in dict.fromkeys(sequence for sequence, _ in scheduled)]
         events: list[Event] = []
-        split = forward_split(time.perf_counter() - started, before, self.model.stream.clock)
-        for sequence in dict.fromkeys(sequence for sequence, _ in scheduled):
-            sequence.clock.split += split
-            sequence.clock.ran_alone &= len(scheduled) == 1
+        tell_clocks(scheduled, time.perf_counter() - started, before, self.model.stream.clock)
         for sequence, chunk, outcome in with_followers(self.scheduler, scheduled, outcomes):
             if sequence.finish_reason is not None:  # another beam of it has failed
                 continue
@@ -452,26 +437,18 @@ class Engine:
             sequence.fit(self.ctx)  # another one may have made it longer since
         if not sequence.wants_growth:
             return []
-        needed = Needed(sequence.num_prompt_tokens, sequence.request.sampling.max_tokens)
         try:
-            plan, moved = grow(self.residency, self._planned, needed, self.ctx, self.kv_supply.give_up_ram)
-        except DoesNotFitError as error:
-            sequence.may_grow = False
-            self.residency.restore()  # where the way back found no room either
-            self.kv_supply.share_ram(self.residency.plan)  # as before
-            if needed.prompt_tokens < self.ctx:  # it has what room is left
-                return []
-            flags = self.flags_for(min(self.config.longest_context, needed.prompt_tokens + 512))
-            return [self._fail(sequence, cannot_grow(needed.prompt_tokens, self.ctx, error, flags))]
-        before, self.ctx = self.ctx, plan.ctx
-        self.scheduler.limits = self._limits.within(plan)
-        self.kv_supply.share_ram(plan)
-        for waiting in self.scheduler.waiting:  # this one, and others of the same prompt: they need not wait for it
-            if waiting.wants_growth:
-                waiting.fit(self.ctx)
+            grown = grow_for(sequence, self.ctx, self.residency, self.kv_supply, self._planned, self.flags_for)
+        except ContextOverflowError as error:
+            return [self._fail(sequence, error)]
+        if grown is not None:
+            self.ctx = grown.plan.ctx
+            self.scheduler.limits = self._limits.within(grown.plan)
+            for waiting in self.scheduler.waiting:  # this one, and others of the same prompt: they need not wait for it
+                if waiting.wants_growth:
+                    waiting.fit(self.ctx)
         sequence.may_grow = False
-        is_sure = plan.costs.rates.is_measured and self.residency.plan is plan
-        return [GrownEvent(sequence.request_id, before, self.ctx, *moved, plan.decode_tok_s if is_sure else None)]
+        return [] if grown is None else [grown.event]
 
     def _admit(self, sequence: Sequence) -> None:
         self.kv_supply.admit(sequence, lambda: sequence.request_id in self._aborted)
@@ -517,8 +494,7 @@ class Engine:
     ) -> Perplexity:
         """How well the model predicts a text; see `engine.perplexity`. Raises UsageError or ContextOverflowError."""
         if ctx is not None and ctx > self.ctx:
-            raise UsageError(
-                f"a window of {ctx} tokens is longer than the context of {self.ctx}", fix=f"--ctx {self.ctx}"
-            )
+            what = f"a window of {ctx} tokens is longer than the context of {self.ctx}"
+            raise UsageError(what, fix=f"--ctx {self.ctx}")
         require_ids(token_ids, self.config.vocab_size)
         return perplexity(self.runner, token_ids, ctx=ctx or self.ctx, new_kv=self.residency.new_kv, progress=progress)

@@ -9,9 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from localllm.engine.events import GrownEvent
+from localllm.engine.kv_supply import KVSupply
 from localllm.engine.memory import is_out_of_memory, out_of_memory
 from localllm.engine.overflow import wanted_room
 from localllm.engine.residency import Residency
+from localllm.engine.sequence import Sequence as Running
 from localllm.errors import ContextOverflowError, DoesNotFitError, LocalLLMError
 from localllm.offload.plan import Placed, Plan
 
@@ -33,7 +36,39 @@ class Moved(NamedTuple):
     from_memory: int
 
 
-def grow(
+class Grown(NamedTuple):
+    """plan: by which the model rests now."""
+
+    plan: Plan
+    event: GrownEvent
+
+
+def grow_for(
+    sequence: Running,
+    ctx: int,
+    residency: Residency,
+    kv_supply: KVSupply,
+    planned: Callable[[int], Plan],
+    flags_for: Callable[[int], str],
+) -> Grown | None:
+    """More context for a request that wants it; None where it has to do with what there is. Raises ContextOverflowError
+    where its prompt does not fit into that, and as `Residency.move` does."""
+    needed = Needed(sequence.num_prompt_tokens, sequence.request.sampling.max_tokens)
+    try:
+        plan, moved = _grow(residency, planned, needed, ctx, kv_supply.give_up_ram)
+    except DoesNotFitError as error:
+        residency.restore()  # where the way back found no room either
+        kv_supply.share_ram(residency.plan)  # as before
+        if needed.prompt_tokens < ctx:
+            return None
+        flags = flags_for(min(residency.config.longest_context, needed.prompt_tokens + 512))
+        raise _cannot_grow(needed.prompt_tokens, ctx, error, flags) from None
+    kv_supply.share_ram(plan)
+    is_sure = plan.costs.rates.is_measured and residency.plan is plan
+    return Grown(plan, GrownEvent(sequence.request_id, ctx, plan.ctx, *moved, plan.decode_tok_s if is_sure else None))
+
+
+def _grow(
     residency: Residency, planned: Callable[[int], Plan], needed: Needed, ctx: int, give_up: Callable[[], bool]
 ) -> tuple[Plan, Moved]:
     """The model goes on with a longer context, twice as long at least where memory allows. Raises DoesNotFitError
@@ -69,7 +104,7 @@ def _grown(residency: Residency, planned: Callable[[int], Plan], needed: Needed,
     raise refusal or DoesNotFitError("the context cannot grow", why=f"the model was trained for {ctx} tokens")
 
 
-def cannot_grow(num_tokens: int, ctx: int, error: DoesNotFitError, flags: str) -> ContextOverflowError:
+def _cannot_grow(num_tokens: int, ctx: int, error: DoesNotFitError, flags: str) -> ContextOverflowError:
     """flags: with which a longer context would fit, "" where none are."""
     return ContextOverflowError(
         f"the prompt has {num_tokens} tokens, the context {ctx}, and it cannot grow",

@@ -14,6 +14,7 @@ from localllm.engine.memory import is_device_out_of_memory, is_out_of_memory, re
 from localllm.engine.runner import ModelRunner, unheard
 from localllm.errors import DoesNotFitError
 from localllm.kernels.cpu_gemv import MAX_ROWS
+from localllm.layers.attention import Attention
 from localllm.models.decoder import Decoder
 from localllm.models.placed import HOST, PlacedModel
 from localllm.offload.plan import NEVER, Placed, Plan
@@ -66,6 +67,13 @@ class Residency:
         self._has_kv_on_host = False
         self._use(model)
         self.kv_pages = self.new_pages(kv_format)
+
+    @property
+    def weights(self) -> str:
+        """The format of the blocks' weights."""
+        body = self.model.blocks[0].body
+        assert isinstance(body, Attention)
+        return body.qkv_proj.format.name
 
     @property
     def kv_devices(self) -> Sequence[torch.device]:

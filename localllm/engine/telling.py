@@ -14,14 +14,20 @@ from localllm.offload.disk_stream import StreamClock
 _TELL_S = 0.2  # between two pieces of news of one forward
 
 
-def forward_split(seconds: float, before: StreamClock, after: StreamClock) -> StepSplit:
+def tell_clocks(
+    scheduled: Sequence[tuple[Running, Chunk]], seconds: float, before: StreamClock, after: StreamClock
+) -> None:
+    """Each request's clock hears of a forward that took so long. before, after: of what streams the blocks."""
     wait_s = after.wait_s - before.wait_s
-    return StepSplit(
+    split = StepSplit(
         compute_s=seconds - wait_s,
         wait_s=wait_s,
         copy_s=after.reading_s - before.reading_s + after.sending_s - before.sending_s,
         copied_bytes=after.bytes_read - before.bytes_read + after.bytes_sent - before.bytes_sent,
     )
+    for sequence in dict.fromkeys(sequence for sequence, _ in scheduled):
+        sequence.clock.split += split
+        sequence.clock.ran_alone &= len(scheduled) == 1
 
 
 def untold(_event: Event) -> None:

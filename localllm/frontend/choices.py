@@ -20,10 +20,12 @@ def seeded(sampling: SamplingParams, index: int) -> SamplingParams:
 
 
 def best(answers: Sequence[T], count: int, ending: Callable[[T], FinishedEvent]) -> list[T]:
-    """Those with the highest log-probability per token, as OpenAI has it, the best first; of equals, the first."""
+    """Those with the highest log-probability per token, as OpenAI has it, the best first; of equals, the first. What
+    meets its grammar goes before what was cut."""
 
-    def mean_logprob(answer: T) -> float:
-        mean = ending(answer).mean_logprob
-        return float("-inf") if mean is None else mean
+    def rank(answer: T) -> tuple[bool, float]:
+        finished = ending(answer)
+        mean = float("-inf") if finished.mean_logprob is None else finished.mean_logprob
+        return finished.meets_grammar is not False, mean
 
-    return sorted(answers, key=mean_logprob, reverse=True)[:count]
+    return sorted(answers, key=rank, reverse=True)[:count]

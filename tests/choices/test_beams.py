@@ -211,6 +211,32 @@ def test_a_grammar_holds_for_each_beam_and_ends_it(tiny: Engine) -> None:
     assert answered(tiny, searched(prompt, grammar=greedy.grammar), greedy)[0].text in ("yes", "no")
 
 
+@pytest.mark.parametrize(
+    ("beams", "how"),
+    [
+        (2, {"max_tokens": 1}),
+        (4, {"max_tokens": 3}),
+        (4, {"max_tokens": 6, "length_penalty": 2.0}),
+        (4, {"max_tokens": 6, "early_stopping": "never"}),
+    ],
+)
+def test_an_answer_that_meets_its_grammar_goes_before_likelier_ones_that_were_cut(
+    tiny: Engine, beams: int, how: dict[str, Any]
+) -> None:
+    prompt, grammar = tiny.encode("Once upon a time"), Grammar("regex", "(a|b)z{9}|q")
+    heard = answered(tiny, searched(prompt, beams, grammar=grammar, num_answers=2, **how))[0]
+    assert heard.text == "q" and heard.finished.meets_grammar
+    (end,) = (event for event in heard.finished.others[0] if isinstance(event, FinishedEvent))
+    assert end.meets_grammar is False
+
+
+def test_a_search_waits_for_an_answer_that_meets_its_grammar_where_a_stop_string_cut_the_others(tiny: Engine) -> None:
+    prompt, grammar = tiny.encode("Once upon a time"), Grammar("regex", "bz{9}|c(az{9}|y{3})")
+    request = searched(prompt, beams=2, max_tokens=9, grammar=grammar, length_penalty=0.0)
+    heard = answered(tiny, replace(request, sampling=replace(request.sampling, stop=("a", "b"))))[0]
+    assert heard.text == "cyyy" and heard.finished.meets_grammar
+
+
 @pytest.fixture(scope="module")
 def tiny() -> Iterator[Engine]:
     engine = Engine.load("tiny")

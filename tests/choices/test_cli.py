@@ -92,6 +92,11 @@ def test_beams_search_the_answer(model: Path, alone: Engine) -> None:
     assert [event["index"] for event in events if event["type"] == "finish"] == [0, 1, 2]
 
 
+def test_of_several_answers_all_are_told_of_that_the_context_cut(model: Path) -> None:
+    result = run_cli("run", model, "--raw", "-p", "the fox", "--n", "3", "--seed", "5", "--ctx", "64")
+    assert result.code == 0 and "warning: 3 of 3 answers were cut: the context of 64 tokens is full" in result.err
+
+
 @pytest.mark.parametrize("how", [("--n", "3"), ("--best-of", "3"), ("--beams", "3")])
 def test_the_chat_keeps_the_answer_that_is_printed_first(model: Path, how: tuple[str, str]) -> None:
     drawn = () if how[0] == "--beams" else ("--temperature", "1", "--seed", "5")

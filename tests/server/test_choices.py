@@ -56,6 +56,14 @@ def test_the_best_of_several_are_those_with_the_likeliest_tokens(server: Running
     assert reply.json()["usage"]["completion_tokens"] == 6 * 12  # all that was computed
 
 
+def test_an_answer_that_meets_its_form_is_better_than_a_likelier_one_that_was_cut(server: Running) -> None:
+    body = TEXT | {"structured_outputs": {"regex": "a|b{40}"}, "max_tokens": 4}
+    ends = [each["finish_reason"] for each in server.post("/v1/completions", body | {"n": 6}).json()["choices"]]
+    assert 0 < ends.count("stop") < 5
+    best = server.post("/v1/completions", body | {"n": 5, "best_of": 6}).json()["choices"]
+    assert [each["finish_reason"] for each in best] == sorted(ends, reverse=True)[:5]
+
+
 def test_the_best_of_each_prompt_is_given_with_its_echo(server: Running) -> None:
     prompts = [STORY, "The fox"]
     both = texts(server.post("/v1/completions", TEXT | {"prompt": prompts, "best_of": 3, "echo": True}))

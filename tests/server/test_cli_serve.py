@@ -10,7 +10,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +26,13 @@ from tests.server.support import OWL, running
 
 START_S = 30.0
 REACTION_S = 2.0
+
+
+@pytest.fixture
+def home(tmp_path: Path, known_machine: Callable[[Path], None]) -> Path:
+    """Of a server that need not measure the machine first."""
+    known_machine(tmp_path / "cache")
+    return tmp_path
 
 
 class Served:
@@ -71,8 +78,8 @@ def serving(home: Path, *arguments: str, **variables: str) -> Iterator[Served]:
             process.kill()
 
 
-def test_it_answers_until_ctrl_c_and_a_stream_ends_with_a_word(tmp_path: Path) -> None:
-    with serving(tmp_path, "--metrics") as served:
+def test_it_answers_until_ctrl_c_and_a_stream_ends_with_a_word(home: Path) -> None:
+    with serving(home, "--metrics") as served:
         assert json.load(served.ask("/v1/models"))["data"][0]["id"] == "tiny"
         body = {"messages": OWL, "stream": True, "logit_bias": {"2": -100, "0": -100}}
         stream = served.ask("/v1/chat/completions", body)
@@ -87,10 +94,10 @@ def test_it_answers_until_ctrl_c_and_a_stream_ends_with_a_word(tmp_path: Path) -
         assert len(lines) == 1 and " 200 " in lines[0]
 
 
-def test_others_need_the_key_that_is_shown_once(tmp_path: Path) -> None:
+def test_others_need_the_key_that_is_shown_once(home: Path) -> None:
     shown = []
     for _ in range(2):
-        with serving(tmp_path, "--host", "0.0.0.0", "--quiet", "--parallel", "2") as served:
+        with serving(home, "--host", "0.0.0.0", "--quiet", "--parallel", "2") as served:
             shown.append("".join(served.said))
             served.url = served.url.replace("0.0.0.0", "127.0.0.1")
             with pytest.raises(urllib.error.HTTPError) as refused:
@@ -139,8 +146,8 @@ def test_a_context_cannot_grow_under_a_server(monkeypatch: pytest.MonkeyPatch) -
     assert result.code == 2 and "LOCALLLM_OVERFLOW=evict" in result.err
 
 
-def test_a_model_that_does_not_fit_ends_the_server_with_the_numbers(tmp_path: Path) -> None:
-    process = start_cli(tmp_path, "serve", "--port", "0", "--ram", "100MiB", stderr=subprocess.PIPE)
+def test_a_model_that_does_not_fit_ends_the_server_with_the_numbers(home: Path) -> None:
+    process = start_cli(home, "serve", "--port", "0", "--ram", "100MiB", stderr=subprocess.PIPE)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 4 and b"MiB" in said and b"fix:" in said
 

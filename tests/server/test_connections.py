@@ -158,11 +158,11 @@ def test_a_reader_that_takes_nothing_costs_little_and_holds_nobody_up(
     connect: Connect, narrow: Running, stalled: list[listening.Connection]
 ) -> None:
     slow = connect(narrow, receive_bytes=4096)
-    slow.post(CHAT, {"messages": OWL, "stream": True, "max_tokens": 2500})
+    slow.post(CHAT, {"messages": OWL, "stream": True, "max_tokens": 1500})
     assert narrow.post(CHAT, {"messages": OWL, "max_tokens": 8}).status_code == 200
     narrow.wait_until_idle_engine()
     (connection,) = stalled
-    assert 0 < connection.transport.get_write_buffer_size() < 128 << 10  # of 600 KiB
+    assert 0 < connection.transport.get_write_buffer_size() < 128 << 10  # of 360 KiB
     assert b"[DONE]" in slow.read_until(b"[DONE]")
     narrow.wait_until_idle()
 
@@ -177,7 +177,7 @@ def test_a_reader_that_takes_nothing_for_long_is_given_up(
 ) -> None:
     monkeypatch.setattr(listening, "STALL_S", 0.2)
     slow = connect(narrow, receive_bytes=4096)
-    slow.post(CHAT, {"messages": OWL, "stream": stream, "max_tokens": 1500, "logprobs": True, "top_logprobs": 5})
+    slow.post(CHAT, {"messages": OWL, "stream": stream, "max_tokens": 500, "logprobs": True, "top_logprobs": 5})
     wait_for(lambda: bool(stalled))
     narrow.wait_until_idle()
     (connection,) = stalled
@@ -291,7 +291,7 @@ def test_who_has_not_taken_all_of_a_reply_does_not_give_way(
 ) -> None:
     monkeypatch.setattr(listening, "MAX_CONNECTIONS", 4)
     slow = connect(narrow, receive_bytes=4096)
-    slow.post(CHAT, {"messages": OWL, "max_tokens": 1500, "logprobs": True, "top_logprobs": 5})
+    slow.post(CHAT, {"messages": OWL, "max_tokens": 500, "logprobs": True, "top_logprobs": 5})
     wait_for(lambda: bool(stalled))
     narrow.wait_until_idle()
     for _ in range(24):

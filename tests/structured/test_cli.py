@@ -64,6 +64,62 @@ def test_without_strict_a_cut_answer_is_warned_of(model: Path, schema: Path) -> 
     assert result.err.startswith("warning: the answer is not whole")
 
 
+SEVERAL = ("--n", "6", "--temperature", "1", "--regex", "a|b{40}", "--max-tokens", "4")
+
+
+def test_strict_insists_on_the_form_of_every_answer_that_is_printed(model: Path) -> None:
+    complete = [answer["complete"] for answer in run(model, *SEVERAL, "--json").json["answers"]]
+    cut = [str(place) for place, is_whole in enumerate(complete, start=1) if not is_whole]
+    assert complete[0] and 1 < len(cut) < 6
+    result = run(model, *SEVERAL, "--strict")
+    assert result.code == 7 and result.out.count(b"---") == 5
+    what, why, fix, *_ = result.error_lines
+    assert what == f"error: {len(cut)} of 6 answers are not whole, and do not have the form that was asked for"
+    assert why.endswith(
+        f"answers {', '.join(cut[:-1])} and {cut[-1]} were cut after 4 tokens: the most that one may have"
+    )
+    assert fix.endswith("--max-tokens 512")
+
+
+def test_without_strict_it_is_said_which_of_several_answers_were_cut(model: Path) -> None:
+    result = run(model, *SEVERAL)
+    assert result.code == 0 and "of 6 answers are not whole" in result.err and "answers " in result.err
+
+
+def test_each_reason_for_which_answers_were_cut_is_told_with_what_helps(model: Path) -> None:
+    several = ("--n", "6", "--temperature", "1", "--regex", "a|b{40}|c{40}", "--max-tokens", "4", "--stop", "c")
+    result = run(model, *several, "--strict")
+    assert result.code == 7 and "were cut after 4 tokens" in result.error_lines[1]
+    assert "ended by the stop string 'c' after" in result.error_lines[1]
+    assert "--stop c --strict --max-tokens 512\n" in result.err and "--max-tokens 4 --strict\n" in result.err
+
+
+@pytest.mark.parametrize("how", [("--best-of", "2", "--temperature", "1"), ("--beams", "2")])
+def test_strict_insists_on_the_form_of_an_answer_that_is_chosen(model: Path, how: tuple[str, ...]) -> None:
+    whole = run_cli("run", model, "-p", "An owl?", *how, "--regex", "b{3}", "--max-tokens", "4", "--strict")
+    assert (whole.code, whole.out) == (0, b"bbb\n")
+    cut = run_cli("run", model, "-p", "An owl?", *how, "--regex", "b{40}", "--max-tokens", "4", "--strict")
+    assert cut.code == 7 and cut.error_lines[0].startswith("error: the answer is not whole")
+
+
+def test_a_whole_answer_goes_before_likelier_ones_that_were_cut(model: Path) -> None:
+    several = ("--temperature", "1", "--regex", "c|d{40}", "--max-tokens", "4", "--best-of", "6", "--n")
+    answers = run(model, *several, "5", "--json").json["answers"]
+    complete = [answer["complete"] for answer in answers]
+    assert complete == sorted(complete, reverse=True) and 0 < sum(complete) < 5
+    assert max(answers, key=lambda answer: answer["mean_logprob"])["complete"] is False
+    for is_whole in (True, False):
+        likelihoods = [answer["mean_logprob"] for answer in answers if answer["complete"] is is_whole]
+        assert likelihoods == sorted(likelihoods, reverse=True)
+    assert run(model, *several, "1", "--strict").code == 0
+
+
+def test_a_search_that_prints_several_insists_on_all(model: Path) -> None:
+    searched = ("--beams", "3", "--n", "3", "--regex", "[ab]{40}", "--max-tokens", "3", "--strict")
+    result = run_cli("run", model, "-p", "An owl?", *searched)
+    assert result.code == 7 and result.error_lines[0].startswith("error: 3 of 3 answers are not whole")
+
+
 def test_a_batch_has_one_form_for_all_lines(model: Path, schema: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('"An owl?"\n{"prompt": "A fox?", "max_tokens": 2}\n')
@@ -87,6 +143,15 @@ def test_a_batch_has_one_form_for_all_lines(model: Path, schema: Path, tmp_path:
         (["--show-prompt", "--regex", "a"], "--show-prompt and --regex cannot go together"),
         (["--schema", "nothing.json"], "--schema cannot read 'nothing.json'"),
         (["--regex", "(a"], "--regex: the regular expression cannot be used"),
+        (["--regex", ""], "--regex is empty"),
+        (
+            ["--schema", '{"type": "object"}'],
+            """--schema takes a file, and '{"type": "object"}' reads like a JSON Schema""",
+        ),
+        (["--schema", f'{{"enum": ["{"a" * 400}"]}}'], '--schema takes a file, and \'{"enum": ["aaaa'),
+        (["--grammar", 'root ::= "a"'], "--grammar takes a file, and 'root ::= \"a\"' reads like a grammar"),
+        (["--grammar", 'start: "a"'], "--grammar takes a file, and 'start: \"a\"' reads like a grammar"),
+        (["--grammar", "nothing.gbnf"], "--grammar cannot read 'nothing.gbnf'"),
     ],
 )
 def test_what_cannot_be_is_refused_before_a_model_is_loaded(
@@ -94,6 +159,38 @@ def test_what_cannot_be_is_refused_before_a_model_is_loaded(
 ) -> None:
     result = run(model, *(str(schema) if each == "SCHEMA" else each for each in arguments))
     assert (result.code, result.out) == (2, b"") and says in result.error_lines[0]
+
+
+def test_a_form_that_is_typed_in_place_of_its_file_is_told_where_it_can_stand(model: Path) -> None:
+    result = run(model, "--schema", '{"type": "object"}')
+    assert "write it into a file, or pipe it in (--schema -)" in result.error_lines[1]
+    assert result.error_lines[2].endswith("-p 'An owl?' --seed 1 --schema FILE")
+
+
+@pytest.mark.parametrize("flag", ["--schema", "--grammar"])
+def test_a_form_is_read_from_standard_input(model: Path, flag: str) -> None:
+    source = {"--schema": b'{"enum": ["yes", "no"]}', "--grammar": b'root ::= "\\"yes\\"" | "\\"no\\""'}[flag]
+    result = run_cli("run", model, "-p", "An owl?", flag, "-", "--strict", stdin=source)
+    assert result.code == 0 and json.loads(result.out) in ("yes", "no")
+
+
+@pytest.mark.parametrize("other", ["--file", "--messages", "--batch"])
+def test_standard_input_is_not_form_and_prompt_at_once(model: Path, other: str) -> None:
+    result = run_cli("run", model, "--schema", "-", other, "-", stdin=b"{}")
+    assert result.code == 2 and f"--schema - and {other} - cannot go together" in result.error_lines[0]
+    assert result.error_lines[2].endswith(f"{other} - --schema FILE")
+
+
+def test_beside_a_form_from_standard_input_the_prompt_has_to_be_typed(model: Path) -> None:
+    result = run_cli("run", model, "--schema", "-", stdin=b"{}")
+    assert result.code == 2 and "there is no prompt" in result.error_lines[0]
+    assert "what is piped in is the answer's form" in result.error_lines[1]
+    assert result.error_lines[2].endswith("--schema - -p TEXT")
+
+
+def test_what_strict_needs_is_told_for_a_batch_too(model: Path, tmp_path: Path) -> None:
+    result = run_cli("run", model, "--batch", tmp_path / "prompts.jsonl", "--strict")
+    assert result.error_lines[2].endswith("prompts.jsonl --strict --schema FILE")
 
 
 def test_a_file_that_is_no_json_is_refused_by_line_and_column(model: Path, tmp_path: Path) -> None:
