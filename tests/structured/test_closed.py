@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from localllm.engine.grammar.definition import defined
 from localllm.engine.grammar.schema import checked
+from localllm.errors import GrammarError
+from tests.structured.support import json_schema
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "string"}}}
 CLOSED = {**OBJECT, "additionalProperties": False}
@@ -42,3 +45,14 @@ DEFS = {"$defs": {"A": OBJECT}}
 )
 def test_an_object_holds_what_its_schema_names_unless_that_says_otherwise(schema: Any, is_closed: Any) -> None:
     assert checked(json.dumps(schema)).schema == is_closed
+
+
+def test_one_of_several_is_one_by_the_letter_too() -> None:
+    """Closed, the first would be met by no answer of the second; to a validator it is met by each of them."""
+    second = {"properties": {**OTHER["properties"], "a": {"type": "string"}}, "required": ["b"]}
+    with pytest.raises(GrammarError, match="cannot be held to"):
+        defined(json_schema({"oneOf": [OBJECT, {"type": "object", **second}]}))
+    kinds = [{**OBJECT, "properties": {"kind": {"const": kind}}, "required": ["kind"]} for kind in "xy"]
+    defined(json_schema({"oneOf": kinds}))
+    with pytest.raises(GrammarError, match="cannot be held to"):
+        defined(json_schema({"oneOf": [{"type": "string", "format": "date"}, {"type": "string", "format": "ipv4"}]}))

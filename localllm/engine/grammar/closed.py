@@ -19,7 +19,7 @@ _MOST_MET = 100_000  # schemas that are met together with others
 
 
 def close(schema: Schema) -> None:
-    """Closes them in place. What is put together of several, by `allOf` or beside `$ref`, `anyOf` and `oneOf`, is
+    """Closes them, in place. What is put together of several, by `allOf` or beside `$ref`, `anyOf` and `oneOf`, is
     closed where one of them names all: otherwise none would let the others stand. Its references have to be pointers as
     `references.pointer` writes them."""
     places = {pointer(steps): part for steps, part in all_parts(schema) if isinstance(part, dict)}

@@ -50,7 +50,10 @@ def defined(grammar: Grammar, *, leading_spaces: int = 0) -> str:
     if grammar.kind == "json_schema":
         schema = checked(grammar.source)
         answer: dict[str, Any] = {"json_schema": {**schema.schema, "x-guidance": _JSON_OPTIONS}}
-        return _tried(grammar, answer, leading_spaces, partial(_refuse_schema, schema))
+        letter = (
+            {"json_schema": {**schema.by_the_letter, "x-guidance": _JSON_OPTIONS}} if schema.by_the_letter else None
+        )
+        return _tried(grammar, answer, leading_spaces, partial(_refuse_schema, schema), letter)
     if len(grammar.source) > MAX_SOURCE:
         why = f"it has {len(grammar.source)} characters, and at most {MAX_SOURCE} are taken"
         raise GrammarError(f"the {name} is too large", why=why)
@@ -93,10 +96,17 @@ def _around(grammar: Grammar, leading_spaces: int) -> str | None:
     return f"{start}\n{marks}\nANY: /(?s:.*)/\nSPACE: /[ \\n\\r\\t]{{0,4}}/\n"
 
 
-def _tried(grammar: Grammar, answer: dict[str, Any], leading_spaces: int, refuse: Callable[[str], NoReturn]) -> str:
+def _tried(
+    grammar: Grammar,
+    answer: dict[str, Any],
+    leading_spaces: int,
+    refuse: Callable[[str], NoReturn],
+    proof: dict[str, Any] | None = None,
+) -> str:
+    """proof: what has to be a grammar, too, for the answer to be one."""
     around = _around(grammar, leading_spaces)
     grammars = [] if around is None else [{"lark_grammar": around}]
-    told = tried_apart(grammar, {"grammars": [*grammars, {"name": "answer", **answer}]})
+    told = tried_apart(grammar, {"grammars": [*grammars, {"name": "answer", **answer}], "proof": proof})
     if "grammar" not in told:
         refuse(told.get("error") or told["stuck"])
     return told["grammar"]

@@ -23,7 +23,11 @@ def with_pattern(schema: dict[str, Any]) -> dict[str, Any]:
     pattern = _PATTERNS.get(schema.get("format", ""))
     if pattern is None:
         return schema
-    without = {key: value for key, value in schema.items() if key != "format"}
+    without = without_format(schema)
     if "pattern" not in schema:
         return {**without, "pattern": pattern}
     return {**without, "allOf": [*schema.get("allOf", ()), {"pattern": pattern}]}
+
+
+def without_format(schema: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in schema.items() if key != "format"}

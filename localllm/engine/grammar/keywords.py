@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 ANNOTATIONS = frozenset({
@@ -43,3 +43,18 @@ def all_parts(schema: Any, steps: Steps = ()) -> Iterator[tuple[Steps, Any]]:
         yield at, part
         if isinstance(part, Mapping):
             rest += reversed([((*at, *way), each) for way, each in parts(part)])
+
+
+def mapped(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """A schema of changed parts, each of which is changed when all that it is made of has been."""
+    if not isinstance(schema, Mapping):
+        return schema
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in NAMED:
+            found[key] = {name: mapped(each, change) for name, each in value.items()}
+        elif key in SEVERAL and isinstance(value, list):
+            found[key] = [mapped(each, change) for each in value]
+        else:
+            found[key] = mapped(value, change) if key in ONE else value
+    return change(found)

@@ -15,8 +15,19 @@ from typing import Any, NoReturn
 
 from localllm.engine.grammar.closed import close
 from localllm.engine.grammar.ending import endless
-from localllm.engine.grammar.formats import FORMATS, with_pattern
-from localllm.engine.grammar.keywords import ANNOTATIONS, BOUNDS, COUNTS, NAMED, ONE, SEVERAL, SUPPORTED, TYPES, Steps
+from localllm.engine.grammar.formats import FORMATS, with_pattern, without_format
+from localllm.engine.grammar.keywords import (
+    ANNOTATIONS,
+    BOUNDS,
+    COUNTS,
+    NAMED,
+    ONE,
+    SEVERAL,
+    SUPPORTED,
+    TYPES,
+    Steps,
+    mapped,
+)
 from localllm.engine.grammar.pattern import has_control, why_not
 from localllm.engine.grammar.references import References, pointer
 from localllm.errors import GrammarError
@@ -69,7 +80,8 @@ class CheckedSchema:
     """A schema, with the places of its keywords.
 
     schema: with whole numbers as such, references as pointers, patterns for some formats, and objects closed that do
-    not say otherwise.
+    not say otherwise. opened: the same before that. by_the_letter: open too, and without formats, which not every
+    validator looks at: of `oneOf` no other must be met by that either. Both are None without `oneOf`.
     """
 
     def __init__(self, schema: dict[str, Any]) -> None:
@@ -78,7 +90,7 @@ class CheckedSchema:
         self._num_schemas = 0
         self._references = References(schema)
         self._bounds: list[tuple[str, float, str]] = []  # keyword, value, place
-        self.schema: dict[str, Any] = self._walked(schema, (), 0)
+        walked: dict[str, Any] = self._walked(schema, (), 0)
         self._require_closed_zero()
         if self._refused:
             more = f", and {len(self._refused) - _TOLD} more" if len(self._refused) > _TOLD else ""
@@ -87,8 +99,12 @@ class CheckedSchema:
                 why=f"{'; '.join(self._refused[:_TOLD])}{more}",
                 fix="mend it, or leave it out and check the answer for it; docs/structured.md has what is supported",
             )
+        self.schema: dict[str, Any] = mapped(walked, with_pattern)
         self._require_end()
         close(self.schema)
+        has_one_of = "oneOf" in self.places
+        self.opened: dict[str, Any] | None = mapped(walked, with_pattern) if has_one_of else None
+        self.by_the_letter: dict[str, Any] | None = mapped(walked, without_format) if has_one_of else None
 
     def refuse(self, message: str) -> NoReturn:
         """What llguidance has against it, with the keyword that it is about. Raises GrammarError."""
@@ -122,7 +138,7 @@ class CheckedSchema:
             return schema
         self._require_few_left(schema, _place(steps))
         walked = {key: self._keyword(key, value, steps, nesting) for key, value in schema.items()}
-        return with_pattern({key: value for key, value in walked.items() if key not in _NAMES_OF_SCHEMAS})
+        return {key: value for key, value in walked.items() if key not in _NAMES_OF_SCHEMAS}
 
     def _keyword(self, key: str, value: Any, steps: Steps, nesting: int) -> Any:
         at = _place((*steps, key))

@@ -26,7 +26,7 @@ _STAND_IN = 256
 
 
 def main() -> None:
-    """Reads {grammars} and writes {grammar}, {error} or {stuck}."""
+    """Reads {grammars, proof} and writes {grammar}, {error} or {stuck}. proof: what has to be a grammar, too."""
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.setitimer(signal.ITIMER_PROF, CPU_S)
@@ -43,9 +43,14 @@ def tried(asked: dict[str, Any]) -> dict[str, str]:
     """What `main` writes."""
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-    grammar = json.dumps(asked)
-    tried_out = _SPECIAL.sub(f"<[{_STAND_IN}]>", grammar)
-    matcher = LLMatcher(LLTokenizer("byte"), tried_out, log_level=0, limits=LLParserLimits(verbose_errors=False))
+    def begun(grammar: str) -> Any:
+        tried_out = _SPECIAL.sub(f"<[{_STAND_IN}]>", grammar)
+        return LLMatcher(LLTokenizer("byte"), tried_out, log_level=0, limits=LLParserLimits(verbose_errors=False))
+
+    if asked["proof"] is not None and (proof := begun(json.dumps({"grammars": [asked["proof"]]}))).is_error():
+        return {"error": proof.get_error()}
+    grammar = json.dumps({"grammars": asked["grammars"]})
+    matcher = begun(grammar)
     if matcher.is_error():
         return {"error": matcher.get_error()}
     for seed in range(_WALKS):

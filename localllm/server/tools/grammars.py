@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from localllm.engine.grammar.keywords import mapped
 from localllm.engine.grammar.schema import checked
 from localllm.errors import GrammarError
 from localllm.server.failures import RequestError
@@ -135,21 +136,11 @@ def _schema_of(index: int, tool: Tool) -> str:
 
 def _compact(source: str) -> str:
     """Raises GrammarError for a schema that an answer cannot be held to."""
-    return json.dumps({**_bare(checked(source).schema), "x-guidance": _OPTIONS})
+    found = checked(source)
+    bare = mapped(found.opened or found.schema, _bare)  # closed, `oneOf` would be taken where more than one may be met
+    return json.dumps({**bare, "x-guidance": _OPTIONS})
 
 
-def _bare(schema: Any) -> Any:
+def _bare(schema: dict[str, Any]) -> dict[str, Any]:
     """Without what is there to be read: of a tool, most of it."""
-    if not isinstance(schema, dict):
-        return schema
-    bare: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in ("properties", "patternProperties", "$defs", "definitions"):
-            bare[key] = {name: _bare(each) for name, each in value.items()}
-        elif key in ("anyOf", "allOf", "oneOf", "prefixItems") or (key == "items" and isinstance(value, list)):
-            bare[key] = list(map(_bare, value))
-        elif key in ("items", "additionalProperties"):
-            bare[key] = _bare(value)
-        elif key not in _READ:
-            bare[key] = value
-    return bare
+    return {key: value for key, value in schema.items() if key not in _READ}
