@@ -58,8 +58,13 @@ class Outcome:
 
 def drawn(logits: Tensor, sequence: Running, token_ids: Sequence[int]) -> int:
     """What follows these tokens, the sequence's own and perhaps guessed ones behind them, by fp32 logits [V]."""
-    logits, sampling = _allowed(logits, sequence, token_ids), sequence.request.sampling
-    return sample(logits, sampling, token_ids, **_of(sequence))
+    sampling, constraint = sequence.request.sampling, sequence.constraint
+    if constraint is not None and sampling.temperature == 0:
+        # What is the likeliest of all and allowed is the likeliest of what is allowed: no mask is needed.
+        best = sample(logits, sampling, token_ids, **_of(sequence))
+        if constraint.allows(token_ids[sequence.num_prompt_tokens :], best):
+            return best
+    return sample(_allowed(logits, sequence, token_ids), sampling, token_ids, **_of(sequence))
 
 
 def drawn_with_margin(logits: Tensor, sequence: Running, token_ids: Sequence[int]) -> tuple[int, float]:

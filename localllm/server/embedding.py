@@ -37,7 +37,7 @@ async def embedded(
 
     Raises RequestError, and what `Served.ask` does.
     """
-    size = served.engine().config.hidden_size
+    size = (await served.ready()).config.hidden_size  # it may have left while its caller waited for something else
     if dimensions is not None and dimensions > size:
         why = f"the vectors of this model have {size}"
         raise RequestError(400, f"dimensions is {dimensions}", why=why, param="dimensions", name="invalid_value")

@@ -120,18 +120,18 @@ class Served:
     async def ready(self) -> LoadedEngine:
         """The engine, when it is loaded. Raises RequestError where it cannot be, or takes very long."""
         self.last_used = time.monotonic()
-        if self.is_leaving or self.engine_if_loaded is None:
-            try:
-                async with asyncio.timeout(LOAD_WAIT_S):
+        try:
+            async with asyncio.timeout(LOAD_WAIT_S):
+                while self.is_leaving or self.engine_if_loaded is None:  # who came before may have unloaded it again
                     await self.load()
-            except TimeoutError:
-                why = f"it has taken {LOAD_WAIT_S:.0f} s so far"
-                raise busy(f"{self.name} is being loaded", why, "loading") from None
-            except (RequestError, EngineClosedError, EngineGoneError):
-                raise
-            except Exception as error:
-                known = told_of(error, self.selection.files, self.selection.resolved)
-                raise _gone(f"{self.name} cannot be used", known) from error
+        except TimeoutError:
+            why = f"it has taken {LOAD_WAIT_S:.0f} s so far"
+            raise busy(f"{self.name} is being loaded", why, "loading") from None
+        except (RequestError, EngineClosedError, EngineGoneError):
+            raise
+        except Exception as error:
+            known = told_of(error, self.selection.files, self.selection.resolved)
+            raise _gone(f"{self.name} cannot be used", known) from error
         return self.engine()
 
     async def load(self) -> None:

@@ -45,6 +45,19 @@ def shared() -> Iterator[Grammars]:
 
 
 @pytest.mark.parametrize("thoughts", [(), THOUGHT])
+def test_a_token_is_allowed_where_a_mask_allows_it(
+    shared: Grammars, tokenizer: Tokenizer, thoughts: tuple[tuple[str, str], ...]
+) -> None:
+    constraint = shared.constraint(Grammar(PERSON.kind, PERSON.source, thoughts))
+    ids = tokenizer.encode(OWL)
+    for length in range(len(ids) + 1):
+        said = ids[:length]
+        mask = allowed(constraint, said, SIZE).tolist() if length < len(ids) else [False] * SIZE
+        assert [constraint.allows(said, token_id) for token_id in range(4096)] == mask[:4096], length
+    assert not constraint.allows([*ids, 5], 5) and not constraint.allows([5, 5], 5)
+
+
+@pytest.mark.parametrize("thoughts", [(), THOUGHT])
 @settings(max_examples=25, deadline=None)
 @given(moves=st.lists(st.tuples(st.sampled_from(["say", "back", "ask", "guess"]), st.integers(0, 10**6)), max_size=40))
 def test_any_order_of_saying_and_taking_back_equals_a_fresh_state(

@@ -43,6 +43,12 @@ class Constraint:
         added = torch.from_numpy(_ADDED.take(self._mask(token_ids), axis=0).reshape(-1)[: self._size])
         return logits + added.to(logits.device)
 
+    def allows(self, token_ids: Sequence[int], token_id: int) -> bool:
+        """Whether this one may follow these, as `held` has it: 5 us where a mask takes 20 to 2,000."""
+        if forced := self.forced(token_ids):
+            return token_id == forced[0]  # of several ways to write it a mask leaves one
+        return bool(self._can_follow(token_ids) and self._matcher.validate_tokens([token_id]))
+
     def look_ahead(self, token_ids: Sequence[int]) -> None:
         """What may follow these is going to be asked."""
         if self._worker is None:
