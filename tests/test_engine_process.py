@@ -183,7 +183,7 @@ def test_its_socket_is_this_users_alone(process: EngineProcess) -> None:
 def test_who_uses_an_engine_that_is_killed_hears_why_and_can_have_another() -> None:
     alive = [started()]
     alive[0].wait_loaded()
-    service = RevivingService(lambda: attached(alive[-1]))
+    service = RevivingService(attached(alive[-1]), lambda: attached(alive[-1]))
     engine = service.wait_loaded()
     assert engine is not None
     short = request(service)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -45,6 +46,17 @@ class Home:
         told = json.loads(self.localllm("ps", "--json").stdout)
         rows: list[dict[str, object]] = told["models"]
         return rows
+
+
+@contextmanager
+def served_alone(folder: Path, *arguments: str | Path) -> Iterator[Served]:
+    """A server of its own for a user of its own."""
+    process = start_cli(folder, "serve", "--port", "0", *arguments, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    with process:
+        try:
+            yield Served(process)
+        finally:
+            process.kill()
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +151,25 @@ def test_a_chat_goes_on_where_its_engine_is_killed(home: Home) -> None:
         chat.stdin.close()
         second = chat.stdout.read()
     assert chat.returncode == 0 and first.strip() and second.strip()
+
+
+def test_a_chat_goes_on_by_itself_where_the_server_has_ended(tmp_path: Path) -> None:
+    chat_line = ("chat", "--plain", "--max-tokens", "4", "--temperature", "0")
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with served_alone(tmp_path) as server, start_cli(tmp_path, *chat_line, **pipes) as chat:
+        assert chat.stdin is not None and chat.stdout is not None and chat.stderr is not None
+        chat.stdin.write(b"A tale about a fox.\n")
+        chat.stdin.flush()
+        first = chat.stdout.readline()
+        server.end(signal.SIGTERM)
+        chat.stdin.write(b"And then?\n")
+        chat.stdin.close()
+        second, said = chat.stdout.read(), chat.stderr.read().decode()
+    assert chat.returncode == 0 and first.strip() and second.strip()
+    assert said.count("no server answers any more: tiny is loaded by this program itself\n") == 1
+    assert "Errno" not in said and "error:" not in said
+    kept = Home(tmp_path).localllm("sessions", "show", "last").stdout
+    assert b"A tale about a fox." in kept and b"And then?" in kept
 
 
 def test_models_are_loaded_listed_and_unloaded_by_hand(home: Home) -> None:
