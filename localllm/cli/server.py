@@ -25,7 +25,8 @@ Model = Annotated[
 def ps_command(context: typer.Context, as_json: options.AsJson = False) -> None:
     """List the models that the server has loaded.
 
-    With their memory by tier, and until when they stay.
+    With the memory that each may come to have by its plan (RESERVED), and until when it stays. A model that has ended
+    was killed, and the next request loads it again.
     """
     output = front_of(context).output
     told = _asked("GET", "/models", is_needed=False)
@@ -39,7 +40,7 @@ def ps_command(context: typer.Context, as_json: options.AsJson = False) -> None:
     if not rows:
         output.note("no server is running: localllm serve MODEL" if told is None else "no model is loaded")
         return
-    header = ("NAME", "STATE", "WEIGHTS", "CONTEXT", "MEMORY", "ANSWERS", "UNTIL", "PID")
+    header = ("NAME", "STATE", "WEIGHTS", "CONTEXT", "RESERVED", "ANSWERS", "UNTIL", "PID")
     output.table(header, [_cells(row) for row in rows], optional=("PID", "WEIGHTS"))
 
 
@@ -115,6 +116,8 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     answers = f"{row['running']}, {row['waiting']} wait" if row.get("waiting") else str(row.get("running", ""))
     expires_at = row.get("expires_at")
     until = "its room is needed" if expires_at is None else time.strftime("%H:%M:%S", time.localtime(expires_at))
+    if row["state"] != "loaded":
+        until = "-"
     return (
         row["name"], row["state"], row.get("weights", ""), str(row.get("ctx", "")), memory, answers, until,
         str(row["pid"] or ""),

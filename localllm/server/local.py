@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NotRequired
 
@@ -23,6 +22,8 @@ from localllm.server.failures import RequestError
 from localllm.server.fields import KeepAlive, keep_seconds
 from localllm.server.replying import Json
 from localllm.server.served import Served
+
+State = Literal["loading", "loaded", "ended"]
 
 
 class AttachBody(Body):
@@ -52,10 +53,11 @@ class ModelBody(Body):
 
 
 class Row(TypedDict):
-    """A model that is loaded or on its way. memory: bytes by tier, of the plan. expires_at: in seconds since 1970."""
+    """A model that is loaded or on its way, or whose engine has ended: the next request loads it again. memory: bytes
+    by tier, of the plan. expires_at: in seconds since 1970."""
 
     name: str
-    state: Literal["loading", "loaded"]
+    state: State
     pid: int | None
     weights: NotRequired[str]
     kv: NotRequired[str]
@@ -166,22 +168,21 @@ async def unload(call: Call, body: ModelBody) -> Json:
 
 
 async def _row(call: Call, served: Served) -> Row:
-    pid = served.service.pid if isinstance(served.service, EngineProcess) else None
-    row: Row = {"name": served.name, "state": "loading", "pid": pid, "expires_at": call.pool.expires_at(served)}
     engine = served.engine_if_loaded
+    state: State = "loaded" if engine is not None else "loading" if served.is_loading else "ended"
+    service = served.service
+    pid = service.pid if isinstance(service, EngineProcess) and state != "ended" else None
+    row: Row = {"name": served.name, "state": state, "pid": pid, "expires_at": call.pool.expires_at(served)}
     if engine is None:
         return row
-    with suppress(LocalLLMError):
+    try:
         told: tuple[EngineFacts, EngineStatus] = await asyncio.to_thread(lambda: (engine.facts(), engine.status()))
-        facts, status = told
-        row["state"] = "loaded"
-        row["weights"], row["kv"], row["ctx"], row["weight_bytes"] = (
-            facts.weights,
-            facts.kv,
-            facts.ctx,
-            facts.weight_bytes,
-        )
-        row["memory"] = {tier: facts.held_bytes(tier) for tier in facts.ledger}
-        row["limits"] = dict(facts.limits)
-        row["running"], row["waiting"] = len(status.running), status.num_waiting
+    except LocalLLMError:
+        return row if served.engine_if_loaded is engine else {**row, "state": "ended", "pid": None, "expires_at": None}
+    facts, status = told
+    row["weights"], row["kv"], row["ctx"] = facts.weights, facts.kv, facts.ctx
+    row["weight_bytes"] = facts.weight_bytes
+    row["memory"] = {tier: facts.held_bytes(tier) for tier in facts.ledger}
+    row["limits"] = dict(facts.limits)
+    row["running"], row["waiting"] = len(status.running), status.num_waiting
     return row

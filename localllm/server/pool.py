@@ -170,8 +170,10 @@ class Pool:
 
     @property
     def is_starting(self) -> bool:
-        """Whether the first model has not been loaded yet, or could not be."""
-        return not self._has_begun
+        """Whether the first model is to be loaded for the first time, or on its way. One of which nothing came is
+        loaded when it is asked for."""
+        tried = self._loads.get(self.first)
+        return not self._has_begun and (tried is None or not tried.done())
 
     @property
     def loaded(self) -> list[Served]:
@@ -393,8 +395,8 @@ class Pool:
             await self.on_disk(partial(keep_warm, served.selection.files, weights))
 
     def expires_at(self, served: Served) -> float | None:
-        """In seconds of `time.time`; None: it stays."""
-        if served.keep_s is None:
+        """In seconds of `time.time`; None: it stays, or is not loaded."""
+        if served.keep_s is None or served.engine_if_loaded is None:
             return None
         return time.time() + max(0.0, served.last_used + served.keep_s - time.monotonic())
 

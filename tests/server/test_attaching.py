@@ -172,13 +172,30 @@ def test_a_chat_goes_on_by_itself_where_the_server_has_ended(tmp_path: Path) -> 
     assert b"A tale about a fox." in kept and b"And then?" in kept
 
 
+def test_an_engine_that_was_killed_has_ended_and_is_loaded_by_the_next_question(tmp_path: Path) -> None:
+    own = Home(tmp_path)
+    with served_alone(tmp_path, "--idle-unload", "1h") as server:
+        pid = own.rows()[0]["pid"]
+        assert isinstance(pid, int)
+        os.kill(pid, signal.SIGKILL)
+        told = server.wait_for("has ended")
+        assert "the engine of tiny has ended: its process was ended by SIGKILL" in told
+        [row] = own.rows()
+        assert (row["state"], row["pid"], row["expires_at"]) == ("ended", None, None)
+        cells = own.localllm("ps").stdout.decode().splitlines()[1].split()
+        assert cells == ["tiny", "ended", "-"]
+        assert server.ask("/health").status == 200
+        assert own.localllm(*ASK, torch=False).returncode == 0
+        assert own.rows()[0]["state"] == "loaded"
+
+
 def test_models_are_loaded_listed_and_unloaded_by_hand(home: Home) -> None:
     folder = home.path / "other"
     loaded = home.localllm("load", folder, torch=False)
     assert loaded.returncode == 0 and loaded.stderr == b"other is loaded\n"
     assert {row["name"] for row in home.rows()} == {"tiny", "other"}
     table = home.localllm("ps", torch=False).stdout.decode()
-    assert "other" in table and "memory" in table and "its room is needed" in table
+    assert "other" in table and "RESERVED" in table and "memory" in table and "its room is needed" in table
     stopped = home.localllm("stop", "other", torch=False)
     assert stopped.returncode == 0 and [row["name"] for row in home.rows()] == ["tiny"]
     again = home.localllm("stop", "other", torch=False)

@@ -17,7 +17,7 @@ import pytest
 
 from localllm.engine.engine import Engine
 from localllm.engine.request import SamplingParams
-from localllm.errors import DoesNotFitError
+from localllm.errors import DoesNotFitError, EngineGoneError
 from localllm.frontend.engine_process import Caps, EngineProcess, Foreseen
 from localllm.server import pool as pools
 from localllm.server.served import Capacity
@@ -252,6 +252,20 @@ def test_a_model_that_nobody_asks_for_is_unloaded_after_its_time() -> None:
         assert server.get("/api/ps").json()["models"][0]["expires_at"].startswith("2999")
         assert server.post("/api/generate", {"model": "tiny", "keep_alive": "1h"}).json()["done_reason"] == "load"
         assert not server.get("/api/ps").json()["models"][0]["expires_at"].startswith("2999")
+
+
+def test_a_first_load_that_came_to_nothing_is_not_waited_for() -> None:
+    failures = [EngineGoneError("the engine is gone", why="its process was ended by SIGKILL")]
+
+    def load() -> Engine:
+        if failures:
+            raise failures.pop()
+        return Engine.load("tiny")
+
+    with running(load=load) as server:
+        wait_for(lambda: not failures and server.served.service is None)
+        assert server.get("/health").status_code == 200
+        assert said(server, "tiny")
 
 
 def test_a_model_that_there_is_not_is_refused_by_name_and_nothing_is_unloaded(processes: Running) -> None:
