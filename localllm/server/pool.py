@@ -24,6 +24,7 @@ from localllm.offload.machine_memory import free_bytes
 from localllm.server.failures import RequestError, busy
 from localllm.server.metrics import Metrics
 from localllm.server.served import Capacity, Served
+from localllm.server.trials import Trials
 
 if TYPE_CHECKING:
     from localllm.engine.facts import EngineFacts, Service
@@ -77,6 +78,7 @@ class Pool:
         others on this disk can be asked for. note: hears of what is loaded and unloaded."""
         self.capacity = capacity
         self.metrics = Metrics()
+        self.trials = Trials()
         self.pooling: Pooling = pooling
         self.started_at = time.time()
         self.idle_s = idle_s
@@ -442,6 +444,7 @@ class Pool:
         self.stop()
         for pool in (self._preparing, self._looking):
             pool.shutdown(wait=False, cancel_futures=True)
+        self.trials.close()
         for each in self.models:
             if each.service is not None:
                 each.service.close(timeout_s=1.0)
