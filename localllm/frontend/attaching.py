@@ -28,6 +28,7 @@ _OF_ENGINES = (
     "device", "dtype", "weights", "kv", "ctx", "ram", "vram", "speculate", "draft_tokens", "cache_disk", "threads",
 )  # fmt: skip
 _CHOSEN = ("flag", "environment", "file")
+_MENDING = " To mend it: "  # as `server.failures` writes it
 _AGAIN_S = 0.5  # between two questions whether a model is loaded
 
 
@@ -52,8 +53,9 @@ class ServerRefusedError(LocalLLMError):
     """status: of HTTP. name: the error's, as the server calls it."""
 
     def __init__(self, status: int, name: str, message: str) -> None:
-        what, _, why = message.partition(": ")
-        super().__init__(what, why=why)
+        told, _, fix = message.partition(_MENDING)
+        what, _, why = told.removesuffix(".").partition(": ")
+        super().__init__(what, why=why, fix=fix)
         self.status = status
         self.name = name
 

@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 
 from localllm import __version__
 from localllm.engine.facts import EngineFacts, EngineStatus
-from localllm.errors import LocalLLMError
+from localllm.errors import LocalLLMError, ModelNotFoundError
 from localllm.frontend.engine_process import EngineProcess
 from localllm.server.bodies import Body
 from localllm.server.endpoint import Call, Endpoint
@@ -24,6 +24,8 @@ from localllm.server.replying import Json
 from localllm.server.served import Served
 
 State = Literal["loading", "loaded", "ended"]
+
+_WHAT_IS_LOADED = "localllm ps"
 
 
 class AttachBody(Body):
@@ -159,9 +161,14 @@ async def load(call: Call, body: ModelBody) -> Json:
 
 async def unload(call: Call, body: ModelBody) -> Json:
     """At once: what is being answered ends with an error."""
-    served = await call.pool.find_own(body.model)
+    try:
+        served = await call.pool.find_own(body.model)
+    except ModelNotFoundError as error:
+        error.fix = _WHAT_IS_LOADED
+        raise
     if served.service is None:
-        raise RequestError(409, f"{served.name} is not loaded", name="not_loaded", param="model")
+        why = "there is nothing to unload"
+        raise RequestError(409, f"{served.name} is not loaded", why=why, fix=_WHAT_IS_LOADED, name="not_loaded")
     await call.pool.unload(served)
     reply: Done = {"name": served.name}
     return Json(reply)

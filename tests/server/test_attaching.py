@@ -199,12 +199,17 @@ def test_models_are_loaded_listed_and_unloaded_by_hand(home: Home) -> None:
     stopped = home.localllm("stop", "other", torch=False)
     assert stopped.returncode == 0 and [row["name"] for row in home.rows()] == ["tiny"]
     again = home.localllm("stop", "other", torch=False)
-    assert again.returncode == 1 and b"other is not loaded" in again.stderr
+    assert again.returncode == 1 and b"other is not loaded" in again.stderr and b"fix:   localllm ps" in again.stderr
 
 
-def test_a_model_that_there_is_not_is_told_by_name(home: Home) -> None:
-    told = home.localllm("load", "tinny", torch=False)
-    assert told.returncode == 3 and b"tinny" in told.stderr
+@pytest.mark.parametrize(("command", "fix"), [("load", "localllm load tiny"), ("stop", "localllm ps")])
+def test_a_model_that_there_is_not_is_told_by_name_with_what_helps(home: Home, command: str, fix: str) -> None:
+    told = home.localllm(command, "tinny", torch=False)
+    assert told.returncode == 3 and told.stderr.decode().splitlines()[:3] == [
+        "error: there is no model 'tinny'",
+        "why:   did you mean tiny?",
+        f"fix:   {fix}",
+    ]
 
 
 def test_the_servers_socket_is_this_users_alone(home: Home) -> None:
@@ -232,7 +237,7 @@ def test_what_a_killed_server_leaves_behind_is_in_nobodys_way(tmp_path: Path) ->
         process.kill()
     _, alive = psutil.wait_procs(engines, 20)
     assert alive == []
-    assert own.localllm("ps").stderr == b"no server is running: localllm serve MODEL\n"
+    assert b"no server is found" in own.localllm("ps").stderr
     assert own.localllm("stop").returncode == 1
     assert own.localllm(*ASK).returncode == 0
     again = start_cli(tmp_path, "serve", "--port", "0", stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
