@@ -94,6 +94,7 @@ class Pool:
         self._turn = asyncio.Lock()  # of who loads, in the order in which they came
         self._loads: dict[Served, asyncio.Task[None]] = {}
         self._timers: dict[Served, asyncio.TimerHandle] = {}
+        self._ending: set[asyncio.Task[None]] = set()  # of services that were unloaded
         self._left: list[tuple[Served, str]] = []  # for the one that is being loaded, and in which formats
         self._begun: set[asyncio.Task[None]] = set()
         self._is_closed = self._has_begun = False
@@ -235,8 +236,15 @@ class Pool:
             served.keep_s = self.idle_s
             if not service.is_settled:
                 service.stop()  # of a load nothing is waited for
-            await asyncio.to_thread(service.close)
+            await asyncio.shield(self._end(service))
             self._note(f"{served.name} is unloaded")
+
+    def _end(self, service: Service) -> asyncio.Task[None]:
+        """Who loads waits for it: what the process has of the memory is counted until it has gone."""
+        task = asyncio.create_task(asyncio.to_thread(service.close))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        return task
 
     async def _in_turn(self, served: Served) -> None:
         async with self._turn:
@@ -247,6 +255,8 @@ class Pool:
                 await self._load(served)
 
     async def _load(self, served: Served) -> None:
+        while self._ending:
+            await asyncio.wait(self._ending)
         if served.service is not None:  # it has ended, or was never loaded
             await asyncio.to_thread(served.service.close)
             served.service = None

@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -200,6 +202,33 @@ def test_models_are_loaded_listed_and_unloaded_by_hand(home: Home) -> None:
     assert stopped.returncode == 0 and [row["name"] for row in home.rows()] == ["tiny"]
     again = home.localllm("stop", "other", torch=False)
     assert again.returncode == 1 and b"other is not loaded" in again.stderr and b"fix:   localllm ps" in again.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [ASK, ("load", "tiny")], ids=["run", "load"])
+def test_a_model_that_was_found_loaded_is_unloaded_after_its_time(tmp_path: Path, command: tuple[str, ...]) -> None:
+    own = Home(tmp_path)
+    with served_alone(tmp_path, "--idle-unload", "8s") as server:
+        assert own.localllm(*command, torch=False).returncode == 0
+        [row] = own.rows()
+        assert row["expires_at"] is not None and not any("is unloaded" in line for line in server.said)
+        server.wait_for("tiny is unloaded")
+        assert own.rows() == []
+
+
+@pytest.mark.slow
+def test_who_asks_for_a_model_that_is_being_unloaded_waits_until_its_process_has_gone(tmp_path: Path) -> None:
+    own = Home(tmp_path)
+    with served_alone(tmp_path) as server, ThreadPoolExecutor() as threads:
+        pid = own.rows()[0]["pid"]
+        assert isinstance(pid, int)
+        os.kill(pid, signal.SIGSTOP)  # it does not end before it is killed, after five seconds
+        stopped = threads.submit(own.localllm, "stop", "tiny")
+        time.sleep(2.0)
+        body = {"prompt": "Once", "max_tokens": 1}
+        assert server.ask("/v1/completions", body).status == 200
+        assert not psutil.pid_exists(pid)
+        assert stopped.result().returncode == 0
 
 
 @pytest.mark.parametrize(("command", "fix"), [("load", "localllm load tiny"), ("stop", "localllm ps")])
