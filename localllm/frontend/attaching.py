@@ -90,6 +90,17 @@ class Server:
         return value
 
 
+def named_at_server(word: str) -> str | None:
+    """The name, or the folder, under which the model is found that the server knows as `word`; None where it knows
+    none."""
+    server = Server.find()
+    try:
+        told = None if server is None else server.ask("POST", "/find", {"model": word}, timeout_s=5.0)
+    except (OSError, ServerRefusedError):
+        return None
+    return None if told is None else str(told["name"])
+
+
 def attached(selection: Selection, note: Callable[[str], None], telling: Telling = _untold) -> RevivingService | None:
     """The model in the server's engine, which loads it where it is not loaded. None where there is no server, or one
     whose engine is not as it is wanted, of which `note` hears. Where the server has ended since, the next request has

@@ -109,11 +109,21 @@ def endpoints(urls: list[str], stop: Callable[[], None]) -> tuple[Endpoint, ...]
 
     return (
         Endpoint("GET", "/models", rows, "What is loaded", reply=Rows),
+        Endpoint("POST", "/find", find, "By which name others find a model", ModelBody, Done),
         Endpoint("POST", "/attach", attach, "Where an engine is", AttachBody, Attached),
         Endpoint("POST", "/load", load, "Load a model", ModelBody, Done),
         Endpoint("POST", "/unload", unload, "Unload a model", ModelBody, Done),
         Endpoint("POST", "/stop", end, "End the server", ModelBody, Done),
     )
+
+
+async def find(call: Call, body: ModelBody) -> Json:
+    """Of the server's own models: what else is on this disk is found without it. Raises RequestError."""
+    served = call.pool.known(body.model or "")
+    if served is None:
+        raise RequestError(404, "the server has no model of that name", name="model_not_found", param="model")
+    reply: Done = {"name": served.selection.model_name}
+    return Json(reply)
 
 
 async def attach(call: Call, body: AttachBody) -> Response:

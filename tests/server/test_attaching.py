@@ -100,6 +100,20 @@ def test_a_name_that_is_another_models_alias_there_is_not_that_model(home: Home,
             server.wait(20)
 
 
+def test_run_and_chat_know_a_model_by_the_names_that_the_server_has_for_it(tmp_path: Path) -> None:
+    own = Home(tmp_path)
+    folder = write_checkpoint(tmp_path / "models" / "teller")
+    asked = ("-p", "A tale.", "--max-tokens", "3")
+    with served_alone(tmp_path, folder, "--alias", "bard"):
+        for name in ("teller", "bard"):
+            answered = own.localllm("run", name, *asked, torch=False)
+            assert answered.returncode == 0 and answered.stderr == b""
+        chatted = own.localllm("chat", "bard", "--plain", "--max-tokens", "3", torch=False, stdin=b"A tale.\n")
+        assert chatted.returncode == 0 and chatted.stdout.strip()
+        assert own.localllm("run", "teller", *asked, "--no-attach").returncode == 3
+        assert b"did you mean" in own.localllm("run", "tinny", *asked).stderr
+
+
 def test_a_refusal_is_the_same_as_without_a_server(home: Home) -> None:
     too_long = ("run", "-p", "owl " * 3000)
     attached, alone = home.localllm(*too_long, torch=False), home.localllm(*too_long, "--no-attach")
