@@ -218,6 +218,21 @@ def test_models_are_loaded_listed_and_unloaded_by_hand(home: Home) -> None:
     assert again.returncode == 1 and b"other is not loaded" in again.stderr and b"fix:   localllm ps" in again.stderr
 
 
+def test_an_error_in_mid_answer_begins_on_a_line_of_its_own(home: Home) -> None:
+    assert home.localllm("load", "tiny").returncode == 0
+    [pid] = [row["pid"] for row in home.rows() if row["name"] == "tiny"]
+    assert isinstance(pid, int)
+    endless = ("--max-tokens", "900", "--logit-bias", "2=-100", "--logit-bias", "0=-100")
+    with start_cli(
+        home.path, "run", "-p", "A tale.", *endless, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as answering:
+        assert answering.stdout is not None
+        said = answering.stdout.read(40)
+        os.kill(pid, signal.SIGKILL)
+        said += answering.stdout.read()
+    assert answering.returncode == 1 and b"\nerror: the engine is gone\n" in said
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [ASK, ("load", "tiny")], ids=["run", "load"])
 def test_a_model_that_was_found_loaded_is_unloaded_after_its_time(tmp_path: Path, command: tuple[str, ...]) -> None:
