@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NotRequired
 
@@ -135,7 +136,7 @@ async def attach(call: Call, body: AttachBody) -> Response:
         raise _refused(f"the server finds another model by the name {body.model}")
     if body.private and not served.selection.private:
         raise _refused("the server keeps what was computed of prompts on the disk, which --private rules out")
-    if (other := _other_settings(served, body.settings)) is not None:
+    if (other := await _other_settings(served, body.settings)) is not None:
         raise _refused(other)
     if not body.waits:
         return Json(Attached(name=served.name, socket=""))
@@ -146,14 +147,20 @@ async def attach(call: Call, body: AttachBody) -> Response:
     return Json(Attached(name=served.name, socket=str(service.socket_path)))
 
 
-def _other_settings(served: Served, wanted: Mapping[str, Any]) -> str | None:
+async def _other_settings(served: Served, wanted: Mapping[str, Any]) -> str | None:
     """What the engine is not, of what is wanted: by its settings, or by what has come of those that were left to it."""
-    engine = served.engine_if_loaded
-    became = {} if engine is None else {"weights": engine.weights.partition("-")[0], "ctx": engine.ctx}
+    engine, became = served.engine_if_loaded, dict[str, Any]()
+    if wanted and engine is not None:
+        with suppress(LocalLLMError):  # it has just been killed
+            facts = await asyncio.to_thread(engine.facts)
+            became = {"weights": facts.weights.partition("-")[0], "kv": facts.kv, "ctx": facts.ctx}
     for name, value in wanted.items():
         has = getattr(served.selection.settings, name, None)
+        is_open = has in (None, "auto")
         if value not in (has, became.get(name, has)):
-            return f"the server's engine has {name} {'auto' if has is None else has}, and {value} is asked for"
+            what = became.get(name, "") if is_open else has
+            told = f"has {name} {what}" if what else f"chooses {name} itself"
+            return f"the server's engine {told}, and {value} is asked for"
     return None
 
 

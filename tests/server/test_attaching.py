@@ -128,9 +128,9 @@ def test_json_and_grammars_are_the_same_over_there(home: Home) -> None:
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        (("--kv", "bf16"), b"the server's engine has kv auto, and bf16 is asked for"),
+        (("--kv", "bf16"), b"the server's engine has kv int8, and bf16 is asked for"),
         pytest.param(
-            ("--ctx", "256"), b"the server's engine has ctx auto, and 256 is asked for", marks=pytest.mark.slow
+            ("--ctx", "256"), b"the server's engine has ctx 1024, and 256 is asked for", marks=pytest.mark.slow
         ),
         pytest.param(("--private",), b"which --private rules out", marks=pytest.mark.slow),
     ],
@@ -141,6 +141,11 @@ def test_an_engine_that_is_not_what_is_asked_for_is_left_alone_and_that_is_said(
 ) -> None:
     refused = home.localllm(*ASK, *flags)
     assert refused.returncode == 0 and b"the running server is not used" in refused.stderr and why in refused.stderr
+
+
+def test_an_engine_that_has_come_to_what_is_asked_for_answers(home: Home) -> None:
+    answered = home.localllm(*ASK, "--kv", "int8", "--ctx", "1024", torch=False)
+    assert answered.returncode == 0 and answered.stderr == b""
 
 
 def test_a_chat_goes_on_where_its_engine_is_killed(home: Home) -> None:
