@@ -205,6 +205,19 @@ def test_who_uses_an_engine_that_is_killed_hears_why_and_can_have_another() -> N
         each.close()
 
 
+def test_who_attaches_in_the_moment_in_which_the_server_ends_has_another_engine(process: EngineProcess) -> None:
+    def gone() -> socket.socket:
+        raise EngineGoneError("the server cannot be reached", why="it has ended")
+
+    directory = selection().files.directory
+    service = RevivingService(AttachedService(directory, gone), lambda: attached(process))
+    assert ids(answer(service)) == ids(answer(process))
+    service.close()
+    never = RevivingService(AttachedService(directory, gone), lambda: AttachedService(directory, gone))
+    with pytest.raises(EngineGoneError, match="cannot be reached"):
+        never.wait_loaded()
+
+
 def test_an_engine_that_is_closed_takes_nothing_on_and_leaves_no_process_and_no_socket() -> None:
     process = started()
     process.wait_loaded()

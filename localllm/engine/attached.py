@@ -347,11 +347,16 @@ class RevivingService:
         self._lock = threading.Lock()
         self._current = first
         self._engine: AttachedEngine | None = None
-        self._is_closed = False
+        self._is_closed = self._is_renewed = False
 
     def wait_loaded(self, timeout_s: float | None = None) -> AttachedEngine | None:
-        """The same one whichever service there is."""
-        engine = self._current.wait_loaded(timeout_s)
+        """The same one whichever service there is; the first may be gone before it was there."""
+        try:
+            engine = self._current.wait_loaded(timeout_s)
+        except EngineGoneError:
+            if self._engine is not None or self._is_renewed or self._is_closed:
+                raise
+            engine = self._renewed().wait_loaded(timeout_s)
         if engine is None:
             return None
         if self._engine is None:
@@ -366,13 +371,18 @@ class RevivingService:
 
     def submit(self, request: Request, recipient: Recipient | None = None) -> AttachedStream:
         """Raises as `AttachedService.submit`."""
-        with self._lock:
-            if self._current.has_ended and not self._is_closed:
-                self._current.close()
-                self._current = self._again()
-            current = self._current
+        current = self._renewed()
         self.wait_loaded()
         return current.submit(request, recipient)
+
+    def _renewed(self) -> Mortal:
+        """The service that there is, or another in the place of one that has ended."""
+        with self._lock:
+            if self._current.has_ended and not self._is_closed:
+                self._is_renewed = True
+                self._current.close()
+                self._current = self._again()
+            return self._current
 
     def wait_ended(self) -> BaseException | None:
         return self._current.wait_ended()
