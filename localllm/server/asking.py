@@ -69,7 +69,8 @@ class Asked:
 def prepare(ask: Ask, engine: LoadedEngine) -> Asked:
     """Milliseconds, more for a long prompt. A request that has a grammar is still to be checked by the engine.
 
-    Raises RequestError, TemplateError, UsageError."""
+    Raises RequestError, TemplateError, UsageError.
+    """
     ctx = min(ask.num_ctx or engine.ctx, engine.ctx)
     manner = _manner(ask, engine)
     try:

@@ -355,7 +355,7 @@ class Pool:
         except LocalLLMError:
             return True
         served.last_used = max(served.last_used, time.monotonic() - status.idle_s)
-        return status.is_idle
+        return status.is_idle and not served.num_open  # somebody may have come meanwhile
 
     async def _facts(self, served: Served) -> EngineFacts:
         from localllm.engine.facts import EngineFacts

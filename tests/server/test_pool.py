@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from localllm.engine.engine import Engine
+from localllm.engine.facts import EngineStatus
 from localllm.engine.request import SamplingParams
 from localllm.errors import DoesNotFitError, EngineGoneError
 from localllm.frontend.engine_process import Caps, EngineProcess, Foreseen
@@ -225,6 +226,28 @@ def test_a_model_that_is_asked_something_small_in_its_last_moment_goes_all_the_s
     processes.post("/v1/completions", {**TEXT, "model": "tiny", "keep_alive": 0.2})
     processes.post("/tokenize", {"content": "an owl", "model": "tiny"})
     wait_for(lambda: processes.served.service is None)
+
+
+def test_who_asks_a_model_while_it_is_looked_at_whether_it_may_leave_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked, released, seen = threading.Event(), threading.Event(), Engine.status
+
+    def status(engine: Engine) -> EngineStatus:
+        found = seen(engine)
+        looked.set()
+        released.wait(20)
+        return found
+
+    with running() as server:
+        monkeypatch.setattr(Engine, "status", status)
+        server.post("/v1/completions", {**TEXT, "keep_alive": 0})
+        wait_for(looked.is_set)
+        with server.client.stream("POST", "/v1/completions", json=ENDLESS) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            released.set()
+            assert "data: [DONE]" in list(lines)
 
 
 def test_a_model_is_unloaded_behind_the_request_that_says_so(other: Path) -> None:
