@@ -268,6 +268,21 @@ def test_the_time_left_is_that_of_the_last_moments_and_has_its_place_on_a_narrow
     assert shown.endswith(expected)
 
 
+def test_a_note_stands_above_what_is_drawn() -> None:
+    stream = Tty()
+    output = Output(None, stream, {"TERM": "xterm", "NO_COLOR": "1"})
+    line = output.progress("loading tiny")
+    line.show("loading tiny ...")
+    output.note("GET /v1/models 200")
+    output.warn("a second one")
+    line.clear()
+    output.note("serving tiny")
+    clear = "\r\x1b[2K"
+    drawn = f"{clear}loading tiny ..."
+    above = f"{clear}GET /v1/models 200\nloading tiny ...{clear}warning: a second one\nloading tiny ..."
+    assert stream.getvalue() == f"{drawn}{above}{clear}serving tiny\n"
+
+
 # --weights
 
 

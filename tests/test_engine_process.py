@@ -183,7 +183,7 @@ def test_its_socket_is_this_users_alone(process: EngineProcess) -> None:
 def test_who_uses_an_engine_that_is_killed_hears_why_and_can_have_another() -> None:
     alive = [started()]
     alive[0].wait_loaded()
-    service = RevivingService(lambda: attached(alive[-1]))
+    service = RevivingService(attached(alive[-1]), lambda: attached(alive[-1]))
     engine = service.wait_loaded()
     assert engine is not None
     short = request(service)
@@ -203,6 +203,19 @@ def test_who_uses_an_engine_that_is_killed_hears_why_and_can_have_another() -> N
     assert engine.facts().ctx == 1024  # who holds the engine that it was holds the one that it is
     for each in (service, *alive):
         each.close()
+
+
+def test_who_attaches_in_the_moment_in_which_the_server_ends_has_another_engine(process: EngineProcess) -> None:
+    def gone() -> socket.socket:
+        raise EngineGoneError("the server cannot be reached", why="it has ended")
+
+    directory = selection().files.directory
+    service = RevivingService(AttachedService(directory, gone), lambda: attached(process))
+    assert ids(answer(service)) == ids(answer(process))
+    service.close()
+    never = RevivingService(AttachedService(directory, gone), lambda: AttachedService(directory, gone))
+    with pytest.raises(EngineGoneError, match="cannot be reached"):
+        never.wait_loaded()
 
 
 def test_an_engine_that_is_closed_takes_nothing_on_and_leaves_no_process_and_no_socket() -> None:

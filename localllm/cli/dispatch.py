@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from localllm.hub import ModelFiles
 
 DEBUG_FLAG = "--debug"
+_EXTRA = re.compile(r"got unexpected extra argument\(s\) \((.*)\)")
 LONGEST_COMMAND = 200  # characters that are worth repeating in an error
 _RAW = "--raw"  # of `run` alone: continues a text where there is no template
 _WITH_TEMPLATE = (_RAW, "--messages", "--system", "-s", "--continue", "-c", "--session")
@@ -119,10 +120,18 @@ def _with_command(error: LocalLLMError, arguments: Sequence[str]) -> LocalLLMErr
         error.fix = ", or ".join(_with_flags(kept, fix) for fix in error.fix.split(", or "))
     elif error.what.startswith("no such option: ") and (other := _other_name(kept)) is not None:
         error.fix = shlex.join(["localllm", *other])
+    elif kept[:1] == ["serve"] and (more := _EXTRA.fullmatch(error.what)) is not None:
+        error.fix = shlex.join(["localllm", *_with_others(kept, more[1].split())])
     elif type(error) is UsageError and not error.fix:
         error.fix = " ".join(["localllm", *_command(kept), "--help"])
     error.fix = error.fix.replace(THIS_COMMAND, _line(kept, "").strip())
     return error
+
+
+def _with_others(arguments: list[str], models: Sequence[str]) -> list[str]:
+    """A line of `serve` that names several models, as it takes them: each behind the first by --also."""
+    kept = [word for word in arguments if word not in models]
+    return [*kept, *(word for model in models for word in ("--also", model))]
 
 
 def _other_name(arguments: Sequence[str]) -> list[str] | None:

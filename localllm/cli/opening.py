@@ -118,7 +118,7 @@ def attaching(front: Front, selection: Selection, opening: Opening, *, attaches:
 
     shown = LoadLine(front, selection)
     with shown.line:
-        service: Service | None = attached(selection, front.output.note) if attaches else None
+        service: Service | None = attached(selection, front.output.note, shown.hear) if attaches else None
         if service is None:
             service = _own(front, selection, opening, shown)
         with _in_use(service, shown):

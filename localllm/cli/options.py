@@ -17,7 +17,6 @@ from localllm.config import ACCEPTED, DRAFT_TOKENS, MOST_DRAFT_TOKENS, Accepts
 from localllm.engine.request import MAX_BEAMS
 from localllm.errors import UsageError
 from localllm.frontend.choices import MAX_ANSWERS
-from localllm.frontend.planning import DEFAULT_PARALLEL
 from localllm.registry import SAMPLING_SETTINGS
 
 Model = Annotated[
@@ -267,7 +266,7 @@ NUMBERS: Mapping[str, Accepts] = MappingProxyType(
         "dry_base": Accepts("number", 1, 100, usual="1.75"),
         "dry_allowed_length": Accepts("integer", 1, 2**31, usual="2"),
         "logprobs": Accepts("integer", 0, 100, usual="3"),
-        "parallel": Accepts("integer", 1, 1024, usual=str(DEFAULT_PARALLEL)),
+        "parallel": Accepts("integer", 1, 1024, usual="8"),
         "port": Accepts("integer", 0, 65535, usual="8420"),
         "queue": Accepts("integer", 0, 10_000, usual="64"),
         "replicas": Accepts("integer", 1, 1024, usual="2"),

@@ -42,6 +42,7 @@ class Output:
         self._stderr = stderr
         self._lock = threading.RLock()
         self._line_open = False  # the last character on stdout was not a newline
+        self._drawn = ""  # of a progress, on the last line of stderr
         self._wrap = WordWrap(lambda: _columns(1))
         self.stdout_is_terminal = _is_terminal(stdout)
         self.stderr_is_terminal = _is_terminal(stderr)
@@ -142,29 +143,43 @@ class Output:
 
     def note(self, text: str) -> None:
         """Something a person may want to know: statistics, what happens now."""
-        self._write_stderr(self._styled(_DIM, one_line(text)) + "\n")
+        self._write_lines(self._styled(_DIM, one_line(text)) + "\n")
 
     def warn(self, text: str) -> None:
-        self._write_stderr(self._styled(_YELLOW, "warning:") + f" {one_line(text)}\n")
+        self._write_lines(self._styled(_YELLOW, "warning:") + f" {one_line(text)}\n")
 
     def prompt(self, text: str) -> None:
         """What a question ends with: no newline."""
         self._write_stderr(one_line(text))
 
     def error(self, error: LocalLLMError) -> None:
-        """Four lines: what, why, what to do, where to read more; and one for each other command that would do."""
+        """Four lines: what, why, what to do, where to read more; and one for each other command that would do. An
+        answer that it breaks off is ended before."""
+        with contextlib.suppress(UnwrittenError, ReaderGoneError):
+            self.end_answer()
         (label, what), *rows = error_rows(error)
         text = self._styled(_RED + _BOLD, f"{label}:") + f" {what}\n"
         text += "".join(f"{self._styled(_DIM, f'{label}:')}{' ' * (6 - len(label))}{value}\n" for label, value in rows)
-        self._write_stderr(text)
+        self._write_lines(text)
 
     def traceback(self, text: str) -> None:
         """A traceback as Python formats it, for --debug."""
-        self._write_stderr(text)
+        self._write_lines(text)
 
     def progress(self, label: str, *, plain_lines: bool = False) -> ProgressLine:
         """A line that shows how far something is. `plain_lines`: say so in whole lines where no terminal is there."""
         return ProgressLine(self, label, plain_lines=plain_lines)
+
+    def draw(self, text: str) -> None:
+        """The text in the place of what was drawn before, on a line that stays the last of stderr; "": none."""
+        with self._lock:
+            self._drawn = text
+            self._write_stderr(_CLEAR_LINE + text)
+
+    def _write_lines(self, text: str) -> None:
+        """Whole lines, above the one that is drawn."""
+        with self._lock:
+            self._write_stderr(f"{_CLEAR_LINE}{text}{self._drawn}" if self._drawn else text)
 
     def _styled(self, style: str, text: str) -> str:
         return f"{style}{text}{_RESET}" if self.coloured else text
@@ -227,17 +242,14 @@ class ProgressLine:
                 self._put(text)
 
     def interject(self, text: str) -> None:
-        """A note above the line, in the place of whatever progress is shown: another line's too."""
-        with self._lock:
-            if self._output.animated:
-                self._output._write_stderr(_CLEAR_LINE)
-            self._output.note(text)
+        """A note above the line."""
+        self._output.note(text)
 
     def clear(self) -> None:
         """Takes the line away; later updates are ignored."""
         with self._lock:
             if not self._closed and self._drawn_at:
-                self._output._write_stderr(_CLEAR_LINE)
+                self._output.draw("")
             self._closed = True
 
     def _draw(self, done: int, total: int, detail: str) -> None:
@@ -259,14 +271,14 @@ class ProgressLine:
 
     def _put(self, text: str) -> None:
         self._drawn_at = time.monotonic()
-        self._output._write_stderr(_CLEAR_LINE + one_line(text)[: _columns(2) - 1])
+        self._output.draw(one_line(text)[: _columns(2) - 1])
 
     def _say(self, done: int, total: int) -> None:
         tenth = 10 * done // total if total else 10
         if tenth > self._tenth:
             self._tenth = tenth
             text = f"{self._label}: {10 * tenth}% of {format_bytes(total)}"
-            self._output._write_stderr(one_line(text) + "\n")
+            self._output._write_lines(one_line(text) + "\n")
 
 
 def _column_widths(lines: Sequence[Sequence[str]]) -> list[int]:

@@ -96,6 +96,7 @@ def _tell(
     many = "1 replica" if fleet.num_replicas == 1 else f"{fleet.num_replicas} replicas"
     front.output.note(f"serving {selection.files.name} ({many} on Ray Serve) on {' and '.join(addresses)}")
     front.output.note("OpenAI: /v1, Anthropic: /v1/messages, Ollama: /api; Ctrl-C stops")
+    front.output.note("run, chat, ps, load and stop do not find this server: its replicas are Ray's processes")
 
 
 class _Waiting:

@@ -34,7 +34,8 @@ def select_text_only(front: Front, word: str | None, flags: Mapping[str, Any]) -
 def select_resumed(
     front: Front, word: str | None, flags: Mapping[str, Any], resumed: Resumed | None, again: str
 ) -> Selection:
-    """As `select`: the model `word`, or the one that the resumed chat was held with.
+    """As `select`: the model `word`, also by a name that the server alone has for it where its engine may be used, or
+    the one that the resumed chat was held with.
 
     again: the line that would go on with the chat by the built-in model. Raises what `select` does.
     """
@@ -45,4 +46,9 @@ def select_resumed(
         if held_with is not None:
             error.why = f"the chat was held with it; {error.why}"
             error.fix = f"{error.fix}, or {again}"
-        raise
+        from localllm.frontend.attaching import named_at_server
+
+        there = None if word is None or flags["no_attach"] else named_at_server(word)
+        if there is None:
+            raise
+        return select(front, there, flags)

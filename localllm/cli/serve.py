@@ -258,7 +258,7 @@ def _serve(front: Front, selection: Selection, flags: Mapping[str, Any], host: s
 
 
 def _launch(front: Front, opening: Opening) -> Launch:
-    """Loads a model in a process of its own, of which a line tells."""
+    """Loads a model in a process of its own, of which a line tells, as of its end where nobody wanted that."""
 
     def launch(selection: Selection, caps: Caps, foreseen: Callable[[Foreseen], None]) -> Service:
         from localllm.frontend.engine_process import EngineProcess, Hearer
@@ -269,9 +269,12 @@ def _launch(front: Front, opening: Opening) -> Launch:
             with contextlib.suppress(Exception):  # of which who asked for it is told
                 process.wait_loaded()
             shown.end()
+            if isinstance(failure := process.wait_ended(), EngineGoneError):
+                again = "the next request loads it again"
+                front.output.warn(f"the engine of {selection.files.name} has ended: {failure.why}; {again}")
 
         process = EngineProcess(selection, opening, caps, Hearer(foreseen, shown.hear))
-        threading.Thread(target=ended, name="localllm-loading", daemon=True).start()
+        threading.Thread(target=ended, name="localllm-watching", daemon=True).start()
         return process
 
     return launch

@@ -16,6 +16,9 @@ from localllm.config import format_bytes
 from localllm.errors import LocalLLMError, ModelNotFoundError
 
 _TIERS = {"vram": "GPU", "ram": "memory", "disk": "disk"}
+_WHY_NOT_FOUND = (
+    "none of this user's listens at its socket; one that was started with --ray, or beside another, is not found here"
+)
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", autocompletion=complete_installed, help="A name, or a folder of yours.")
@@ -25,7 +28,8 @@ Model = Annotated[
 def ps_command(context: typer.Context, as_json: options.AsJson = False) -> None:
     """List the models that the server has loaded.
 
-    With their memory by tier, and until when they stay.
+    With the memory that each may come to have by its plan (RESERVED), and until when it stays. A model that has ended
+    was killed, and the next request loads it again.
     """
     output = front_of(context).output
     told = _asked("GET", "/models", is_needed=False)
@@ -37,9 +41,10 @@ def ps_command(context: typer.Context, as_json: options.AsJson = False) -> None:
         )
         return
     if not rows:
-        output.note("no server is running: localllm serve MODEL" if told is None else "no model is loaded")
+        why = f"no server is found (localllm serve MODEL starts one): {_WHY_NOT_FOUND}"
+        output.note(why if told is None else "no model is loaded")
         return
-    header = ("NAME", "STATE", "WEIGHTS", "CONTEXT", "MEMORY", "ANSWERS", "UNTIL", "PID")
+    header = ("NAME", "STATE", "WEIGHTS", "CONTEXT", "RESERVED", "ANSWERS", "UNTIL", "PID")
     output.table(header, [_cells(row) for row in rows], optional=("PID", "WEIGHTS"))
 
 
@@ -61,7 +66,7 @@ def stop_command(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL]", autocompletion=complete_installed, show_default=False, help="Without one: the server."
+            metavar="MODEL", autocompletion=complete_installed, show_default=False, help="Without one: the server."
         ),
     ] = None,
 ) -> None:
@@ -102,9 +107,10 @@ def _asked(
     except ServerRefusedError as error:
         if error.status != 404:
             raise
-        raise ModelNotFoundError(error.what, why=error.why, fix="localllm list") from None
+        fix = error.fix.replace("localllm run ", "localllm load ")
+        raise ModelNotFoundError(error.what, why=error.why, fix=fix or "localllm list") from None
     if is_needed:
-        raise LocalLLMError("no server is running", why="this user has started none", fix="localllm serve MODEL")
+        raise LocalLLMError("no server is found", why=_WHY_NOT_FOUND, fix="localllm serve MODEL")
     return None
 
 
@@ -115,6 +121,8 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     answers = f"{row['running']}, {row['waiting']} wait" if row.get("waiting") else str(row.get("running", ""))
     expires_at = row.get("expires_at")
     until = "its room is needed" if expires_at is None else time.strftime("%H:%M:%S", time.localtime(expires_at))
+    if row["state"] != "loaded":
+        until = "-"
     return (
         row["name"], row["state"], row.get("weights", ""), str(row.get("ctx", "")), memory, answers, until,
         str(row["pid"] or ""),

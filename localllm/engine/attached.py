@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from localllm.engine import wire
 from localllm.engine.chat_template import ChatTemplate
 from localllm.engine.checking import encode_prompt, require_fit
 from localllm.engine.events import Event, FinishedEvent, GrownEvent
-from localllm.engine.facts import EngineFacts, EngineStatus, Recipient
+from localllm.engine.facts import EngineFacts, EngineStatus, Recipient, Service
 from localllm.engine.request import Request
 from localllm.engine.tokenizer import Tokenizer
 from localllm.errors import EngineClosedError, EngineGoneError, LocalLLMError, TemplateError
@@ -69,8 +69,10 @@ class AttachedEngine:
         return self._facts.load_s
 
     def flags_for(self, ctx: int) -> str:
-        """With which flags a context of so many tokens fits; "" where none does."""
-        return str(self._call("flags_for", ctx))
+        """With which flags a context of so many tokens fits; "" where none does, and where nobody is there to know."""
+        with contextlib.suppress(EngineGoneError):
+            return str(self._call("flags_for", ctx))
+        return ""
 
     def check(self, request: Request) -> None:
         """Raises ContextOverflowError or UsageError for a request that cannot run."""
@@ -323,19 +325,38 @@ class AttachedService:
         self._settled.set()
 
 
-class RevivingService:
-    """`Service` over one connection after the other: where the engine is gone, the next request asks for it anew."""
+class Mortal(Service, Protocol):
+    """A `Service` of an engine elsewhere: `AttachedService`, or `EngineProcess`."""
 
-    def __init__(self, attach: Callable[[], AttachedService]) -> None:
-        self._attach = attach
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more will come."""
+        ...
+
+    def wait_loaded(self, timeout_s: float | None = None) -> AttachedEngine | None: ...
+
+    def submit(self, request: Request, recipient: Recipient | None = None) -> AttachedStream: ...
+
+
+class RevivingService:
+    """`Service` of one engine after the other: where it is gone, the next request asks for another."""
+
+    def __init__(self, first: Mortal, again: Callable[[], Mortal]) -> None:
+        """again: begins to load the same model anew, or finds it elsewhere."""
+        self._again = again
         self._lock = threading.Lock()
-        self._current = attach()
+        self._current = first
         self._engine: AttachedEngine | None = None
-        self._is_closed = False
+        self._is_closed = self._is_renewed = False
 
     def wait_loaded(self, timeout_s: float | None = None) -> AttachedEngine | None:
-        """The same one whichever connection there is."""
-        engine = self._current.wait_loaded(timeout_s)
+        """The same one whichever service there is; the first may be gone before it was there."""
+        try:
+            engine = self._current.wait_loaded(timeout_s)
+        except EngineGoneError:
+            if self._engine is not None or self._is_renewed or self._is_closed:
+                raise
+            engine = self._renewed().wait_loaded(timeout_s)
         if engine is None:
             return None
         if self._engine is None:
@@ -350,12 +371,18 @@ class RevivingService:
 
     def submit(self, request: Request, recipient: Recipient | None = None) -> AttachedStream:
         """Raises as `AttachedService.submit`."""
-        with self._lock:
-            if self._current.has_ended and not self._is_closed:
-                self._current = self._attach()
-            current = self._current
+        current = self._renewed()
         self.wait_loaded()
         return current.submit(request, recipient)
+
+    def _renewed(self) -> Mortal:
+        """The service that there is, or another in the place of one that has ended."""
+        with self._lock:
+            if self._current.has_ended and not self._is_closed:
+                self._is_renewed = True
+                self._current.close()
+                self._current = self._again()
+            return self._current
 
     def wait_ended(self) -> BaseException | None:
         return self._current.wait_ended()

@@ -96,6 +96,9 @@ class Guest:
                     stream = self._streams.get(number)
                 if stream is not None:
                     stream.abort()
+            case "call" if message["name"] in SLOW_CALLS:
+                arguments = (number, message["name"], message.get("argument"))
+                threading.Thread(target=self._answer, args=arguments, name="localllm-guest-call", daemon=True).start()
             case "call":
                 self._answer(number, message["name"], message.get("argument"))
             case other:
@@ -159,6 +162,9 @@ CALLS: dict[str, Callable[[LoadedEngine, Any], Any]] = {
     "facts": lambda engine, _: engine.facts(),
     "status": lambda engine, _: engine.status(),
 }
+
+# Those that may take a second, as a grammar that is new does: what is said meanwhile is heard.
+SLOW_CALLS = frozenset({"check"})
 
 
 class Host:

@@ -6,23 +6,29 @@ import json
 import socket
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localllm import __version__
 from localllm.errors import EngineGoneError, LocalLLMError
+from localllm.frontend.opening import Opening, check
 from localllm.frontend.sockets import IS_SUPPORTED, connected, found_server
 
 if TYPE_CHECKING:
-    from localllm.engine.attached import RevivingService
+    from localllm.engine.attached import AttachedService, Mortal, RevivingService
+    from localllm.frontend.engine_process import EngineProcess
     from localllm.frontend.selection import Selection
+
+Telling = Callable[[str, tuple[Any, ...]], None]
 
 # What an engine is like, once it is loaded; of these an attached one has to be as somebody has chosen.
 _OF_ENGINES = (
     "device", "dtype", "weights", "kv", "ctx", "ram", "vram", "speculate", "draft_tokens", "cache_disk", "threads",
 )  # fmt: skip
 _CHOSEN = ("flag", "environment", "file")
+_MENDING = " To mend it: "  # as `server.failures` writes it
 _AGAIN_S = 0.5  # between two questions whether a model is loaded
 
 
@@ -39,12 +45,17 @@ class _LocalConnection(HTTPConnection):
         self.sock.settimeout(self.timeout)
 
 
+def _untold(_kind: str, _arguments: tuple[Any, ...]) -> None:
+    """Nobody wants to know."""
+
+
 class ServerRefusedError(LocalLLMError):
     """status: of HTTP. name: the error's, as the server calls it."""
 
     def __init__(self, status: int, name: str, message: str) -> None:
-        what, _, why = message.partition(": ")
-        super().__init__(what, why=why)
+        told, _, fix = message.partition(_MENDING)
+        what, _, why = told.removesuffix(".").partition(": ")
+        super().__init__(what, why=why, fix=fix)
         self.status = status
         self.name = name
 
@@ -79,11 +90,39 @@ class Server:
         return value
 
 
-def attached(selection: Selection, note: Callable[[str], None]) -> RevivingService | None:
+def named_at_server(word: str) -> str | None:
+    """The name, or the folder, under which the model is found that the server knows as `word`; None where it knows
+    none."""
+    server = Server.find()
+    try:
+        told = None if server is None else server.ask("POST", "/find", {"model": word}, timeout_s=5.0)
+    except (OSError, ServerRefusedError):
+        return None
+    return None if told is None else str(told["name"])
+
+
+def attached(selection: Selection, note: Callable[[str], None], telling: Telling = _untold) -> RevivingService | None:
     """The model in the server's engine, which loads it where it is not loaded. None where there is no server, or one
-    whose engine is not as it is wanted, of which `note` hears."""
+    whose engine is not as it is wanted, of which `note` hears. Where the server has ended since, the next request has
+    the model loaded in a process of this program's. telling: as `Hearer` has it, of that load."""
     if selection.settings.overflow == "grow":  # the server's answers share one context
         return None
+    first = _at_server(selection, note)
+    if first is None:
+        return None
+    from localllm.engine.attached import RevivingService
+
+    def again() -> Mortal:
+        there = _at_server(selection, note)
+        if there is not None:
+            return there
+        note(f"no server answers any more: {selection.files.name} is loaded by this program itself")
+        return _own(selection, telling)
+
+    return RevivingService(first, again)
+
+
+def _at_server(selection: Selection, note: Callable[[str], None]) -> AttachedService | None:
     server = Server.find()
     if server is None:
         return None
@@ -96,12 +135,19 @@ def attached(selection: Selection, note: Callable[[str], None]) -> RevivingServi
         if error.status != 404:
             note(f"the running server is not used: {error.why or error.what}")
         return None
-    from localllm.engine.attached import AttachedService, RevivingService
+    from localllm.engine.attached import AttachedService
 
-    def attach() -> AttachedService:
-        return AttachedService(selection.files.directory, lambda: _connect(server, wanted), why_gone=_why_gone)
+    return AttachedService(selection.files.directory, lambda: _connect(server, wanted), why_gone=_why_gone)
 
-    return RevivingService(attach)
+
+def _own(selection: Selection, telling: Telling) -> EngineProcess:
+    from localllm.frontend.engine_process import Caps, EngineProcess, Hearer
+
+    check(selection)
+    begun: Future[EngineProcess] = Future()
+    hearer = Hearer(lambda _foreseen: begun.result().grant(Caps()), telling)
+    begun.set_result(EngineProcess(selection, Opening(keeps_pages=True), Caps(), hearer))
+    return begun.result()
 
 
 def _why_gone() -> str:
@@ -126,9 +172,9 @@ def _connect(server: Server, wanted: Mapping[str, Any]) -> socket.socket:
         try:
             told = server.ask("POST", "/attach", {**wanted, "waits": True})
             return connected(Path(told["socket"]))
-        except OSError as error:
-            fix = "localllm serve, or the same command with --no-attach"
-            raise EngineGoneError("the server cannot be reached", why=str(error), fix=fix) from None
+        except OSError:
+            why = "it has ended while it loaded the model"
+            raise EngineGoneError("the server cannot be reached", why=why, fix="ask again") from None
         except ServerRefusedError as error:
             if error.name not in ("loading", "overloaded"):
                 raise

@@ -137,7 +137,8 @@ class EngineProcess:
     def _begin(self) -> socket.socket:
         """On the thread that reads: the first one waits a second for torch."""
         assert self._theirs is not None
-        self._process.start()
+        with contextlib.redirect_stderr(sys.__stderr__):  # a screen has one without a descriptor, which is passed on
+            self._process.start()
         self.pid = self._process.pid
         self._process_began.set()
         if self._is_stopped:

@@ -69,7 +69,10 @@ class Asked:
 
 
 def prepare(ask: Ask, engine: LoadedEngine) -> Asked:
-    """Milliseconds, more for a long prompt. Raises RequestError, TemplateError, UsageError."""
+    """Milliseconds, more for a long prompt. A request that has a grammar is still to be checked by the engine.
+
+    Raises RequestError, TemplateError, UsageError.
+    """
     _refuse_begun_form(ask)
     ctx = min(ask.num_ctx or engine.ctx, engine.ctx)
     manner = _manner(ask, engine)
@@ -107,11 +110,10 @@ def prepare(ask: Ask, engine: LoadedEngine) -> Asked:
             may_still_think = is_thinking or not (ask.effort == "none" or has_thought(engine.tokenizer, ids))
             grammar = manner.grammar(ask.grammar, ask.grammar_field, is_thinking=is_thinking, may_think=may_still_think)
             first = replace(first, grammar=grammar, shown_ids=manner.shown_ids)
-        engine.check(first)
+        if first.grammar is None:
+            engine.check(first)
     except GrammarError as error:
-        param = ask.grammar_field if ask.grammar is not None else "tools"
-        what = f"{param!r}: {error.what}"
-        raise RequestError(400, what, why=error.why, fix=error.fix, param=param, name="invalid_grammar") from None
+        raise no_form(ask, error) from None
     requests = tuple(
         replace(first, sampling=seeded(sampling, index)) for index in range(ask.choosing.num_requests(ask.n))
     )
@@ -119,6 +121,13 @@ def prepare(ask: Ask, engine: LoadedEngine) -> Asked:
         return Asked(requests)
     has_form = ask.grammar is not None
     return Asked(requests, lambda: manner.reader(is_thinking=is_thinking, has_form=has_form), fitted.evicted.turns)
+
+
+def no_form(ask: Ask, error: GrammarError) -> RequestError:
+    """What an answer is to look like cannot be honoured."""
+    param = ask.grammar_field if ask.grammar is not None else "tools"
+    what = f"{param!r}: {error.what}"
+    return RequestError(400, what, why=error.why, fix=error.fix, param=param, name="invalid_grammar")
 
 
 def prompt_ids(ask: Ask, engine: LoadedEngine) -> tuple[int, ...]:

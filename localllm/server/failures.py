@@ -116,7 +116,8 @@ def _place(error: BaseException) -> str:
 def _sentence(error: LocalLLMError) -> str:
     """What, why and what helps, in one line."""
     text = f"{error.what}: {error.why}" if error.why else error.what
-    return " ".join((f"{text}. To mend it: {error.fix}" if error.fix else text).split())
+    end = "" if text.endswith("?") else "."
+    return " ".join((f"{text}{end} To mend it: {error.fix}" if error.fix else text).split())
 
 
 def too_long(error: ContextOverflowError, param: str) -> RequestError:

@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 
 from localllm import __version__
 from localllm.engine.facts import EngineFacts, EngineStatus
-from localllm.errors import LocalLLMError
+from localllm.errors import LocalLLMError, ModelNotFoundError
 from localllm.frontend.engine_process import EngineProcess
 from localllm.server.bodies import Body
 from localllm.server.endpoint import Call, Endpoint
@@ -23,6 +23,10 @@ from localllm.server.failures import RequestError
 from localllm.server.fields import KeepAlive, keep_seconds
 from localllm.server.replying import Json
 from localllm.server.served import Served
+
+State = Literal["loading", "loaded", "ended"]
+
+_WHAT_IS_LOADED = "localllm ps"
 
 
 class AttachBody(Body):
@@ -52,10 +56,11 @@ class ModelBody(Body):
 
 
 class Row(TypedDict):
-    """A model that is loaded or on its way. memory: bytes by tier, of the plan. expires_at: in seconds since 1970."""
+    """A model that is loaded or on its way, or whose engine has ended: the next request loads it again. memory: bytes
+    by tier, of the plan. expires_at: in seconds since 1970."""
 
     name: str
-    state: Literal["loading", "loaded"]
+    state: State
     pid: int | None
     weights: NotRequired[str]
     kv: NotRequired[str]
@@ -105,11 +110,21 @@ def endpoints(urls: list[str], stop: Callable[[], None]) -> tuple[Endpoint, ...]
 
     return (
         Endpoint("GET", "/models", rows, "What is loaded", reply=Rows),
+        Endpoint("POST", "/find", find, "By which name others find a model", ModelBody, Done),
         Endpoint("POST", "/attach", attach, "Where an engine is", AttachBody, Attached),
         Endpoint("POST", "/load", load, "Load a model", ModelBody, Done),
         Endpoint("POST", "/unload", unload, "Unload a model", ModelBody, Done),
         Endpoint("POST", "/stop", end, "End the server", ModelBody, Done),
     )
+
+
+async def find(call: Call, body: ModelBody) -> Json:
+    """Of the server's own models: what else is on this disk is found without it. Raises RequestError."""
+    served = call.pool.known(body.model or "")
+    if served is None:
+        raise RequestError(404, "the server has no model of that name", name="model_not_found", param="model")
+    reply: Done = {"name": served.selection.model_name}
+    return Json(reply)
 
 
 async def attach(call: Call, body: AttachBody) -> Response:
@@ -121,7 +136,7 @@ async def attach(call: Call, body: AttachBody) -> Response:
         raise _refused(f"the server finds another model by the name {body.model}")
     if body.private and not served.selection.private:
         raise _refused("the server keeps what was computed of prompts on the disk, which --private rules out")
-    if (other := _other_settings(served, body.settings)) is not None:
+    if (other := await _other_settings(served, body.settings)) is not None:
         raise _refused(other)
     if not body.waits:
         return Json(Attached(name=served.name, socket=""))
@@ -132,14 +147,20 @@ async def attach(call: Call, body: AttachBody) -> Response:
     return Json(Attached(name=served.name, socket=str(service.socket_path)))
 
 
-def _other_settings(served: Served, wanted: Mapping[str, Any]) -> str | None:
+async def _other_settings(served: Served, wanted: Mapping[str, Any]) -> str | None:
     """What the engine is not, of what is wanted: by its settings, or by what has come of those that were left to it."""
-    engine = served.engine_if_loaded
-    became = {} if engine is None else {"weights": engine.weights.partition("-")[0], "ctx": engine.ctx}
+    engine, became = served.engine_if_loaded, dict[str, Any]()
+    if wanted and engine is not None:
+        with suppress(LocalLLMError):  # it has just been killed
+            facts = await asyncio.to_thread(engine.facts)
+            became = {"weights": facts.weights.partition("-")[0], "kv": facts.kv, "ctx": facts.ctx}
     for name, value in wanted.items():
         has = getattr(served.selection.settings, name, None)
+        is_open = has in (None, "auto")
         if value not in (has, became.get(name, has)):
-            return f"the server's engine has {name} {'auto' if has is None else has}, and {value} is asked for"
+            what = became.get(name, "") if is_open else has
+            told = f"has {name} {what}" if what else f"chooses {name} itself"
+            return f"the server's engine {told}, and {value} is asked for"
     return None
 
 
@@ -157,31 +178,35 @@ async def load(call: Call, body: ModelBody) -> Json:
 
 async def unload(call: Call, body: ModelBody) -> Json:
     """At once: what is being answered ends with an error."""
-    served = await call.pool.find_own(body.model)
+    try:
+        served = await call.pool.find_own(body.model)
+    except ModelNotFoundError as error:
+        error.fix = _WHAT_IS_LOADED
+        raise
     if served.service is None:
-        raise RequestError(409, f"{served.name} is not loaded", name="not_loaded", param="model")
+        why = "there is nothing to unload"
+        raise RequestError(409, f"{served.name} is not loaded", why=why, fix=_WHAT_IS_LOADED, name="not_loaded")
     await call.pool.unload(served)
     reply: Done = {"name": served.name}
     return Json(reply)
 
 
 async def _row(call: Call, served: Served) -> Row:
-    pid = served.service.pid if isinstance(served.service, EngineProcess) else None
-    row: Row = {"name": served.name, "state": "loading", "pid": pid, "expires_at": call.pool.expires_at(served)}
     engine = served.engine_if_loaded
+    state: State = "loaded" if engine is not None else "loading" if served.is_loading else "ended"
+    service = served.service
+    pid = service.pid if isinstance(service, EngineProcess) and state != "ended" else None
+    row: Row = {"name": served.name, "state": state, "pid": pid, "expires_at": call.pool.expires_at(served)}
     if engine is None:
         return row
-    with suppress(LocalLLMError):
+    try:
         told: tuple[EngineFacts, EngineStatus] = await asyncio.to_thread(lambda: (engine.facts(), engine.status()))
-        facts, status = told
-        row["state"] = "loaded"
-        row["weights"], row["kv"], row["ctx"], row["weight_bytes"] = (
-            facts.weights,
-            facts.kv,
-            facts.ctx,
-            facts.weight_bytes,
-        )
-        row["memory"] = {tier: facts.held_bytes(tier) for tier in facts.ledger}
-        row["limits"] = dict(facts.limits)
-        row["running"], row["waiting"] = len(status.running), status.num_waiting
+    except LocalLLMError:
+        return row if served.engine_if_loaded is engine else {**row, "state": "ended", "pid": None, "expires_at": None}
+    facts, status = told
+    row["weights"], row["kv"], row["ctx"] = facts.weights, facts.kv, facts.ctx
+    row["weight_bytes"] = facts.weight_bytes
+    row["memory"] = {tier: facts.held_bytes(tier) for tier in facts.ledger}
+    row["limits"] = dict(facts.limits)
+    row["running"], row["waiting"] = len(status.running), status.num_waiting
     return row

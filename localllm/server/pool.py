@@ -24,6 +24,7 @@ from localllm.offload.machine_memory import free_bytes
 from localllm.server.failures import RequestError, busy
 from localllm.server.metrics import Metrics
 from localllm.server.served import Capacity, Served
+from localllm.server.trials import Trials
 
 if TYPE_CHECKING:
     from localllm.engine.facts import EngineFacts, Service
@@ -79,6 +80,7 @@ class Pool:
         others on this disk can be asked for. note: hears of what is loaded and unloaded."""
         self.capacity = capacity
         self.metrics = Metrics()
+        self.trials = Trials()
         self.pooling: Pooling = pooling
         self.started_at = time.time()
         self.idle_s = idle_s
@@ -94,6 +96,7 @@ class Pool:
         self._turn = asyncio.Lock()  # of who loads, in the order in which they came
         self._loads: dict[Served, asyncio.Task[None]] = {}
         self._timers: dict[Served, asyncio.TimerHandle] = {}
+        self._ending: set[asyncio.Task[None]] = set()  # of services that were unloaded
         self._left: list[tuple[Served, str]] = []  # for the one that is being loaded, and in which formats
         self._begun: set[asyncio.Task[None]] = set()
         self._is_closed = self._has_begun = False
@@ -172,8 +175,10 @@ class Pool:
 
     @property
     def is_starting(self) -> bool:
-        """Whether the first model has not been loaded yet, or could not be."""
-        return not self._has_begun
+        """Whether the first model is to be loaded for the first time, or on its way. One of which nothing came is
+        loaded when it is asked for."""
+        tried = self._loads.get(self.first)
+        return not self._has_begun and (tried is None or not tried.done())
 
     @property
     def loaded(self) -> list[Served]:
@@ -235,8 +240,15 @@ class Pool:
             served.keep_s = self.idle_s
             if not service.is_settled:
                 service.stop()  # of a load nothing is waited for
-            await asyncio.to_thread(service.close)
+            await asyncio.shield(self._end(service))
             self._note(f"{served.name} is unloaded")
+
+    def _end(self, service: Service) -> asyncio.Task[None]:
+        """Who loads waits for it: what the process has of the memory is counted until it has gone."""
+        task = asyncio.create_task(asyncio.to_thread(service.close))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        return task
 
     async def _in_turn(self, served: Served) -> None:
         async with self._turn:
@@ -247,6 +259,8 @@ class Pool:
                 await self._load(served)
 
     async def _load(self, served: Served) -> None:
+        while self._ending:
+            await asyncio.wait(self._ending)
         if served.service is not None:  # it has ended, or was never loaded
             await asyncio.to_thread(served.service.close)
             served.service = None
@@ -345,7 +359,7 @@ class Pool:
         except LocalLLMError:
             return True
         served.last_used = max(served.last_used, time.monotonic() - status.idle_s)
-        return status.is_idle
+        return status.is_idle and not served.num_open  # somebody may have come meanwhile
 
     async def _facts(self, served: Served) -> EngineFacts:
         from localllm.engine.facts import EngineFacts
@@ -397,8 +411,8 @@ class Pool:
             await self.on_disk(partial(keep_warm, served.selection.files, weights))
 
     def expires_at(self, served: Served) -> float | None:
-        """In seconds of `time.time`; None: it stays."""
-        if served.keep_s is None:
+        """In seconds of `time.time`; None: it stays, or is not loaded."""
+        if served.keep_s is None or served.engine_if_loaded is None:
             return None
         return time.time() + max(0.0, served.last_used + served.keep_s - time.monotonic())
 
@@ -444,6 +458,7 @@ class Pool:
         self.stop()
         for pool in (self._preparing, self._looking):
             pool.shutdown(wait=False, cancel_futures=True)
+        self.trials.close()
         for each in self.models:
             if each.service is not None:
                 each.service.close(timeout_s=1.0)

@@ -8,17 +8,18 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from localllm.errors import BugError, EngineClosedError, EngineGoneError, LocalLLMError
+from localllm.errors import BugError, EngineClosedError, EngineGoneError, GrammarError, LocalLLMError
 from localllm.frontend.selection import Selection, told_of
 from localllm.registry import BUILT_IN
 from localllm.server.answering import Answers
-from localllm.server.asking import Ask, joined, prepare
+from localllm.server.asking import Ask, joined, no_form, prepare
 from localllm.server.failures import RequestError, busy
 from localllm.server.metrics import Metrics
+from localllm.server.trials import Trials
 
 if TYPE_CHECKING:
     from localllm.engine.facts import LoadedEngine, Service
-    from localllm.engine.request import Pooling, SamplingParams
+    from localllm.engine.request import Pooling, Request, SamplingParams
 
 T = TypeVar("T")
 
@@ -46,6 +47,9 @@ class House(Protocol):
     def pooling(self) -> Pooling:
         """What an embedding is made of."""
         ...
+
+    @property
+    def trials(self) -> Trials: ...
 
     async def load(self, served: Served) -> None:
         """Returns when it is loaded. Raises what keeps it from that."""
@@ -172,12 +176,28 @@ class Served:
         try:
             # It may have left since its name was asked for; while it has these places it does not.
             engine = self.engine_if_loaded or await self.ready()
-            asked = await self.off_loop(lambda: joined([prepare(ask, engine) for ask in asks]))
+            prepared = await self.off_loop(lambda: [prepare(ask, engine) for ask in asks])
+            for ask, each in zip(asks, prepared, strict=True):
+                await self._try_out(ask, each.requests[0], engine)
+            asked = joined(prepared)
             service = self._loaded_service()
         except BaseException:
             closed()
             raise
         return Answers(service, asked, closed, self.house.metrics.count_answer, self._renewed)
+
+    async def _try_out(self, ask: Ask, request: Request, engine: LoadedEngine) -> None:
+        """Raises RequestError for a grammar that cannot be honoured."""
+        if request.grammar is None:
+            return
+        trials, key = self.house.trials, (self.name, request.grammar)
+        try:
+            if trials.has_passed(key):
+                await self.off_loop(lambda: engine.check(request))
+            else:
+                await trials.try_out(key, lambda: engine.check(request))
+        except GrammarError as error:
+            raise no_form(ask, error) from None
 
     async def _renewed(self) -> Service:
         """Of an engine whose process has ended. Raises as `ready`."""

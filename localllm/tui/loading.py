@@ -6,7 +6,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from textual.message import Message
 
@@ -39,7 +39,11 @@ def serve_attached(selection: Selection, post: Post, before: Callable[[], None])
     def note(text: str) -> None:
         post(Told(text))
 
-    service = attached(selection, note)
+    def tell(kind: str, arguments: tuple[Any, ...]) -> None:
+        if kind in ("noting", "warning"):
+            post(Told(str(arguments[0]), "warning" if kind == "warning" else "information"))
+
+    service = attached(selection, note, tell)
     if service is None:
         return serve(selection, post, before)
     before()

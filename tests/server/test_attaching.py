@@ -7,7 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -45,6 +48,17 @@ class Home:
         told = json.loads(self.localllm("ps", "--json").stdout)
         rows: list[dict[str, object]] = told["models"]
         return rows
+
+
+@contextmanager
+def served_alone(folder: Path, *arguments: str | Path) -> Iterator[Served]:
+    """A server of its own for a user of its own."""
+    process = start_cli(folder, "serve", "--port", "0", *arguments, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    with process:
+        try:
+            yield Served(process)
+        finally:
+            process.kill()
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +100,20 @@ def test_a_name_that_is_another_models_alias_there_is_not_that_model(home: Home,
             server.wait(20)
 
 
+def test_run_and_chat_know_a_model_by_the_names_that_the_server_has_for_it(tmp_path: Path) -> None:
+    own = Home(tmp_path)
+    folder = write_checkpoint(tmp_path / "models" / "teller")
+    asked = ("-p", "A tale.", "--max-tokens", "3")
+    with served_alone(tmp_path, folder, "--alias", "bard"):
+        for name in ("teller", "bard"):
+            answered = own.localllm("run", name, *asked, torch=False)
+            assert answered.returncode == 0 and answered.stderr == b""
+        chatted = own.localllm("chat", "bard", "--plain", "--max-tokens", "3", torch=False, stdin=b"A tale.\n")
+        assert chatted.returncode == 0 and chatted.stdout.strip()
+        assert own.localllm("run", "teller", *asked, "--no-attach").returncode == 3
+        assert b"did you mean" in own.localllm("run", "tinny", *asked).stderr
+
+
 def test_a_refusal_is_the_same_as_without_a_server(home: Home) -> None:
     too_long = ("run", "-p", "owl " * 3000)
     attached, alone = home.localllm(*too_long, torch=False), home.localllm(*too_long, "--no-attach")
@@ -100,9 +128,9 @@ def test_json_and_grammars_are_the_same_over_there(home: Home) -> None:
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        (("--kv", "bf16"), b"the server's engine has kv auto, and bf16 is asked for"),
+        (("--kv", "bf16"), b"the server's engine has kv int8, and bf16 is asked for"),
         pytest.param(
-            ("--ctx", "256"), b"the server's engine has ctx auto, and 256 is asked for", marks=pytest.mark.slow
+            ("--ctx", "256"), b"the server's engine has ctx 1024, and 256 is asked for", marks=pytest.mark.slow
         ),
         pytest.param(("--private",), b"which --private rules out", marks=pytest.mark.slow),
     ],
@@ -113,6 +141,11 @@ def test_an_engine_that_is_not_what_is_asked_for_is_left_alone_and_that_is_said(
 ) -> None:
     refused = home.localllm(*ASK, *flags)
     assert refused.returncode == 0 and b"the running server is not used" in refused.stderr and why in refused.stderr
+
+
+def test_an_engine_that_has_come_to_what_is_asked_for_answers(home: Home) -> None:
+    answered = home.localllm(*ASK, "--kv", "int8", "--ctx", "1024", torch=False)
+    assert answered.returncode == 0 and answered.stderr == b""
 
 
 def test_a_chat_goes_on_where_its_engine_is_killed(home: Home) -> None:
@@ -141,22 +174,105 @@ def test_a_chat_goes_on_where_its_engine_is_killed(home: Home) -> None:
     assert chat.returncode == 0 and first.strip() and second.strip()
 
 
+def test_a_chat_goes_on_by_itself_where_the_server_has_ended(tmp_path: Path) -> None:
+    chat_line = ("chat", "--plain", "--max-tokens", "4", "--temperature", "0")
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with served_alone(tmp_path) as server, start_cli(tmp_path, *chat_line, **pipes) as chat:
+        assert chat.stdin is not None and chat.stdout is not None and chat.stderr is not None
+        chat.stdin.write(b"A tale about a fox.\n")
+        chat.stdin.flush()
+        first = chat.stdout.readline()
+        server.end(signal.SIGTERM)
+        chat.stdin.write(b"And then?\n")
+        chat.stdin.close()
+        second, said = chat.stdout.read(), chat.stderr.read().decode()
+    assert chat.returncode == 0 and first.strip() and second.strip()
+    assert said.count("no server answers any more: tiny is loaded by this program itself\n") == 1
+    assert "Errno" not in said and "error:" not in said
+    kept = Home(tmp_path).localllm("sessions", "show", "last").stdout
+    assert b"A tale about a fox." in kept and b"And then?" in kept
+
+
+def test_an_engine_that_was_killed_has_ended_and_is_loaded_by_the_next_question(tmp_path: Path) -> None:
+    own = Home(tmp_path)
+    with served_alone(tmp_path, "--idle-unload", "1h") as server:
+        pid = own.rows()[0]["pid"]
+        assert isinstance(pid, int)
+        os.kill(pid, signal.SIGKILL)
+        told = server.wait_for("has ended")
+        assert "the engine of tiny has ended: its process was ended by SIGKILL" in told
+        [row] = own.rows()
+        assert (row["state"], row["pid"], row["expires_at"]) == ("ended", None, None)
+        cells = own.localllm("ps").stdout.decode().splitlines()[1].split()
+        assert cells == ["tiny", "ended", "-"]
+        assert server.ask("/health").status == 200
+        assert own.localllm(*ASK, torch=False).returncode == 0
+        assert own.rows()[0]["state"] == "loaded"
+
+
 def test_models_are_loaded_listed_and_unloaded_by_hand(home: Home) -> None:
     folder = home.path / "other"
     loaded = home.localllm("load", folder, torch=False)
     assert loaded.returncode == 0 and loaded.stderr == b"other is loaded\n"
     assert {row["name"] for row in home.rows()} == {"tiny", "other"}
     table = home.localllm("ps", torch=False).stdout.decode()
-    assert "other" in table and "memory" in table and "its room is needed" in table
+    assert "other" in table and "RESERVED" in table and "memory" in table and "its room is needed" in table
     stopped = home.localllm("stop", "other", torch=False)
     assert stopped.returncode == 0 and [row["name"] for row in home.rows()] == ["tiny"]
     again = home.localllm("stop", "other", torch=False)
-    assert again.returncode == 1 and b"other is not loaded" in again.stderr
+    assert again.returncode == 1 and b"other is not loaded" in again.stderr and b"fix:   localllm ps" in again.stderr
 
 
-def test_a_model_that_there_is_not_is_told_by_name(home: Home) -> None:
-    told = home.localllm("load", "tinny", torch=False)
-    assert told.returncode == 3 and b"tinny" in told.stderr
+def test_an_error_in_mid_answer_begins_on_a_line_of_its_own(home: Home) -> None:
+    assert home.localllm("load", "tiny").returncode == 0
+    [pid] = [row["pid"] for row in home.rows() if row["name"] == "tiny"]
+    assert isinstance(pid, int)
+    endless = ("--max-tokens", "900", "--logit-bias", "2=-100", "--logit-bias", "0=-100")
+    with start_cli(
+        home.path, "run", "-p", "A tale.", *endless, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as answering:
+        assert answering.stdout is not None
+        said = answering.stdout.read(40)
+        os.kill(pid, signal.SIGKILL)
+        said += answering.stdout.read()
+    assert answering.returncode == 1 and b"\nerror: the engine is gone\n" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [ASK, ("load", "tiny")], ids=["run", "load"])
+def test_a_model_that_was_found_loaded_is_unloaded_after_its_time(tmp_path: Path, command: tuple[str, ...]) -> None:
+    own = Home(tmp_path)
+    with served_alone(tmp_path, "--idle-unload", "8s") as server:
+        assert own.localllm(*command, torch=False).returncode == 0
+        [row] = own.rows()
+        assert row["expires_at"] is not None and not any("is unloaded" in line for line in server.said)
+        server.wait_for("tiny is unloaded")
+        assert own.rows() == []
+
+
+@pytest.mark.slow
+def test_who_asks_for_a_model_that_is_being_unloaded_waits_until_its_process_has_gone(tmp_path: Path) -> None:
+    own = Home(tmp_path)
+    with served_alone(tmp_path) as server, ThreadPoolExecutor() as threads:
+        pid = own.rows()[0]["pid"]
+        assert isinstance(pid, int)
+        os.kill(pid, signal.SIGSTOP)  # it does not end before it is killed, after five seconds
+        stopped = threads.submit(own.localllm, "stop", "tiny")
+        time.sleep(2.0)
+        body = {"prompt": "Once", "max_tokens": 1}
+        assert server.ask("/v1/completions", body).status == 200
+        assert not psutil.pid_exists(pid)
+        assert stopped.result().returncode == 0
+
+
+@pytest.mark.parametrize(("command", "fix"), [("load", "localllm load tiny"), ("stop", "localllm ps")])
+def test_a_model_that_there_is_not_is_told_by_name_with_what_helps(home: Home, command: str, fix: str) -> None:
+    told = home.localllm(command, "tinny", torch=False)
+    assert told.returncode == 3 and told.stderr.decode().splitlines()[:3] == [
+        "error: there is no model 'tinny'",
+        "why:   did you mean tiny?",
+        f"fix:   {fix}",
+    ]
 
 
 def test_the_servers_socket_is_this_users_alone(home: Home) -> None:
@@ -184,7 +300,7 @@ def test_what_a_killed_server_leaves_behind_is_in_nobodys_way(tmp_path: Path) ->
         process.kill()
     _, alive = psutil.wait_procs(engines, 20)
     assert alive == []
-    assert own.localllm("ps").stderr == b"no server is running: localllm serve MODEL\n"
+    assert b"no server is found" in own.localllm("ps").stderr
     assert own.localllm("stop").returncode == 1
     assert own.localllm(*ASK).returncode == 0
     again = start_cli(tmp_path, "serve", "--port", "0", stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)

@@ -140,6 +140,17 @@ def test_what_cannot_be_served_is_refused_before_anything_is_loaded(flags: list[
     assert result.code in (2, 3) and word in result.err
 
 
+@pytest.mark.parametrize(
+    ("line", "fix"),
+    [
+        ("serve tiny other third", "localllm serve tiny --also other --also third"),
+        ("serve --parallel 0", "localllm serve --parallel 8"),
+    ],
+)
+def test_the_fix_of_a_refused_line_is_the_line_that_was_meant(line: str, fix: str) -> None:
+    assert run_cli(*line.split()).error_lines[2] == f"fix:   {fix}"
+
+
 def test_a_context_cannot_grow_under_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCALLLM_OVERFLOW", "grow")
     result = run_cli("serve", "--port", "0")

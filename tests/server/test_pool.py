@@ -16,8 +16,9 @@ import psutil
 import pytest
 
 from localllm.engine.engine import Engine
+from localllm.engine.facts import EngineStatus
 from localllm.engine.request import SamplingParams
-from localllm.errors import DoesNotFitError
+from localllm.errors import DoesNotFitError, EngineGoneError
 from localllm.frontend.engine_process import Caps, EngineProcess, Foreseen
 from localllm.server import pool as pools
 from localllm.server.served import Capacity
@@ -227,6 +228,28 @@ def test_a_model_that_is_asked_something_small_in_its_last_moment_goes_all_the_s
     wait_for(lambda: processes.served.service is None)
 
 
+def test_who_asks_a_model_while_it_is_looked_at_whether_it_may_leave_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked, released, seen = threading.Event(), threading.Event(), Engine.status
+
+    def status(engine: Engine) -> EngineStatus:
+        found = seen(engine)
+        looked.set()
+        released.wait(20)
+        return found
+
+    with running() as server:
+        monkeypatch.setattr(Engine, "status", status)
+        server.post("/v1/completions", {**TEXT, "keep_alive": 0})
+        wait_for(looked.is_set)
+        with server.client.stream("POST", "/v1/completions", json=ENDLESS) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            released.set()
+            assert "data: [DONE]" in list(lines)
+
+
 def test_a_model_is_unloaded_behind_the_request_that_says_so(other: Path) -> None:
     with running(in_processes=True, also=[other]) as server:
         for path, body in (
@@ -252,6 +275,20 @@ def test_a_model_that_nobody_asks_for_is_unloaded_after_its_time() -> None:
         assert server.get("/api/ps").json()["models"][0]["expires_at"].startswith("2999")
         assert server.post("/api/generate", {"model": "tiny", "keep_alive": "1h"}).json()["done_reason"] == "load"
         assert not server.get("/api/ps").json()["models"][0]["expires_at"].startswith("2999")
+
+
+def test_a_first_load_that_came_to_nothing_is_not_waited_for() -> None:
+    failures = [EngineGoneError("the engine is gone", why="its process was ended by SIGKILL")]
+
+    def load() -> Engine:
+        if failures:
+            raise failures.pop()
+        return Engine.load("tiny")
+
+    with running(load=load) as server:
+        wait_for(lambda: not failures and server.served.service is None)
+        assert server.get("/health").status_code == 200
+        assert said(server, "tiny")
 
 
 def test_a_model_that_there_is_not_is_refused_by_name_and_nothing_is_unloaded(processes: Running) -> None:

@@ -147,6 +147,14 @@ def test_whoever_kills_the_command_ends_its_replicas_too(tmp_path: Path) -> None
         assert computing and psutil.wait_procs(computing, 15)[1] == []
 
 
+def test_it_says_that_ps_does_not_find_it_and_so_does_ps(tmp_path: Path) -> None:
+    with serving(tmp_path, "--replicas", "1", "--quiet") as served:
+        served.wait_for("do not find this server")
+        ps = [sys.executable, "-m", "localllm", "ps"]
+        told = subprocess.run(ps, env=environment(tmp_path), capture_output=True, text=True, timeout=60).stderr
+        assert "no server is found" in told and "started with --ray" in told
+
+
 def test_while_the_replicas_start_a_client_is_told_so(tmp_path: Path) -> None:
     environ = environment(tmp_path)
     port = free_port()

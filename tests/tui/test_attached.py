@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -17,35 +18,57 @@ from localllm.tui.loading import serve_attached
 from tests.cli_support import run_cli, start_cli
 from tests.server.support import wait_for
 from tests.server.test_cli_serve import Served
-from tests.tui.support import chat_app, running, say, shown, until
+from tests.tui.support import chat_app, running, say, send, shown, until
 
 pytestmark = pytest.mark.slow
 
 
+@dataclass(frozen=True)
+class Beside:
+    """A server that runs for this user."""
+
+    process: subprocess.Popen[bytes]
+    engine_pid: int
+
+
 @pytest.fixture
-def engine_pid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Of the engine of a server that runs for this user."""
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Beside]:
     process = start_cli(tmp_path, "serve", "--port", "0", stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
     monkeypatch.setenv("LOCALLLM_HOME", str(tmp_path))
     with process:
         try:
             Served(process)
-            yield json.loads(run_cli("ps", "--json").out)["models"][0]["pid"]
+            yield Beside(process, json.loads(run_cli("ps", "--json").out)["models"][0]["pid"])
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(20)
 
 
-def test_the_servers_engine_answers_and_the_chat_goes_on_where_it_is_killed(engine_pid: int) -> None:
+def test_the_servers_engine_answers_and_the_chat_goes_on_where_it_is_killed(server: Beside) -> None:
     async def chat() -> None:
         app = chat_app(serve_attached, max_tokens=6)
         async with running(app) as pilot:
             await until(pilot, lambda: "the running server answers" in shown(app))
             await say(pilot, "A tale about a fox, please.")
-            os.kill(engine_pid, signal.SIGKILL)
-            wait_for(lambda: not psutil.pid_exists(engine_pid))
+            os.kill(server.engine_pid, signal.SIGKILL)
+            wait_for(lambda: not psutil.pid_exists(server.engine_pid))
             await say(pilot, "And then?")
             assert app.chat.num_turns == 4
             assert app.desk.plan is None and app.desk.host_bytes == 0
+
+    asyncio.run(chat())
+
+
+def test_the_chat_loads_the_model_itself_where_the_server_has_ended(server: Beside) -> None:
+    async def chat() -> None:
+        app = chat_app(serve_attached, max_tokens=6)
+        async with running(app) as pilot:
+            await until(pilot, lambda: "the running server answers" in shown(app))
+            await say(pilot, "A tale about a fox, please.")
+            server.process.send_signal(signal.SIGINT)
+            server.process.wait(20)
+            await send(pilot, "And then?")
+            await until(pilot, lambda: "no server answers any more" in shown(app))
+            await until(pilot, lambda: app.chat.num_turns == 4 and not app.chat.is_answering)
 
     asyncio.run(chat())
