@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from localllm.engine.request import SamplingParams
@@ -13,6 +13,8 @@ from localllm.server.asking import Ask
 from localllm.server.failures import RequestError
 from localllm.server.replying import collected
 from localllm.server.served import Served
+
+Prompt = str | tuple[int, ...]
 
 MAX_INPUTS = 2048  # of one request, as OpenAI has it
 _AT_ONCE = 2  # one is computed while the next is prepared
@@ -28,16 +30,18 @@ class Embedding:
 
 async def embedded(
     served: Served,
-    prompts: Sequence[str | tuple[int, ...]],
+    prompts: Sequence[Prompt],
     *,
     num_ctx: int | None = None,
     dimensions: int | None = None,
+    fitted: Callable[[Prompt], Prompt] | None = None,
 ) -> list[Embedding]:
-    """Of each prompt, in order. dimensions: as many of each vector's, which then has length 1 again.
+    """Of each prompt, in order. dimensions: as many of each vector's, which then has length 1 again. fitted: what is
+    taken of each. Of a model that was loaded just now: it does not leave from here on.
 
     Raises RequestError, and what `Served.ask` does.
     """
-    size = (await served.ready()).config.hidden_size  # it may have left while its caller waited for something else
+    size = served.engine().config.hidden_size
     if dimensions is not None and dimensions > size:
         why = f"the vectors of this model have {size}"
         raise RequestError(400, f"dimensions is {dimensions}", why=why, param="dimensions", name="invalid_value")
@@ -45,7 +49,7 @@ async def embedded(
     places = min(_AT_ONCE, len(prompts), capacity.parallel + capacity.queue)
     give_back, gate = served.take_places(places), asyncio.Semaphore(places)
 
-    async def one(prompt: str | tuple[int, ...]) -> Embedding:
+    async def one(prompt: Prompt) -> Embedding:
         async with gate:
             sampling, pooling = SamplingParams(max_tokens=1), served.pooling
             ask = Ask(prompt, sampling, num_ctx=num_ctx, pooling=pooling, prompt_field="input")
@@ -54,6 +58,8 @@ async def embedded(
         return Embedding(_cut(piece.finished.embedding, dimensions), piece.finished.usage.prompt_tokens)
 
     try:
+        if fitted is not None:
+            prompts = await served.off_loop(lambda: list(map(fitted, prompts)))
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one(prompt)) for prompt in prompts]
     except BaseExceptionGroup as failures:

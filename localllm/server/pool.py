@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from localllm import hub
 from localllm.config import ResolvedSettings, format_bytes
-from localllm.errors import EngineClosedError, LocalLLMError, ModelNotFoundError
+from localllm.errors import EngineClosedError, EngineGoneError, LocalLLMError, ModelNotFoundError
 from localllm.frontend.engine_process import Caps, Foreseen
 from localllm.frontend.selection import Selection, locate, with_defaults
 from localllm.frontend.warm_files import keep_warm
@@ -175,10 +175,11 @@ class Pool:
 
     @property
     def is_starting(self) -> bool:
-        """Whether the first model is to be loaded for the first time, or on its way. One of which nothing came is
+        """Whether the first model has not been loaded yet, or could not be. One whose process was ended on the way is
         loaded when it is asked for."""
         tried = self._loads.get(self.first)
-        return not self._has_begun and (tried is None or not tried.done())
+        failure = tried.exception() if tried is not None and tried.done() and not tried.cancelled() else None
+        return not self._has_begun and not isinstance(failure, EngineGoneError)
 
     @property
     def loaded(self) -> list[Served]:

@@ -258,6 +258,7 @@ def test_a_model_is_unloaded_behind_the_request_that_says_so(other: Path) -> Non
             ("/v1/messages", {"messages": OWL, "max_tokens": 2}),
             ("/v1/responses", {"input": "A tale.", "max_output_tokens": 16}),
             ("/v1/embeddings", {"input": "An owl."}),
+            ("/api/embed", {"input": "An owl.", "truncate": True}),
             ("/api/generate", {"prompt": "Once", "options": {"num_predict": 2}, "stream": False}),
         ):
             reply = server.post(path, {"model": "tiny", **body, "keep_alive": 0})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
@@ -11,7 +10,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from localllm.server.bodies import Body
-from localllm.server.embedding import MAX_INPUTS, embedded
+from localllm.server.embedding import MAX_INPUTS, Prompt, embedded
 from localllm.server.endpoint import Call, Endpoint
 from localllm.server.fields import Count, KeepAlive
 from localllm.server.ollama.options import Options
@@ -67,13 +66,12 @@ async def embed(call: Call, body: EmbedBody) -> Response:
     model, engine = body.model or served.name, served.engine()
     given = [body.input] if isinstance(body.input, str) else body.input
     texts = [] if given == [""] else given
-    prompts: Sequence[str | tuple[int, ...]] = texts
     num_ctx = _num_ctx(body.options)
     ctx = min(num_ctx or engine.ctx, engine.ctx)
     if body.truncate:
-        prompts = await served.off_loop(lambda: [_cut(text, engine, ctx) for text in texts])
-        num_ctx = None  # they fit
-    vectors = await embedded(served, prompts, num_ctx=num_ctx, dimensions=body.dimensions)
+        vectors = await embedded(served, texts, dimensions=body.dimensions, fitted=lambda text: _cut(text, engine, ctx))
+    else:
+        vectors = await embedded(served, texts, num_ctx=num_ctx, dimensions=body.dimensions)
 
     def reply() -> EmbedReply:
         return {
@@ -87,7 +85,9 @@ async def embed(call: Call, body: EmbedBody) -> Response:
     return await whole(reply)
 
 
-def _cut(text: str, engine: LoadedEngine, ctx: int) -> tuple[int, ...]:
+def _cut(text: Prompt, engine: LoadedEngine, ctx: int) -> Prompt:
+    if not isinstance(text, str):
+        return text[:ctx]
     return tuple(engine.tokenizer.encode(text, special=True, bos=True)[:ctx])
 
 
