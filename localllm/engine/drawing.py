@@ -59,11 +59,15 @@ class Outcome:
 def drawn(logits: Tensor, sequence: Running, token_ids: Sequence[int]) -> int:
     """What follows these tokens, the sequence's own and perhaps guessed ones behind them, by fp32 logits [V]."""
     sampling, constraint = sequence.request.sampling, sequence.constraint
-    if constraint is not None and sampling.temperature == 0:
-        # What is the likeliest of all and allowed is the likeliest of what is allowed: no mask is needed.
-        best = sample(logits, sampling, token_ids, **_of(sequence))
-        if constraint.allows(token_ids[sequence.num_prompt_tokens :], best):
-            return best
+    if constraint is not None:
+        said = token_ids[sequence.num_prompt_tokens :]
+        if forced := constraint.forced(said):
+            return forced[0]
+        if sampling.temperature == 0:
+            # What is the likeliest of all and allowed is the likeliest of what is allowed: no mask is needed.
+            best = sample(logits, sampling, token_ids, **_of(sequence))
+            if constraint.allows(said, best):
+                return best
     return sample(_allowed(logits, sequence, token_ids), sampling, token_ids, **_of(sequence))
 
 

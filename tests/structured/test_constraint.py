@@ -45,7 +45,7 @@ def shared() -> Iterator[Grammars]:
 
 
 @pytest.mark.parametrize("thoughts", [(), THOUGHT])
-def test_a_token_is_allowed_where_a_mask_allows_it(
+def test_a_token_is_forced_or_allowed_where_a_mask_allows_it(
     shared: Grammars, tokenizer: Tokenizer, thoughts: tuple[tuple[str, str], ...]
 ) -> None:
     constraint = shared.constraint(Grammar(PERSON.kind, PERSON.source, thoughts))
@@ -53,7 +53,10 @@ def test_a_token_is_allowed_where_a_mask_allows_it(
     for length in range(len(ids) + 1):
         said = ids[:length]
         mask = allowed(constraint, said, SIZE).tolist() if length < len(ids) else [False] * SIZE
-        assert [constraint.allows(said, token_id) for token_id in range(4096)] == mask[:4096], length
+        forced = constraint.forced(said)[:1]
+        assert [
+            token_id in forced if forced else constraint.allows(said, token_id) for token_id in range(4096)
+        ] == mask[:4096], length
     assert not constraint.allows([*ids, 5], 5) and not constraint.allows([5, 5], 5)
 
 
