@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,9 +61,16 @@ def served_alone(folder: Path, *arguments: str | Path) -> Iterator[Served]:
             process.kill()
 
 
+@pytest.fixture(autouse=True)
+def known(tmp_path: Path, known_machine: Callable[[Path], None]) -> None:
+    """A server of a test's own need not measure the machine."""
+    known_machine(tmp_path / "cache")
+
+
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
+def home(tmp_path_factory: pytest.TempPathFactory, known_machine: Callable[[Path], None]) -> Iterator[Home]:
     folder = tmp_path_factory.mktemp("user")
+    known_machine(folder / "cache")
     write_checkpoint(folder / "other")
     process = start_cli(
         folder, "serve", "--port", "0", "--also", folder / "other", stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
