@@ -9,7 +9,7 @@ import warnings
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
@@ -70,6 +70,7 @@ def takes(lark: str, text: str) -> bool:
         ("root ::= [~~+--]", ["~", ",", "-"], [".", "a"]),
         ("root ::= [a-][[]", ["a[", "-["], ["b[", "a]"]),
         (r"root ::= [^\]\n]", ["[", "a", "é"], ["]", "\n"]),
+        ('root ::= "a"\nunused ::= unused', ["a"], [""]),
         ("root ::= .", ["\n", "é", "😀"], ["ab", ""]),
         (NAMES, ["s", "S", "12", "F", "f"], ["1", "2", "21"]),
         (r'root ::= "\u00e9\U0001F600\x41" [\u3040-\u309f]', ["é😀Aあ"], ["é😀A", "éA"]),
@@ -148,6 +149,8 @@ def test_a_class_is_read_as_one_of_plain_characters_and_ranges(inner: str) -> No
         ('root ::= "a"{3,2}', "3 is more than 2"),
         ('root ::= "a"{99999999999}', "is too often"),
         ("root ::= [z-a]", "the range from 'z' to 'a'"),
+        ('root ::= "a" root', "the rule 'root' has to hold itself"),
+        ('root ::= "x" | "a" loop?\nloop ::= [bc] loop', "the rule 'loop' has to hold itself"),
         ("root ::= <think>", "<think>, a token of a model, is not supported"),
         ("root ::= !<[7]>", "!<[7]>, a token of a model, is not supported"),
         ("root ::= " + "(" * 51 + '"a"' + ")" * 51, "50 levels"),
@@ -230,6 +233,8 @@ def test_a_recursive_grammar_takes_no_other_text_and_leaves_a_way_to_end(data: s
     names = ("root", "b")
     rules = {name: data.draw(expressions(names)) for name in names}
     expected = language({name: words for name, (_, words) in rules.items()})
-    assume(expected)
-    lark = as_lark("\n".join(f"{name} ::= {source}" for name, (source, _) in rules.items()))
+    try:
+        lark = as_lark("\n".join(f"{name} ::= {source}" for name, (source, _) in rules.items()))
+    except GrammarError:  # it never ends, or a part of it
+        return
     assert {text for text in TEXTS if takes(lark, text)} <= expected

@@ -64,7 +64,12 @@ Rules = Mapping[str, Node]
 
 
 def as_lark(rules: Rules, start: str) -> str:
-    """Raises GrammarError for one that is too large to be looked through. Every reference has its rule."""
+    """Every reference has its rule. Raises GrammarError for a rule that has to hold itself, and for a grammar that is
+    too large to be looked through."""
+    rules = _reachable(rules, start)
+    if (name := next(iter(rules.keys() - _ending(rules)), None)) is not None:
+        why = f"what meets the rule {name!r} has to hold itself, without end"
+        raise GrammarError("the grammar never ends", why=why, fix="give the rule an alternative that does without it")
     return _Writer(rules).lark(start)
 
 
@@ -302,6 +307,40 @@ def _holders(rules: Rules) -> dict[str, list[str]]:
         for each in {reference.name for reference in references(node)}:
             holders[each].append(name)
     return holders
+
+
+def _reachable(rules: Rules, start: str) -> Rules:
+    found, rest = dict[str, Node](), [start]
+    while rest:
+        name = rest.pop()
+        if name not in found:
+            found[name] = rules[name]
+            rest += (each.name for each in references(rules[name]))
+    return found
+
+
+def _ending(rules: Rules) -> set[str]:
+    """Rules that some text meets."""
+    holders, found, rest = _holders(rules), set[str](), list(rules)
+    while rest:
+        name = rest.pop()
+        if name not in found and _ends(rules[name], found):
+            found.add(name)
+            rest += holders[name]
+    return found
+
+
+def _ends(node: Node, ending: set[str]) -> bool:
+    match node:
+        case Reference(name):
+            return name in ending
+        case Chain(parts):
+            return all(_ends(part, ending) for part in parts)
+        case Choice(parts):
+            return any(_ends(part, ending) for part in parts)
+        case Repeated(part, least):
+            return not least or _ends(part, ending)
+    return True
 
 
 def _recursive(rules: Rules) -> set[str]:
