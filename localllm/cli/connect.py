@@ -14,6 +14,7 @@ from localllm.cli import options
 from localllm.cli.front import Front, front_of
 from localllm.cli.names import complete_connections
 from localllm.cli.output import SCHEMA_VERSION
+from localllm.cli.server import own_url
 from localllm.config import load_settings
 from localllm.errors import UsageError
 from localllm.frontend.connections import (
@@ -54,7 +55,9 @@ def connect_command(
     ] = None,
     url: Annotated[
         str | None,
-        typer.Option("--url", metavar="URL", help=f"Where the server is, or will be. Default: {DEFAULT_URL}."),
+        typer.Option(
+            "--url", metavar="URL", help=f"Where the server is, or will be. Default: your server's, else {DEFAULT_URL}."
+        ),
     ] = None,
     model: Annotated[
         str | None,
@@ -72,7 +75,7 @@ def connect_command(
         _refuse_without_name(url, model)
         _list(front, as_json=as_json)
         return
-    connection, address = _connection(name), _address(url or DEFAULT_URL)
+    connection, address = _connection(name), _address(url or own_url() or DEFAULT_URL)
     if model is not None and (not model.strip() or not model.isprintable()):
         raise UsageError(f"--model is {model[:80]!r}", why="it must be a name", fix="--model tiny")
     answering = ask_models(address, os.environ.get("LOCALLLM_API_KEY"))
@@ -184,6 +187,8 @@ def _tell(front: Front, connection: Connection, answering: Answering, served: Se
         note(f"the server at {target.url} wants its API key; LOCALLLM_API_KEY lets this command ask it, too")
     else:
         warn(f"what answers at {target.url} is not such a server, or is still being started")
+    if served.ctx is None and any("$ctx" in part.template for part in connection.parts):
+        note(f"how many tokens of context {target.model} has is not known here: {target.ctx} stands for it")
     if target.key == YOUR_KEY:
         note(f"put the server's API key in the place of {YOUR_KEY}")
     program = connection.title.partition(",")[0]

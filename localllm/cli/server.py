@@ -84,6 +84,12 @@ def stop_command(
     output.note(f"{told['name']} is unloaded")
 
 
+def own_url() -> str | None:
+    """Where this user's server answers; None where none is found."""
+    told = _asked("GET", "/models", is_needed=False)
+    return next(iter(told["urls"]), None) if told is not None else None
+
+
 def _own(word: str) -> str:
     """A folder by its whole path: the server may have been started in another one."""
     from pathlib import Path

@@ -316,3 +316,9 @@ def test_what_a_killed_server_leaves_behind_is_in_nobodys_way(tmp_path: Path) ->
         assert own.localllm("stop").returncode == 0
         again.wait(20)
         assert again.returncode == 0 and served.said
+
+
+def test_settings_are_those_of_the_server_that_runs(home: Home) -> None:
+    urls = json.loads(home.localllm("ps", "--json").stdout)["urls"]
+    told = json.loads(home.localllm("connect", "aider", "--json").stdout)
+    assert told["url"] in urls and told["server"] == "ready"

@@ -80,6 +80,8 @@ def test_without_a_server_the_settings_are_those_that_one_will_have(name: str) -
     result = run_cli("connect", name, "--url", NOBODY + "/v1/")
     assert result.code == 0 and YOUR_KEY not in result.out.decode()
     assert f"no server answers at {NOBODY} yet: localllm serve tiny" in result.err
+    is_told = "tokens of context tiny has is not known here: 8192 stands for it" in result.err
+    assert is_told == (b"8192" in result.out or ": 8192," in result.err)
 
 
 @pytest.mark.parametrize("connection", CONNECTIONS, ids=lambda each: each.name)

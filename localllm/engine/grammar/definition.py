@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from localllm.engine.grammar import trial
 from localllm.engine.grammar.gbnf import as_lark
+from localllm.engine.grammar.pattern import parse_error
 from localllm.engine.grammar.schema import CheckedSchema, checked
 from localllm.engine.request import Grammar
 from localllm.errors import GrammarError, LocalLLMError
@@ -36,7 +37,6 @@ _IGNORED_OPTION = re.compile(
 )
 _ROW = re.compile(r"[Cc]urrent row has (\d+) items; max is (\d+)")
 _AT = re.compile(r"(?:at )?(\d+)\((\d+)\): (.*)")
-_PATTERN = re.compile(r"regex parse error:\n {4}(.*)\n( *)\^+\nerror: (.*)")
 _LIMITS = re.compile(r"too (?:big|large|many|complex)|fuel|max is|[Ll]imit", re.ASCII)
 
 
@@ -162,6 +162,4 @@ def _cause(name: str, message: str) -> str:
     """In one line, with the place in what was written and not in what was made of it."""
     at = _AT.match(message)
     place = f"line {at[1]}, column {at[2]}: " if at and name == _NAMES["lark"] else ""
-    if pattern := _PATTERN.search(message):
-        return f"{place}{pattern[3]}, at character {len(pattern[2]) - 3} of {pattern[1][:80]}"
-    return place + " ".join((at[3] if at else message).split())
+    return place + (parse_error(message) or " ".join((at[3] if at else message).split()))

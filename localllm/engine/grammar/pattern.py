@@ -10,6 +10,7 @@ _ESCAPE = re.compile(
     r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|[xuU]\{([0-9a-fA-F]{1,8})\}|(.))", re.DOTALL
 )
 _CLASS = re.compile(r"\\.|\[(\^?)((?:\\.|[^\]\\])*)\]", re.DOTALL)
+_PARSE_ERROR = re.compile(r"regex parse error:\n {4}(.*)\n( *)\^+\nerror: (.*)")
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # that JSON writes as \u alone, and the last
 
 
@@ -21,6 +22,12 @@ def why_not(pattern: str) -> str:
     if has_control(_ESCAPE.sub(_meant, _CLASS.sub(_single, pattern))):
         return "wants a control character, which an answer cannot have"
     return ""
+
+
+def parse_error(message: str) -> str | None:
+    """What the library has against a pattern, in one line; None where it is about something else."""
+    found = _PARSE_ERROR.search(message)
+    return found and f"{found[3]}, at character {len(found[2]) - 3} of {found[1][:80]}"
 
 
 def has_control(text: str) -> bool:

@@ -28,7 +28,7 @@ from localllm.engine.grammar.keywords import (
     Steps,
     mapped,
 )
-from localllm.engine.grammar.pattern import has_control, why_not
+from localllm.engine.grammar.pattern import has_control, parse_error, why_not
 from localllm.engine.grammar.references import References, pointer
 from localllm.errors import GrammarError
 
@@ -97,7 +97,7 @@ class CheckedSchema:
             raise GrammarError(
                 "the JSON Schema has what an answer cannot be held to",
                 why=f"{'; '.join(self._refused[:_TOLD])}{more}",
-                fix="mend it, or leave it out and check the answer for it; docs/structured.md has what is supported",
+                fix="write it otherwise, or check the answer for it; docs/structured.md has what is supported",
             )
         self.schema: dict[str, Any] = mapped(walked, with_pattern)
         self._require_end()
@@ -108,7 +108,7 @@ class CheckedSchema:
 
     def refuse(self, message: str) -> NoReturn:
         """What llguidance has against it, with the keyword that it is about. Raises GrammarError."""
-        why = " ".join(message.split())[:300]
+        why = parse_error(message) or " ".join(message.split())[:300]
         if "Unsatisfiable" in message or "NoExtension" in message:
             raise GrammarError("no answer can meet the JSON Schema", why=why)
         if "too large" in message:
@@ -118,7 +118,7 @@ class CheckedSchema:
             if words in message and places:
                 raise GrammarError(
                     "the JSON Schema has what an answer cannot be held to",
-                    why=f"{', '.join(places[:_TOLD])}: {why.removeprefix('regex parse error: ')}",
+                    why=f"{', '.join(places[:_TOLD])}: {why}",
                     fix="write it otherwise, or leave it out and check the answer for it",
                 )
         raise GrammarError("the JSON Schema cannot be used", why=why)

@@ -49,6 +49,7 @@ class CompletionBody(GenerationBody):
     why: ClassVar = {
         "suffix": "models here go on with a text; they fill no gaps",
     }
+    elsewhere: ClassVar = {**GenerationBody.elsewhere, "response_format": "it is 'structured_outputs.json' here"}
 
     prompt: Prompts
     echo: bool | None = None
