@@ -21,6 +21,13 @@ def nested(levels: int) -> dict[str, Any]:
     return schema
 
 
+def unions(length: int) -> dict[str, Any]:
+    """One of so many objects with as many properties."""
+    return {
+        "anyOf": [{"type": "object", "properties": {f"a{i}_{j}": {} for j in range(length)}} for i in range(length)]
+    }
+
+
 def chained(length: int, link: str) -> dict[str, Any]:
     """Definitions, each of which is the next one, or holds it."""
     links: dict[str, Any] = {}
@@ -86,6 +93,11 @@ EXPLODING: list[tuple[GrammarKind, Any]] = [
     ("json_schema", {"properties": {f"p{number}": {"type": "string"} for number in range(6000)}}),
     ("json_schema", chained(3000, "object")),
     ("json_schema", chained(2500, "allOf")),
+    ("json_schema", {"allOf": [unions(50)] * 3}),
+    ("json_schema", {"properties": {f"p{n}": {"allOf": [unions(9), {"$ref": "#"}]} for n in range(300)}}),
+    ("json_schema", {"type": "string", "pattern": "[" * 100_000}),
+    ("lark", "start: nothing" + "\n" * 60_000),
+    ("gbnf", "\n" * 60_000),
     ("regex", "(((a{100}){100}){100}){100}"),
     ("regex", "(a?){500}a{500}"),
     ("lark", 'start: "a"{1000000}'),
@@ -114,6 +126,8 @@ REFUSED: list[tuple[GrammarKind, str, str]] = [
     ("json_schema", '{"pattern": "(?=a)b"}', "'pattern' at #/pattern"),
     ("json_schema", '{"pattern": "[a-z&&[^b]]"}', "'pattern' has an operator in a class"),
     ("json_schema", '{"pattern": "a\\\\u0001b"}', "'pattern' wants a control character"),
+    ("json_schema", '{"const": 1e300}', "'const' has a fraction of more than"),
+    ("json_schema", '{"enum": [{"a\\u0001": 1}]}', "'enum' has a control character"),
     ("json_schema", '{"const": "a\\u0000b"}', "'const' has a control character"),
     ("json_schema", '{"$ref": "#/$defs/nothing"}', "'$ref' points at '#/$defs/nothing'"),
     ("json_schema", '{"$ref": "http://localhost/schema.json"}', "'$ref' points at 'http://localhost/schema.json'"),

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.engine.grammar.compiled import Grammars
@@ -42,6 +42,7 @@ def is_date(text: str) -> bool:
     return True
 
 
+@settings(deadline=None)
 @given(year=st.integers(0, 9999), month=st.integers(0, 13), day=st.integers(0, 32))
 def test_a_date_is_a_day_of_the_calendar(year: int, month: int, day: int) -> None:
     text = f"{year:04}-{month:02}-{day:02}"

@@ -93,6 +93,7 @@ def test_a_grammar_takes_its_texts_and_no_others(source: str, taken: list[str], 
     }
 
 
+@settings(deadline=None)
 @given(
     members=st.lists(st.characters(codec="utf-8"), min_size=1, max_size=8),
     is_negated=st.booleans(),
@@ -107,11 +108,13 @@ def test_a_class_holds_its_characters_whatever_they_mean_elsewhere(
         assert takes(lark, character) == ((character in members) != is_negated)
 
 
+@settings(deadline=None)
 @given(st.text(st.characters(codec="utf-8", exclude_characters='\\"'), max_size=20))
 def test_a_text_is_itself(text: str) -> None:
     assert takes(as_lark(f'root ::= "{text}"'), text)
 
 
+@settings(deadline=None)
 @given(st.text(st.sampled_from("ab&-~[]^ "), max_size=6))
 def test_a_class_is_read_as_one_of_plain_characters_and_ranges(inner: str) -> None:
     escaped = "".join(f"\\{each}" if each in "[]" else each for each in inner)

@@ -33,7 +33,7 @@ _JSON_OPTIONS = {
     "lenient": False,
 }
 _IGNORED_OPTION = re.compile(
-    r"^\s*[\w-]+\[[^\]\n]*?\b(temperature|max_tokens|stop|stop_capture|capture)\b", re.MULTILINE
+    r"^[ \t]*[\w-]+\[[^\]\n]*?\b(temperature|max_tokens|stop|stop_capture|capture)\b", re.MULTILINE
 )
 _ROW = re.compile(r"[Cc]urrent row has (\d+) items; max is (\d+)")
 _AT = re.compile(r"(?:at )?(\d+)\((\d+)\): (.*)")

@@ -19,8 +19,8 @@ from localllm.engine.grammar.references import pointer
 
 Schema = Mapping[str, Any]
 _Together = frozenset[int]  # schemas that have to be met together, by `id`
-# Ways to meet what the document asks for together, each a few microseconds. What is not looked at then counts as ended.
-_MOST_WAYS = 20_000
+# Schemas and names that are looked at, each about a microsecond. What is not looked at then counts as ended.
+_MOST_LOOKS = 200_000
 _SAYS = frozenset({
     "type", "enum", "const", "properties", "patternProperties", "additionalProperties", "required", "minProperties",
     "items", "prefixItems", "minItems",
@@ -49,7 +49,7 @@ class _Document:
     def __init__(self, schema: Schema) -> None:
         self._places = {pointer(steps): part for steps, part in all_parts(schema) if isinstance(part, Mapping)}
         self._by_id = {id(part): part for part in self._places.values()}
-        self._num_ways = 0
+        self._num_looks = 0
 
     def endless(self) -> str | None:
         if (place := self._circular()) is not None:
@@ -59,7 +59,7 @@ class _Document:
         rest = [(frozenset({id(part)}), place) for place, part in reversed(self._places.items())]
         while rest:
             together, place = rest.pop()
-            if together not in seen and self._num_ways < _MOST_WAYS:
+            if together not in seen and self._num_looks < _MOST_LOOKS:
                 seen[together] = place
                 ways[together] = list(self._ways(together))
                 held = (each for way in ways[together] for each in (*way.needed, *way.one_of, *way.possible))
@@ -94,15 +94,19 @@ class _Document:
     def _ways(self, together: _Together) -> Iterator[_Way]:
         for met in self._selections(together):
             said = [schema for schema in met if not _SAYS.isdisjoint(schema)]
+            self._num_looks += _num_looks(said)
+            if self._num_looks >= _MOST_LOOKS:
+                yield _Way()
+                return
             yield from _ways(said)
 
     def _selections(self, together: _Together) -> Iterator[list[Schema]]:
         """Schemas that are all met, one list for each choice there is."""
         rest = [_Selection(self._by_id[each] for each in together)]
-        while rest and self._num_ways < _MOST_WAYS:
+        while rest and self._num_looks < _MOST_LOOKS:
             selection = rest.pop()
             choice = selection.grown(self._target)
-            self._num_ways += 1 + len(selection.schemas) // 8
+            self._num_looks += 8 + len(selection.schemas)
             if choice is None:
                 yield list(selection.schemas.values())
             else:
@@ -141,6 +145,14 @@ class _Selection:
             if isinstance(schema, Mapping) and id(schema) not in self.schemas:
                 self.schemas[id(schema)] = schema
                 self._open.append(schema)
+
+
+def _num_looks(schemas: Sequence[Schema]) -> int:
+    """That `_ways` takes."""
+    named = {name for schema in schemas for key in ("properties", "required") for name in schema.get(key, ())}
+    num_patterns = sum(len(schema.get("patternProperties", ())) for schema in schemas)
+    num_items = max((len(_tuple_items(schema)[0]) for schema in schemas), default=0)
+    return (len(named) + num_items) * (len(schemas) + num_patterns)
 
 
 def _ways(schemas: Sequence[Schema]) -> Iterator[_Way]:

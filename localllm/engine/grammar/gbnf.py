@@ -15,7 +15,7 @@ from localllm.engine.grammar.lexemes import LAST_CHARACTER, Chain, Choice, Class
 from localllm.errors import GrammarError
 
 MAX_NESTING = 50  # of parentheses, each of which is gone through by half a dozen calls of Python
-_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 _TOKEN = re.compile(
     r"""(?P<blank> [ \t]+ | \#[^\r\n]* )
       | (?P<newline> \r\n? | \n )

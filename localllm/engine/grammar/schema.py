@@ -39,6 +39,7 @@ MAX_LEAST = 1_000_000  # characters, items or properties
 
 _DRAFTS = re.compile(r"https?://json-schema\.org/(draft-0[467]|draft/2019-09|draft/2020-12)/schema#?")
 _TOLD = 8  # of what is refused
+_MOST_EXACT = 2**53  # of numbers: beyond it what is written out as digits is no float any more
 _NAMES_OF_SCHEMAS = ("$id", "id", "$anchor")  # references are pointers
 
 # What llguidance says of a keyword that it cannot enforce as it stands, and whose fault that is.
@@ -239,8 +240,11 @@ class CheckedSchema:
     def _values(self, key: str, value: Any, at: str) -> Any:
         if key == "enum" and not isinstance(value, list):
             self._refuse(at, f"is {_kind(value)}, and must be a list", key)
-        if any(map(has_control, _texts(value))):
+        parts = list(_parts(value))
+        if any(isinstance(part, str) and has_control(part) for part in parts):
             self._refuse(at, "has a control character, which an answer cannot have", key)
+        if any(isinstance(part, float) and abs(part) > _MOST_EXACT for part in parts):
+            self._refuse(at, f"has a fraction of more than {_MOST_EXACT}, which is another number when it is read", key)
         return value
 
     def _require_few_left(self, schema: Mapping[str, Any], place: str) -> None:
@@ -281,14 +285,15 @@ def _meant(word: Any, known: Collection[str], told: str) -> str:
     return told.format(repr(near[0])) if near else ""
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """All that stand in it."""
+def _parts(value: Any) -> Iterator[Any]:
+    """It and all that stand in it."""
     rest = [value]
     while rest:
         part = rest.pop()
-        if isinstance(part, str):
-            yield part
-        elif isinstance(part, list | dict):
+        yield part
+        if isinstance(part, dict):
+            rest += part.keys()
+        if isinstance(part, list | dict):
             rest += part.values() if isinstance(part, dict) else part
 
 
