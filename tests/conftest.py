@@ -6,6 +6,7 @@ import builtins
 import gc
 import os
 import shutil
+import signal
 
 os.environ["TRITON_INTERPRET"] = "1"  # what kernels are defined by: read when Triton is imported, by whichever test
 from collections.abc import Callable, Iterator
@@ -40,6 +41,13 @@ def shared_data() -> Callable[[str], Path]:
         return path
 
     return locate
+
+
+@pytest.fixture(scope="session", autouse=True)
+def heard_hangup() -> None:
+    """`nohup` has programs ignore SIGHUP, and those that they start."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session", autouse=True)
