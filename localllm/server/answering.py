@@ -172,7 +172,7 @@ class Answers:
         ended: Callable[[FinishedEvent], None],
         renewed: Callable[[], Awaitable[Service]] | None = None,
     ) -> None:
-        """closed: called once, when nobody wants anything of them any more. ended: as `Mail` has it. renewed: another
+        """closed: called when they are closed, not where they cannot begin. ended: as `Mail` has it. renewed: another
         engine, where the first is gone before anything was said; None: there is none. Raises as `Service.submit`."""
         self.asked = asked
         self._closed = closed
@@ -181,7 +181,7 @@ class Answers:
         try:
             self._submit(service)
         except BaseException:
-            self.close()
+            self._abort()
             raise
 
     def _submit(self, service: Service) -> None:
@@ -237,6 +237,9 @@ class Answers:
 
     def close(self) -> None:
         """Once; also of answers that have ended."""
+        self._abort()
+        self._closed()
+
+    def _abort(self) -> None:
         for stream in self._streams:
             stream.abort()
-        self._closed()

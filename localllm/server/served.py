@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LOAD_WAIT_S = 120.0  # for which a request waits for its model; libraries give up after 60 to 600 s of silence
+_NOTICED_S = 1.0  # from the death of a process to the end of its socket it is milliseconds
 
 
 @dataclass(frozen=True)
@@ -174,17 +176,30 @@ class Served:
     async def answer(self, asks: Sequence[Ask], closed: Callable[[], None]) -> Answers:
         """As `ask`, in places that were taken before. closed: called in any case, when they are not needed any more."""
         try:
-            # It may have left since its name was asked for; while it has these places it does not.
-            engine = self.engine_if_loaded or await self.ready()
-            prepared = await self.off_loop(lambda: [prepare(ask, engine) for ask in asks])
-            for ask, each in zip(asks, prepared, strict=True):
-                await self._try_out(ask, each.requests[0], engine)
-            asked = joined(prepared)
-            service = self._loaded_service()
+            try:
+                return await self._answers(asks, closed)
+            except EngineGoneError:  # it was killed before anything was said: whoever asks next has it started anew
+                await self._noticed()
+                return await self._answers(asks, closed)
         except BaseException:
             closed()
             raise
-        return Answers(service, asked, closed, self.house.metrics.count_answer, self._renewed)
+
+    async def _answers(self, asks: Sequence[Ask], closed: Callable[[], None]) -> Answers:
+        # It may have left since its name was asked for; while it has these places it does not.
+        engine = self.engine_if_loaded or await self.ready()
+        prepared = await self.off_loop(lambda: [prepare(ask, engine) for ask in asks])
+        for ask, each in zip(asks, prepared, strict=True):
+            await self._try_out(ask, each.requests[0], engine)
+        count = self.house.metrics.count_answer
+        return Answers(self._loaded_service(), joined(prepared), closed, count, self._renewed)
+
+    async def _noticed(self) -> None:
+        """Until the server knows that the engine is gone, which who writes to it may be told before who reads."""
+        if self.service is None:
+            return
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.to_thread(self.service.wait_ended), _NOTICED_S)
 
     async def _try_out(self, ask: Ask, request: Request, engine: LoadedEngine) -> None:
         """Raises RequestError for a grammar that cannot be honoured."""
