@@ -57,6 +57,9 @@ def defined(grammar: Grammar, *, leading_spaces: int = 0) -> str:
     if len(grammar.source) > MAX_SOURCE:
         why = f"it has {len(grammar.source)} characters, and at most {MAX_SOURCE} are taken"
         raise GrammarError(f"the {name} is too large", why=why)
+    if any("\ud800" <= character <= "\udfff" for character in grammar.source):
+        why = "it has half of a pair of surrogates, which is no character"
+        raise GrammarError(f"the {name} cannot be used", why=why)
     if grammar.kind == "lark" and (found := _IGNORED_OPTION.search(grammar.source)) is not None:
         line = grammar.source.count("\n", 0, found.start(1)) + 1
         why = f"{found[1]!r} in line {line} says how a text is made or reported, not what it may be"

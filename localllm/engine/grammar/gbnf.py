@@ -38,7 +38,7 @@ _MOST_DIGITS = 9
 
 def is_gbnf(source: str) -> bool:
     """Whether a grammar of unknown kind has a rule of GBNF, which no Lark has."""
-    return _RULE.search(source) is not None
+    return _RULE.search(source.removeprefix("\ufeff")) is not None
 
 
 def as_lark(source: str) -> str:
@@ -57,7 +57,7 @@ class _Reader:
     """Reads from the first token to the last, one rule after the other."""
 
     def __init__(self, source: str) -> None:
-        self._source = source
+        self._source = source.removeprefix("\ufeff")
         self._tokens = list(self._split())
         self._next = 0
 
@@ -144,7 +144,7 @@ class _Reader:
         found = Repeated(part, int(least), int(most) if most else None if comma else int(least))
         if found.most is not None and found.least > found.most:
             self._refuse(token.at, f"{token.text} is never: {found.least} is more than {found.most}")
-        return found
+        return found if found.most != 0 else Text("")
 
     def _class(self, token: _Token) -> Class:
         negated = token.text.startswith("[^")

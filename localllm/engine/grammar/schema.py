@@ -39,7 +39,8 @@ MAX_LEAST = 1_000_000  # characters, items or properties
 
 _DRAFTS = re.compile(r"https?://json-schema\.org/(draft-0[467]|draft/2019-09|draft/2020-12)/schema#?")
 _TOLD = 8  # of what is refused
-_MOST_EXACT = 2**53  # of numbers: beyond it what is written out as digits is no float any more
+_MOST_EXACT = 2**53  # llguidance has numbers as doubles: beyond it, and with more digits, it writes others
+_MOST_DIGITS = 15
 _NAMES_OF_SCHEMAS = ("$id", "id", "$anchor")  # references are pointers
 
 # What llguidance says of a keyword that it cannot enforce as it stands, and whose fault that is.
@@ -69,6 +70,9 @@ def checked(source: str) -> CheckedSchema:
         raise _nested() from None
     except ValueError as error:  # a number of thousands of digits
         raise GrammarError("the JSON Schema has a number that cannot be read", why=str(error)) from None
+    if not _is_text(json.dumps(schema, ensure_ascii=False)):
+        why = "a text of it has half of a pair of surrogates, which is no character"
+        raise GrammarError("the JSON Schema has what no answer can have", why=why)
     if not isinstance(schema, dict | bool):
         why = f"it is {_kind(schema)}, and must be an object"
         raise GrammarError("this is no JSON Schema", why=why, fix='{"type": "object"} takes any object')
@@ -190,8 +194,8 @@ class CheckedSchema:
         return value
 
     def _bound(self, key: str, value: Any, at: str) -> Any:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not -(2**63) < value < 2**63:
-            self._refuse(at, "must be a number of at most 63 bits", key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > _MOST_EXACT:
+            self._refuse(at, f"must be a number of at most {_MOST_EXACT}", key)
         else:
             self._bounds.append((key, value, at))
         return value
@@ -243,8 +247,8 @@ class CheckedSchema:
         parts = list(_parts(value))
         if any(isinstance(part, str) and has_control(part) for part in parts):
             self._refuse(at, "has a control character, which an answer cannot have", key)
-        if any(isinstance(part, float) and abs(part) > _MOST_EXACT for part in parts):
-            self._refuse(at, f"has a fraction of more than {_MOST_EXACT}, which is another number when it is read", key)
+        if not all(map(_is_exact, parts)):
+            self._refuse(at, f"has a number beyond {_MOST_EXACT}, or of more than {_MOST_DIGITS} digits", key)
         return value
 
     def _require_few_left(self, schema: Mapping[str, Any], place: str) -> None:
@@ -274,6 +278,14 @@ _CHECKS: dict[str, Callable[[CheckedSchema, str, Any, str], Any]] = {
 }
 
 
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _place(steps: Steps) -> str:
     """For people: a name stands as it is."""
     return "/".join(("#", *steps))
@@ -295,6 +307,14 @@ def _parts(value: Any) -> Iterator[Any]:
             rest += part.keys()
         if isinstance(part, list | dict):
             rest += part.values() if isinstance(part, dict) else part
+
+
+def _is_exact(value: Any) -> bool:
+    """Whether it is no number that would be written as another."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return True
+    digits = repr(value).partition("e")[0].replace(".", "").strip("-0") if isinstance(value, float) else ""
+    return abs(value) <= _MOST_EXACT and len(digits) <= _MOST_DIGITS
 
 
 def _kind(value: Any) -> str:
