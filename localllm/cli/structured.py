@@ -84,7 +84,7 @@ def typed_grammar(flags: Mapping[str, Any], output: Output) -> Grammar | None:
 
 def _read_form(path: Path, flag: str, output: Output) -> str:
     try:
-        return read_input(path, flag, output)
+        source = read_input(path, flag, output)
     except UsageError as error:
         kind, looks = _READS_LIKE[flag]
         if not isinstance(error.__cause__, OSError) or not looks.match(str(path)):
@@ -94,6 +94,10 @@ def _read_form(path: Path, flag: str, output: Output) -> str:
             why=f"no file of that name can be read: write it into a file, or pipe it in ({flag} -)",
             fix=f"{flag} FILE",
         ) from error
+    if not source.strip():
+        why = "nothing was piped in" if path == _STDIN else "the file has nothing but blanks"
+        raise UsageError(f"{flag} {path} is empty", why=why, fix=f"{flag} FILE")
+    return source
 
 
 def _grammar_of_file(path: Path, output: Output) -> Grammar:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from localllm.engine.request import SamplingParams
 from localllm.server.asking import Ask
 from localllm.server.failures import RequestError
 from localllm.server.replying import collected
 from localllm.server.served import Served
+
+if TYPE_CHECKING:
+    from localllm.engine.facts import LoadedEngine
 
 Prompt = str | tuple[int, ...]
 
@@ -34,14 +38,15 @@ async def embedded(
     *,
     num_ctx: int | None = None,
     dimensions: int | None = None,
-    fitted: Callable[[Prompt], Prompt] | None = None,
+    most_tokens: int | None = None,
 ) -> list[Embedding]:
-    """Of each prompt, in order. dimensions: as many of each vector's, which then has length 1 again. fitted: what is
-    taken of each. Of a model that was loaded just now: it does not leave from here on.
+    """Of each prompt, in order. dimensions: as many of each vector's, which then has length 1 again. most_tokens: of a
+    prompt, what is behind them is left out. Of a model that was loaded just now: it does not leave from here on.
 
     Raises RequestError, and what `Served.ask` does.
     """
-    size = served.engine().config.hidden_size
+    engine = served.engine()
+    size = engine.config.hidden_size
     if dimensions is not None and dimensions > size:
         why = f"the vectors of this model have {size}"
         raise RequestError(400, f"dimensions is {dimensions}", why=why, param="dimensions", name="invalid_value")
@@ -58,8 +63,8 @@ async def embedded(
         return Embedding(_cut(piece.finished.embedding, dimensions), piece.finished.usage.prompt_tokens)
 
     try:
-        if fitted is not None:
-            prompts = await served.off_loop(lambda: list(map(fitted, prompts)))
+        if most_tokens is not None:
+            prompts = await served.off_loop(lambda: [_ids(each, engine)[:most_tokens] for each in prompts])
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one(prompt)) for prompt in prompts]
     except BaseExceptionGroup as failures:
@@ -67,6 +72,10 @@ async def embedded(
     finally:
         give_back()
     return [task.result() for task in tasks]
+
+
+def _ids(prompt: Prompt, engine: LoadedEngine) -> tuple[int, ...]:
+    return tuple(engine.tokenizer.encode(prompt, special=True, bos=True)) if isinstance(prompt, str) else prompt
 
 
 def _cut(vector: array[float], dimensions: int | None) -> array[float]:

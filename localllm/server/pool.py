@@ -80,7 +80,7 @@ class Pool:
         others on this disk can be asked for. note: hears of what is loaded and unloaded."""
         self.capacity = capacity
         self.metrics = Metrics()
-        self.trials = Trials()
+        self.trials = Trials(self.off_loop)
         self.pooling: Pooling = pooling
         self.started_at = time.time()
         self.idle_s = idle_s

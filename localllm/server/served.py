@@ -205,12 +205,8 @@ class Served:
         """Raises RequestError for a grammar that cannot be honoured."""
         if request.grammar is None:
             return
-        trials, key = self.house.trials, (self.name, request.grammar)
         try:
-            if trials.has_passed(key):
-                await self.off_loop(lambda: engine.check(request))
-            else:
-                await trials.try_out(key, lambda: engine.check(request))
+            await self.house.trials.check((self.name, request.grammar), lambda: engine.check(request))
         except GrammarError as error:
             raise no_form(ask, error) from None
 

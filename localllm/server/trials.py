@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 
 from localllm.errors import GrammarError
@@ -17,39 +17,43 @@ _MOST_KEPT = 32  # as an engine keeps them
 
 
 class Trials:
-    """key: which grammar, of which model."""
+    """key: which grammar, of which model. off_loop: for what is cheap."""
 
-    def __init__(self) -> None:
+    def __init__(self, off_loop: Callable[[Callable[[], None]], Awaitable[None]]) -> None:
+        self._off_loop = off_loop
         self._threads = ThreadPoolExecutor(AT_ONCE, "localllm-trial")
         self._under_way: dict[Hashable, asyncio.Future[None]] = {}
         self._passed: OrderedDict[Hashable, None] = OrderedDict()
 
-    def has_passed(self, key: Hashable) -> bool:
-        """Whether it is cheap to check once more."""
-        return key in self._passed
-
-    async def try_out(self, key: Hashable, check: Callable[[], None]) -> None:
-        """Raises what `check` does, of whomever it is who asked first; RequestError where too many wait."""
-        trial = self._under_way.get(key)
-        if trial is None:
-            if len(self._under_way) >= AT_ONCE + MOST_WAITING:
-                why = f"{len(self._under_way)} new grammars are being tried out, or wait for that"
-                raise busy("the server has too much to do", why)
-            trial = asyncio.get_running_loop().run_in_executor(self._threads, check)
-            self._under_way[key] = trial
-            trial.add_done_callback(lambda done: self._ended(key, done))
-        try:
-            await asyncio.shield(trial)
-        except GrammarError as error:  # one error for all would keep the frames of each
-            raise GrammarError(error.what, why=error.why, fix=error.fix) from None
+    async def check(self, key: Hashable, check: Callable[[], None]) -> None:
+        """Of those who ask for one new grammar, the others wait for the first; what is wrong with a request, and not
+        with its grammar, is its own. Raises what `check` does; RequestError where too many wait."""
+        while (other := self._under_way.get(key)) is not None:
+            await asyncio.wait([other])
+            if isinstance(error := _failure(other), GrammarError):  # one error for all would keep the frames of each
+                raise GrammarError(error.what, why=error.why, fix=error.fix)
+        if key in self._passed:  # kept by the engine, and cheap to check once more
+            await self._off_loop(check)
+            return
+        if len(self._under_way) >= AT_ONCE + MOST_WAITING:
+            why = f"{len(self._under_way)} new grammars are being tried out, or wait for that"
+            raise busy("the server has too much to do", why)
+        trial = asyncio.get_running_loop().run_in_executor(self._threads, check)
+        self._under_way[key] = trial
+        trial.add_done_callback(lambda done: self._ended(key, done))
+        await asyncio.shield(trial)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _ended(self, key: Hashable, trial: asyncio.Future[None]) -> None:
         del self._under_way[key]
-        if trial.cancelled() or trial.exception() is not None:
+        if trial.cancelled() or _failure(trial) is not None:
             return
         self._passed[key] = None
         while len(self._passed) > _MOST_KEPT:
             self._passed.popitem(last=False)
+
+
+def _failure(trial: asyncio.Future[None]) -> BaseException | None:
+    return None if trial.cancelled() else trial.exception()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx2
 import pytest
 
+from localllm.errors import ContextOverflowError, GrammarError
 from localllm.server.served import Capacity
+from localllm.server.trials import Trials
 from tests.server.support import OWL, Running, running
 
 CHAT = "/v1/chat/completions"
@@ -28,32 +31,80 @@ def exploding(number: int) -> dict[str, Any]:
     return {**ASKED, "structured_outputs": {"regex": pattern}}
 
 
-def told(server: Running, body: dict[str, Any]) -> tuple[httpx2.Response, float]:
-    """The reply, and after how many seconds it came."""
-    started = time.monotonic()
+def told(server: Running, body: dict[str, Any]) -> httpx2.Response:
     with httpx2.Client(base_url=server.url, timeout=60) as client:
-        reply = client.post(CHAT, json=body)
-    return reply, time.monotonic() - started
+        return client.post(CHAT, json=body)
 
 
 def test_a_plain_chat_does_not_wait_for_grammars_that_explode(processes: Running) -> None:
     told(processes, ASKED)
-    _, alone_s = told(processes, ASKED)
     with ThreadPoolExecutor(8) as threads:
         refusals = [threads.submit(told, processes, exploding(number)) for number in range(8)]
-        time.sleep(0.3)
-        waits = [told(processes, ASKED) for _ in range(3)]
-        refused = [each.result()[0] for each in refusals]
-    assert all(reply.status_code == 200 for reply, _ in waits)
-    assert max(seconds for _, seconds in waits) < alone_s + 0.5
+        replies = [told(processes, ASKED) for _ in range(3)]
+        num_waiting = sum(not each.done() for each in refusals)  # half a second of the CPU each, two at once
+        refused = [each.result() for each in refusals]
+    assert all(reply.status_code == 200 for reply in replies)
+    assert num_waiting >= 4
     assert {reply.status_code for reply in refused} == {400}
     assert all(reply.json()["error"]["code"] == "invalid_grammar" for reply in refused)
+
+
+def test_what_is_wrong_with_one_request_is_not_told_to_another_of_the_same_grammar() -> None:
+    begun, may_end, checked = threading.Event(), threading.Event(), list[str]()
+
+    def too_long() -> None:
+        begun.set()
+        may_end.wait(20)
+        raise ContextOverflowError("the prompt is too long")
+
+    async def asked() -> None:
+        async def off_loop(work: Callable[[], None]) -> None:
+            await asyncio.to_thread(work)
+
+        trials = Trials(off_loop)
+        first = asyncio.create_task(trials.check("a grammar", too_long))
+        await asyncio.to_thread(begun.wait, 20)
+        others = [asyncio.create_task(trials.check("a grammar", lambda: checked.append("one"))) for _ in range(2)]
+        await asyncio.sleep(0)
+        may_end.set()
+        with pytest.raises(ContextOverflowError):
+            await first
+        await asyncio.gather(*others)
+        with pytest.raises(ContextOverflowError):
+            await trials.check("a grammar", too_long)
+        trials.close()
+
+    asyncio.run(asked())
+    assert checked == ["one", "one"]
+
+
+def test_a_grammar_that_is_refused_is_refused_to_all_who_ask_for_it() -> None:
+    may_end, num_tried = threading.Event(), list[int]()
+
+    def refuse() -> None:
+        num_tried.append(1)
+        may_end.wait(20)
+        raise GrammarError("the grammar explodes", why="it does", fix="make it simpler")
+
+    async def asked() -> list[BaseException | None]:
+        async def off_loop(work: Callable[[], None]) -> None:
+            raise AssertionError("it has not passed")
+
+        trials = Trials(off_loop)
+        tasks = [asyncio.create_task(trials.check("a grammar", refuse)) for _ in range(3)]
+        await asyncio.sleep(0)
+        may_end.set()
+        return list(await asyncio.gather(*tasks, return_exceptions=True))
+
+    errors = asyncio.run(asked())
+    assert len(num_tried) == 1 and len({id(error) for error in errors}) == 3
+    assert {(str(error), getattr(error, "fix", "")) for error in errors} == {(str(errors[0]), "make it simpler")}
 
 
 @pytest.mark.slow
 def test_more_new_grammars_than_may_wait_are_refused_for_now(processes: Running) -> None:
     with ThreadPoolExecutor(30) as threads:
-        replies = [each[0] for each in threads.map(lambda n: told(processes, exploding(100 + n)), range(30))]
+        replies = list(threads.map(lambda number: told(processes, exploding(100 + number)), range(30)))
     busy = [reply for reply in replies if reply.status_code == 503]
     assert {reply.status_code for reply in replies} == {400, 503} and busy
     assert all("grammars" in reply.json()["error"]["message"] and reply.headers["retry-after"] for reply in busy)
@@ -62,5 +113,5 @@ def test_more_new_grammars_than_may_wait_are_refused_for_now(processes: Running)
 def test_many_who_ask_for_the_same_new_grammar_at_once_all_have_it(processes: Running) -> None:
     body = {**ASKED, "structured_outputs": {"regex": "(owl|fox|cat)"}}
     with ThreadPoolExecutor(40) as threads:
-        replies = [each[0] for each in threads.map(lambda _: told(processes, body), range(40))]
+        replies = list(threads.map(lambda _: told(processes, body), range(40)))
     assert {reply.status_code for reply in replies} == {200}

@@ -174,6 +174,15 @@ def test_a_form_is_read_from_standard_input(model: Path, flag: str) -> None:
     assert result.code == 0 and json.loads(result.out) in ("yes", "no")
 
 
+@pytest.mark.parametrize("flag", ["--schema", "--grammar"])
+def test_a_form_of_nothing_is_told_so(model: Path, tmp_path: Path, flag: str) -> None:
+    (tmp_path / "blank").write_text(" \n")
+    piped = run_cli("run", model, "-p", "An owl?", flag, "-", stdin=b"")
+    assert piped.code == 2 and f"{flag} - is empty" in piped.error_lines[0] and "piped in" in piped.error_lines[1]
+    read = run_cli("run", model, "-p", "An owl?", flag, tmp_path / "blank")
+    assert read.code == 2 and "blank is empty" in read.error_lines[0] and read.error_lines[2].endswith(f"{flag} FILE")
+
+
 @pytest.mark.parametrize("other", ["--file", "--messages", "--batch"])
 def test_standard_input_is_not_form_and_prompt_at_once(model: Path, other: str) -> None:
     result = run_cli("run", model, "--schema", "-", other, "-", stdin=b"{}")

@@ -29,7 +29,7 @@ DEFS = {"$defs": {"A": OBJECT}}
         ({"type": "array", "items": OBJECT}, {"type": "array", "items": CLOSED}),
         ({"anyOf": [OBJECT, {"type": "null"}]}, {"anyOf": [CLOSED, {"type": "null"}]}),
         ({**DEFS, "$ref": "#/$defs/A"}, {"$defs": {"A": CLOSED}, "$ref": "#/$defs/A"}),
-        ({"description": "", "allOf": [OBJECT]}, {"description": "", "allOf": [CLOSED]}),
+        ({"description": "", "allOf": [OBJECT]}, {"allOf": [CLOSED]}),
         ({"allOf": [OBJECT, OTHER]}, {"allOf": [OBJECT, OTHER]}),
         ({"allOf": [OBJECT, NEEDS_A]}, {"allOf": [CLOSED, NEEDS_A]}),
         ({**OBJECT, "anyOf": [NEEDS_A]}, {**CLOSED, "anyOf": [NEEDS_A]}),

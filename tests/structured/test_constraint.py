@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -44,20 +45,35 @@ def shared() -> Iterator[Grammars]:
     grammars.close()
 
 
-@pytest.mark.parametrize("thoughts", [(), THOUGHT])
-def test_a_token_is_forced_or_allowed_where_a_mask_allows_it(
-    shared: Grammars, tokenizer: Tokenizer, thoughts: tuple[tuple[str, str], ...]
-) -> None:
-    constraint = shared.constraint(Grammar(PERSON.kind, PERSON.source, thoughts))
-    ids = tokenizer.encode(OWL)
-    for length in range(len(ids) + 1):
-        said = ids[:length]
-        mask = allowed(constraint, said, SIZE).tolist() if length < len(ids) else [False] * SIZE
-        forced = constraint.forced(said)[:1]
-        assert [
-            token_id in forced if forced else constraint.allows(said, token_id) for token_id in range(4096)
-        ] == mask[:4096], length
-    assert not constraint.allows([*ids, 5], 5) and not constraint.allows([5, 5], 5)
+# Some may end where they can go on in one way alone: that is not forced.
+WALKED = (
+    *(Grammar(PERSON.kind, PERSON.source, thoughts) for thoughts in ((), THOUGHT)),
+    *(Grammar("regex", source) for source in ("a(bcd)?", "owl( and fox)*", "(the owl )+", "yes|no|yesterday")),
+    Grammar("gbnf", 'root ::= "x" | "x" root "yz"'),
+    Grammar("lark", 'start: "a" more?\nmore: "bcd" more?'),
+    json_schema({"enum": [1, 12, None, "twelve"]}),
+)
+
+
+@pytest.mark.parametrize("grammar", WALKED)
+def test_a_token_is_forced_or_allowed_where_a_mask_allows_it(shared: Grammars, grammar: Grammar) -> None:
+    for seed in range(3):
+        constraint, said, choose = shared.constraint(grammar), list[int](), random.Random(seed)
+        while len(said) < 20 and not constraint.has_ended(said):
+            mask = allowed(constraint, said, SIZE).tolist()[:4096]
+            forced = constraint.forced(said)[:1]
+            assert mask == [
+                token_id in forced if forced else constraint.allows(said, token_id) for token_id in range(4096)
+            ], said
+            said.append(choose.choice([token_id for token_id, may in enumerate(mask) if may]))
+            if said[-1] == 2:  # the end of a sequence, which is never forced
+                assert not forced
+                break
+
+
+def test_nothing_is_allowed_behind_what_the_grammar_forbids(shared: Grammars) -> None:
+    constraint = shared.constraint(PERSON)
+    assert not constraint.allows([5, 5], 5) and constraint.forced([5, 5]) == ()
 
 
 @pytest.mark.parametrize("thoughts", [(), THOUGHT])

@@ -12,6 +12,7 @@ from localllm.engine.grammar.definition import defined
 from localllm.engine.grammar.trial import CPU_S
 from localllm.engine.request import Grammar, GrammarKind
 from localllm.errors import GrammarError
+from tests.structured.support import json_schema
 
 
 def nested(levels: int) -> dict[str, Any]:
@@ -19,6 +20,10 @@ def nested(levels: int) -> dict[str, Any]:
     for _ in range(levels):
         schema = {"type": "array", "items": schema}
     return schema
+
+
+def nested_list(levels: int) -> list[Any]:
+    return [nested_list(levels - 1)] if levels else []
 
 
 def unions(length: int) -> dict[str, Any]:
@@ -38,6 +43,11 @@ def chained(length: int, link: str) -> dict[str, Any]:
     return {"$defs": {**links, f"d{length}": {"type": "string"}}, "$ref": "#/$defs/d0"}
 
 
+def holding(schema: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+
+
+CLOSED = {"type": "object", "required": ["z"], "additionalProperties": False}
 ENDLESS = {
     "itself": {"$ref": "#"},
     "a circle": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
@@ -61,6 +71,10 @@ ENDLESS = {
         },
         "allOf": [{"$ref": "#/$defs/n"}, {"$ref": "#/$defs/m"}],
     },
+    "false": holding({"anyOf": [{"$ref": "#"}, False]}),
+    "two types": holding({"anyOf": [{"$ref": "#"}, {"allOf": [{"type": "string"}, {"type": "integer"}]}]}),
+    "a closed one": holding({"anyOf": [{"$ref": "#"}, CLOSED]}),
+    "no items": holding({"anyOf": [{"$ref": "#"}, {"type": "array", "items": False, "minItems": 1}]}),
     "unreachable": {"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"$ref": "#/$defs/x"}}},
 }
 RECURSIVE = {
@@ -148,6 +162,9 @@ REFUSED: list[tuple[GrammarKind, str, str]] = [
     ("json_schema", json.dumps(nested(120)), "100 levels"),
     ("json_schema", "[" * 100_000, "100 levels"),
     ("json_schema", json.dumps({"enum": ["v" * 300_000]}), "characters"),
+    ("json_schema", '{"allOf": [{"type": "string"}, {"type": "integer"}]}', "no answer can meet the JSON Schema"),
+    ("json_schema", json.dumps(holding(CLOSED)), "no answer can meet the JSON Schema"),
+    ("json_schema", '{"type": "integer", "multipleOf": 1099511627776}', "'multipleOf' at #/multipleOf"),
     ("json_schema", '{"pattern": "a("}', "'pattern' at #/pattern: unclosed group, at character 2 of a("),
     ("regex", "ab(c", "unclosed group, at character 3 of ab(c"),
     ("regex", "(?=a)b", "look-ahead"),
@@ -194,6 +211,12 @@ def test_what_explodes_is_refused_before_it_costs_a_second(kind: GrammarKind, as
         defined(Grammar(kind, asked if isinstance(asked, str) else json.dumps(asked)))
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < CPU_S + 0.4
+
+
+@pytest.mark.usefixtures("tried_here")
+def test_what_a_schema_only_notes_is_no_part_of_the_grammar() -> None:
+    noted = {"default": nested_list(130), "examples": [nested_list(90)], "title": "t", "x-of-mine": 1, "$comment": "c"}
+    assert defined(json_schema({"type": "null", **noted})) == defined(json_schema({"type": "null"}))
 
 
 @pytest.mark.parametrize("source", ["(a+)+$", "(x+x+)+y", "(.*a){20}b", "(a|b)*a(a|b){40}"])

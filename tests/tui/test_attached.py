@@ -7,13 +7,16 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
+from textual.pilot import Pilot
 
+from localllm.tui.app import ChatApp
 from localllm.tui.loading import serve_attached
 from tests.cli_support import run_cli, start_cli
 from tests.server.support import wait_for
@@ -44,12 +47,19 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Beside]:
             process.wait(20)
 
 
+@asynccontextmanager
+async def talking() -> AsyncIterator[tuple[ChatApp, Pilot[None]]]:
+    """A chat that the server's engine has answered once."""
+    app = chat_app(serve_attached, max_tokens=6)
+    async with running(app) as pilot:
+        await until(pilot, lambda: "the running server answers" in shown(app))
+        await say(pilot, "A tale about a fox, please.")
+        yield app, pilot
+
+
 def test_the_servers_engine_answers_and_the_chat_goes_on_where_it_is_killed(server: Beside) -> None:
     async def chat() -> None:
-        app = chat_app(serve_attached, max_tokens=6)
-        async with running(app) as pilot:
-            await until(pilot, lambda: "the running server answers" in shown(app))
-            await say(pilot, "A tale about a fox, please.")
+        async with talking() as (app, pilot):
             os.kill(server.engine_pid, signal.SIGKILL)
             wait_for(lambda: not psutil.pid_exists(server.engine_pid))
             await say(pilot, "And then?")
@@ -61,10 +71,7 @@ def test_the_servers_engine_answers_and_the_chat_goes_on_where_it_is_killed(serv
 
 def test_the_chat_loads_the_model_itself_where_the_server_has_ended(server: Beside) -> None:
     async def chat() -> None:
-        app = chat_app(serve_attached, max_tokens=6)
-        async with running(app) as pilot:
-            await until(pilot, lambda: "the running server answers" in shown(app))
-            await say(pilot, "A tale about a fox, please.")
+        async with talking() as (app, pilot):
             server.process.send_signal(signal.SIGINT)
             server.process.wait(20)
             await send(pilot, "And then?")

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from localllm.engine.grammar import trial
 from localllm.engine.grammar.gbnf import as_lark
-from localllm.engine.grammar.pattern import parse_error
+from localllm.engine.grammar.pattern import has_surrogate, parse_error
 from localllm.engine.grammar.schema import CheckedSchema, checked
 from localllm.engine.request import Grammar
 from localllm.errors import GrammarError, LocalLLMError
@@ -37,7 +37,7 @@ _IGNORED_OPTION = re.compile(
 )
 _ROW = re.compile(r"[Cc]urrent row has (\d+) items; max is (\d+)")
 _AT = re.compile(r"(?:at )?(\d+)\((\d+)\): (.*)")
-_LIMITS = re.compile(r"too (?:big|large|many|complex)|fuel|max is|[Ll]imit", re.ASCII)
+_LIMITS = re.compile(r"too (?:big|large|many(?! digits)|complex)|fuel|max is|[Ll]imit", re.ASCII)
 
 
 def defined(grammar: Grammar, *, leading_spaces: int = 0) -> str:
@@ -49,23 +49,23 @@ def defined(grammar: Grammar, *, leading_spaces: int = 0) -> str:
     name = _NAMES[grammar.kind]
     if grammar.kind == "json_schema":
         schema = checked(grammar.source)
-        answer: dict[str, Any] = {"json_schema": {**schema.schema, "x-guidance": _JSON_OPTIONS}}
-        letter = (
-            {"json_schema": {**schema.by_the_letter, "x-guidance": _JSON_OPTIONS}} if schema.by_the_letter else None
-        )
-        return _tried(grammar, answer, leading_spaces, partial(_refuse_schema, schema), letter)
+        letter = None if schema.by_the_letter is None else _of_schema(schema.by_the_letter)
+        return _tried(grammar, _of_schema(schema.schema), leading_spaces, partial(_refuse_schema, schema), letter)
     if len(grammar.source) > MAX_SOURCE:
         why = f"it has {len(grammar.source)} characters, and at most {MAX_SOURCE} are taken"
         raise GrammarError(f"the {name} is too large", why=why)
-    if any("\ud800" <= character <= "\udfff" for character in grammar.source):
+    if has_surrogate(grammar.source):
         why = "it has half of a pair of surrogates, which is no character"
         raise GrammarError(f"the {name} cannot be used", why=why)
     if grammar.kind == "lark" and (found := _IGNORED_OPTION.search(grammar.source)) is not None:
         line = grammar.source.count("\n", 0, found.start(1)) + 1
         why = f"{found[1]!r} in line {line} says how a text is made or reported, not what it may be"
         raise GrammarError("the Lark grammar has an option that is not honoured", why=why, fix="leave it out")
-    answer = {"lark_grammar": _as_lark(grammar)}
-    return _tried(grammar, answer, leading_spaces, partial(_refuse, name))
+    return _tried(grammar, {"lark_grammar": _as_lark(grammar)}, leading_spaces, partial(_refuse, name))
+
+
+def _of_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"json_schema": {**schema, "x-guidance": _JSON_OPTIONS}}
 
 
 def _as_lark(grammar: Grammar) -> str:

@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from localllm.engine.grammar.circles import holding_themselves
 from localllm.engine.grammar.keywords import TYPES, all_parts
 from localllm.engine.grammar.references import pointer
 
 Schema = Mapping[str, Any]
 _Together = frozenset[int]  # schemas that have to be met together, by `id`
+_NEVER: _Together = frozenset({0})  # false is one of them: no way to meet it
 # Schemas and names that are looked at, each about a microsecond. What is not looked at then counts as ended.
 _MOST_LOOKS = 200_000
 _SAYS = frozenset({
@@ -44,6 +46,10 @@ class _Way:
     one_of: tuple[_Together, ...] = ()
     possible: tuple[_Together, ...] = ()
 
+    @property
+    def asked(self) -> tuple[_Together, ...]:
+        return (*self.needed, *self.one_of)
+
 
 class _Document:
     def __init__(self, schema: Schema) -> None:
@@ -61,29 +67,18 @@ class _Document:
             together, place = rest.pop()
             if together not in seen and self._num_looks < _MOST_LOOKS:
                 seen[together] = place
-                ways[together] = list(self._ways(together))
-                held = (each for way in ways[together] for each in (*way.needed, *way.one_of, *way.possible))
-                rest += ((each, place) for each in held)
-        ended = _ended(ways)
-        return next((place for together, place in seen.items() if together not in ended), None)
+                ways[together] = [] if together == _NEVER else list(self._ways(together))
+                rest += ((each, place) for way in ways[together] for each in (*way.asked, *way.possible))
+        left = ways.keys() - _ended(ways)  # what nothing meets, too, which is for the library to say
+        held_by = {each: left & {other for way in ways[each] for other in way.asked} for each in left}
+        circular = holding_themselves(held_by)
+        return next((place for together, place in seen.items() if together in circular), None)
 
     def _circular(self) -> str | None:
         """The first schema that leads to one which comes back to itself in its own place; None where there is none."""
         brought = {id(part): {id(each) for each in self._brought(part)} for part in self._places.values()}
-        bringers: dict[int, list[int]] = {each: [] for each in brought}
-        for bringer, those in brought.items():
-            for each in those:
-                bringers[each].append(bringer)
-        num_left = {each: len(those) for each, those in brought.items()}
-        ready = [each for each, count in num_left.items() if not count]
-        while ready:
-            each = ready.pop()
-            del num_left[each]
-            for bringer in bringers[each]:
-                num_left[bringer] -= 1
-                if not num_left[bringer]:
-                    ready.append(bringer)
-        return next((place for place, part in self._places.items() if id(part) in num_left), None)
+        circular = holding_themselves(brought)
+        return next((place for place, part in self._places.items() if id(part) in circular), None)
 
     def _brought(self, schema: Schema) -> Iterator[Schema]:
         """What holds, or may hold, of whatever the schema holds of."""
@@ -95,10 +90,10 @@ class _Document:
         for met in self._selections(together):
             said = [schema for schema in met if not _SAYS.isdisjoint(schema)]
             self._num_looks += _num_looks(said)
-            if self._num_looks >= _MOST_LOOKS:
-                yield _Way()
-                return
-            yield from _ways(said)
+            if self._num_looks < _MOST_LOOKS:
+                yield from _ways(said)
+        if self._num_looks >= _MOST_LOOKS:  # not all of them were looked at
+            yield _Way()
 
     def _selections(self, together: _Together) -> Iterator[list[Schema]]:
         """Schemas that are all met, one list for each choice there is."""
@@ -107,6 +102,8 @@ class _Document:
             selection = rest.pop()
             choice = selection.grown(self._target)
             self._num_looks += 8 + len(selection.schemas)
+            if selection.is_void:
+                continue
             if choice is None:
                 yield list(selection.schemas.values())
             else:
@@ -121,6 +118,7 @@ class _Selection:
 
     def __init__(self, schemas: Iterable[Any]) -> None:
         self.schemas: dict[int, Schema] = {}
+        self.is_void = False  # one of them is false
         self._choices: list[Sequence[Any]] = []
         self._open: list[Schema] = []
         self._take_in(schemas)
@@ -136,12 +134,13 @@ class _Selection:
 
     def with_branch(self, branch: Any) -> _Selection:
         other = _Selection(())
-        other.schemas, other._choices = dict(self.schemas), list(self._choices)
+        other.schemas, other.is_void, other._choices = dict(self.schemas), self.is_void, list(self._choices)
         other._take_in([branch])
         return other
 
     def _take_in(self, schemas: Iterable[Any]) -> None:
         for schema in schemas:
+            self.is_void |= schema is False
             if isinstance(schema, Mapping) and id(schema) not in self.schemas:
                 self.schemas[id(schema)] = schema
                 self._open.append(schema)
@@ -161,14 +160,12 @@ def _ways(schemas: Sequence[Schema]) -> Iterator[_Way]:
     for schema in schemas:
         given = schema.get("type", TYPES)
         types &= {given} if isinstance(given, str) else set(given)
-    if types - {"object", "array"} or any("enum" in schema or "const" in schema for schema in schemas):
+    if types - {"object", "array"} or (types and any("enum" in schema or "const" in schema for schema in schemas)):
         yield _Way()
     if "array" in types:
         yield _array(schemas)
     if "object" in types:
         yield _object(schemas)
-    if not types:  # nothing meets it: that is for the library to say
-        yield _Way()
 
 
 def _array(schemas: Sequence[Schema]) -> _Way:
@@ -218,14 +215,19 @@ def _may_match(pattern: str, name: str) -> bool:
 
 
 def _together(schemas: Iterable[Any]) -> _Together:
-    return frozenset(id(schema) for schema in schemas if isinstance(schema, Mapping))
+    found = list(schemas)
+    return (
+        _NEVER
+        if any(each is False for each in found)
+        else frozenset(id(schema) for schema in found if isinstance(schema, Mapping))
+    )
 
 
 def _ended(ways: Mapping[_Together, Sequence[_Way]]) -> set[_Together]:
     """Which of them can be met. What was not looked at counts as one that can."""
     holders = defaultdict[_Together, list[_Together]](list)
     for together, found in ways.items():
-        for each in (each for way in found for each in (*way.needed, *way.one_of)):
+        for each in (each for way in found for each in way.asked):
             holders[each].append(together)
     ended: set[_Together] = set()
 

@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from localllm.engine.grammar.circles import holding_themselves
 from localllm.errors import GrammarError
 
 LAST_CHARACTER = 0x10FFFF
@@ -208,12 +209,13 @@ def _repeated(one: _Facts, least: int, most: int | None) -> _Facts:
 
 
 class _Writer:
-    """Rules are r0, r1 and so on, the same as lexemes T0, T1, parts of rules L0, L1."""
+    """Rules are r0, r1 and so on, the same as lexemes T0, T1; parts p1, p2 of rules, L1, L2 of lexemes. Nothing stands
+    in parentheses: the library takes some twenty in each other."""
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
         self._index = {name: index for index, name in enumerate(rules)}
-        self._recursive = _recursive(rules)
+        self._recursive = holding_themselves({name: _held(node) for name, node in rules.items()})
         self._language = _Language(rules) if self._recursive else None
         self._lines: list[str] = []
         self._named: set[str] = set()
@@ -221,39 +223,33 @@ class _Writer:
         self._num_parts = 0
 
     def lark(self, start: str) -> str:
-        self._lines = ["%llguidance {}", f"start: {self._written(Reference(start, 0), 0)}"]
+        self._lines = ["%llguidance {}", f"start: {self._in_rule(Reference(start, 0), 0)}"]
         while self._wanted:
             name, rule = self._wanted.pop()
-            node = self._rules[rule]
-            follow = self._language.follow[rule] if self._language else 0
-            self._lines.append(f"{name}: {self._expression(node) if name[0] == 'T' else self._written(node, follow)}")
+            node, follow = self._rules[rule], self._language.follow[rule] if self._language else 0
+            self._lines.append(f"{name}: {self._lexeme(node) if name[0] == 'T' else self._rule(node, follow)}")
         return "\n".join([*self._lines, ""])
 
-    def _written(self, node: Node, after: int) -> str:
-        """In a rule, where `after` may follow."""
-        if self._is_lexeme(node, after):
-            return self._lexeme(node)
-        if isinstance(node, Reference):
-            return self._name("r", node.name)
+    def _rule(self, node: Node, after: int) -> str:
+        """What a rule is made of, where `after` may follow."""
+        if not _parts(node) or self._is_lexeme(node, after):
+            return self._in_rule(node, after)
         assert self._language is not None
         afters = self._language.afters(node, after)
-        return _joined(node, [self._written(part, each) for part, each in zip(_parts(node), afters, strict=True)])
+        return _joined(node, [self._in_rule(part, each) for part, each in zip(_parts(node), afters, strict=True)])
+
+    def _in_rule(self, node: Node, after: int) -> str:
+        if self._is_lexeme(node, after):
+            return self._in_lexeme(node)
+        return self._name("r", node.name) if isinstance(node, Reference) else self._part("p", self._rule(node, after))
 
     def _is_lexeme(self, node: Node, after: int) -> bool:
-        if any(each.name in self._recursive for each in references(node)):
+        if not self._recursive.isdisjoint(_held(node)):
             return False
         return self._language is None or not self._language.facts(node).longer & after
 
     def _lexeme(self, node: Node) -> str:
-        """As a part of a rule."""
-        if isinstance(node, Text | Class | Reference):
-            return self._expression(node)
-        self._num_parts += 1
-        self._lines.append(f"L{self._num_parts}: {self._expression(node)}")
-        return f"L{self._num_parts}"
-
-    def _expression(self, node: Node) -> str:
-        """As a part of a lexeme, which is made of lexemes alone."""
+        """What a lexeme is made of: lexemes alone."""
         match node:
             case Text(text):
                 return json.dumps(text)
@@ -262,7 +258,15 @@ class _Writer:
                 return f"/[{''.join(numbers)}]/"
             case Reference(name):
                 return self._name("T", name)
-        return _joined(node, list(map(self._expression, _parts(node))))
+        return _joined(node, list(map(self._in_lexeme, _parts(node))))
+
+    def _in_lexeme(self, node: Node) -> str:
+        return self._part("L", self._lexeme(node)) if _parts(node) else self._lexeme(node)
+
+    def _part(self, kind: str, text: str) -> str:
+        self._num_parts += 1
+        self._lines.append(f"{kind}{self._num_parts}: {text}")
+        return f"{kind}{self._num_parts}"
 
     def _name(self, kind: str, rule: str) -> str:
         """Of a rule that will be written."""
@@ -282,8 +286,8 @@ def _parts(node: Node) -> tuple[Node, ...]:
 def _joined(node: Node, parts: list[str]) -> str:
     if isinstance(node, Repeated):
         most = "" if node.most is None else node.most
-        return f"({parts[0]}){_SIGNS.get((node.least, node.most)) or f'{{{node.least},{most}}}'}"
-    return f"({(' | ' if isinstance(node, Choice) else ' ').join(parts)})"
+        return f"{parts[0]}{_SIGNS.get((node.least, node.most)) or f'{{{node.least},{most}}}'}"
+    return (" | " if isinstance(node, Choice) else " ").join(parts)
 
 
 def _borders(rules: Rules) -> list[int]:
@@ -300,11 +304,16 @@ def _borders(rules: Rules) -> list[int]:
     return sorted(borders)
 
 
+def _held(node: Node) -> set[str]:
+    """Rules that are referred to in it."""
+    return {each.name for each in references(node)}
+
+
 def _holders(rules: Rules) -> dict[str, list[str]]:
     """Rules in which each is referred to."""
     holders: dict[str, list[str]] = {name: [] for name in rules}
     for name, node in rules.items():
-        for each in {reference.name for reference in references(node)}:
+        for each in _held(node):
             holders[each].append(name)
     return holders
 
@@ -315,7 +324,7 @@ def _reachable(rules: Rules, start: str) -> Rules:
         name = rest.pop()
         if name not in found:
             found[name] = rules[name]
-            rest += (each.name for each in references(rules[name]))
+            rest += _held(rules[name])
     return found
 
 
@@ -341,21 +350,6 @@ def _ends(node: Node, ending: set[str]) -> bool:
         case Repeated(part, least):
             return not least or _ends(part, ending)
     return True
-
-
-def _recursive(rules: Rules) -> set[str]:
-    """Rules that hold themselves, or one that does: what is left where those are taken away that hold none."""
-    num_held = {name: len({each.name for each in references(node)}) for name, node in rules.items()}
-    holders = _holders(rules)
-    ready = [name for name, count in num_held.items() if not count]
-    while ready:
-        name = ready.pop()
-        del num_held[name]
-        for holder in holders[name]:
-            num_held[holder] -= 1
-            if not num_held[holder]:
-                ready.append(holder)
-    return set(num_held)
 
 
 def _union(sets: Iterable[int]) -> int:

@@ -12,6 +12,7 @@ _ESCAPE = re.compile(
 # One that is not ended goes to the end: else every bracket would be looked at from there to the end.
 _CLASS = re.compile(r"\\.|\[(\^?)((?:\\.|[^\]\\])*)(?:\]|\\?\Z)", re.DOTALL)
 _PARSE_ERROR = re.compile(r"regex parse error:\n {4}(.*)\n( *)\^+\nerror: (.*)")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # that JSON writes as \u alone, and the last
 
 
@@ -34,6 +35,11 @@ def parse_error(message: str) -> str | None:
 def has_control(text: str) -> bool:
     """Whether it has a character that an answer, which has no \\u in its strings, cannot have."""
     return _CONTROL.search(text) is not None
+
+
+def has_surrogate(text: str) -> bool:
+    """Whether it has half of a pair of surrogates, which is no character."""
+    return _SURROGATE.search(text) is not None
 
 
 def _single(found: re.Match[str]) -> str:

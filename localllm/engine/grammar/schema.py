@@ -28,7 +28,7 @@ from localllm.engine.grammar.keywords import (
     Steps,
     mapped,
 )
-from localllm.engine.grammar.pattern import has_control, parse_error, why_not
+from localllm.engine.grammar.pattern import has_control, has_surrogate, parse_error, why_not
 from localllm.engine.grammar.references import References, pointer
 from localllm.errors import GrammarError
 
@@ -41,7 +41,7 @@ _DRAFTS = re.compile(r"https?://json-schema\.org/(draft-0[467]|draft/2019-09|dra
 _TOLD = 8  # of what is refused
 _MOST_EXACT = 2**53  # llguidance has numbers as doubles: beyond it, and with more digits, it writes others
 _MOST_DIGITS = 15
-_NAMES_OF_SCHEMAS = ("$id", "id", "$anchor")  # references are pointers
+_ENFORCED = SUPPORTED | {"$schema"}  # by which the library knows the draft
 
 # What llguidance says of a keyword that it cannot enforce as it stands, and whose fault that is.
 _COMPLAINTS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -49,6 +49,7 @@ _COMPLAINTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("patternPropert", ("patternProperties",)),
     ("min/maxProperties", ("minProperties", "maxProperties")),
     ("multipleOf", ("multipleOf",)),
+    ("too many digits", ("multipleOf",)),
     ("integer range", BOUNDS),
     ("number range", BOUNDS),
     ("regex", ("pattern", "patternProperties")),
@@ -63,6 +64,7 @@ def checked(source: str) -> CheckedSchema:
         raise GrammarError("the JSON Schema is too large", why=why, fix="leave out what the answer does not need")
     try:
         schema = json.loads(source, parse_constant=_refuse_constant)
+        is_text = not has_surrogate(json.dumps(schema, ensure_ascii=False))
     except json.JSONDecodeError as error:
         why = f"line {error.lineno}, column {error.colno}: {error.msg}"
         raise GrammarError("the JSON Schema is no JSON", why=why) from None
@@ -70,7 +72,7 @@ def checked(source: str) -> CheckedSchema:
         raise _nested() from None
     except ValueError as error:  # a number of thousands of digits
         raise GrammarError("the JSON Schema has a number that cannot be read", why=str(error)) from None
-    if not _is_text(json.dumps(schema, ensure_ascii=False)):
+    if not is_text:
         why = "a text of it has half of a pair of surrogates, which is no character"
         raise GrammarError("the JSON Schema has what no answer can have", why=why)
     if not isinstance(schema, dict | bool):
@@ -84,9 +86,10 @@ def checked(source: str) -> CheckedSchema:
 class CheckedSchema:
     """A schema, with the places of its keywords.
 
-    schema: with whole numbers as such, references as pointers, patterns for some formats, and objects closed that do
-    not say otherwise. opened: the same before that. by_the_letter: open too, and without formats, which not every
-    validator looks at: of `oneOf` no other must be met by that either. Both are None without `oneOf`.
+    schema: without annotations, with whole numbers as such, references as pointers, patterns for some formats, and
+    objects closed that do not say otherwise. opened: the same before that. by_the_letter: open too, and without
+    formats, which not every validator looks at: of `oneOf` no other must be met by that either. Both are None without
+    `oneOf`.
     """
 
     def __init__(self, schema: dict[str, Any]) -> None:
@@ -143,7 +146,7 @@ class CheckedSchema:
             return schema
         self._require_few_left(schema, _place(steps))
         walked = {key: self._keyword(key, value, steps, nesting) for key, value in schema.items()}
-        return {key: value for key, value in walked.items() if key not in _NAMES_OF_SCHEMAS}
+        return {key: value for key, value in walked.items() if key in _ENFORCED}
 
     def _keyword(self, key: str, value: Any, steps: Steps, nesting: int) -> Any:
         at = _place((*steps, key))
@@ -244,7 +247,7 @@ class CheckedSchema:
     def _values(self, key: str, value: Any, at: str) -> Any:
         if key == "enum" and not isinstance(value, list):
             self._refuse(at, f"is {_kind(value)}, and must be a list", key)
-        parts = list(_parts(value))
+        parts = list(_all_in(value))
         if any(isinstance(part, str) and has_control(part) for part in parts):
             self._refuse(at, "has a control character, which an answer cannot have", key)
         if not all(map(_is_exact, parts)):
@@ -278,14 +281,6 @@ _CHECKS: dict[str, Callable[[CheckedSchema, str, Any, str], Any]] = {
 }
 
 
-def _is_text(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _place(steps: Steps) -> str:
     """For people: a name stands as it is."""
     return "/".join(("#", *steps))
@@ -297,7 +292,7 @@ def _meant(word: Any, known: Collection[str], told: str) -> str:
     return told.format(repr(near[0])) if near else ""
 
 
-def _parts(value: Any) -> Iterator[Any]:
+def _all_in(value: Any) -> Iterator[Any]:
     """It and all that stand in it."""
     rest = [value]
     while rest:

@@ -10,14 +10,14 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from localllm.server.bodies import Body
-from localllm.server.embedding import MAX_INPUTS, Prompt, embedded
+from localllm.server.embedding import MAX_INPUTS, embedded
 from localllm.server.endpoint import Call, Endpoint
 from localllm.server.fields import Count, KeepAlive
 from localllm.server.ollama.options import Options
 from localllm.server.replying import Json, whole
 
 if TYPE_CHECKING:
-    from localllm.engine.facts import LoadedEngine
+    pass
 
 _OPTIONS = "Of these, num_ctx has an effect: no token is drawn."
 
@@ -67,11 +67,10 @@ async def embed(call: Call, body: EmbedBody) -> Response:
     given = [body.input] if isinstance(body.input, str) else body.input
     texts = [] if given == [""] else given
     num_ctx = _num_ctx(body.options)
-    ctx = min(num_ctx or engine.ctx, engine.ctx)
+    most_tokens = None
     if body.truncate:
-        vectors = await embedded(served, texts, dimensions=body.dimensions, fitted=lambda text: _cut(text, engine, ctx))
-    else:
-        vectors = await embedded(served, texts, num_ctx=num_ctx, dimensions=body.dimensions)
+        most_tokens, num_ctx = min(num_ctx or engine.ctx, engine.ctx), None  # into which they fit
+    vectors = await embedded(served, texts, num_ctx=num_ctx, dimensions=body.dimensions, most_tokens=most_tokens)
 
     def reply() -> EmbedReply:
         return {
@@ -83,12 +82,6 @@ async def embed(call: Call, body: EmbedBody) -> Response:
         }
 
     return await whole(reply)
-
-
-def _cut(text: Prompt, engine: LoadedEngine, ctx: int) -> Prompt:
-    if not isinstance(text, str):
-        return text[:ctx]
-    return tuple(engine.tokenizer.encode(text, special=True, bos=True)[:ctx])
 
 
 async def embeddings(call: Call, body: EmbeddingsBody) -> Json:

@@ -8,9 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from localllm.engine.grammar.keywords import mapped
 from localllm.engine.grammar.schema import checked
 from localllm.errors import GrammarError
 from localllm.server.failures import RequestError
@@ -29,7 +27,6 @@ _OPTIONS = {
     "coerce_one_of": False,
     "lenient": False,
 }
-_READ = frozenset({"title", "description", "default", "examples", "example", "$comment", "$schema"})
 _ANY = "/(.|\\n)*/"
 _LEXEMES = re.compile(r'"[^"]*"|, |: |.', re.DOTALL)
 
@@ -137,10 +134,5 @@ def _schema_of(index: int, tool: Tool) -> str:
 def _compact(source: str) -> str:
     """Raises GrammarError for a schema that an answer cannot be held to."""
     found = checked(source)
-    bare = mapped(found.opened or found.schema, _bare)  # closed, `oneOf` would be taken where more than one may be met
-    return json.dumps({**bare, "x-guidance": _OPTIONS})
-
-
-def _bare(schema: dict[str, Any]) -> dict[str, Any]:
-    """Without what is there to be read: of a tool, most of it."""
-    return {key: value for key, value in schema.items() if key not in _READ}
+    # Closed, `oneOf` would be taken where more than one may be met.
+    return json.dumps({**(found.opened or found.schema), "x-guidance": _OPTIONS})
