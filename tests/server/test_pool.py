@@ -250,6 +250,23 @@ def test_who_asks_a_model_while_it_is_looked_at_whether_it_may_leave_is_answered
             assert "data: [DONE]" in list(lines)
 
 
+def test_who_asks_an_engine_that_was_killed_a_moment_ago_is_answered_by_another(
+    processes: Running, texts: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted, killed = EngineProcess.submit, list[int]()
+
+    def submit(service: EngineProcess, *arguments: Any) -> Any:
+        if not killed and service.pid is not None:
+            killed.append(service.pid)
+            os.kill(service.pid, signal.SIGKILL)
+            wait_for(lambda: service.has_ended)
+        return submitted(service, *arguments)
+
+    monkeypatch.setattr(EngineProcess, "submit", submit)
+    assert said(processes, "tiny") == texts["tiny"]
+    assert len(killed) == 1 and processes.pool.known("tiny").num_open == 0
+
+
 def test_a_model_is_unloaded_behind_the_request_that_says_so(other: Path) -> None:
     with running(in_processes=True, also=[other]) as server:
         for path, body in (

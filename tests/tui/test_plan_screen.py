@@ -379,7 +379,8 @@ async def test_nothing_is_applied_while_an_answer_is_written() -> None:
         app.desk.do(lambda: app.desk.say("Go on"))
         await until(pilot, lambda: app.desk.answering.is_under_way)
         await pilot.press("right", "enter")
-        assert app.screen is screen and "an answer is being written" in shown(app)
+        await until(pilot, lambda: "an answer is being written" in shown(app))
+        assert app.screen is screen
         app.desk.answering.stop()
     assert service.loads == ["tiny"]
 
@@ -392,7 +393,8 @@ async def test_nothing_is_applied_to_a_model_whose_plan_is_not_shown() -> None:
         app.desk.do(lambda: app.desk.use(None, {"ctx": 1000}))
         await until(pilot, lambda: len(service.loads) == 2 and not app.desk.is_loading)
         await pilot.press("right", "enter")
-        assert app.screen is screen and "loaded anew meanwhile" in shown(app)
+        await until(pilot, lambda: "loaded anew meanwhile" in shown(app))
+        assert app.screen is screen
     assert len(service.loads) == 2
 
 
