@@ -21,7 +21,7 @@ from localllm.engine.request import SamplingParams
 from localllm.errors import DoesNotFitError, EngineGoneError
 from localllm.frontend.engine_process import Caps, EngineProcess, Foreseen
 from localllm.server import pool as pools
-from localllm.server.served import Capacity
+from localllm.server.served import Capacity, Served
 from tests.cli_support import write_checkpoint
 from tests.server.support import OWL, Running, running, wait_for
 
@@ -265,6 +265,22 @@ def test_who_asks_an_engine_that_was_killed_a_moment_ago_is_answered_by_another(
     monkeypatch.setattr(EngineProcess, "submit", submit)
     assert said(processes, "tiny") == texts["tiny"]
     assert len(killed) == 1 and processes.pool.known("tiny").num_open == 0
+
+
+def test_who_waits_for_a_model_that_is_unloaded_as_soon_as_it_is_loaded_has_it_loaded_again(
+    processes: Running, texts: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, unloaded = processes.pool.load, list[str]()
+
+    async def loaded_for_a_moment(served: Served) -> None:
+        await load(served)
+        if not unloaded:
+            unloaded.append(served.name)
+            await processes.pool.unload(served)
+
+    said(processes, "other")  # in whose place the first one comes
+    monkeypatch.setattr(processes.pool, "load", loaded_for_a_moment)
+    assert said(processes, "tiny") == texts["tiny"] and unloaded == ["tiny"]
 
 
 def test_a_model_is_unloaded_behind_the_request_that_says_so(other: Path) -> None:
