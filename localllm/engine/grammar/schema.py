@@ -28,6 +28,7 @@ from localllm.engine.grammar.keywords import (
     Steps,
     mapped,
 )
+from localllm.engine.grammar.numbers import with_ends
 from localllm.engine.grammar.pattern import has_control, has_surrogate, parse_error, why_not
 from localllm.engine.grammar.references import References, pointer
 from localllm.errors import GrammarError
@@ -98,6 +99,8 @@ class CheckedSchema:
         self._num_schemas = 0
         self._references = References(schema)
         self._bounds: list[tuple[str, float, str]] = []  # keyword, value, place
+        self._multiples: list[int] = []
+        self._named: list[float] = []  # other numbers
         walked: dict[str, Any] = self._walked(schema, (), 0)
         self._require_closed_zero()
         if self._refused:
@@ -107,11 +110,12 @@ class CheckedSchema:
                 why=f"{'; '.join(self._refused[:_TOLD])}{more}",
                 fix="write it otherwise, or check the answer for it; docs/structured.md has what is supported",
             )
-        self.schema: dict[str, Any] = mapped(walked, with_pattern)
-        self._require_end()
-        close(self.schema)
+        closed: dict[str, Any] = mapped(walked, with_pattern)
+        self._require_end(closed)
+        close(closed)
+        self.schema = self._with_ends(closed)
         has_one_of = "oneOf" in self.places
-        self.opened: dict[str, Any] | None = mapped(walked, with_pattern) if has_one_of else None
+        self.opened = self._with_ends(mapped(walked, with_pattern)) if has_one_of else None
         self.by_the_letter: dict[str, Any] | None = mapped(walked, without_format) if has_one_of else None
 
     def refuse(self, message: str) -> NoReturn:
@@ -140,7 +144,7 @@ class CheckedSchema:
         if nesting > MAX_NESTING:
             raise _nested()
         if isinstance(schema, bool):
-            return schema
+            return {} if schema else False
         if not isinstance(schema, dict):
             self._refuse(_place(steps), f"is {_kind(schema)}, and must be a schema")
             return schema
@@ -201,6 +205,7 @@ class CheckedSchema:
             self._refuse(at, f"must be a number of at most {_MOST_EXACT}", key)
         else:
             self._bounds.append((key, value, at))
+            self._named.append(value)
         return value
 
     def _require_closed_zero(self) -> None:
@@ -220,6 +225,8 @@ class CheckedSchema:
             self._refuse(
                 at, "is enforced for whole numbers alone: of others, validators find quotients that differ", key
             )
+        else:
+            self._multiples.append(value)
         return value
 
     def _type(self, key: str, value: Any, at: str) -> Any:
@@ -252,6 +259,7 @@ class CheckedSchema:
             self._refuse(at, "has a control character, which an answer cannot have", key)
         if not all(map(_is_exact, parts)):
             self._refuse(at, f"has a number beyond {_MOST_EXACT}, or of more than {_MOST_DIGITS} digits", key)
+        self._named += (part for part in parts if isinstance(part, float))
         return value
 
     def _require_few_left(self, schema: Mapping[str, Any], place: str) -> None:
@@ -261,8 +269,11 @@ class CheckedSchema:
             why = "is enforced where at most one property more than `required` has is wanted"
             self._refuse(f"{place}/minProperties", why, "minProperties")
 
-    def _require_end(self) -> None:
-        if (place := endless(self.schema)) is not None:
+    def _with_ends(self, schema: dict[str, Any]) -> dict[str, Any]:
+        return with_ends(schema, self._multiples, self._named)
+
+    def _require_end(self, schema: dict[str, Any]) -> None:
+        if (place := endless(schema)) is not None:
             raise GrammarError(
                 "the JSON Schema never ends",
                 why=f"what meets {place} has to hold itself, without end",
