@@ -204,6 +204,17 @@ def test_the_result_of_a_call_goes_back(client: openai.OpenAI) -> None:
     assert before and after and after.prompt_tokens > before.prompt_tokens and more.choices[0].message.content
 
 
+@pytest.mark.parametrize("nothing", [{"arguments": ""}, {"arguments": "null"}, {"arguments": None}, {}], ids=str)
+def test_a_call_without_arguments_goes_back_as_one_with_none_in_it(server: Running, nothing: Any) -> None:
+    def num_tokens(arguments: dict[str, Any]) -> int:
+        said = {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "clock", **arguments}}]}
+        reply = server.post(PATH, {"messages": [*OWL, said, RESULT], "tools": OPENAI_TOOLS, "max_tokens": 1})
+        assert reply.status_code == 200, reply.text
+        return int(reply.json()["usage"]["prompt_tokens"])
+
+    assert num_tokens(nothing) == num_tokens({"arguments": "{}"})
+
+
 def test_an_answer_with_calls_goes_back_as_the_library_has_it(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {**GREEDY, "tools": OPENAI_TOOLS, "tool_choice": NAMED}
     plain: Any = client.chat.completions.create(**asked).choices[0].message

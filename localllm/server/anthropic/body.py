@@ -20,6 +20,7 @@ from localllm.server.fields import (
     MAX_STOPS,
     TEXT_ONLY,
     ArgumentsSchema,
+    CallObject,
     Count,
     IgnoredFlag,
     IgnoredText,
@@ -86,7 +87,7 @@ class ToolUseBlock(Body):
     type: Literal["tool_use"]
     id: Annotated[str, Field(min_length=1)]
     name: Annotated[str, Field(min_length=1)]
-    input: dict[str, Any]
+    input: CallObject = None
     cache_control: IgnoredTexts = None
     caller: Annotated[DirectCaller | None, Field(description="Without effect.")] = None
 

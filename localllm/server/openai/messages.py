@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from localllm.server.bodies import Body
-from localllm.server.fields import TEXT_ONLY, IgnoredCount, Nothing
+from localllm.server.fields import TEXT_ONLY, CallText, IgnoredCount, Nothing
 from localllm.server.openai.tools import FunctionType
 from localllm.server.tools.calling import OpenCalls, call_of
 
@@ -29,7 +29,7 @@ class TextPart(Body):
 
 class CalledFunction(Body):
     name: Annotated[str, Field(min_length=1)]
-    arguments: str
+    arguments: CallText = None
     parsed_arguments: Annotated[dict[str, Any] | None, Field(description="Without effect.")] = (
         None  # which openai's library adds to what it has parsed
     )

@@ -17,6 +17,7 @@ from localllm.server.endpoint import Call, Endpoint
 from localllm.server.failures import Failure
 from localllm.server.fields import (
     MAX_MESSAGES,
+    CallText,
     Count,
     IgnoredCount,
     IgnoredFlag,
@@ -83,7 +84,7 @@ class InputCall(Body):
     type: Literal["function_call"]
     call_id: Annotated[str, Field(min_length=1)]
     name: Annotated[str, Field(min_length=1)]
-    arguments: str
+    arguments: CallText = None
     parsed_arguments: Annotated[dict[str, Any] | None, Field(description="Without effect.")] = None
     id: IgnoredText = None
     status: IgnoredText = None

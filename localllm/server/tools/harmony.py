@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from localllm.server.tools.json_text import NAME, dumped, loaded
+from localllm.server.tools.json_text import NAME, arguments_of, dumped
 from localllm.server.tools.parts import Kind, Part
 
 CHANNEL, MESSAGE, END, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>"
@@ -112,9 +112,9 @@ class HarmonyReader:
         """Of the open message: what was held back."""
         if self._kind == "call" and not self._streams:
             text = "".join(self._arguments)
-            arguments = loaded(text or "{}")
-            if isinstance(arguments, dict) or is_cut:
-                told = dumped(arguments) if isinstance(arguments, dict) else text
+            arguments = arguments_of(text)
+            if arguments is not None or is_cut:
+                told = text if arguments is None else dumped(arguments)
                 parts += [("call", self._name), ("arguments", told)]
             else:
                 parts.append(("text", text))
