@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from localllm.engine.grammar.definition import defined
+from localllm.engine.grammar.schema import checked
 from localllm.engine.grammar.trial import CPU_S
 from localllm.engine.request import Grammar, GrammarKind
 from localllm.errors import GrammarError
@@ -126,7 +127,13 @@ REFUSED: list[tuple[GrammarKind, str, str]] = [
     ("json_schema", '{"maxlength": 3}', "'maxlength' is not supported, but 'maxLength' is (#/maxlength)"),
     ("json_schema", '{"uniqueitems": true}', "'uniqueitems' is not supported (#/uniqueitems)"),
     ("json_schema", '{"x-guidance": {"lenient": true}}', "'x-guidance' is not supported"),
-    ("json_schema", '{"format": "regex"}', "'format' 'regex' is not supported"),
+    ("json_schema", '{"nullable": "yes"}', "'nullable' is a text, and must be true or false (#/nullable)"),
+    ("json_schema", '{"$ref": "#/$defs/a", "$defs": {"a": {"not": {}}}}', "'not' is not supported (#/$defs/a/not)"),
+    (
+        "json_schema",
+        '{"$ref": "#/$defs/a/$defs/b", "$defs": {"a": {"$defs": {"b": {"if": {}}}}}}',
+        "'if' is not supported (#/$defs/a/$defs/b/if)",
+    ),
     ("json_schema", '{"minItems": -1}', "'minItems' must be a whole number"),
     ("json_schema", '{"minLength": 1000000000}', "'minLength' is more than 1000000"),
     ("json_schema", '{"multipleOf": 0.01}', "'multipleOf' is enforced for whole numbers alone"),
@@ -137,7 +144,9 @@ REFUSED: list[tuple[GrammarKind, str, str]] = [
         '{"allOf": [{"exclusiveMaximum": 0}, {"minimum": -0.5}]}',
         "'exclusiveMaximum' of 0 is not enforced",
     ),
-    ("json_schema", '{"pattern": "(?=a)b"}', "'pattern' at #/pattern"),
+    ("json_schema", '{"pattern": "(?=a)b"}', "'pattern' looks around (#/pattern)"),
+    ("json_schema", '{"pattern": "[(]a(?!x)"}', "'pattern' looks around (#/pattern)"),
+    ("json_schema", '{"pattern": "(a)\\\\1"}', "'pattern' refers back to a group (#/pattern)"),
     ("json_schema", '{"pattern": "[a-z&&[^b]]"}', "'pattern' has an operator in a class"),
     ("json_schema", '{"pattern": "a\\\\u0001b"}', "'pattern' wants a control character"),
     ("json_schema", '{"const": 1e300}', "'const' has a number beyond 9007199254740992"),
@@ -217,6 +226,29 @@ def test_what_explodes_is_refused_before_it_costs_a_second(kind: GrammarKind, as
 def test_what_a_schema_only_notes_is_no_part_of_the_grammar() -> None:
     noted = {"default": nested_list(130), "examples": [nested_list(90)], "title": "t", "x-of-mine": 1, "$comment": "c"}
     assert defined(json_schema({"type": "null", **noted})) == defined(json_schema({"type": "null"}))
+
+
+@pytest.mark.usefixtures("tried_here")
+def test_what_nothing_refers_to_is_no_part_of_the_grammar() -> None:
+    unused: dict[str, Any] = {
+        "a": {"not": {}},
+        "b": {"$ref": "#/$defs/c"},
+        "c": {"$ref": "#/$defs/b", "uniqueItems": True},
+        "d": {"$ref": "http://localhost/elsewhere"},
+        "e": 3,
+    }
+    used = {"type": "array", "items": {"$ref": "#/$defs/f/properties/g"}}
+    holder = {"properties": {"g": {"type": "null"}}, "definitions": {"h": {"propertyNames": {}}}}
+    whole = {**used, "$defs": {**unused, "f": holder}, "definitions": {"i": {"contains": {}}}}
+    assert checked(json.dumps(whole)).schema["$defs"].keys() == {"f", "any"}
+    defined(json_schema(whole))
+
+
+@pytest.mark.usefixtures("tried_here")
+@pytest.mark.parametrize("name", ["int32", "regex", "uri-reference", "phone", "a format of mine"])
+def test_a_format_that_is_not_known_says_nothing(name: str) -> None:
+    for schema in ({"type": "string", "maxLength": 3}, {"type": "integer"}, {}):
+        assert defined(json_schema({**schema, "format": name})) == defined(json_schema(schema))
 
 
 @pytest.mark.parametrize("source", ["(a+)+$", "(x+x+)+y", "(.*a){20}b", "(a|b)*a(a|b){40}"])

@@ -20,6 +20,7 @@ from localllm.engine.grammar.keywords import (
     ANNOTATIONS,
     BOUNDS,
     COUNTS,
+    DEFINITIONS,
     NAMED,
     ONE,
     SEVERAL,
@@ -42,7 +43,7 @@ _DRAFTS = re.compile(r"https?://json-schema\.org/(draft-0[467]|draft/2019-09|dra
 _TOLD = 8  # of what is refused
 _MOST_EXACT = 2**53  # llguidance has numbers as doubles: beyond it, and with more digits, it writes others
 _MOST_DIGITS = 15
-_ENFORCED = SUPPORTED | {"$schema"}  # by which the library knows the draft
+_ENFORCED = SUPPORTED - {"nullable"} | {"$schema"}  # by which the library knows the draft
 
 # What llguidance says of a keyword that it cannot enforce as it stands, and whose fault that is.
 _COMPLAINTS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -98,6 +99,7 @@ class CheckedSchema:
         self._refused: list[str] = []
         self._num_schemas = 0
         self._references = References(schema)
+        self._used = self._references.used()
         self._bounds: list[tuple[str, float, str]] = []  # keyword, value, place
         self._multiples: list[int] = []
         self._named: list[float] = []  # other numbers
@@ -150,7 +152,10 @@ class CheckedSchema:
             return schema
         self._require_few_left(schema, _place(steps))
         walked = {key: self._keyword(key, value, steps, nesting) for key, value in schema.items()}
-        return {key: value for key, value in walked.items() if key in _ENFORCED}
+        found = {key: value for key, value in walked.items() if key in _ENFORCED}
+        if found.get("format") not in FORMATS:
+            found.pop("format", None)
+        return _or_null(found) if schema.get("nullable") is True and not self._refused else found
 
     def _keyword(self, key: str, value: Any, steps: Steps, nesting: int) -> Any:
         at = _place((*steps, key))
@@ -168,6 +173,8 @@ class CheckedSchema:
             for pattern in value:
                 if why := why_not(pattern):
                     self._refuse(at, why, key)
+        if key in DEFINITIONS and isinstance(value, dict):
+            value = {name: each for name, each in value.items() if (*steps, key, name) in self._used}
         if key in NAMED and isinstance(value, dict):
             return {name: self._walked(each, (*steps, key, name), nesting + 2) for name, each in value.items()}
         if key in SEVERAL and isinstance(value, list):
@@ -240,10 +247,13 @@ class CheckedSchema:
     def _text(self, key: str, value: Any, at: str) -> Any:
         if not isinstance(value, str):
             self._refuse(at, f"is {_kind(value)}, and must be a text", key)
-        elif key == "format" and value not in FORMATS:
-            self._refuse(at, f"{value[:40]!r} is not supported; {', '.join(FORMATS)} are", key)
         elif key == "pattern" and (why := why_not(value)):
             self._refuse(at, why, key)
+        return value
+
+    def _flag(self, key: str, value: Any, at: str) -> Any:
+        if not isinstance(value, bool):
+            self._refuse(at, f"is {_kind(value)}, and must be true or false", key)
         return value
 
     def _names(self, key: str, value: Any, at: str) -> Any:
@@ -289,7 +299,23 @@ _CHECKS: dict[str, Callable[[CheckedSchema, str, Any, str], Any]] = {
     "multipleOf": CheckedSchema._multiple,
     "type": CheckedSchema._type,
     "required": CheckedSchema._names,
+    "nullable": CheckedSchema._flag,
 }
+
+
+def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """The same beside null, as OpenAPI's `nullable` means it, whatever else it asks for."""
+    outside = {key: value for key, value in schema.items() if key in ("$schema", *DEFINITIONS)}
+    rest = {key: value for key, value in schema.items() if key not in outside}
+    if not rest:
+        return schema
+    if not rest.keys().isdisjoint(("$ref", "allOf", "anyOf", "oneOf")):
+        return {**outside, "anyOf": [rest, {"type": "null"}]}
+    given = rest.get("type", [])
+    types = {"type": list(dict.fromkeys([*([given] if isinstance(given, str) else given), "null"]))} if given else {}
+    values = {"enum": [*rest["enum"], None]} if "enum" in rest else {}
+    const = {"enum": [rest.pop("const"), None]} if "const" in rest and not values else {}
+    return {**outside, **rest, **types, **values, **const}
 
 
 def _place(steps: Steps) -> str:

@@ -38,13 +38,14 @@ from localllm.server.openai.tools import (
     BY_FORMAT,
     Function,
     FunctionType,
+    Name,
     NamedSchema,
     ObjectFormat,
     TextFormat,
     schema_form,
 )
 from localllm.server.replying import EVENT_STREAM, collected, event, evicted_header, streamed, whole
-from localllm.server.structured import ANY_OBJECT, StructuredOutputs, grammar_of, one_grammar
+from localllm.server.structured import StructuredOutputs, grammar_of, one_grammar
 from localllm.server.tools.calling import MAX_TOOLS, OpenCalls, Toolset, call_of, toolset
 
 _STATELESS = "nothing is kept of a response; send what was said before as input"
@@ -123,6 +124,7 @@ class AllowedChoice(Body):
 
 class SchemaFormat(NamedSchema):
     type: Literal["json_schema"]
+    name: Name
 
 
 class TextOptions(Body):
@@ -282,10 +284,8 @@ def _tools(body: ResponsesBody) -> Toolset | None:
 
 def _form(body: ResponsesBody) -> Grammar | None:
     match body.text and body.text.format:
-        case SchemaFormat(schema_=schema):
+        case SchemaFormat(schema_=schema) | ObjectFormat(schema_=schema):
             return schema_form(schema)
-        case ObjectFormat():
-            return ANY_OBJECT
     return None
 
 
