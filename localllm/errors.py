@@ -138,6 +138,10 @@ class EngineGoneError(LocalLLMError):
     code = "engine-gone"
 
 
+class BusyError(LocalLLMError):
+    """This machine has too much else to do: it would go at another time."""
+
+
 class UnwrittenError(LocalLLMError):
     """Standard output took no more of an answer."""
 

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from localllm.errors import (
+    BusyError,
     ContextOverflowError,
     DoesNotFitError,
     EngineClosedError,
@@ -95,6 +96,8 @@ def failure_of(error: BaseException) -> Failure:
             return Failure(400, _sentence(error), "invalid_value")
         case EngineClosedError():
             return Failure(503, "the server is shutting down", "shutting_down")
+        case BusyError():
+            return Failure(503, _sentence(error), "overloaded", headers={"retry-after": str(RETRY_S)})
         case EngineGoneError():
             return Failure(503, _sentence(error), "engine_gone", headers={"retry-after": str(RETRY_S)})
         case DoesNotFitError():

@@ -77,7 +77,7 @@ def nulls(value: Any) -> set[str]:
 
 
 def test_what_there_is_nothing_of_is_left_out(server: Running) -> None:
-    """Some clients take a list or nothing, and no null. In the original these two are null until the answer has ended."""
+    """Some clients take a list or nothing, and no null; originally these two are null until an answer has ended."""
     replies = [server.post(PATH, RAW).json(), *server.events(PATH, {**RAW, "stream": True})]
     assert set().union(*map(nulls, replies)) == {"stop_reason", "stop_sequence"}
     assert replies[0]["content"][0].keys() == {"type", "text"}

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import resource
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from localllm.engine.grammar import definition, trial
+from localllm.engine.grammar.compiled import Grammars
 from localllm.engine.grammar.definition import defined
 from localllm.engine.grammar.schema import checked
 from localllm.engine.grammar.trial import CPU_S
 from localllm.engine.request import Grammar, GrammarKind
-from localllm.errors import GrammarError
+from localllm.engine.tokenizer import Tokenizer
+from localllm.errors import BusyError, GrammarError
+from localllm.hub.names import TINY_DIRECTORY
+from localllm.server.failures import failure_of
 from tests.structured.support import json_schema
 
 
@@ -220,6 +226,28 @@ def test_what_explodes_is_refused_before_it_costs_a_second(kind: GrammarKind, as
         defined(Grammar(kind, asked if isinstance(asked, str) else json.dumps(asked)))
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < CPU_S + 0.4
+
+
+def test_a_busy_machine_is_not_the_fault_of_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What gets no CPU in time is not refused, and may be asked for again."""
+    tokenizer = Tokenizer.load(TINY_DIRECTORY)
+    grammars, grammar = Grammars(tokenizer, {2}, tokenizer.vocab_size), Grammar("regex", "a")
+    with monkeypatch.context() as patched, pytest.raises(BusyError) as busy:
+        patched.setattr(definition, "_PATIENCE_S", 0.0)
+        grammars.check(grammar)
+    assert "this machine is busy" in busy.value.why and failure_of(busy.value).status == 503
+    grammars.check(grammar)
+
+
+def test_a_trial_that_somebody_else_ends_is_not_the_fault_of_a_grammar(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    killed = tmp_path / "killed.py"
+    killed.write_text("import os\nos.kill(os.getpid(), 9)\n")
+    monkeypatch.setattr(trial, "__file__", str(killed))
+    with pytest.raises(BusyError, match="could not be tried out") as busy:
+        defined(Grammar("regex", "a"))
+    assert "SIGKILL" in busy.value.why
 
 
 @pytest.mark.usefixtures("tried_here")
