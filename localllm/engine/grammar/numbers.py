@@ -6,11 +6,12 @@ to write an exponent.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from math import lcm
 from typing import Any
 
-from localllm.engine.grammar.keywords import TYPES, all_parts, mapped
+from localllm.engine.grammar.keywords import BOUNDS, TYPES, all_parts, mapped
 from localllm.engine.grammar.references import pointer
 
 # The largest of 16 digits that is a double, which llguidance has bounds as.
@@ -18,6 +19,7 @@ _MOST = 9_999_999_999_999_998
 # In units of the last digit behind the point: what llguidance counts multiples of several keywords with.
 _MOST_MULTIPLE = 2**32 - 1
 _ELSEWHERE = ("$ref", "allOf", "anyOf", "oneOf", "enum", "const")  # what is met is said there
+_OF_NUMBERS = {"type", "multipleOf", *BOUNDS}
 _HOLDS = ("properties", "patternProperties", "additionalProperties", "items", "prefixItems")
 
 
@@ -30,16 +32,28 @@ def with_ends(schema: dict[str, Any], multiples: Iterable[int], others: Iterable
     num_behind = len(str(_MOST_MULTIPLE // lcm(*multiples))) - 1  # the point
     is_coarse = num_behind > 0 and all(round(number, num_behind) == number for number in others)
     fraction = {"multipleOf": 10.0**-num_behind} if is_coarse else {}
+    parts = [part for _, part in all_parts(schema) if isinstance(part, Mapping)]
+    prefix = "_"
+    while any(name.startswith(prefix) for name in schema.get("$defs", ())):
+        prefix += "_"
     # Anything holds anything: met together, two of that would be looked at without end.
-    if any(_meets_others(part) for _, part in all_parts(schema) if isinstance(part, Mapping)):
-        return dict(mapped(schema, lambda part: _ended(part, fraction, {})))
-    name = "any"
-    while name in schema.get("$defs", ()):
-        name += "_"
-    anything = {"$ref": pointer(("$defs", name))}
-    found = mapped(schema, lambda part: _ended(part, fraction, anything))
-    of_anything = _ended({"type": sorted(TYPES - {"integer"})}, fraction, anything)
-    return {**found, "$defs": {**found.get("$defs", {}), name: of_anything}}
+    anything = {} if any(map(_meets_others, parts)) else {"$ref": pointer(("$defs", f"{prefix}any"))}
+    # A range of 16 digits takes a millisecond: one for all. Of a reference it is not known what it has in common.
+    is_shared = not any("oneOf" in part for part in parts)
+    names, shared = dict[str, str](), dict[str, dict[str, Any]]()
+
+    def ended(part: dict[str, Any]) -> dict[str, Any]:
+        found = _ended(part, fraction, anything)
+        if not is_shared or not found.keys() <= _OF_NUMBERS or found.keys() == {"type"}:
+            return found
+        name = names.setdefault(json.dumps(found, sort_keys=True), f"{prefix}{len(names)}")
+        shared[name] = found
+        return {"$ref": pointer(("$defs", name))}
+
+    found = mapped(schema, ended)
+    if anything:
+        shared[f"{prefix}any"] = _ended({"type": sorted(TYPES - {"integer"})}, fraction, anything)
+    return {**found, "$defs": {**found.get("$defs", {}), **shared}} if shared else dict(found)
 
 
 def _meets_others(part: Mapping[str, Any]) -> bool:
