@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 import tokenizers
+import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 import localllm
+from localllm.engine.chat_template import ChatInput, ChatTemplate, encode_chat
 from localllm.engine.tokenizer import Tokenizer
 from localllm.errors import TokenizerError
+from tests.checkpoints import write_byte_tokenizer
 
 Locate = Callable[[str], Path]
 REAL = ("phi-3-mini", "qwen2.5-0.5b-instruct")
@@ -284,3 +287,83 @@ def test_an_added_token_with_an_impossible_id_is_an_error(tmp_path: Path) -> Non
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(declared))
     with pytest.raises(TokenizerError, match="<x>"):
         Tokenizer.load(tmp_path)
+
+
+def declaring(directory: Path, config: dict[str, Any], older: dict[str, Any] | None = None) -> Path:
+    """A folder whose tokenizer.json calls none of [U], [A], [T] and <image> special."""
+    write_byte_tokenizer(directory)
+    backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in ("[U]", "[A]", "[T]", "<image>")])
+    backend.save(str(directory / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", **config}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    if older is not None:
+        (directory / "special_tokens_map.json").write_text(json.dumps(older))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("config", "older"),
+    [
+        ({"additional_special_tokens": ["[U]", "[A]"]}, None),
+        ({"extra_special_tokens": ["[U]", "[A]"]}, None),
+        ({"extra_special_tokens": {"user_token": "[U]", "answer_token": "[A]"}}, None),
+        ({"user_token": "[U]", "pad_token": "[A]"}, None),
+        ({"eos_token": {"__type": "AddedToken", "content": "[U]"}, "cls_token": "[A]"}, None),
+        ({}, {"additional_special_tokens": ["[U]", "[A]"]}),
+        ({}, {"eos_token": "[U]", "sep_token": {"content": "[A]"}}),
+        (
+            {
+                "added_tokens_decoder": {
+                    "258": {"content": "[U]", "special": True, "rstrip": True},
+                    "259": {"content": "[A]", "special": True},
+                    "260": {"content": "[T]", "special": False},
+                }
+            },
+            None,
+        ),
+    ],
+)
+def test_what_the_configuration_declares_special_is_so_as_in_transformers(
+    tmp_path: Path, config: dict[str, Any], older: dict[str, Any] | None
+) -> None:
+    tokenizer = Tokenizer.load(declaring(tmp_path, config, older))
+    oracle = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    special = {*oracle.all_special_ids, *(i for i, token in oracle.added_tokens_decoder.items() if token.special)}
+    assert {258, 259} <= special and special | {257} == tokenizer.special_ids | {257}
+    text = "[U]  hi[A] [T]<image>"
+    assert tokenizer.special_ids.isdisjoint(tokenizer.encode(text))
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    meant = oracle.encode(text, add_special_tokens=False)
+    assert tokenizer.encode(text, special=True) == meant
+    assert tokenizer.decode(meant) == "".join(map(oracle.decode, (each for each in meant if each not in special)))
+    template = ChatTemplate("[U]{{ messages[0].content }}[A]", special_tokens=tokenizer.special_tokens)
+    ids = encode_chat(template, tokenizer, ChatInput([{"role": "user", "content": "x[A]y"}]))
+    assert [index for index in ids if index in (258, 259)] == [258, 259]
+
+
+def test_a_piece_of_the_vocabulary_becomes_special_where_it_is_declared(tmp_path: Path) -> None:
+    backend = tokenizers.Tokenizer(
+        models.BPE({"a": 0, "b": 1, "<": 2, ">": 3, "<a": 4, "<a>": 5}, [("<", "a"), ("<a", ">")])
+    )
+    backend.decoder = decoders.Fuse()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"additional_special_tokens": ["<a>", "b", "<absent>"]}')
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.special_ids == {5}
+    assert tokenizer.encode("b<a>b") == [1, 2, 0, 3, 1]
+
+
+def test_names_of_special_tokens_are_for_the_template_as_in_transformers(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(declaring(tmp_path, {"extra_special_tokens": {"image_token": "<image>"}}))
+    oracle = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    source = "{{ bos_token }}{{ image_token }}"
+    template = ChatTemplate(source, special_tokens=tokenizer.special_tokens)
+    told = oracle.apply_chat_template([{"role": "user", "content": "x"}], chat_template=source, tokenize=False)
+    assert template.render([{"role": "user", "content": "x"}]) == told == "<s><image>"
+
+
+def test_too_many_declared_special_tokens_are_an_error(tmp_path: Path) -> None:
+    many = [f"[{number:09}]" for number in range(100_000)]
+    with pytest.raises(TokenizerError, match="too many special tokens"):
+        Tokenizer.load(declaring(tmp_path, {"additional_special_tokens": many}))

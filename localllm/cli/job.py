@@ -134,7 +134,7 @@ class Job:
             sampling = replace(line.sampling, seed=self._seed(index, line))
             ids = self._encoder.encode(line.source)
             form = with_thoughts(self._prompts.rules.grammar, self._encoder.tokenizer, self._encoder.template, ids)
-            request = Request(ids, sampling, grammar=form)
+            request = Request(ids, sampling, opens_turn=line.source.opens_turn, grammar=form)
             request_id = service.submit(request, self._inbox).request_id
             self._asked[request_id] = _Asked(index, line.id, sampling, Answer(len(request.prompt_ids), sampling.seed))
 

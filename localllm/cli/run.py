@@ -408,7 +408,8 @@ def _request(
             is_whole = len(messages) == len(chat.messages)
             return ids if is_whole else encoder.encode(Source(chat=replace(chat, messages=messages)))
 
-        return Conversation(chat.messages, encode, policy, "--overflow").request(engine, sampling)
+        conversation = Conversation(chat.messages, encode, policy, "--overflow", opens_turn=chat.opens_turn)
+        return conversation.request(engine, sampling)
     request = Request(ids, sampling, explains_miss=True, grows=policy == "grow")
     try:
         engine.check(request)

@@ -24,6 +24,11 @@ class Source:
     raw: str | None = None
     chat: ChatInput | None = None
 
+    @property
+    def opens_turn(self) -> bool:
+        """As `Request` has it."""
+        return self.chat is not None and self.chat.opens_turn
+
     def render(self, directory: Path) -> str:
         """The prompt as the model in `directory` is given it, special tokens written out. Raises TemplateError."""
         if self.chat is None:

@@ -47,6 +47,11 @@ class ChatInput:
     add_generation_prompt: bool | None = True
     variables: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def opens_turn(self) -> bool:
+        """Whether a prompt for generation ends where the assistant begins to speak."""
+        return self.add_generation_prompt is not False
+
     def __post_init__(self) -> None:
         for name in ("messages", "tools", "add_generation_prompt"):
             if name in self.variables:
@@ -201,8 +206,7 @@ def encode_chat(template: ChatTemplate, tokenizer: Tokenizer, chat: ChatInput) -
     said = {char for text in _strings([messages, tools, variables]) for char in set(text)}
     marks, marked = template.with_marks(tokenizer.special_texts, said)
     roles = {name: marks.mark(variables[name]) for name in SPECIAL_ROLES if isinstance(variables.get(name), str)}
-    generation = chat.add_generation_prompt is not False
-    text = marked.render(messages, tools=tools, add_generation_prompt=generation, **{**variables, **roles})
+    text = marked.render(messages, tools=tools, add_generation_prompt=chat.opens_turn, **{**variables, **roles})
     ids = tokenizer.with_bos(tokenizer.encode_pieces(marks.pieces(text)))
     bos = tokenizer.bos_token_id
     while bos is not None and ids[:2] == [bos, bos]:

@@ -19,10 +19,15 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, template: Callable[[], C
     """The ids of a prompt: a text, with the BOS token where the model wants one; ids; or chat messages."""
     if isinstance(prompt, str):
         return tokenizer.encode(prompt, special=True, bos=True)
-    if all(isinstance(item, int) for item in prompt):
+    if not is_chat(prompt):
         return [item for item in prompt if isinstance(item, int)]
     messages = [item for item in prompt if not isinstance(item, int)]
     return encode_chat(template(), tokenizer, ChatInput(messages))
+
+
+def is_chat(prompt: Prompt) -> bool:
+    """Whether it is chat messages: the answer is then a turn of its own."""
+    return not isinstance(prompt, str) and not all(isinstance(item, int) for item in prompt)
 
 
 def require_fit(request: Request, ctx: int, config: ModelConfig, flags_for: Callable[[int], str]) -> None:

@@ -22,7 +22,7 @@ from localllm.cache.kv_format import choose_format
 from localllm.cache.prefix import PrefixCache
 from localllm.engine.beam_search import BeamSearch, Ends, require_room
 from localllm.engine.chat_template import ChatTemplate
-from localllm.engine.checking import Prompt, encode_prompt, require_fit
+from localllm.engine.checking import Prompt, encode_prompt, is_chat, require_fit
 from localllm.engine.detokenizer import Detokenizer
 from localllm.engine.draft_loading import DraftModel
 from localllm.engine.drawing import Outcome, Scheduled, compute, num_rows
@@ -215,7 +215,8 @@ class Engine:
         Several iterators may be read in turn; their requests run as one batch. Who calls `submit` and `step` himself
         does not use this beside them. A request that cannot run raises with the first event that is asked for.
         """
-        request = Request(tuple(self.encode(prompt)), sampling or SamplingParams(), grammar=grammar)
+        ids = tuple(self.encode(prompt))
+        request = Request(ids, sampling or SamplingParams(), opens_turn=is_chat(prompt), grammar=grammar)
         request_id = self.submit(request)
         inbox = self._inboxes[request_id] = deque[Event]()
         try:
@@ -254,15 +255,17 @@ class Engine:
     def submit(self, request: Request) -> int:
         """Queue a request; its id marks its events. Raises as `check` before anything runs."""
         self.check(request)
-        sampling = request.sampling
+        sampling, detokenizer = request.sampling, self._detokenizer(request)
         sequence = Sequence(
             next(self._request_ids),
             request,
             seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
             ctx=self.ctx,
-            detokenizer=Detokenizer(self.tokenizer, request.shown_ids),
+            detokenizer=detokenizer,
             breaker_ids=breaker_ids(sampling, self.tokenizer.encode),
-            constraint=None if request.grammar is None else self.grammars.constraint(request.grammar),
+            constraint=None
+            if request.grammar is None
+            else self.grammars.constraint(request.grammar, detokenizer.leading_spaces),
         )
         if request.beams > 1:
             ends = Ends(self.eos_ids, self.config.rope_switch_length, self.tokenizer.token_text)
@@ -280,7 +283,11 @@ class Engine:
         require_room(request, self.ctx, self.scheduler.limits)
         if request.grammar is not None:
             require_grammar_alone(request)
-            self.grammars.check(request.grammar)
+            self.grammars.check(request.grammar, self._detokenizer(request).leading_spaces)
+
+    def _detokenizer(self, request: Request) -> Detokenizer:
+        behind = () if request.opens_turn else request.prompt_ids
+        return Detokenizer(self.tokenizer, request.shown_ids, behind)
 
     @property
     def current_plan(self) -> Plan | None:

@@ -3,8 +3,9 @@
 Owns which tokens are special, what a byte of a token is, and whether a BOS belongs in front. Knows nothing about chat
 templates, models or sampling.
 
-A token is special if its file flags it so, if tokenizer_config.json gives it a role (bos, eos, ...), or if it has the
-shape of a control token (`<|...|>`, `<s>`): some files forget the flag, and a forgotten flag is a forged role.
+A token is special if its file flags it so, if tokenizer_config.json does, or gives it a role (bos, eos, ...) or a place
+among the additional ones, or if it has the shape of a control token (`<|...|>`, `<s>`): some files forget the flag, and
+a forgotten flag is a forged role. A single character is none but by its flag: everybody types it.
 Other added tokens (`<think>`, `<tool_call>`) are ordinary vocabulary.
 """
 
@@ -22,14 +23,21 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from localllm.engine.tokenizer_files import TokenizerFiles, byte_level_bpe, library_errors, special_roles
-from localllm.engine.tokenizer_limits import MAX_VOCAB
+from localllm.engine.tokenizer_files import (
+    TokenizerFiles,
+    byte_level_bpe,
+    declared_special,
+    library_errors,
+    special_roles,
+)
+from localllm.engine.tokenizer_limits import MAX_ADDED_BYTES, MAX_VOCAB
 from localllm.errors import FETCH_ANEW, TokenizerError
 
 _LONG_TEXT = 1 << 16  # characters, some 20 ms; for these the library lets other threads run
 _CONTROL_SHAPE = re.compile(r"<\|.*\|>|<｜.*｜>|</?s>", re.DOTALL)
 # What the library's regular expressions call white space: Python's \s has four control characters more.
 _WHITE_SPACE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
+_FLAGS = ("single_word", "lstrip", "rstrip")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -71,7 +79,11 @@ class Tokenizer:
         backend.no_padding()
         self.vocab_size = highest + 1
         self.special_tokens = {role: valid_unicode(text) for role, text in special_roles(config).items()}
-        _mark_special(backend, set(self.special_tokens.values()))
+        declared = {valid_unicode(text): flags for text, flags in declared_special(config).items() if len(text) > 1}
+        if (size := sum(map(len, declared))) > MAX_ADDED_BYTES:
+            why = f"{size} characters together; at most {MAX_ADDED_BYTES}"
+            raise TokenizerError(f"{origin}: too many special tokens are declared", why=why, fix=FETCH_ANEW)
+        _mark_special(backend, declared)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         self._added = {index: token.content for index, token in added.items()}
@@ -236,26 +248,19 @@ class Tokenizer:
         return token.encode() if self._bytes is None else self._bytes.read(token)
 
 
-def _mark_special(backend: tokenizers.Tokenizer, named: set[str]) -> None:
-    """Flag what is special, and match it in the raw text only: no normalizer may turn a user's text into one."""
-    renewed = [
-        AddedToken(
-            token.content,
-            single_word=token.single_word,
-            lstrip=token.lstrip,
-            rstrip=token.rstrip,
-            normalized=False,
-            special=True,
-        )
-        for _, token in sorted(backend.get_added_tokens_decoder().items())
-        if token.special or token.content in named or _CONTROL_SHAPE.fullmatch(token.content)
-    ]
-    declared = {token.content for token in renewed}
-    renewed += [
-        AddedToken(text, normalized=False, special=True)
-        for text in sorted(named - declared)
-        if backend.token_to_id(text) is not None
-    ]
+def _mark_special(backend: tokenizers.Tokenizer, declared: Mapping[str, Mapping[str, Any]]) -> None:
+    """Flag what is special, and match it in the raw text only: no normalizer may turn a user's text into one.
+
+    declared: text -> flags, which go before those of the backend where there are any.
+    """
+    added = {token.content: token for _, token in sorted(backend.get_added_tokens_decoder().items())}
+    special = [text for text, token in added.items() if token.special or _CONTROL_SHAPE.fullmatch(text)]
+    special += [text for text in declared if text in added or backend.token_to_id(text) is not None]
+    renewed = []
+    for text in dict.fromkeys(special):
+        token, own = added.get(text), declared.get(text)
+        flags = {name: own.get(name) is True if own else getattr(token, name, False) for name in _FLAGS}
+        renewed.append(AddedToken(text, **flags, normalized=False, special=True))
     backend.add_special_tokens(renewed)
 
 

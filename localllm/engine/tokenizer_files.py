@@ -31,6 +31,8 @@ from localllm.models.strict_json import JsonLimits, parse_json_object, read_boun
 
 SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
+_EXTRAS = ("additional_special_tokens", "extra_special_tokens")
+
 _TOKEN_ID = re.compile(r"[0-9]{1,9}")
 
 # Qwen2's and Qwen3's words: digits one by one, at most one other character in front of letters.
@@ -164,14 +166,35 @@ def byte_level_bpe(files: TokenizerFiles, config: Mapping[str, Any]) -> tokenize
 
 
 def special_roles(config: Mapping[str, Any]) -> dict[str, str]:
-    """Role -> text of the special tokens that tokenizer_config.json names."""
-    roles: dict[str, str] = {}
-    for role in SPECIAL_ROLES:
-        token = config.get(role)
-        text = token.get("content") if isinstance(token, dict) else token
-        if isinstance(text, str) and text:
-            roles[role] = text
-    return roles
+    """Role -> text of the special tokens that tokenizer_config.json names, those with roles of their own included."""
+    named = {name: token for name, token in config.items() if name.endswith("_token")} | _named_extras(config)
+    return {name: text for name, token in named.items() if (text := _text_of(token))}
+
+
+def declared_special(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Text -> flags of every token that tokenizer_config.json declares special, whatever tokenizer.json says of it; no
+    flags where it has none of its own."""
+    found: dict[str, Mapping[str, Any]] = dict.fromkeys(special_roles(config).values(), {})
+    for key in _EXTRAS:
+        extras = config.get(key)
+        found |= {text: {} for token in (extras if isinstance(extras, list) else ()) if (text := _text_of(token))}
+    decoder = config.get("added_tokens_decoder")
+    for entry in decoder.values() if isinstance(decoder, dict) else ():
+        text = _text_of(entry)
+        if isinstance(entry, dict) and text and (entry.get("special") is True or text in found):
+            found[text] = entry
+    return found
+
+
+def _named_extras(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """{"image_token": "<image>"}: as the newer form of tokenizer_config.json has it."""
+    extras = config.get("extra_special_tokens")
+    return extras if isinstance(extras, dict) else {}
+
+
+def _text_of(token: object) -> str:
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else ""
 
 
 def _require_vocabulary(files: TokenizerFiles) -> None:

@@ -130,7 +130,13 @@ class Talk:
             return [*self.encode(messages), *tail]
 
         conversation = Conversation(
-            dialogue.messages, encode, self.policy, _SWITCH, dialogue.num_out, looks=dialogue.has_room
+            dialogue.messages,
+            encode,
+            self.policy,
+            _SWITCH,
+            dialogue.num_out,
+            looks=dialogue.has_room,
+            opens_turn=not said,
         )
         request, fitted = conversation.request(self.engine, sampling)
         dialogue.leave(fitted.floor)

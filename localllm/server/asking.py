@@ -96,6 +96,7 @@ def prepare(ask: Ask, engine: LoadedEngine) -> Asked:
     first = Request(
         ids,
         sampling,
+        opens_turn=isinstance(ask.prompt, ChatInput) and ask.prompt.opens_turn and not ask.said,
         grammar=ask.grammar,
         priority=ask.priority,
         pooling=ask.pooling,
@@ -107,6 +108,8 @@ def prepare(ask: Ask, engine: LoadedEngine) -> Asked:
     )
     try:
         if manner is not None:
+            if ask.said and not is_thinking:
+                manner = replace(manner, splits=False)  # no thought comes: all of it is the rest of what was said
             may_still_think = is_thinking or not (ask.effort == "none" or has_thought(engine.tokenizer, ids))
             grammar = manner.grammar(ask.grammar, ask.grammar_field, is_thinking=is_thinking, may_think=may_still_think)
             first = replace(first, grammar=grammar, shown_ids=manner.shown_ids)

@@ -233,6 +233,7 @@ async def test_an_answer_is_continued_where_it_ends() -> None:
         await until(pilot, lambda: texts(app)[-1][1] == "It was a fox." and not app.chat.is_answering)
         assert len(texts(app)) == 2
         assert "".join(map(chr, service.requests[-1].prompt_ids)).endswith("<assistant>It was a")
+        assert [request.opens_turn for request in service.requests] == [True, False]
         service.answers.append("")
         await pilot.press("f6")
         await until(pilot, lambda: "nothing was added" in shown(app))
