@@ -138,6 +138,10 @@ class EngineGoneError(LocalLLMError):
     code = "engine-gone"
 
 
+class EngineStuckError(EngineGoneError):
+    """The process of the engine is there, and does not move on or does not answer."""
+
+
 class UnwrittenError(LocalLLMError):
     """Standard output took no more of an answer."""
 

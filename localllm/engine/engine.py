@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
+from collections.abc import Set as SetOf
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -118,6 +119,7 @@ class Engine:
         self.grammars = Grammars(tokenizer, self.eos_ids, model.config.vocab_size, looks_ahead=looks_ahead)
         self._request_ids = itertools.count()
         self._aborted: set[int] = set()
+        self.moved: Callable[[], None] = lambda: None  # hears of every block
         self._inboxes: dict[int, deque[Event]] = {}
         # Guards what arrives and the aborted set: to abort what has not been taken in yet is heard all the same.
         self._lock = threading.Lock()
@@ -365,11 +367,7 @@ class Engine:
         """Of one forward, with the guesses that it is worth."""
         for sequence, _ in scheduled:
             sequence.clock.prefill_started = sequence.clock.prefill_started or time.perf_counter()
-        ids = {sequence.request_id for sequence, _ in scheduled}
-
-        def is_aborted() -> bool:
-            return not ids.isdisjoint(self._aborted)
-
+        is_aborted = self._asked_of({sequence.request_id for sequence, _ in scheduled})
         before, started = dataclasses.replace(self.model.stream.clock), time.perf_counter()
         try:
             scheduled = self.speculation.drafted(scheduled, is_aborted)
@@ -407,7 +405,7 @@ class Engine:
         tell(PrefillEvent(long.request_id, 0, long.num_prompt_tokens))
         try:
             switch = self._kv_probe.run(
-                self.residency, long.token_ids, plan, cancelled=lambda: long.request_id in self._aborted
+                self.residency, long.token_ids, plan, cancelled=self._asked_of({long.request_id})
             )
             if switch is not None:
                 self._use_kv_format(switch)
@@ -451,7 +449,16 @@ class Engine:
         return [] if grown is None else [grown.event]
 
     def _admit(self, sequence: Sequence) -> None:
-        self.kv_supply.admit(sequence, lambda: sequence.request_id in self._aborted)
+        self.kv_supply.admit(sequence, self._asked_of({sequence.request_id}))
+
+    def _asked_of(self, ids: SetOf[int]) -> Callable[[], bool]:
+        """Whether one of these requests was aborted: what is asked between blocks, when it is known that they come."""
+
+        def is_aborted() -> bool:
+            self.moved()
+            return not ids.isdisjoint(self._aborted)
+
+        return is_aborted
 
     def _take(self, sequence: Sequence, chunk: Chunk, outcome: Outcome) -> Iterator[Event]:
         """Tell how far a prompt has come; draw tokens where the chunk reached the sequence's end."""

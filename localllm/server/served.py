@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from localllm.errors import BugError, EngineClosedError, EngineGoneError, GrammarError, LocalLLMError
+from localllm.frontend.engine_process import EngineProcess
 from localllm.frontend.selection import Selection, told_of
 from localllm.registry import BUILT_IN
 from localllm.server.answering import Answers
@@ -103,6 +104,11 @@ class Served:
     @property
     def is_loading(self) -> bool:
         return self.service is not None and not self.service.is_settled
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether its engine has not moved on for long though somebody waits for it."""
+        return isinstance(self.service, EngineProcess) and self.service.is_doubtful
 
     @property
     def engine_if_loaded(self) -> LoadedEngine | None:

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 from localllm.engine.engine import Engine
 from localllm.engine.facts import EngineStatus
 from localllm.engine.request import SamplingParams
+from localllm.engine.watchdog import Patience, Watchdog
 from localllm.errors import DoesNotFitError, EngineGoneError
 from localllm.frontend.engine_process import Caps, EngineProcess, Foreseen
 from localllm.server import pool as pools
@@ -281,6 +283,80 @@ def test_who_waits_for_a_model_that_is_unloaded_as_soon_as_it_is_loaded_has_it_l
     said(processes, "other")  # in whose place the first one comes
     monkeypatch.setattr(processes.pool, "load", loaded_for_a_moment)
     assert said(processes, "tiny") == texts["tiny"] and unloaded == ["tiny"]
+
+
+@pytest.mark.parametrize("phase", ["before anything was said", "in mid answer"])
+def test_an_engine_that_does_not_move_is_ended_and_who_waits_is_told(
+    processes: Running, texts: dict[str, str], phase: str
+) -> None:
+    said(processes, "tiny")
+    stopped = process_of(processes, "tiny")
+    assert stopped.pid is not None
+    with ThreadPoolExecutor() as threads:
+        if phase == "in mid answer":
+            with processes.client.stream("POST", "/v1/completions", json={**ENDLESS, "model": "tiny"}) as stream:
+                lines = stream.iter_lines()
+                next(lines)
+                hold(stopped)
+                told = "".join(lines)
+            assert "does not move on" in told and "[DONE]" not in told
+        else:
+            hold(stopped)
+            waiting = threads.submit(processes.post, "/v1/completions", {**TEXT, "model": "tiny"})
+            wait_for(lambda: processes.get("/health").status_code == 503 or waiting.done())
+            assert not waiting.done()
+            refused = waiting.result(60)
+            assert refused.status_code == 503 and "retry-after" in refused.headers
+            assert "neither computed nor read" in refused.json()["error"]["message"]
+    assert said(processes, "tiny") == texts["tiny"] and processes.get("/health").status_code == 200
+    assert process_of(processes, "tiny").pid != stopped.pid and not psutil.pid_exists(stopped.pid)
+
+
+def hold(process: EngineProcess) -> None:
+    """It does not move any more, and is soon found out."""
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    process.patience = Patience(still_s=2.0)
+
+
+def test_an_engine_that_does_not_move_while_it_loads_is_ended_and_the_model_loaded_anew(
+    processes: Running, texts: dict[str, str]
+) -> None:
+    said(processes, "tiny")
+    served = processes.pool.known("other")
+    assert served is not None
+    with ThreadPoolExecutor() as threads:
+        asked = threads.submit(said, processes, "other")
+        wait_for(lambda: isinstance(served.service, EngineProcess) and served.service.pid is not None)
+        hold(process_of(processes, "other"))
+        assert asked.result(60) == texts["other"]
+
+
+def test_an_engine_that_is_stopped_keeps_no_other_request_waiting(other: Path, texts: dict[str, str]) -> None:
+    with running(in_processes=True, also=[other]) as server, ThreadPoolExecutor() as threads:
+        said(server, "other")
+        stopped = process_of(server, "tiny")
+        assert stopped.pid is not None
+        os.kill(stopped.pid, signal.SIGSTOP)
+        # More than its socket takes: whoever says it must not wait for the engine.
+        many = [threads.submit(server.post, "/v1/completions", {"prompt": [4000] * 900, "n": 8}) for _ in range(6)]
+        wait_for(lambda: server.served.num_open == 48)
+        assert said(server, "other") == texts["other"]
+        stopped.patience = Patience(still_s=1.0)
+        assert {each.result(60).status_code for each in many} == {503}
+
+
+def test_an_engine_that_computes_without_end_is_ended_and_one_that_comes_from_block_to_block_is_not() -> None:
+    convicted, efforts = list[str](), iter(range(1 << 30))
+    watchdog = Watchdog(lambda: os.getpid(), lambda: True, convicted.append, Patience(still_s=0.05, hung_s=0.3))
+    watchdog._effort = lambda: (float(next(efforts)), 0)  # type: ignore[method-assign]
+    for _ in range(200):
+        watchdog.heard()
+        time.sleep(0.002)
+    assert not convicted
+    watchdog.begin()
+    wait_for(lambda: bool(convicted))
+    assert "without coming to the end of a block" in convicted[0]
 
 
 def test_a_model_is_unloaded_behind_the_request_that_says_so(other: Path) -> None:
