@@ -98,6 +98,10 @@ class CheckpointError(LocalLLMError):
     code = "checkpoint"
 
 
+class ModelChangedError(CheckpointError):
+    """The files of a model are being written anew, or have been since it was loaded."""
+
+
 class UnsupportedModelError(LocalLLMError):
     """A well-formed model that this version cannot run."""
 

@@ -28,7 +28,7 @@ TEMPLATE = (
 )
 
 
-def write_checkpoint(directory: Path, *, hidden: int = 64, layers: int = 2, context: int = 512) -> Path:
+def write_checkpoint(directory: Path, *, hidden: int = 64, layers: int = 2, context: int = 512, seed: int = 0) -> Path:
     """A Llama of random weights that says anything but the end of its answer: it has no EOS."""
     directory.mkdir(parents=True, exist_ok=True)
     vocab_size = _write_tokenizer(directory)
@@ -51,7 +51,7 @@ def write_checkpoint(directory: Path, *, hidden: int = 64, layers: int = 2, cont
         "torch_dtype": "bfloat16",
     }
     (directory / "config.json").write_text(json.dumps(config))
-    save_file(_weights(config), directory / "model.safetensors")
+    save_file(_weights(config, seed), directory / "model.safetensors")
     return directory
 
 
@@ -71,10 +71,10 @@ def _write_tokenizer(directory: Path) -> int:
     return int(tokenizer.get_vocab_size())
 
 
-def _weights(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _weights(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
     hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     kv = config["num_key_value_heads"] * config["head_dim"]
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
         return (torch.randn(rows, columns, generator=generator) * 0.05).to(torch.bfloat16)

@@ -13,17 +13,24 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from localllm.engine import wire
 from localllm.engine.chat_template import ChatTemplate
-from localllm.engine.checking import encode_prompt, require_fit
+from localllm.engine.checking import encode_prompt, require_fit, require_unchanged
 from localllm.engine.events import Event, FinishedEvent, GrownEvent
 from localllm.engine.facts import EngineFacts, EngineStatus, Recipient, Service
 from localllm.engine.request import Request
 from localllm.engine.tokenizer import Tokenizer
 from localllm.engine.watchdog import Patience, Watchdog
-from localllm.errors import EngineClosedError, EngineGoneError, EngineStuckError, LocalLLMError, TemplateError
+from localllm.errors import (
+    EngineClosedError,
+    EngineGoneError,
+    EngineStuckError,
+    LocalLLMError,
+    ModelChangedError,
+    TemplateError,
+)
 from localllm.models.config import ModelConfig
 from localllm.models.families import load_config
 
@@ -32,6 +39,7 @@ _LOOK_S = 5.0  # for one that nothing has to be computed for
 _AT_ONCE = getattr(socket, "MSG_DONTWAIT", 0)
 _LOOKS = frozenset({"facts", "status"})
 Call = Callable[[str, Any], Any]
+T = TypeVar("T")
 
 
 class AttachedEngine:
@@ -44,15 +52,32 @@ class AttachedEngine:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        return Tokenizer.load(self._directory)
+        return self._read(Tokenizer.load)
 
     @cached_property
     def config(self) -> ModelConfig:
-        return load_config(self._directory)
+        return self._read(load_config)
 
     @cached_property
     def _template(self) -> ChatTemplate | TemplateError:
-        return ChatTemplate.load_or_why_not(self._directory, self.tokenizer)
+        tokenizer = self.tokenizer
+        return self._read(lambda directory: ChatTemplate.load_or_why_not(directory, tokenizer))
+
+    def _read(self, read: Callable[[Path], T]) -> T:
+        """From the files that the engine over there was loaded from. Raises ModelChangedError where they are others
+        now."""
+        try:
+            return read(self._directory)
+        finally:
+            self.require_unchanged()
+
+    def require_unchanged(self) -> None:
+        """Raises ModelChangedError, and ModelNotFoundError where the files are gone."""
+        require_unchanged(self._directory, self.contents)
+
+    @property
+    def contents(self) -> str:
+        return self._facts.contents
 
     @property
     def template(self) -> ChatTemplate:
@@ -106,8 +131,9 @@ class AttachedEngine:
         return status
 
     def go_on_as(self, other: AttachedEngine) -> None:
-        """The same model has been loaded anew."""
-        self._facts, self._call = other._facts, other._call
+        """The same model has been loaded anew, which may have changed meanwhile."""
+        vars(self).clear()
+        vars(self).update(vars(other))
 
     def grown(self, ctx: int) -> None:
         """The context has become longer."""
@@ -460,19 +486,32 @@ class RevivingService:
         return self._current.is_settled
 
     def submit(self, request: Request, recipient: Recipient | None = None) -> AttachedStream:
-        """Raises as `AttachedService.submit`."""
+        """Raises as `AttachedService.submit`; ModelChangedError where the request was made for what the model was."""
+        contents = "" if self._engine is None else self._engine.contents
         current = self._renewed()
-        self.wait_loaded()
+        engine = self.wait_loaded()
+        if contents and engine is not None and engine.contents != contents:
+            why = "it was written anew, and is loaded anew now"
+            raise ModelChangedError("the model has changed since the question was asked", why=why, fix="ask again")
         return current.submit(request, recipient)
 
     def _renewed(self) -> Mortal:
-        """The service that there is, or another in the place of one that has ended."""
+        """The service that there is, or another in the place of one that has ended, or whose files are others now."""
         with self._lock:
-            if self._current.has_ended and not self._is_closed:
+            if (self._current.has_ended or self._has_changed()) and not self._is_closed:
                 self._is_renewed = True
                 self._current.close()
                 self._current = self._again()
             return self._current
+
+    def _has_changed(self) -> bool:
+        """Raises ModelNotFoundError."""
+        try:
+            if self._engine is not None:
+                self._engine.require_unchanged()
+        except ModelChangedError:
+            return True
+        return False
 
     def wait_ended(self) -> BaseException | None:
         return self._current.wait_ended()

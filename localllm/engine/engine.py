@@ -23,7 +23,7 @@ from localllm.cache.kv_format import choose_format
 from localllm.cache.prefix import PrefixCache
 from localllm.engine.beam_search import BeamSearch, Ends, require_room
 from localllm.engine.chat_template import ChatTemplate
-from localllm.engine.checking import Prompt, encode_prompt, require_fit
+from localllm.engine.checking import Prompt, encode_prompt, require_fit, require_unchanged
 from localllm.engine.detokenizer import Detokenizer
 from localllm.engine.draft_loading import DraftModel
 from localllm.engine.drawing import Outcome, Scheduled, compute, num_rows
@@ -93,6 +93,7 @@ class Engine:
         self._template = template
         self.ctx = ctx
         self.load_s = 0.0
+        self.contents = ""
         self.plan = plan
         self.flags_for = flags_for
         self._held = held or ExitStack()
@@ -157,13 +158,14 @@ class Engine:
         changes what the model says, see `engine.kv_probe`; a job's format stays what it began with. speculate: who
         guesses tokens ahead, which changes the speed and no token.
 
-        Raises ModelNotFoundError, CheckpointError, UnsupportedModelError, DoesNotFitError, UsageError; LocalLLMError
-        where a packed model cannot be written.
+        Raises ModelNotFoundError, CheckpointError, ModelChangedError where the files are written meanwhile,
+        UnsupportedModelError, DoesNotFitError, UsageError; LocalLLMError where a packed model cannot be written.
         """
         started, watcher = time.perf_counter(), watcher or Watcher()
         if threads is not None:
             use_threads(threads)
         files = model if isinstance(model, hub.ModelFiles) else hub.locate(str(model))
+        contents = hub.contents(files.directory)
         config = load_config(files.directory)
         tokenizer = Tokenizer.load(files.directory)
         on, of = choose_device(device), choose_dtype(weights if dtype == "auto" and weights in DTYPES else dtype)
@@ -193,11 +195,12 @@ class Engine:
             note=watcher.noting,
         )
         try:
+            require_unchanged(files.directory, contents)
             engine.residency.warm_up(() if kv_probe is None else kv_probe.formats, watcher.measuring)
         except BaseException:  # nobody has the engine yet who would close it
             engine.close()
             raise
-        engine.load_s = time.perf_counter() - started
+        engine.load_s, engine.contents = time.perf_counter() - started, contents
         return engine
 
     def close(self) -> None:

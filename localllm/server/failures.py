@@ -16,6 +16,7 @@ from localllm.errors import (
     EngineGoneError,
     GrammarError,
     LocalLLMError,
+    ModelChangedError,
     ModelNotFoundError,
     TemplateError,
     TokenizerError,
@@ -97,6 +98,8 @@ def failure_of(error: BaseException) -> Failure:
             return Failure(503, "the server is shutting down", "shutting_down")
         case EngineGoneError():
             return Failure(503, _sentence(error), "engine_gone", headers={"retry-after": str(RETRY_S)})
+        case ModelChangedError():
+            return Failure(503, _sentence(error), "model_changed", headers={"retry-after": str(RETRY_S)})
         case DoesNotFitError():
             return Failure(503, _sentence(error), "does_not_fit", headers=_NO_RETRY)
         case LocalLLMError():

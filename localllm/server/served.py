@@ -9,7 +9,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from localllm.errors import BugError, EngineClosedError, EngineGoneError, GrammarError, LocalLLMError
+from localllm.errors import (
+    BugError,
+    EngineClosedError,
+    EngineGoneError,
+    GrammarError,
+    LocalLLMError,
+    ModelChangedError,
+    ModelNotFoundError,
+)
 from localllm.frontend.engine_process import EngineProcess
 from localllm.frontend.selection import Selection, told_of
 from localllm.registry import BUILT_IN
@@ -22,6 +30,7 @@ from localllm.server.trials import Trials
 if TYPE_CHECKING:
     from localllm.engine.facts import LoadedEngine, Service
     from localllm.engine.request import Pooling, Request, SamplingParams
+    from localllm.hub import ModelFiles
 
 T = TypeVar("T")
 
@@ -56,6 +65,10 @@ class House(Protocol):
 
     async def load(self, served: Served) -> None:
         """Returns when it is loaded. Raises what keeps it from that."""
+        ...
+
+    async def has_changed(self, served: Served) -> bool:
+        """Whether its files are others than those that it was loaded from. Raises ModelNotFoundError."""
         ...
 
     def left_alone(self, served: Served) -> None:
@@ -96,6 +109,13 @@ class Served:
         """Whether the model is called so, in letters of whatever size."""
         return name.casefold() in {each.casefold() for each in (*self.names, self.selection.files.repo or self.name)}
 
+    def is_of(self, files: ModelFiles) -> bool:
+        """Whether it is that model, of whatever commit."""
+        own = self.selection.files
+        return own.directory == files.directory or (
+            own.repo is not None and (own.repo, own.name) == (files.repo, files.name)
+        )
+
     @property
     def evicts(self) -> bool:
         """Whether the oldest turns leave a conversation that is too long."""
@@ -134,12 +154,13 @@ class Served:
         self.last_used = time.monotonic()
         try:
             async with asyncio.timeout(LOAD_WAIT_S):
-                while self.is_leaving or self.engine_if_loaded is None:  # who came before may have unloaded it again
+                # Who came before may have unloaded it again.
+                while self.is_leaving or self.engine_if_loaded is None or await self.house.has_changed(self):
                     await self.load()
         except TimeoutError:
             why = f"it has taken {LOAD_WAIT_S:.0f} s so far"
             raise busy(f"{self.name} is being loaded", why, "loading") from None
-        except (RequestError, EngineClosedError, EngineGoneError):
+        except (RequestError, EngineClosedError, EngineGoneError, ModelChangedError, ModelNotFoundError):
             raise
         except Exception as error:
             known = told_of(error, self.selection.files, self.selection.resolved)

@@ -359,6 +359,79 @@ def test_an_engine_that_computes_without_end_is_ended_and_one_that_comes_from_bl
     assert "without coming to the end of a block" in convicted[0]
 
 
+@pytest.fixture(scope="module")
+def changing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Path]]:
+    """A server of a folder that others write in."""
+    folder = write_checkpoint(tmp_path_factory.mktemp("changing") / "teller")
+    with running(folder, in_processes=True) as server:
+        yield server, folder
+
+
+def test_a_model_that_is_written_anew_is_loaded_anew_with_all_that_belongs_to_it(
+    changing: tuple[Running, Path],
+) -> None:
+    server, folder = changing
+    write_checkpoint(folder)
+    long = {**TEXT, "prompt": "once upon a time there was a fox " * 10}
+    first, again = (server.post("/v1/completions", long).json() for _ in range(2))
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    write_checkpoint(folder, seed=1)
+    (folder / "chat_template.jinja").write_text("another: {{ messages[0].content }}")
+    (folder / "generation_config.json").write_text('{"top_k": 7}')
+    anew = server.post("/v1/completions", long).json()
+    assert anew["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert anew["choices"][0]["text"] != first["choices"][0]["text"]
+    assert said(server, "teller") == _text_of(str(folder))
+    prompt = server.post("/apply-template", {"messages": OWL}).json()["prompt"]
+    assert prompt.endswith("another: A tale about an owl, please.")
+    assert server.get("/props").json()["default_generation_settings"]["params"]["top_k"] == 7
+    assert "the files of teller have changed: it is loaded anew" in server.log
+    (folder / "chat_template.jinja").write_text("a third: {{ messages[0].content }}")
+    assert "a third: " in server.post("/apply-template", {"messages": OWL}).json()["prompt"]
+    (folder / "chat_template.jinja").unlink()
+
+
+def test_an_answer_that_is_being_written_is_not_cut_where_the_model_changes(changing: tuple[Running, Path]) -> None:
+    server, folder = changing
+    write_checkpoint(folder)
+    said(server, "teller")
+    endless = {**ENDLESS, "max_tokens": 400}
+    with ThreadPoolExecutor() as threads:
+        with server.client.stream("POST", "/v1/completions", json=endless) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            write_checkpoint(folder, seed=1)
+            waiting = threads.submit(said, server, "teller")
+            rest = list(lines)
+        assert "data: [DONE]" in rest and waiting.result(60) == _text_of(str(folder))
+
+
+def test_a_model_whose_files_are_gone_is_told_as_gone_and_answers_when_they_are_back(
+    changing: tuple[Running, Path],
+) -> None:
+    server, folder = changing
+    said(server, "teller")
+    pid = process_of(server, "teller").pid
+    away = folder.rename(folder.with_name("away"))
+    refused = server.post("/v1/completions", TEXT)
+    assert refused.status_code == 404 and "is gone" in refused.json()["error"]["message"]
+    away.rename(folder)
+    assert server.post("/v1/completions", TEXT).status_code == 200 and process_of(server, "teller").pid == pid
+
+
+def test_a_model_of_which_a_half_is_there_is_told_with_the_reason_and_loaded_when_it_is_whole(
+    changing: tuple[Running, Path],
+) -> None:
+    server, folder = changing
+    said(server, "teller")
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    refused = server.post("/v1/completions", TEXT)
+    assert refused.status_code == 503 and "is cut short" in refused.json()["error"]["message"]
+    (folder / "model.safetensors").write_bytes(weights)
+    assert server.post("/v1/completions", TEXT).status_code == 200
+
+
 def test_a_model_is_unloaded_behind_the_request_that_says_so(other: Path) -> None:
     with running(in_processes=True, also=[other]) as server:
         for path, body in (
@@ -486,5 +559,10 @@ def test_a_model_that_was_pulled_is_loaded_by_its_name_and_no_half_of_one(tmp_pa
         assert ids == ["tiny", "maker/teller"]
         assert server.post("/v1/completions", {**TEXT, "model": "Maker/teller"}).json()["model"] == "Maker/teller"
         assert sorted(loaded(server)) == ["maker/teller", "tiny"]
+        later = write_checkpoint(snapshot.with_name("c" * 40), seed=1)
+        (refs / "main").write_text("c" * 40)
+        ids = [each["id"] for each in server.get("/v1/models").json()["data"]]
+        assert ids[:2] == ["tiny", "maker/teller"] and ids.count("maker/teller") == 1
+        assert said(server, "maker/teller") == _text_of(str(later))
         refused = server.post("/v1/completions", {**TEXT, "model": "maker/half"})
         assert refused.status_code == 404 and "'maker/half' is not served here" in refused.json()["error"]["message"]
