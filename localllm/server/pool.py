@@ -23,7 +23,7 @@ from localllm.frontend.warm_files import keep_warm
 from localllm.offload.machine_memory import free_bytes
 from localllm.server.failures import RequestError, busy
 from localllm.server.metrics import Metrics
-from localllm.server.served import Capacity, Served
+from localllm.server.served import Capacity, Served, own_name
 from localllm.server.trials import Trials
 
 if TYPE_CHECKING:
@@ -85,15 +85,15 @@ class Pool:
         self.pooling: Pooling = pooling
         self.started_at = time.time()
         self.idle_s = idle_s
-        self.first = Served(self, first, aliases)
-        self.models = [self.first, *(Served(self, selection) for selection in also)]
-        for each in self.models:
-            each.keep_s = idle_s
+        self._note = note
+        self.models: list[Served] = []
+        self.first = self._added(first, aliases)
+        for each in also:
+            self._added(each)
         self._ram_bytes = int(_SHARE * free_bytes())
         self._on_demand = on_demand
         self._resolved = resolved
         self._launch = launch
-        self._note = note
         self._turn = asyncio.Lock()  # of who loads, in the order in which they came
         self._loads: dict[Served, asyncio.Task[None]] = {}
         self._timers: dict[Served, asyncio.TimerHandle] = {}
@@ -121,13 +121,16 @@ class Pool:
             return known
         return self._added(selection)
 
-    def _added(self, selection: Selection) -> Served:
+    def _added(self, selection: Selection, aliases: Sequence[str] = ()) -> Served:
         files = selection.files
         served = next((each for each in self.models if each.is_of(files)), None)
         if served is None:
-            served = Served(self, selection)
+            taken = {name.casefold() for each in self.models for name in each.names}
+            served = Served(self, selection, aliases, taken)
             served.keep_s = self.idle_s
             self.models.append(served)
+            if served.name != (own := own_name(selection)):
+                self._note(f"{files.directory} is called {served.name} here: {own} is another model")
         return served
 
     async def model(self, name: str | None, keep_s: float | None = None) -> Served:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -81,12 +81,16 @@ class House(Protocol):
 class Served:
     """One model, loaded or not."""
 
-    def __init__(self, house: House, selection: Selection, aliases: Sequence[str] = ()) -> None:
-        """aliases: more names for it."""
+    def __init__(
+        self, house: House, selection: Selection, aliases: Sequence[str] = (), taken: Collection[str] = ()
+    ) -> None:
+        """aliases: more names for it. taken: names of others, in small letters."""
         self.house = house
         self.selection = selection
-        entry = selection.files.entry
-        self.names = tuple(dict.fromkeys((_name(selection), *aliases, *(entry.aliases if entry else ()))))
+        entry = None if _is_pinned(selection) else selection.files.entry
+        wanted = dict.fromkeys((own_name(selection), *aliases, *(entry.aliases if entry else ())))
+        free = [name for name in wanted if name.casefold() not in taken]
+        self.names = tuple(free if own_name(selection) in free else [_longer_name(selection, taken), *free])
         self.num_open = 0  # answers that were asked for and have not ended
         self.service: Service | None = None
         self.is_leaving = False  # it makes room for another as soon as nothing is asked of it
@@ -107,7 +111,8 @@ class Served:
 
     def has(self, name: str) -> bool:
         """Whether the model is called so, in letters of whatever size."""
-        return name.casefold() in {each.casefold() for each in (*self.names, self.selection.files.repo or self.name)}
+        repo = None if _is_pinned(self.selection) else self.selection.files.repo
+        return name.casefold() in {each.casefold() for each in (*self.names, repo or self.name)}
 
     def is_of(self, files: ModelFiles) -> bool:
         """Whether it is that model, of whatever commit."""
@@ -252,11 +257,23 @@ class Served:
         return self.house.off_loop(work)
 
 
-def _name(selection: Selection) -> str:
+def own_name(selection: Selection) -> str:
     """A folder's own, without where it is."""
     files = selection.files
     is_folder = files.repo is None and files.name != BUILT_IN
     return files.directory.absolute().name if is_folder else files.name
+
+
+def _longer_name(selection: Selection, taken: Collection[str]) -> str:
+    """With as many of the folders that it is in as tell it apart."""
+    parts = selection.files.directory.absolute().parts[1:]
+    names = ("/".join(parts[-count:]) for count in range(2, len(parts) + 1))
+    return next((name for name in names if name.casefold() not in taken), str(selection.files.directory.absolute()))
+
+
+def _is_pinned(selection: Selection) -> bool:
+    """Whether it is a revision that was asked for by name: other names are another's."""
+    return selection.files.repo is not None and "@" in selection.files.name
 
 
 def _gone(what: str, error: LocalLLMError) -> RequestError:

@@ -432,6 +432,31 @@ def test_a_model_of_which_a_half_is_there_is_told_with_the_reason_and_loaded_whe
     assert server.post("/v1/completions", TEXT).status_code == 200
 
 
+def test_models_of_one_folder_name_have_different_names_and_each_answers_by_its_own(tmp_path: Path) -> None:
+    folders = [write_checkpoint(tmp_path / place / "model", seed=seed) for seed, place in enumerate("abc")]
+    with running(folders[0], also=[folders[1], folders[2], folders[1]]) as server:
+        ids = [each["id"] for each in server.get("/v1/models").json()["data"]]
+        assert ids[:3] == ["model", "b/model", "c/model"] and len(set(ids)) == len(ids)
+        for name, folder in zip(ids, folders, strict=False):
+            assert said(server, name) == _text_of(str(folder))
+        assert f"{folders[1]} is called b/model here: model is another model" in server.log
+        assert {each["name"] for each in server.get("/api/tags").json()["models"]} >= {f"{name}:latest" for name in ids}
+
+
+def test_a_revision_that_is_served_by_its_name_is_not_what_the_plain_name_means(
+    own_folders: None, tmp_path: Path
+) -> None:
+    snapshots = tmp_path / "hub" / "models--maker--teller" / "snapshots"
+    for seed, letter in enumerate("ab"):
+        write_checkpoint(snapshots / (letter * 40), seed=seed)
+    (refs := snapshots.parent / "refs").mkdir()
+    (refs / "main").write_text("a" * 40)
+    (refs / "dev").write_text("b" * 40)
+    with running("maker/teller@dev") as server:
+        for name, letter in (("maker/teller@dev", "b"), ("maker/teller", "a")):
+            assert said(server, name) == _text_of(str(snapshots / (letter * 40)))
+
+
 def test_a_model_is_unloaded_behind_the_request_that_says_so(other: Path) -> None:
     with running(in_processes=True, also=[other]) as server:
         for path, body in (
