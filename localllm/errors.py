@@ -98,6 +98,10 @@ class CheckpointError(LocalLLMError):
     code = "checkpoint"
 
 
+class ModelChangedError(CheckpointError):
+    """The files of a model are being written anew, or have been since it was loaded."""
+
+
 class UnsupportedModelError(LocalLLMError):
     """A well-formed model that this version cannot run."""
 
@@ -140,6 +144,10 @@ class EngineGoneError(LocalLLMError):
 
 class BusyError(LocalLLMError):
     """This machine has too much else to do: it would go at another time."""
+
+
+class EngineStuckError(EngineGoneError):
+    """The process of the engine is there, and does not move on or does not answer."""
 
 
 class UnwrittenError(LocalLLMError):

@@ -42,6 +42,7 @@ def write_checkpoint(
     hidden: int = 64,
     layers: int = 2,
     context: int = 512,
+    seed: int = 0,
     write_tokenizer: Callable[[Path], int] | None = None,
     **more: Any,
 ) -> Path:
@@ -69,7 +70,7 @@ def write_checkpoint(
         **more,
     }
     (directory / "config.json").write_text(json.dumps(config))
-    save_file(_weights(config), directory / "model.safetensors")
+    save_file(_weights(config, seed), directory / "model.safetensors")
     return directory
 
 
@@ -122,10 +123,10 @@ def write_chain(directory: Path, *tokens: str, **options: Any) -> Path:
     return directory
 
 
-def _weights(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _weights(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
     hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     kv = config["num_key_value_heads"] * config["head_dim"]
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
         return (torch.randn(rows, columns, generator=generator) * 0.05).to(torch.bfloat16)

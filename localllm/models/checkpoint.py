@@ -16,7 +16,8 @@ from torch import Tensor
 
 from localllm.errors import FETCH_ANEW, CheckpointError
 from localllm.models.fields import show
-from localllm.models.safetensors_file import SafetensorsFile, TensorSpec, allocate
+from localllm.models.safetensors_file import SafetensorsFile, allocate
+from localllm.models.safetensors_header import TensorSpec
 from localllm.models.strict_json import JsonLimits, read_json_object
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

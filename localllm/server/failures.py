@@ -17,6 +17,7 @@ from localllm.errors import (
     EngineGoneError,
     GrammarError,
     LocalLLMError,
+    ModelChangedError,
     ModelNotFoundError,
     TemplateError,
     TokenizerError,
@@ -100,6 +101,8 @@ def failure_of(error: BaseException) -> Failure:
             return Failure(503, _sentence(error), "overloaded", headers={"retry-after": str(RETRY_S)})
         case EngineGoneError():
             return Failure(503, _sentence(error), "engine_gone", headers={"retry-after": str(RETRY_S)})
+        case ModelChangedError():
+            return Failure(503, _sentence(error), "model_changed", headers={"retry-after": str(RETRY_S)})
         case DoesNotFitError():
             return Failure(503, _sentence(error), "does_not_fit", headers=_NO_RETRY)
         case LocalLLMError():

@@ -17,6 +17,7 @@ from localllm.errors import LocalLLMError, TemplateError
 from localllm.server.asking import told_chat
 from localllm.server.bodies import Body
 from localllm.server.endpoint import Call, Endpoint
+from localllm.server.failures import busy
 from localllm.server.fields import MAX_MESSAGES
 from localllm.server.openai.messages import Message, chat_messages
 from localllm.server.openai.tools import Tools, chosen
@@ -101,9 +102,15 @@ class Prompt(TypedDict):
 
 
 async def health(call: Call, _body: None) -> Json:
-    """503 while the model is being loaded. One that has left, as nobody asked for it, is as good as loaded."""
+    """503 while the model is being loaded, and while one's engine does not move on. One that has left, as nobody asked
+    for it, is as good as loaded."""
     if call.pool.is_starting:
         call.pool.first.engine()
+    stuck = next((each for each in call.pool.models if each.is_doubtful), None)
+    if stuck is not None:
+        raise busy(
+            f"the engine of {stuck.name} does not move on", "somebody waits for it, and it says nothing", "stuck"
+        )
     reply: Health = {"status": "ok"}
     return Json(reply)
 

@@ -16,6 +16,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from localllm.config import load_settings
+from localllm.engine.attached import AttachedService
+from localllm.engine.events import FinishedEvent
+from localllm.engine.request import Request, SamplingParams
+from localllm.engine.watchdog import Patience
+from localllm.errors import EngineStuckError, ModelChangedError
+from localllm.frontend.attaching import attached
+from localllm.frontend.selection import locate, with_defaults
 from tests.cli_support import environment, start_cli, write_checkpoint
 from tests.server.support import wait_for
 from tests.server.test_cli_serve import Served
@@ -215,6 +223,58 @@ def test_an_engine_that_was_killed_has_ended_and_is_loaded_by_the_next_question(
         assert server.ask("/health").status == 200
         assert own.localllm(*ASK, torch=False).returncode == 0
         assert own.rows()[0]["state"] == "loaded"
+
+
+def test_an_engine_that_is_stopped_is_listed_as_silent_and_a_program_that_waits_for_it_is_told(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert home.localllm("load", "tiny", torch=False).returncode == 0
+    [pid] = [row["pid"] for row in home.rows() if row["name"] == "tiny"]
+    assert isinstance(pid, int)
+    monkeypatch.setenv("LOCALLLM_HOME", environment(home.path)["LOCALLLM_HOME"])
+    resolved = load_settings({}, environ={})
+    service = attached(with_defaults(resolved, locate(resolved, "tiny")), lambda _text: None)
+    assert service is not None
+    engine, current = service.wait_loaded(), service._current
+    assert engine is not None and isinstance(current, AttachedService)
+    os.kill(pid, signal.SIGSTOP)
+    [row] = [row for row in home.rows() if row["name"] == "tiny"]
+    assert row["state"] == "silent" and row["ctx"] == 1024
+    current.watchdog.patience = Patience(still_s=1.0)
+    stream = service.submit(Request(tuple(engine.encode("Once")), SamplingParams(max_tokens=2)))
+    with pytest.raises(EngineStuckError, match="does not move on"):
+        list(stream)
+    wait_for(lambda: not psutil.pid_exists(pid))
+    again = service.submit(Request(tuple(engine.encode("Once")), SamplingParams(max_tokens=2)))
+    assert any(isinstance(event, FinishedEvent) for event in again)
+    service.close()
+
+
+def test_a_model_that_is_written_anew_answers_run_and_chat_as_it_is_now(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_checkpoint(home.path / "other")
+    asked = ("run", str(folder), "-p", "A tale.", "--max-tokens", "6", "--temperature", "0")
+    before = home.localllm(*asked, torch=False)
+    monkeypatch.setenv("LOCALLLM_HOME", environment(home.path)["LOCALLLM_HOME"])
+    resolved = load_settings({}, environ={})
+    chat = attached(with_defaults(resolved, locate(resolved, str(folder))), lambda _text: None)
+    assert chat is not None
+    engine, sampling = chat.wait_loaded(), SamplingParams(max_tokens=2)
+    assert engine is not None
+    old = Request(tuple(engine.encode([{"role": "user", "content": "A tale."}])), sampling)
+    write_checkpoint(folder, seed=1)
+    (folder / "chat_template.jinja").write_text("another: {{ messages[0].content }}")
+    with pytest.raises(ModelChangedError, match="has changed since the question was asked"):
+        chat.submit(old)
+    new = engine.encode([{"role": "user", "content": "A tale."}])
+    assert engine.tokenizer.decode(new).endswith("another: A tale.") and list(
+        chat.submit(Request(tuple(new), sampling))
+    )
+    chat.close()
+    after, alone = home.localllm(*asked, torch=False), home.localllm(*asked, "--no-attach")
+    assert before.returncode == after.returncode == 0 and after.stdout == alone.stdout != before.stdout
+    (folder / "chat_template.jinja").unlink()
 
 
 def test_models_are_loaded_listed_and_unloaded_by_hand(home: Home) -> None:
