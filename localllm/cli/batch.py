@@ -187,8 +187,9 @@ def report(front: Front, selection: Selection, job: Job, engine: Engine | None, 
         kept = "the other answers are kept, and the same command tries again"
         output.warn(f"{tally.num_failed} of {total} prompts failed; {kept}")
     took = f"{tally.elapsed_s:.1f} s" if tally.elapsed_s < 60 else format_seconds(tally.elapsed_s)
-    rate = f"{tally.completion_tokens} tokens at {format_figure(tally.tokens_per_s)}/s in {took}"
-    output.note(f"{job.num_answers - job.num_before} of {total} prompts answered, {rate}")
+    rate = "" if tally.tokens_per_s is None else f" at {format_figure(tally.tokens_per_s)}/s"
+    tokens = f"{tally.completion_tokens} tokens{rate} in {took}"
+    output.note(f"{job.num_answers - job.num_before} of {total} prompts answered, {tokens}")
     if engine is not None:
         seed = selection.settings.seed
         seeds = f"{job.first_seed} + index" if seed is None else str(seed)

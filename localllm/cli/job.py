@@ -57,8 +57,9 @@ class Tally:
     num_incomplete: int = 0  # that have not the form of the job's grammar
 
     @property
-    def tokens_per_s(self) -> float:
-        return self.completion_tokens / max(self.elapsed_s, 1e-9)
+    def tokens_per_s(self) -> float | None:
+        """None where nothing was answered."""
+        return self.completion_tokens / self.elapsed_s if self.completion_tokens and self.elapsed_s > 0 else None
 
 
 class Job:
@@ -218,12 +219,13 @@ class _Progress:
         self._interval_s = _DRAW_S if front.output.animated else _LOG_S
         self._shown_at = time.monotonic()
 
-    def show(self, done: int, tokens_per_s: float) -> None:
+    def show(self, done: int, tokens_per_s: float | None) -> None:
         now = time.monotonic()
         if self._output.stdout_is_terminal or now - self._shown_at < self._interval_s:
             return
         self._shown_at = now
-        text = f"{done} of {self._total} answers, {format_figure(tokens_per_s)} tok/s"
+        rate = "" if tokens_per_s is None else f", {format_figure(tokens_per_s)} tok/s"
+        text = f"{done} of {self._total} answers{rate}"
         if self._output.animated:
             self.line.show(text)
         else:

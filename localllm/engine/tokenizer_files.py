@@ -174,7 +174,7 @@ def special_roles(config: Mapping[str, Any]) -> dict[str, str]:
 def declared_special(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Text -> flags of every token that tokenizer_config.json declares special, whatever tokenizer.json says of it; no
     flags where it has none of its own."""
-    found: dict[str, Mapping[str, Any]] = dict.fromkeys(special_roles(config).values(), {})
+    found: dict[str, Mapping[str, Any]] = {text: {} for text in special_roles(config).values()}
     for key in _EXTRAS:
         extras = config.get(key)
         found |= {text: {} for token in (extras if isinstance(extras, list) else ()) if (text := _text_of(token))}
@@ -186,7 +186,7 @@ def declared_special(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     return found
 
 
-def _named_extras(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _named_extras(config: Mapping[str, Any]) -> dict[str, Any]:
     """{"image_token": "<image>"}: as the newer form of tokenizer_config.json has it."""
     extras = config.get("extra_special_tokens")
     return extras if isinstance(extras, dict) else {}
