@@ -324,6 +324,7 @@ class Pool:
             await asyncio.shield(asyncio.to_thread(service.close))
             raise
         self._has_begun |= served is self.first
+        served.was = await self._facts(served)
         left, self._left = self._left, []
         for victim, weights in left:  # not before: the disk was the other's
             self._begin(self._keep_warm(victim, weights))

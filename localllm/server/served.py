@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from localllm.engine.facts import EngineFacts
 from localllm.errors import (
     BugError,
     EngineClosedError,
@@ -91,6 +92,7 @@ class Served:
         wanted = dict.fromkeys((own_name(selection), *aliases, *(entry.aliases if entry else ())))
         free = [name for name in wanted if name.casefold() not in taken]
         self.names = tuple(free if own_name(selection) in free else [_longer_name(selection, taken), *free])
+        self.was = EngineFacts(0, "", "")  # as it was last loaded
         self.num_open = 0  # answers that were asked for and have not ended
         self.service: Service | None = None
         self.is_leaving = False  # it makes room for another as soon as nothing is asked of it

@@ -198,13 +198,17 @@ def test_a_body_that_is_announced_too_large_is_not_read(connect: Connect, server
     assert raw.read_until(b"\r\n").split()[1] == b"413"
 
 
+def chunked_head(server: Running) -> bytes:
+    return (
+        f"POST {CHAT} HTTP/1.1\r\nhost: 127.0.0.1:{server.port}\r\ncontent-type: application/json\r\n"
+        "transfer-encoding: chunked\r\n\r\n"
+    ).encode()
+
+
 def test_a_body_that_grows_too_large_is_given_up(connect: Connect, server: Running) -> None:
     raw = connect(server)
     before = psutil.Process().memory_info().rss
-    raw.send(
-        f"POST {CHAT} HTTP/1.1\r\nhost: 127.0.0.1:{server.port}\r\ncontent-type: application/json\r\n"
-        "transfer-encoding: chunked\r\n\r\n".encode()
-    )
+    raw.send(chunked_head(server))
     piece = b"%x\r\n" % (1 << 20) + b" " * (1 << 20) + b"\r\n"
     with contextlib.suppress(OSError):  # the connection is closed while it is still being sent
         for _ in range(20 * MAX_BODY_BYTES >> 20):
@@ -229,6 +233,16 @@ def test_too_few_messages_are_told_in_a_sentence(server: Running) -> None:
         "messages",
         "messages is invalid: List should have at least 1 item, not 0",
     )
+
+
+def test_a_body_that_grows_too_large_and_does_not_end_is_refused_for_its_size(
+    connect: Connect, server: Running
+) -> None:
+    raw = connect(server)
+    raw.send(chunked_head(server))
+    raw.send(b"".join(b"10000\r\n" + b" " * 65536 + b"\r\n" for _ in range(65)))
+    reply = raw.read_all()
+    assert reply.split()[1] == b"413" and b"connection: close" in reply.lower()
 
 
 def test_a_header_may_be_as_large_as_is_told(connect: Connect, server: Running) -> None:

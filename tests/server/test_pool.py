@@ -477,6 +477,14 @@ def test_a_model_is_unloaded_behind_the_request_that_says_so(other: Path) -> Non
 
 
 def test_a_model_that_nobody_asks_for_is_unloaded_after_its_time() -> None:
+    with running(in_processes=True) as server:
+        awake = server.get("/props").json()
+        server.post("/api/generate", {"model": "tiny", "keep_alive": 0})
+        wait_for(lambda: server.served.service is None)
+        asleep = server.get("/props")
+        assert asleep.status_code == 200 and asleep.json() == {**awake, "is_sleeping": True}
+        assert not awake["is_sleeping"] and "message" in awake["chat_template"]
+        assert server.get("/health").status_code == 200 and server.get("/slots").json()[0]["n_ctx"] == 1024
     with running(in_processes=True, idle_s=0.2) as server:
         wait_for(lambda: server.served.service is None)
         assert server.post(CHAT, {"messages": OWL, "max_tokens": 1, "keep_alive": -1}).status_code == 200
