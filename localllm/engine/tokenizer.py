@@ -203,6 +203,11 @@ class Tokenizer:
         index = self._backend.token_to_id(text)
         return None if index is None else int(index)
 
+    def leading_token(self, text: str) -> int | None:
+        """The id of the added token, special or not, that a text begins with; of several, the longest one's."""
+        begins = [index for index, content in self._added.items() if content and text.startswith(content)]
+        return max(begins, key=lambda index: len(self._added[index]), default=None)
+
     def _encode(self, text: str, special: bool) -> tokenizers.Encoding:
         with library_errors(f"{self._origin} cannot encode this text"), self._lock:
             self._backend.encode_special_tokens = not special
