@@ -101,7 +101,8 @@ def write_sentencepiece(directory: Path, template: str = TURNS) -> int:
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>", AddedToken("<|assistant|>", rstrip=True, normalized=False)])
+    turn = AddedToken("<|assistant|>", rstrip=True, normalized=False)
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>", "<|end|>", turn])
     tokenizer.save(str(directory / "tokenizer.json"))
     roles = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "chat_template": template}
     (directory / "tokenizer_config.json").write_text(json.dumps(roles))
@@ -110,7 +111,7 @@ def write_sentencepiece(directory: Path, template: str = TURNS) -> int:
 
 def write_chain(directory: Path, *tokens: str, **options: Any) -> Path:
     """A checkpoint that answers each of these tokens of `write_sentencepiece` with the next one."""
-    write_checkpoint(directory, write_tokenizer=write_sentencepiece, **options)
+    write_checkpoint(directory, **{"write_tokenizer": write_sentencepiece, **options})
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     tensors = load_file(directory / "model.safetensors")
     for name, tensor in tensors.items():

@@ -20,6 +20,7 @@ from localllm.engine.chat_template import ChatInput, ChatTemplate, encode_chat
 from localllm.engine.tokenizer import Tokenizer
 from localllm.errors import TokenizerError
 from tests.checkpoints import write_byte_tokenizer
+from tests.cli_support import run_cli, write_checkpoint, write_sentencepiece
 
 Locate = Callable[[str], Path]
 REAL = ("phi-3-mini", "qwen2.5-0.5b-instruct")
@@ -367,3 +368,92 @@ def test_too_many_declared_special_tokens_are_an_error(tmp_path: Path) -> None:
     many = [f"[{number:09}]" for number in range(100_000)]
     with pytest.raises(TokenizerError, match="too many special tokens"):
         Tokenizer.load(declaring(tmp_path, {"additional_special_tokens": many}))
+
+
+def of_model(directory: Path, num_ids: int) -> Tokenizer:
+    """The tokenizer of a model with so many rows."""
+    config = {"model_type": "llama", "vocab_size": num_ids, "hidden_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "intermediate_size": 96, "max_position_embeddings": 64}
+    (directory / "config.json").write_text(json.dumps(config | heads))
+    return Tokenizer.load(directory)
+
+
+def sentencepiece(directory: Path) -> None:
+    write_sentencepiece(directory)
+
+
+def unigram(directory: Path) -> None:
+    pieces = [("<unk>", 0.0), *((char, -9.0) for char in "▁Telm"), ("▁me", -1.0), ("▁Tell", -1.0), ("Te", -1.0)]
+    backend = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=False))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    backend.decoder = decoders.Metaspace(prepend_scheme="never")
+    backend.add_special_tokens(["[PAD]"])
+    backend.save(str(directory / "tokenizer.json"))
+
+
+def two_files(directory: Path) -> None:
+    letters = [*pre_tokenizers.ByteLevel.alphabet()]
+    merges = [("T", "e"), ("l", "l"), ("Te", "ll"), ("m", "e"), ("Ġ", "me")]
+    vocab = {piece: index for index, piece in enumerate([*letters, *map("".join, merges)])}
+    (directory / "vocab.json").write_text(json.dumps(vocab))
+    (directory / "merges.txt").write_text("\n".join(map(" ".join, merges)))
+    declared = {str(len(vocab)): {"content": "[PAD]", "special": True}}
+    config = {"tokenizer_class": "GPT2Tokenizer", "pad_token": "[PAD]", "added_tokens_decoder": declared}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("write", [sentencepiece, unigram, two_files])
+@pytest.mark.parametrize("num_missing", [1, 2, 3])
+def test_a_token_that_the_model_has_no_row_for_is_spelled_by_others(
+    tmp_path: Path, write: Callable[[Path], None], num_missing: int
+) -> None:
+    write(tmp_path)
+    size = Tokenizer.load(tmp_path).vocab_size - num_missing
+    tokenizer = of_model(tmp_path, size)
+    assert tokenizer.vocab_size == size and all(index < size for index in tokenizer.special_ids)
+    for special in (False, True):
+        ids = tokenizer.encode(" Tell me", special=special)
+        assert max(ids) < size and tokenizer.decode(ids).lstrip() == "Tell me"
+        assert max(tokenizer.encode("[PAD]<|assistant|>", special=special)) < size
+    template = ChatTemplate(
+        "{{ pad_token }}<|assistant|>{{ messages[0].content }}", special_tokens=tokenizer.special_tokens
+    )
+    assert max(encode_chat(template, tokenizer, ChatInput([{"role": "user", "content": "Tell"}]))) < size
+
+
+def test_a_tokenizer_as_large_as_its_model_stays_as_it_is(tmp_path: Path) -> None:
+    write_sentencepiece(tmp_path)
+    whole = Tokenizer.load(tmp_path)
+    assert of_model(tmp_path, whole.vocab_size).difference(whole) == ""
+
+
+def test_a_model_without_rows_for_letters_is_an_error(tmp_path: Path) -> None:
+    unigram(tmp_path)
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json") as caught:
+        of_model(tmp_path, 4)
+    assert "'l' is one of them" in caught.value.why
+
+
+def test_a_real_tokenizer_gets_along_with_fewer_rows(tmp_path: Path, shared_data: Locate) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).symlink_to(shared_data(f"tokenizers/phi-3-mini/{name}"))
+    tokenizer, whole = of_model(tmp_path, 31_000), Tokenizer.load(shared_data("tokenizers/phi-3-mini"))
+    for text in ("Once upon a time 🦙 漢字", "<|end|>Łódź<|user|>"):
+        ids = tokenizer.encode(text, special=True)
+        assert max(ids) < 31_000 and tokenizer.decode(ids) == text
+    assert tokenizer.encode("Once upon a time") == whole.encode("Once upon a time")
+
+
+def test_a_model_with_fewer_rows_than_its_tokenizer_has_ids_answers_whatever_is_said(tmp_path: Path) -> None:
+    def write(directory: Path) -> int:
+        return write_sentencepiece(directory, "{{ messages[0].content }}<|assistant|>") - 3
+
+    model = write_checkpoint(tmp_path, write_tokenizer=write, eos_token_id=2)
+    ids = run_cli("tokenize", model, "--json", "Tell me[PAD]<|assistant|>").json["token_ids"]
+    assert max(ids) < Tokenizer.load(model).vocab_size
+    for arguments in (["--raw"], [], ["--regex", r"<\|assistant\|>Tell me"], ["--beams", "2"]):
+        result = run_cli(
+            "run", model, *arguments, "-p", "Tell me<|assistant|>", "--max-tokens", "30", "--temperature", "0"
+        )
+        assert result.code == 0, result.err
+        assert "--regex" not in arguments or result.out == b"<|assistant|>Tell me\n"

@@ -214,6 +214,19 @@ def encode_chat(template: ChatTemplate, tokenizer: Tokenizer, chat: ChatInput) -
     return ids
 
 
+def end_of_turn_id(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
+    """The token that the template writes behind whatever the assistant says, whether or not somebody speaks then; None
+    where it writes none."""
+    user, said = {"role": "user", "content": "A question."}, "An answer that nobody gives."
+    turn = [user, {"role": "assistant", "content": said}]
+    try:
+        texts = [template.render(turn + more, add_generation_prompt=False) for more in ([], [user])]
+    except TemplateError:
+        return None
+    ends = {tokenizer.leading_token(text.rpartition(said)[2].lstrip()) if said in text else None for text in texts}
+    return ends.pop() if len(ends) == 1 else None
+
+
 def parse_messages_file(text: str) -> ChatInput:
     """A JSON array of messages, or an object {messages, tools, add_generation_prompt, ...} of template variables.
 

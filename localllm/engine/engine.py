@@ -22,7 +22,7 @@ from localllm import hub
 from localllm.cache.kv_format import choose_format
 from localllm.cache.prefix import PrefixCache
 from localllm.engine.beam_search import BeamSearch, Ends, require_room
-from localllm.engine.chat_template import ChatTemplate
+from localllm.engine.chat_template import ChatTemplate, end_of_turn_id
 from localllm.engine.checking import Prompt, encode_prompt, is_chat, require_fit, require_unchanged
 from localllm.engine.detokenizer import Detokenizer
 from localllm.engine.draft_loading import DraftModel
@@ -113,7 +113,8 @@ class Engine:
         self.kv_supply = KVSupply(self.residency, reuse, computed, plan)
         self._limits = limits or Limits()
         self.scheduler = Scheduler(self._limits.within(plan), self._admit)
-        eos = (*model.config.eos_token_ids, tokenizer.eos_token_id)
+        end_of_turn = end_of_turn_id(template, tokenizer) if isinstance(template, ChatTemplate) else None
+        eos = (*model.config.eos_token_ids, tokenizer.eos_token_id, end_of_turn)
         self.speculation = speculating(self.residency, plan)
         self.eos_ids = frozenset(token_id for token_id in eos if token_id is not None)
         looks_ahead = model.device.type != "cpu"  # there the cores are the model's: a thread more made a step longer

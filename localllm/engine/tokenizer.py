@@ -24,6 +24,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from localllm.engine.tokenizer_files import (
+    BYTE_ALPHABET,
     TokenizerFiles,
     byte_level_bpe,
     declared_special,
@@ -95,13 +96,25 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
-        """The tokenizer of a model folder. Raises TokenizerError naming the file that is absent, cut or malformed."""
+        """The tokenizer of a model folder, without tokens that its model has no row for: their texts are spelled by
+        others. Raises TokenizerError naming the file that is absent, cut or malformed, or that cannot do without."""
         files = TokenizerFiles(directory)
+        tokenizer, size = cls._of(files), files.num_ids()
+        if size is None or tokenizer.vocab_size <= size:
+            return tokenizer
+        fitting = cls._of(files, size)
+        if fitting.vocab_size > size:
+            why = f"its highest id is {fitting.vocab_size - 1}, and the model has ids 0 to {size - 1}"
+            raise TokenizerError(f"{fitting._origin} does not fit to its model", why=why, fix=FETCH_ANEW)
+        return fitting
+
+    @classmethod
+    def _of(cls, files: TokenizerFiles, size: int | None = None) -> Tokenizer:
         config = files.config()
-        backend = files.serialized() or byte_level_bpe(files, config)
-        origin = str(directory / ("tokenizer.json" if files.has("tokenizer.json") else "vocab.json"))
+        backend = files.serialized(size) or byte_level_bpe(files, config, size)
+        origin = str(files.directory / ("tokenizer.json" if files.has("tokenizer.json") else "vocab.json"))
         with library_errors(f"{origin} cannot be used"):
-            files.add_missing_tokens(backend, config)
+            files.add_missing_tokens(backend, config, size)
             return cls(backend, config, origin=origin)
 
     def encode(self, text: str, *, special: bool = False, bos: bool = False) -> list[int]:
@@ -189,6 +202,11 @@ class Tokenizer:
         """The id of the token that is written exactly so in the vocabulary, or None."""
         index = self._backend.token_to_id(text)
         return None if index is None else int(index)
+
+    def leading_token(self, text: str) -> int | None:
+        """The id of the added token, special or not, that a text begins with; of several, the longest one's."""
+        begins = [index for index, content in self._added.items() if content and text.startswith(content)]
+        return max(begins, key=lambda index: len(self._added[index]), default=None)
 
     def _encode(self, text: str, special: bool) -> tokenizers.Encoding:
         with library_errors(f"{self._origin} cannot encode this text"), self._lock:
@@ -315,7 +333,7 @@ class _ByteReader:
 
     def read(self, token: str) -> bytes:
         if self._byte_level:
-            values = [_BYTE_OF.get(char) for char in token]
+            values = [BYTE_ALPHABET.get(char) for char in token]
             return token.encode() if None in values else bytes(value for value in values if value is not None)
         if self._fallback and (found := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token)):
             return bytes.fromhex(found[1])
@@ -326,13 +344,3 @@ class _ByteReader:
     def strip_start(self, data: bytes) -> bytes:
         spaces = len(data) - len(data.lstrip(b" "))
         return data[min(spaces, self.leading_spaces) :]
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in for each byte."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [value for value in range(256) if value not in printable]
-    return {chr(value): value for value in printable} | {chr(256 + i): value for i, value in enumerate(others)}
-
-
-_BYTE_OF = _byte_alphabet()
