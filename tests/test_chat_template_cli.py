@@ -1,6 +1,7 @@
 """`localllm run DIR --messages FILE --show-prompt`: to the letter, from a folder with nothing but a template.
 
-And the end of a turn, which a template alone may know."""
+And the end of a turn, which a template alone may know.
+"""
 
 from __future__ import annotations
 
