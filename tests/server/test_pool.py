@@ -25,6 +25,7 @@ from localllm.frontend.engine_process import Caps, EngineProcess, Foreseen
 from localllm.server import pool as pools
 from localllm.server.served import Capacity, Served
 from tests.cli_support import write_checkpoint
+from tests.patience import PATIENCE_S
 from tests.server.support import OWL, Running, running, wait_for
 
 CHAT = "/v1/chat/completions"
@@ -103,11 +104,11 @@ def test_a_model_that_answers_is_waited_for_and_then_makes_room(processes: Runni
             lines = stream.iter_lines()
             next(lines)
             waiting = threads.submit(said, processes, "other")
-            wait_for(lambda: processes.served.is_leaving)
+            wait_for(lambda: processes.served.is_leaving or waiting.done())
             behind = threads.submit(said, processes, "tiny")  # it does not keep the other from its turn
             rest = list(lines)
         assert rest[-2] == "data: [DONE]" or "data: [DONE]" in rest
-        assert waiting.result(60) == texts["other"] and behind.result(60) == texts["tiny"]
+        assert waiting.result(PATIENCE_S) == texts["other"] and behind.result(PATIENCE_S) == texts["tiny"]
 
 
 def test_where_no_room_comes_the_refusal_has_the_numbers(processes: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,9 +152,9 @@ def test_a_request_of_which_nothing_was_said_is_asked_anew_where_its_engine_is_k
     long = {**TEXT, "prompt": "owl " * 900, "model": "tiny", "logit_bias": BIAS}
     with ThreadPoolExecutor() as threads:
         asked = threads.submit(processes.post, "/v1/completions", long)
-        wait_for(lambda: not processes.is_idle)
+        wait_for(lambda: not processes.is_idle or asked.done())
         kill(processes, "tiny")
-        reply = asked.result(60)
+        reply = asked.result(PATIENCE_S)
     assert reply.status_code == 200 and reply.json()["usage"]["completion_tokens"] == 8
 
 
@@ -166,7 +167,7 @@ def test_an_engine_that_is_killed_while_it_loads_is_loaded_anew(processes: Runni
         asked = threads.submit(said, processes, "other")
         wait_for(lambda: isinstance(served.service, EngineProcess) and served.service.pid is not None)
         kill(processes, "other")
-        assert asked.result(60) == texts["other"]
+        assert asked.result(PATIENCE_S) == texts["other"]
 
 
 def test_who_waits_behind_an_answer_whose_engine_is_killed_keeps_no_other_model_from_its_turn(
@@ -181,11 +182,11 @@ def test_who_waits_behind_an_answer_whose_engine_is_killed_keeps_no_other_model_
         lines = stream.iter_lines()
         next(lines)
         behind = threads.submit(said, server, "tiny")
-        wait_for(lambda: server.served.num_open == 2)
+        wait_for(lambda: server.served.num_open == 2 or behind.done())
         waiting = threads.submit(said, server, "other")
-        wait_for(lambda: server.served.is_leaving)
+        wait_for(lambda: server.served.is_leaving or waiting.done())
         kill(server, "tiny")
-        assert waiting.result(30) == texts["other"] and behind.result(30) == texts["tiny"]
+        assert waiting.result(PATIENCE_S) == texts["other"] and behind.result(PATIENCE_S) == texts["tiny"]
 
 
 def test_a_model_that_would_never_fit_is_refused_before_another_leaves(other: Path) -> None:
@@ -238,7 +239,7 @@ def test_who_asks_a_model_while_it_is_looked_at_whether_it_may_leave_is_answered
     def status(engine: Engine) -> EngineStatus:
         found = seen(engine)
         looked.set()
-        released.wait(20)
+        released.wait(PATIENCE_S)
         return found
 
     with running() as server:
@@ -564,14 +565,14 @@ def test_the_server_answers_whenever_an_engine_is_killed(processes: Running, tex
             assert served is not None
             if isinstance(served.service, EngineProcess) and served.service.pid is not None:
                 os.kill(served.service.pid, signal.SIGKILL)
-            busy.result(60)
+            busy.result(PATIENCE_S)
         assert said(processes, name) == texts[name]
 
 
 def _ended(server: Running, body: dict[str, Any]) -> None:
     """Whatever comes of it."""
     with (
-        httpx2.Client(base_url=server.url, timeout=60) as client,
+        httpx2.Client(base_url=server.url, timeout=PATIENCE_S) as client,
         client.stream("POST", "/v1/completions", json=body) as reply,
     ):
         reply.read()
