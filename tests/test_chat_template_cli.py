@@ -1,5 +1,5 @@
-"""`localllm run DIR --messages FILE --show-prompt`: to the letter, from a folder with nothing but a template. And the end
-of a turn, which a template alone may know."""
+"""`localllm run DIR --messages FILE --show-prompt`: to the letter, from a folder with nothing but a template. And the
+end of a turn, which a template alone may know."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ _BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 _BITS |= dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8)
 _BITS |= dict.fromkeys(("I16", "U16", "F16", "BF16"), 16)
 _BITS |= dict.fromkeys(("I32", "U32", "F32"), 32) | dict.fromkeys(("I64", "U64", "F64", "C64"), 64)
-_READABLE = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_READABLE = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 
 
 @dataclass(frozen=True, slots=True)
