@@ -25,7 +25,7 @@ from localllm.offload.host_buffer import host_buffer
 _READ_BYTES = 32 << 20
 _HUGE_PAGE_BYTES = 2 << 20  # what is smaller gains nothing from a mapping of its own
 
-_READABLE = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_READABLE = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 
 
 class SafetensorsFile:

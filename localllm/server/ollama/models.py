@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _SPOKEN = "0.13.0"  # the version of Ollama whose interface this is: some clients want a later one than they found
 _NEVER = "2999-12-31T23:59:59Z"  # when the model is unloaded
-_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}
 _PARAMETERS = {"repetition_penalty": "repeat_penalty"}  # as Ollama calls them
 
 
