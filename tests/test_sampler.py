@@ -119,6 +119,27 @@ def test_repetition_penalty_weakens_every_token_of_prompt_and_answer() -> None:
     assert out.tolist() == [1.0, -4.0, 2.0]
 
 
+@pytest.mark.parametrize(
+    ("window", "repeated", "counted"),
+    [
+        (-1, {0, 1, 2}, {1: 1, 2: 2}),
+        (3, {1, 2}, {1: 1, 2: 2}),
+        (2, {2}, {2: 2}),
+        (1, {2}, {2: 1}),
+        (0, set(), {}),
+        (100, {0, 1, 2}, {1: 1, 2: 2}),
+    ],
+)
+def test_penalties_look_at_the_last_tokens_only(window: int, repeated: set[int], counted: dict[int, int]) -> None:
+    token_ids = [0, 0, 1, 2, 2]  # a prompt of two
+    params = SamplingParams(repetition_penalty=2.0, repeat_last_n=window)
+    out = penalised(logits(4.0, 4.0, 4.0, 4.0), params, token_ids, num_prompt_tokens=2)
+    assert {index for index, value in enumerate(out.tolist()) if value == 2.0} == repeated
+    params = SamplingParams(frequency_penalty=0.5, presence_penalty=1.0, repeat_last_n=window)
+    out = penalised(logits(4.0, 4.0, 4.0, 4.0), params, token_ids, num_prompt_tokens=2)
+    assert out.tolist() == [4.0 - (1.0 + 0.5 * counted[index] if index in counted else 0.0) for index in range(4)]
+
+
 def test_frequency_and_presence_penalties_count_the_answer_only() -> None:
     params = SamplingParams(frequency_penalty=0.5, presence_penalty=1.0)
     out = penalised(torch.zeros(3), params, [0, 0, 1, 1, 2], num_prompt_tokens=2)

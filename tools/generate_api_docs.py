@@ -10,12 +10,12 @@ import sys
 import textwrap
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby, product
+from itertools import chain, groupby, product
 from pathlib import Path
 from typing import Any
 
 from localllm.server import anthropic, native, ollama, openai, openapi
-from localllm.server.bodies import Body
+from localllm.server.bodies import NO_EFFECT, Body
 from localllm.server.endpoint import Endpoint
 from tests.server.claims import Claim, all_claims, requirements
 
@@ -89,22 +89,34 @@ class _Once:
 
 
 def field_lists(body: type[Body], once: _Once) -> dict[str, str]:
-    """Of a request: the fields that are honoured, that have no effect, that are refused, and why."""
+    """Of a request: the fields that are honoured, that are ignored, that are refused, and why."""
     schema = body.model_json_schema()
     fields = _Fields(schema["properties"], schema.get("$defs", {}), once)
     without = [name for name in fields.names if fields.has_no_effect(name)]
+    ignored: dict[str | None, list[str]] = {}
+    values = ((f"{name}.{value}", why) for name, known in body.ignored_values.items() for value, why in known.items())
+    for path, why in dict.fromkeys(chain(fields.ignored(), values)):
+        ignored.setdefault(why, []).append(f"`{path}`")
     honoured = [name for name in fields.names if name not in without and fields.says_something(name)]
     reasons = {**dict.fromkeys(name for name in fields.names if name not in (*without, *honoured)), **body.why}
     refused: dict[str | None, list[str]] = {}
-    for name, why in reasons.items():
-        refused.setdefault(why, []).append(fields.but_for(name))
+    for name, reason in reasons.items():
+        refused.setdefault(reason, []).append(fields.but_for(name))
     return {
         "honoured": ", ".join(map(fields.told, honoured)),
-        "without effect": ", ".join(f"`{name}`" for name in without),
-        "refused": once.say(
-            "; ".join(", ".join(names) + (f" ({why})" if why else "") for why, names in refused.items())
-        ),
+        "ignored": _by_reason({why: [once.say(", ".join(names))] for why, names in ignored.items()}),
+        "refused": once.say(_by_reason(refused)),
     }
+
+
+def _by_reason(fields: Mapping[str | None, Sequence[str]]) -> str:
+    return "; ".join(", ".join(names) + (f" ({why})" if why else "") for why, names in fields.items())
+
+
+def _why_ignored(schema: Schema) -> str | None:
+    """None: it is not."""
+    start, _, why = str(schema.get("description", "")).partition(": ")
+    return why.rstrip(".") if start == NO_EFFECT else None
 
 
 class _Fields:
@@ -121,7 +133,22 @@ class _Fields:
         field = self._properties[name]
         inner = list(self._inner(field))
         is_nothing = bool(inner) and all(each.has_no_effect(one) for each in inner for one in each.names)
-        return is_nothing or str(field.get("description", "")).startswith(("Without effect", "Accepted"))
+        return is_nothing or _why_ignored(field) is not None
+
+    def ignored(self, where: str = "") -> Iterator[tuple[str, str]]:
+        """(field, why) of each that has no effect, with those that are within others. where: this is, and a dot."""
+        for name in self.names:
+            reason = _why_ignored(self._properties[name])
+            if reason is not None:
+                yield where + name, reason
+                continue
+            for schema in self._objects_in(self._properties[name]):
+                why = _why_ignored(schema)
+                if why is None:
+                    yield from _Fields(schema["properties"], self._definitions, self._once).ignored(f"{where}{name}.")
+                    continue
+                kinds = schema["properties"]["type"]["examples"]
+                yield from ((f"{where}{name}.{kind}", why) for kind in kinds)
 
     def says_something(self, name: str) -> bool:
         """Whether it has more than one value."""
@@ -186,13 +213,18 @@ class _Fields:
         return [dict(zip(known, values, strict=True)) for values in product(*known.values())]
 
     def _inner(self, schema: Schema) -> Iterator[_Fields]:
-        """Of the objects that it may be, or may be a list of."""
+        """Of the objects that it may be, or may be a list of, but for those that have no effect."""
+        for found in self._objects_in(schema):
+            if _why_ignored(found) is None:
+                yield _Fields(found["properties"], self._definitions, self._once)
+
+    def _objects_in(self, schema: Schema) -> Iterator[Schema]:
         resolved = self._resolved(schema)
         if "properties" in resolved:
-            yield _Fields(resolved["properties"], self._definitions, self._once)
+            yield resolved
         for choice in (*resolved.get("anyOf", ()), *resolved.get("oneOf", ()), resolved.get("items")):
             if choice:
-                yield from self._inner(choice)
+                yield from self._objects_in(choice)
 
     def _resolved(self, schema: Schema) -> Schema:
         name = str(schema.get("$ref", "")).rpartition("/")[2]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 MAX_BIAS = 1e6  # beyond every logit, and far from where adding one more overflows
 MAX_BEAMS = 16
 MAX_LENGTH_PENALTY = 10.0
-WHOLE_NUMBERS = frozenset({"top_k", "dry_allowed_length", "seed", "logprobs", "max_tokens"})
+WHOLE_NUMBERS = frozenset({"top_k", "repeat_last_n", "dry_allowed_length", "seed", "logprobs", "max_tokens"})
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,9 @@ class SamplingParams:
     """How a token is drawn, and when to stop.
 
     The transforms apply in this order: logit_bias, penalties (repetition, frequency, presence), DRY, temperature,
-    top_k, typical_p, top_p, min_p. temperature 0 is greedy. Raises UsageError for a value out of range.
+    top_k, typical_p, top_p, min_p. temperature 0 is greedy. The three penalties look at the last `repeat_last_n` tokens
+    of prompt and answer: repetition at all of these, frequency and presence at those of the answer. Raises UsageError
+    for a value out of range.
     """
 
     temperature: float = 0.8
@@ -34,6 +36,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    repeat_last_n: int = -1  # 0: no penalties; -1: all tokens
     dry_multiplier: float = 0.0  # 0: off
     dry_base: float = 1.75
     dry_allowed_length: int = 2
@@ -55,6 +58,7 @@ class SamplingParams:
             "repetition_penalty": (0.01, 100),
             "frequency_penalty": (-100, 100),
             "presence_penalty": (-100, 100),
+            "repeat_last_n": (-1, 2**31),
             "dry_multiplier": (0, 100),
             "dry_base": (1, 100),
             "dry_allowed_length": (1, 2**31),

@@ -118,11 +118,13 @@ def penalised(
     logits = logits.clone()
     for token_id, bias in params.logit_bias.items():
         logits[token_id] += bias
-    if params.repetition_penalty != 1.0 and token_ids:  # CTRL, arXiv:1909.05858: over prompt and answer
-        seen = torch.tensor(sorted(set(token_ids)), device=logits.device)
+    begin = 0 if params.repeat_last_n < 0 else max(0, len(token_ids) - params.repeat_last_n)
+    window = token_ids[begin:]
+    if params.repetition_penalty != 1.0 and window:  # CTRL, arXiv:1909.05858: over prompt and answer
+        seen = torch.tensor(sorted(set(window)), device=logits.device)
         values = logits[seen]
         logits[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-    answer = token_ids[num_prompt_tokens:]
+    answer = token_ids[max(begin, num_prompt_tokens) :]
     if (params.frequency_penalty or params.presence_penalty) and answer:  # OpenAI's definition: over the answer
         counts = Counter(answer)
         seen = torch.tensor(list(counts), device=logits.device)

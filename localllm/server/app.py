@@ -12,11 +12,11 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from localllm.server import anthropic, native, ollama, openai, openapi
-from localllm.server.bodies import read_body
+from localllm.server.bodies import ignored_fields, read_body
 from localllm.server.endpoint import Call, Endpoint
 from localllm.server.failures import ClientGoneError, RequestError, body_of, dialect_of, failure_of
 from localllm.server.guard import Admission, Guard
-from localllm.server.logbook import Log, Logbook, note_failure
+from localllm.server.logbook import IGNORED_HEADER, Log, Logbook, note_failure
 from localllm.server.pool import Pool
 from localllm.server.replying import Json, unless_gone
 
@@ -102,7 +102,10 @@ class _Elsewhere:
 async def _reply(endpoint: Endpoint, call: Call) -> Response:
     try:
         body = None if endpoint.body is None else await read_body(call.request, endpoint.body)
-        return await unless_gone(call.request.receive, endpoint.handle(call, body))
+        reply = await unless_gone(call.request.receive, endpoint.handle(call, body))
+        if body is not None and (ignored := ignored_fields(body)):
+            reply.headers[IGNORED_HEADER] = ", ".join(ignored)
+        return reply
     except (ClientGoneError, ClientDisconnect):
         raise
     except Exception as error:

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, GetCoreSchemaHandler, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationError,
+)
 from pydantic_core import CoreSchema, ErrorDetails
 from starlette.requests import Request
 
@@ -27,6 +37,8 @@ _JSON = "application/json"
 # LiteLLM does, or what `curl -d` says by itself, as in Ollama's own examples.
 _OF_PAGES = frozenset({"origin", "referer", "cookie", "sec-fetch-site", "sec-fetch-mode", "sec-fetch-dest"})
 _OF_PROGRAMS = frozenset({"", "application/x-www-form-urlencoded"})
+NO_EFFECT = "Without effect"  # begins what the OpenAPI document says of a field that changes no answer
+_DATE = re.compile(r"_\d{4}_?\d{2}_?\d{2}$")  # with which types of tools end
 _CHOICES = frozenset({"str", "int", "float", "bool", "none"})  # of a union, as pydantic calls them
 
 
@@ -51,16 +63,37 @@ OnlyFalse = Annotated[Literal[False], BeforeValidator(_no_number)]
 OnlyTrue = Annotated[Literal[True], BeforeValidator(_no_number)]
 
 
-class Body(BaseModel):
-    """The fields of a request. What is not among them is refused by name: nothing is accepted and ignored.
+@dataclass(frozen=True)
+class Ignored:
+    """Marks a field, in its type's `Annotated`, that is taken although it changes no answer: `ignored_fields` names it.
+    why: it changes none, for docs/api.md and the OpenAPI document."""
 
-    why: of fields that are refused, or are accepted only as they have no effect, what is told of them. elsewhere: where
-    what some take for one belongs.
+    why: str
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {**handler(schema), "description": f"{NO_EFFECT}: {self.why}."}
+
+
+class Body(BaseModel):
+    """The fields of a request. What is not among them is refused by name; those that are taken and change no answer are
+    marked as `Ignored`, and named to who sent them: nothing is ignored in silence.
+
+    why: of fields that are refused, what is told of them. elsewhere: where what some take for one belongs.
+    ignored_values: of fields that are honoured, the values, or items, that change no answer. named_by: the field that
+    says what the whole of it is, where all of it is ignored.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=())
     why: ClassVar[Mapping[str, str]] = {}
     elsewhere: ClassVar[Mapping[str, str]] = {}
+    ignored_values: ClassVar[Mapping[str, Mapping[str, str]]] = {}  # value -> why, by field
+    named_by: ClassVar[str | None] = None
+    _ignored: ClassVar[frozenset[str]] = frozenset()
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_more: Any) -> None:
+        marks = {name: field.metadata for name, field in cls.model_fields.items()}
+        cls._ignored = frozenset(name for name, found in marks.items() if any(type(each) is Ignored for each in found))
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -75,11 +108,44 @@ def told_apart(field: str, kinds: Mapping[str, str], otherwise: str, *, default:
 
     def kind_of(given: object) -> str | None:
         if isinstance(given, dict):
-            kind = given.get(field, default)
-            return kinds.get(kind) if isinstance(kind, str) else None
+            kind = given.get(field)
+            kind = default if kind is None else kind
+            return kinds.get(undated(kind)) if isinstance(kind, str) else None
         return type(given).__name__
 
     return Discriminator(kind_of, custom_error_type="kind", custom_error_message=otherwise)
+
+
+def undated(kind: str) -> str:
+    """A type's name without the day of its version."""
+    return _DATE.sub("", kind)
+
+
+def ignored_fields(body: Body) -> list[str]:
+    """What the body says and no answer is changed by, each once: "options.num_thread", "tools.web_search". Names of
+    fields, and of values that are known here: nothing that a client has made up."""
+    return list(dict.fromkeys(_ignored_in(body, "")))
+
+
+def _ignored_in(body: Body, where: str) -> Iterator[str]:
+    """where: it is, with a dot behind it."""
+    for name, value in body.__dict__.items():
+        if value is None or value == "" or value == [] or value == {}:
+            continue
+        shown = where + (type(body).model_fields[name].alias or name)
+        if name in body._ignored:
+            yield shown
+            continue
+        known = body.ignored_values.get(name, ())
+        items = value if isinstance(value, list) else (value,)
+        yield from (f"{shown}.{item}" for item in items if known and item in known)
+        for item in items:
+            if not isinstance(item, Body):
+                break  # a list of ids may have a million, and none of its items is a body where the first is not
+            if item.named_by is None:
+                yield from _ignored_in(item, f"{shown}.")
+            else:
+                yield f"{shown}.{undated(getattr(item, item.named_by))}"
 
 
 B = TypeVar("B", bound=Body)

@@ -1,4 +1,4 @@
-"""Fields that requests of several dialects have: how tokens are drawn, how long the model stays, what has no effect."""
+"""Fields that requests of several dialects have: how tokens are drawn, how long the model stays, what is ignored."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 
 from localllm.engine.request import SamplingParams
 from localllm.errors import UsageError
+from localllm.server.bodies import Ignored
 from localllm.server.failures import RequestError
 
 DURATION = re.compile(r"[+-]?(?:(?:\d+(?:\.\d*)?|\.\d+)(?:ns|us|µs|μs|ms|s|m|h))+|[+-]?\d+(?:\.\d*)?")
@@ -49,12 +50,15 @@ ArgumentsSchema = Annotated[dict[str, Any], BeforeValidator(_of_an_object)]
 
 # Nothing of what is not served yet.
 Nothing = Annotated[list[Any], Field(max_length=0)] | None
-# Accepted; they have no effect on the answer.
-IgnoredText = Annotated[str | None, Field(max_length=10_000, description="Without effect.")]
-IgnoredFlag = Annotated[bool | None, Field(description="Without effect.")]
-IgnoredCount = Annotated[int | None, Field(ge=0, le=2**31 - 1, description="Without effect.")]
-IgnoredTexts = Annotated[dict[str, str] | None, Field(max_length=64, description="Without effect.")]
-IgnoredList = Annotated[list[dict[str, Any]] | None, Field(max_length=1000, description="Without effect.")]
+Label = Annotated[str, Field(max_length=10_000)]
+Labels = Annotated[dict[str, str], Field(max_length=64)]
+Number = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Objects = Annotated[list[dict[str, Any]], Field(max_length=1000)]
+
+# Why fields that several requests have change no answer.
+NOT_KEPT = Ignored("nothing is kept of a request, or of who sends it")
+CACHES_ITSELF = Ignored("what is known of earlier prompts is found and used without being told")
+OF_A_REPLY = Ignored("it came with an answer, and says nothing to the model")
 
 
 def refuse_top_logprobs(most: int | None, *, wanted: bool | None) -> None:

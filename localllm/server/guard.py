@@ -20,7 +20,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from localllm.server.failures import RequestError, body_of, dialect_of, failure_of
-from localllm.server.logbook import note_failure
+from localllm.server.logbook import IGNORED_HEADER, note_failure
 from localllm.server.replying import Json
 
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^:\[\]\s]+)(?::(?P<port>\d{1,5}))?")
@@ -166,7 +166,8 @@ def _preflight(headers: Headers) -> dict[str, str]:
 def _cors(origin: str) -> dict[str, str]:
     return {
         "access-control-allow-origin": origin,
-        "access-control-expose-headers": "x-request-id, retry-after, x-should-retry, x-localllm-evicted-turns",
+        "access-control-expose-headers": "x-request-id, retry-after, x-should-retry, "
+        f"x-localllm-evicted-turns, {IGNORED_HEADER}",
         "vary": "Origin",
     }
 

@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable
 
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -14,6 +15,8 @@ from localllm.server.failures import ClientGoneError, Failure
 from localllm.server.metrics import Metrics
 
 Log = Callable[[str], None]
+
+IGNORED_HEADER = "x-ignored-fields"  # of a reply: what its request says and no answer is changed by
 
 _UNKNOWN = "(no such address)"
 _METHODS = frozenset({"GET", "HEAD", "POST", "DELETE", "OPTIONS", "PUT", "PATCH"})
@@ -39,11 +42,12 @@ class Logbook:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started, status, request_id = time.perf_counter(), 0, secrets.token_hex(8)
+        started, status, request_id, ignored = time.perf_counter(), 0, secrets.token_hex(8), ""
 
         async def noting(message: Message) -> None:
-            nonlocal status
+            nonlocal status, ignored
             if message["type"] == "http.response.start":
+                ignored = Headers(raw=message["headers"]).get(IGNORED_HEADER, "")
                 status = message["status"]
                 names = (b"x-request-id", b"request-id")  # as OpenAI's libraries look for it, and Anthropic's
                 message["headers"] = [*message["headers"], *((name, request_id.encode("ascii")) for name in names)]
@@ -55,7 +59,8 @@ class Logbook:
             status = _GONE
         finally:
             seconds = time.perf_counter() - started
-            self._note(scope, status or 500, f"{seconds:.3f} s {request_id}")
+            told = f"ignored={ignored.replace(' ', '')} " if ignored else ""
+            self._note(scope, status or 500, f"{told}{seconds:.3f} s {request_id}")
 
     def _note(self, scope: Scope, status: int, rest: str) -> None:
         state = scope.get("state", {})

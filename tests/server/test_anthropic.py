@@ -260,7 +260,7 @@ def test_a_message_with_its_thought_can_be_sent_back(thinker: Running, client: a
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools.0", [{"type": "web_search_20250305", "name": "web_search"}]),
+        ("tools.0", [{"type": "frobnicate_20250305", "name": "frobnicate"}]),
         ("tool_choice", {"type": "any"}),
         ("mcp_servers", [{"type": "url", "url": "http://localhost", "name": "x"}]),
         ("container", "container_1"),

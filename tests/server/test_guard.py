@@ -68,7 +68,7 @@ def test_a_page_of_this_machine_is_let_in_without_credentials(server: Running, o
     assert reply.headers["access-control-allow-origin"] == origin
     assert "access-control-allow-credentials" not in reply.headers and "Origin" in reply.headers["vary"]
     told = set(reply.headers["access-control-expose-headers"].split(", "))
-    assert told == {"x-request-id", "retry-after", "x-should-retry", "x-localllm-evicted-turns"}
+    assert told == {"x-request-id", "retry-after", "x-should-retry", "x-localllm-evicted-turns", "x-ignored-fields"}
 
 
 def test_a_preflight_is_answered_for_pages_of_this_machine_alone(server: Running) -> None:

@@ -128,7 +128,7 @@ def test_a_logit_bias_rules_a_token_out(client: openai.OpenAI, server: Running) 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "web_search"}]),
+        ("tools", [{"type": "frobnicate"}]),
         ("tool_choice", "required"),
         ("response_format", {"type": "grammar"}),
         ("functions", [{"name": "f"}]),

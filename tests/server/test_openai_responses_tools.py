@@ -130,7 +130,7 @@ def test_results_are_of_calls_and_calls_have_results(server: Running, items: Any
     [
         ({"tools": [*FUNCTIONS, *FUNCTIONS]}, "tools"),
         ({"tools": [{**FUNCTIONS[0], "name": "a b"}]}, "tools.0.name"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tools": [{"type": "frobnicate"}]}, "tools.0"),
         ({"tools": FUNCTIONS, "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
         ({"tools": FUNCTIONS, "tool_choice": {"type": "web_search_preview"}}, "tool_choice.type"),
         ({"tool_choice": "required"}, "tool_choice"),

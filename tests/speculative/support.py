@@ -37,7 +37,13 @@ SAMPLERS = {
     "plain": {"temperature": 1.0},
     "nucleus": {"temperature": 0.8, "top_p": 0.9, "min_p": 0.02},
     "top-k": {"temperature": 1.3, "top_k": 20, "repetition_penalty": 1.15},
-    "penalties": {"temperature": 0.7, "frequency_penalty": 0.4, "presence_penalty": 0.3, "dry_multiplier": 0.8},
+    "penalties": {
+        "temperature": 0.7,
+        "frequency_penalty": 0.4,
+        "presence_penalty": 0.3,
+        "repeat_last_n": 9,
+        "dry_multiplier": 0.8,
+    },
     "typical": {"temperature": 0.9, "typical_p": 0.8, "logit_bias": {5: 1.5, 9: -4.0}},
 }
 # Of each: the names of the blocks that come from the disk at every step.

@@ -13,18 +13,20 @@ from pydantic import BeforeValidator, Field, StringConstraints, Tag, model_valid
 from localllm.engine.chat_template import ChatInput
 from localllm.engine.request import Grammar
 from localllm.server.asking import Ask
-from localllm.server.bodies import Body, told_apart
+from localllm.server.bodies import Body, Ignored, told_apart
 from localllm.server.failures import RequestError
 from localllm.server.fields import (
+    CACHES_ITSELF,
     MAX_MESSAGES,
     MAX_STOPS,
+    NOT_KEPT,
+    OF_A_REPLY,
     TEXT_ONLY,
     ArgumentsSchema,
     Count,
-    IgnoredFlag,
-    IgnoredText,
-    IgnoredTexts,
     KeepAlive,
+    Label,
+    Labels,
     Nothing,
     Share,
     StopText,
@@ -32,6 +34,7 @@ from localllm.server.fields import (
 )
 from localllm.server.structured import StructuredOutputs, grammar_of, json_grammar, one_grammar
 from localllm.server.tools.calling import MAX_TOOLS, OpenCalls, Tool, Toolset, call_of, toolset
+from localllm.server.tools.foreign import KINDS, NO_SUCH_TOOL, ForeignTool
 
 _BLOCKS = {
     "text": "TextBlock", "thinking": "ThinkingBlock", "redacted_thinking": "RedactedThinkingBlock",
@@ -46,15 +49,15 @@ _BILLING = re.compile(r"(?:x-anthropic-billing-header[^\n]*\n?)+")
 
 _USUAL_EFFORT = "high"  # the same as none, as Anthropic has it; Claude Code sends it to every model
 
-# What only its author can read.
-Opaque = Annotated[str | None, Field(description="Without effect.")]
+CacheControl = Annotated[Labels | None, CACHES_ITSELF]
+Opaque = Annotated[str | None, Ignored("its author alone can read it")]
 
 
 class TextBlock(Body):
     type: Literal["text"]
     text: str
     citations: Nothing = None
-    cache_control: IgnoredTexts = None
+    cache_control: CacheControl = None
 
 
 class ThinkingBlock(Body):
@@ -87,8 +90,8 @@ class ToolUseBlock(Body):
     id: Annotated[str, Field(min_length=1)]
     name: Annotated[str, Field(min_length=1)]
     input: dict[str, Any]
-    cache_control: IgnoredTexts = None
-    caller: Annotated[DirectCaller | None, Field(description="Without effect.")] = None
+    cache_control: CacheControl = None
+    caller: Annotated[DirectCaller | None, OF_A_REPLY] = None
 
 
 class ToolResultBlock(Body):
@@ -96,7 +99,7 @@ class ToolResultBlock(Body):
     tool_use_id: Annotated[str, Field(min_length=1)]
     content: str | list[ResultText] | None = None
     is_error: Annotated[bool | None, Field(description="true: the model is told that the call has failed.")] = None
-    cache_control: IgnoredTexts = None
+    cache_control: CacheControl = None
 
     @property
     def text(self) -> str:
@@ -186,19 +189,19 @@ class ToolParam(Body):
     strict: Annotated[
         bool | None, Field(description="true: a grammar sees to it that calls fit the schema, also where none is due.")
     ] = None
-    cache_control: IgnoredTexts = None
-    eager_input_streaming: IgnoredFlag = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_the_clients(cls, given: object) -> object:
-        if isinstance(given, dict) and given.get("type") not in (None, "custom"):
-            raise ValueError("this server runs no tools of its own; a tool's calls are for the client to make")
-        return given
+    cache_control: CacheControl = None
+    eager_input_streaming: Annotated[bool | None, Ignored("arguments are always streamed as they come")] = None
+    defer_loading: Annotated[bool | None, Ignored("the model is told of every tool at once")] = None
 
     @property
     def tool(self) -> Tool:
         return Tool(self.name, self.description or "", self.input_schema, bool(self.strict))
+
+
+AnyTool = Annotated[
+    Annotated[ToolParam, Tag("ToolParam")] | Annotated[ForeignTool, Tag("ForeignTool")],
+    told_apart("type", {**KINDS, "custom": "ToolParam"}, NO_SUCH_TOOL, default="custom"),
+]
 
 
 class ToolChoice(Body):
@@ -247,7 +250,7 @@ class PromptBody(Body):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: Annotated[SchemaFormat | None, Field(description="The older name of output_config.format.")] = None
-    tools: Annotated[list[ToolParam], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     structured_outputs: Annotated[StructuredOutputs | None, Field(description="What the answer has to look like.")] = (
         None
@@ -259,14 +262,14 @@ class PromptBody(Body):
     diagnostics: None = None
     inference_geo: None = None
     speed: Literal["standard"] | None = None
-    cache_control: IgnoredTexts = None
+    cache_control: CacheControl = None
     keep_alive: KeepAlive = None
-    user_profile_id: IgnoredText = None
-    workspace_id: IgnoredText = None
+    user_profile_id: Annotated[Label | None, NOT_KEPT] = None
+    workspace_id: Annotated[Label | None, NOT_KEPT] = None
 
 
 class Metadata(Body):
-    user_id: IgnoredText = None
+    user_id: Label | None = None
 
 
 class MessagesBody(PromptBody):
@@ -276,10 +279,8 @@ class MessagesBody(PromptBody):
     temperature: Temperature | None = None
     top_p: Share | None = None
     top_k: Annotated[int | None, Field(ge=0, le=2**31 - 1)] = None
-    metadata: Metadata | None = None
-    service_tier: Annotated[
-        Literal["auto", "standard_only"] | None, Field(description="Accepted; there is one tier here.")
-    ] = None
+    metadata: Annotated[Metadata | None, NOT_KEPT] = None
+    service_tier: Annotated[Literal["auto", "standard_only"] | None, Ignored("there is one tier here")] = None
 
 
 def ask_of(body: PromptBody) -> Ask:
@@ -314,7 +315,7 @@ def _form(given: SchemaFormat | None) -> Grammar | None:
 
 def _tools(body: PromptBody) -> Toolset | None:
     """None where the model is to call nothing. Raises RequestError."""
-    known = [each.tool for each in body.tools or ()]
+    known = [each.tool for each in body.tools or () if isinstance(each, ToolParam)]
     choice = body.tool_choice
     if choice is None:
         return toolset(known)

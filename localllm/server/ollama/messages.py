@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
-from localllm.server.bodies import Body
-from localllm.server.fields import TEXT_ONLY, ArgumentsSchema, IgnoredCount, IgnoredText, Nothing
+from localllm.server.bodies import Body, Ignored
+from localllm.server.fields import OF_A_REPLY, TEXT_ONLY, ArgumentsSchema, Label, Nothing, Number
 from localllm.server.tools.calling import MAX_TOOLS, OpenCalls, Tool, Toolset, call_of, toolset
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
@@ -37,7 +37,7 @@ def tools_of(given: Sequence[FunctionTool] | None) -> Toolset | None:
 class CalledFunction(Body):
     name: Annotated[str, Field(min_length=1)]
     arguments: dict[str, Any]
-    index: IgnoredCount = None
+    index: Annotated[Number | None, OF_A_REPLY] = None
 
 
 class ToolCall(Body):
@@ -54,7 +54,7 @@ class Message(Body):
     tool_calls: list[ToolCall] | None = None
     tool_name: Annotated[str | None, Field(description="Whose result it is; without one, the next call's.")] = None
     tool_call_id: Annotated[str | None, Field(description="The same, more exactly.")] = None
-    name: IgnoredText = None
+    name: Annotated[Label | None, Ignored("templates know roles, not names")] = None
 
     @field_validator("images", mode="before")
     @classmethod

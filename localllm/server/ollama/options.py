@@ -8,21 +8,17 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator
 
 from localllm.engine.request import SamplingParams
-from localllm.server.bodies import Body, OnlyTrue
-from localllm.server.failures import RequestError
+from localllm.server.bodies import Body, Ignored, OnlyTrue
 from localllm.server.fields import NUM_CTX, Count, Penalty, Seed, Share, Stop, Temperature, overlaid
 from localllm.server.served import Served
 
-_AT_START = (
-    "it is chosen when the server starts, by the flags of `localllm serve` (--threads, --vram, --weights, --kv); leave "
-    "it out"
-)
-_NO_SHIFT = "the context is not shifted; leave it out"
+_AT_START = Ignored("it is chosen when the server starts: --threads, --vram, --weights, --kv")
+_NO_MIROSTAT = Ignored("mirostat is off")
+_ANY = Field(ge=-(2**31), le=2**31 - 1)
 
 
 class Options(Body):
-    """What is chosen when the server starts is refused. So is what has an effect elsewhere and none here, unless it
-    says that it is to have none."""
+    """What says how the model is computed is chosen when the server starts, and changes no answer."""
 
     num_ctx: Annotated[Count | None, Field(description=NUM_CTX)] = None
     num_predict: Annotated[
@@ -39,43 +35,27 @@ class Options(Body):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repeat_last_n: Annotated[
-        int | None, Field(ge=-1, le=2**31 - 1, description="-1, the whole context, where there is a penalty.")
+        int | None,
+        Field(ge=-1, le=2**31 - 1, description="Penalties look at so many of the last tokens; 0: none, -1: all."),
     ] = None
     penalize_newline: OnlyTrue | None = None
     mirostat: Annotated[int | None, Field(ge=0, le=0)] = None
-    mirostat_tau: Annotated[float | None, Field(description="Without effect: mirostat is off.")] = None
-    mirostat_eta: Annotated[float | None, Field(description="Without effect: mirostat is off.")] = None
+    mirostat_tau: Annotated[float | None, _NO_MIROSTAT] = None
+    mirostat_eta: Annotated[float | None, _NO_MIROSTAT] = None
     tfs_z: Annotated[float | None, Field(ge=1, le=1)] = None
-    num_keep: Annotated[int | None, Field(description="-1 or 0: nothing is kept when the context is shifted.")] = None
-    numa: None = None
-    num_batch: None = None
-    num_gpu: None = None
-    main_gpu: None = None
-    low_vram: None = None
-    f16_kv: None = None
-    logits_all: None = None
-    vocab_only: None = None
-    use_mmap: None = None
-    use_mlock: None = None
-    embedding_only: None = None
-    num_thread: None = None
-
-    @field_validator(
-        "numa", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "logits_all", "vocab_only", "use_mmap",
-        "use_mlock", "embedding_only", "num_thread", mode="before",
-    )  # fmt: skip
-    @classmethod
-    def _is_chosen_at_start(cls, value: object) -> object:
-        if value is not None:
-            raise ValueError(_AT_START)
-        return value
-
-    @field_validator("num_keep")
-    @classmethod
-    def _keeps_nothing(cls, num_keep: int | None) -> int | None:
-        if num_keep not in (None, -1, 0):
-            raise ValueError(_NO_SHIFT)
-        return num_keep
+    num_keep: Annotated[int | None, _ANY, Ignored("the context is not shifted: nothing has to be kept of it")] = None
+    numa: Annotated[bool | None, _AT_START] = None
+    num_batch: Annotated[int | None, _ANY, _AT_START] = None
+    num_gpu: Annotated[int | None, _ANY, _AT_START] = None
+    main_gpu: Annotated[int | None, _ANY, _AT_START] = None
+    low_vram: Annotated[bool | None, _AT_START] = None
+    f16_kv: Annotated[bool | None, _AT_START] = None
+    logits_all: Annotated[bool | None, _AT_START] = None
+    vocab_only: Annotated[bool | None, _AT_START] = None
+    use_mmap: Annotated[bool | None, _AT_START] = None
+    use_mlock: Annotated[bool | None, _AT_START] = None
+    embedding_only: Annotated[bool | None, _AT_START] = None
+    num_thread: Annotated[int | None, _ANY, _AT_START] = None
 
     @field_validator("num_predict")
     @classmethod
@@ -88,7 +68,7 @@ class Options(Body):
 def sampling_of(options: Options | None, served: Served, **more: Any) -> SamplingParams:
     """What the options say over what the model does by itself. Raises RequestError."""
     given = options or Options()
-    names = ("temperature", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty")
+    names = ("temperature", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty", "repeat_last_n")
     known = {name: getattr(given, name) for name in names}
     known |= {
         "top_k": None if given.top_k is None else max(0, given.top_k),
@@ -100,14 +80,4 @@ def sampling_of(options: Options | None, served: Served, **more: Any) -> Samplin
     sampling = overlaid(served.sampling(), {**known, "max_tokens": limit if limit and limit > 0 else None, **more})
     if limit is not None and limit < 0:
         sampling = replace(sampling, max_tokens=None)
-    _require_whole_window(given, sampling)
     return sampling
-
-
-def _require_whole_window(given: Options, sampling: SamplingParams) -> None:
-    penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
-    if given.repeat_last_n in (None, -1) or penalties == (1, 0, 0):
-        return
-    what, why = "'options.repeat_last_n' cannot be honoured", "penalties look at the whole context"
-    fix = "send -1"
-    raise RequestError(400, what, why=why, fix=fix, param="options.repeat_last_n", name="unsupported_value")

@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 from localllm.server.bodies import Body
 from localllm.server.embedding import MAX_INPUTS, embedded
 from localllm.server.endpoint import Call, Endpoint
-from localllm.server.fields import Count, Ids, IgnoredText, KeepAlive, NonEmptyText
+from localllm.server.fields import NOT_KEPT, Count, Ids, KeepAlive, Label, NonEmptyText
 from localllm.server.openai.completions import prompt_list
 from localllm.server.replying import whole
 
@@ -32,7 +32,7 @@ class EmbeddingsBody(Body):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Count | None = None
     keep_alive: KeepAlive = None
-    user: IgnoredText = None
+    user: Annotated[Label | None, NOT_KEPT] = None
 
 
 class EmbeddingRow(TypedDict):

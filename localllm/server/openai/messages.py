@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from localllm.server.bodies import Body
-from localllm.server.fields import TEXT_ONLY, IgnoredCount, Nothing
+from localllm.server.fields import CACHES_ITSELF, OF_A_REPLY, TEXT_ONLY, Labels, Nothing, Number
 from localllm.server.openai.tools import FunctionType
 from localllm.server.tools.calling import OpenCalls, call_of
 
@@ -25,21 +25,21 @@ def refuse_other_parts(kind: object) -> object:
 class TextPart(Body):
     type: Annotated[Literal["text"], BeforeValidator(refuse_other_parts)]
     text: str
+    cache_control: Annotated[Labels | None, CACHES_ITSELF] = None
 
 
 class CalledFunction(Body):
     name: Annotated[str, Field(min_length=1)]
     arguments: str
-    parsed_arguments: Annotated[dict[str, Any] | None, Field(description="Without effect.")] = (
-        None  # which openai's library adds to what it has parsed
-    )
+    # Which openai's library adds to what it has parsed.
+    parsed_arguments: Annotated[dict[str, Any] | None, OF_A_REPLY] = None
 
 
 class ToolCall(Body):
     id: Annotated[str, Field(min_length=1)]
     type: FunctionType
     function: CalledFunction
-    index: IgnoredCount = None  # which some clients keep of a stream
+    index: Annotated[Number | None, OF_A_REPLY] = None  # which some clients keep of a stream
 
 
 class Message(Body):
@@ -54,8 +54,9 @@ class Message(Body):
     audio: None = None
     annotations: Nothing = None
     # Which openai's and LiteLLM's libraries add to an answer.
-    parsed: Annotated[Any, Field(description="Without effect.")] = None
-    provider_specific_fields: Annotated[dict[str, Any] | None, Field(description="Without effect.")] = None
+    parsed: Annotated[Any, OF_A_REPLY] = None
+    provider_specific_fields: Annotated[dict[str, Any] | None, OF_A_REPLY] = None
+    cache_control: Annotated[Labels | None, CACHES_ITSELF] = None
 
     @model_validator(mode="after")
     def _calls_as_assistant(self) -> Message:

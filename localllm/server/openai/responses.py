@@ -12,18 +12,20 @@ from starlette.responses import Response as HTTPResponse
 from localllm.engine.chat_template import ChatInput
 from localllm.engine.request import Grammar
 from localllm.server.asking import Ask
-from localllm.server.bodies import Body, OnlyFalse, told_apart
+from localllm.server.bodies import Body, Ignored, OnlyFalse, told_apart
 from localllm.server.endpoint import Call, Endpoint
 from localllm.server.failures import Failure
 from localllm.server.fields import (
+    CACHES_ITSELF,
     MAX_MESSAGES,
+    NOT_KEPT,
+    OF_A_REPLY,
     Count,
-    IgnoredCount,
-    IgnoredFlag,
-    IgnoredList,
-    IgnoredText,
     KeepAlive,
+    Label,
     Nothing,
+    Number,
+    Objects,
     Penalty,
     Seed,
     Share,
@@ -32,9 +34,10 @@ from localllm.server.fields import (
 )
 from localllm.server.openai.messages import refuse_other_parts
 from localllm.server.openai.response_object import Response, ResponseEvent, Said, Speech
-from localllm.server.openai.shapes import TIERS, PromptCacheOptions
+from localllm.server.openai.shapes import NOT_OBFUSCATED, TIERS, PromptCacheOptions
 from localllm.server.openai.tools import (
     BY_FORMAT,
+    BY_TYPE,
     Function,
     FunctionType,
     NamedSchema,
@@ -45,6 +48,7 @@ from localllm.server.openai.tools import (
 from localllm.server.replying import EVENT_STREAM, collected, event, evicted_header, streamed, whole
 from localllm.server.structured import ANY_OBJECT, StructuredOutputs, grammar_of, one_grammar
 from localllm.server.tools.calling import MAX_TOOLS, OpenCalls, Toolset, call_of, toolset
+from localllm.server.tools.foreign import ForeignTool
 
 _STATELESS = "nothing is kept of a response; send what was said before as input"
 
@@ -52,17 +56,17 @@ _STATELESS = "nothing is kept of a response; send what was said before as input"
 class InputText(Body):
     type: Annotated[Literal["input_text", "output_text"], BeforeValidator(refuse_other_parts)]
     text: str
-    annotations: IgnoredList = None
-    logprobs: IgnoredList = None
+    annotations: Annotated[Objects | None, OF_A_REPLY] = None
+    logprobs: Annotated[Objects | None, OF_A_REPLY] = None
 
 
 class InputMessage(Body):
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[InputText]
-    id: IgnoredText = None
-    status: IgnoredText = None
-    phase: IgnoredText = None
+    id: Annotated[Label | None, OF_A_REPLY] = None
+    status: Annotated[Label | None, OF_A_REPLY] = None
+    phase: Annotated[Label | None, OF_A_REPLY] = None
 
 
 class ReasoningText(Body):
@@ -70,13 +74,25 @@ class ReasoningText(Body):
     text: str
 
 
+class SummaryText(Body):
+    type: Literal["summary_text"]
+    text: str
+
+
 class InputReasoning(Body):
+    """What was thought; of one that has no content, what its summary says."""
+
     type: Literal["reasoning"]
     content: list[ReasoningText] | None = None
-    summary: Nothing = None
-    id: IgnoredText = None
-    status: IgnoredText = None
-    encrypted_content: None = None
+    summary: list[SummaryText] | None = None
+    id: Annotated[Label | None, OF_A_REPLY] = None
+    status: Annotated[Label | None, OF_A_REPLY] = None
+    encrypted_content: Annotated[str | None, Ignored("its author alone can read it")] = None
+
+    @property
+    def thought(self) -> str:
+        parts: Sequence[ReasoningText | SummaryText] = self.content or self.summary or ()
+        return "".join(part.text for part in parts)
 
 
 class InputCall(Body):
@@ -84,9 +100,9 @@ class InputCall(Body):
     call_id: Annotated[str, Field(min_length=1)]
     name: Annotated[str, Field(min_length=1)]
     arguments: str
-    parsed_arguments: Annotated[dict[str, Any] | None, Field(description="Without effect.")] = None
-    id: IgnoredText = None
-    status: IgnoredText = None
+    parsed_arguments: Annotated[dict[str, Any] | None, OF_A_REPLY] = None
+    id: Annotated[Label | None, OF_A_REPLY] = None
+    status: Annotated[Label | None, OF_A_REPLY] = None
     # Which openai's library writes out of a call that it was given.
     async_: None = None
     caller: None = None
@@ -97,8 +113,8 @@ class InputResult(Body):
     type: Literal["function_call_output"]
     call_id: Annotated[str, Field(min_length=1)]
     output: str | list[InputText]
-    id: IgnoredText = None
-    status: IgnoredText = None
+    id: Annotated[Label | None, OF_A_REPLY] = None
+    status: Annotated[Label | None, OF_A_REPLY] = None
 
 
 class _Typed(Body):
@@ -107,6 +123,12 @@ class _Typed(Body):
 
 class FunctionTool(Function, _Typed):
     """The type is looked at first: of another one, nothing else matters."""
+
+    defer_loading: Annotated[bool | None, Ignored("the model is told of every function at once")] = None
+    output_schema: Annotated[dict[str, Any] | None, Ignored("a result is told as it comes")] = None
+
+
+AnyTool = Annotated[Annotated[FunctionTool, Tag("FunctionTool")] | Annotated[ForeignTool, Tag("ForeignTool")], BY_TYPE]
 
 
 class NamedChoice(Body):
@@ -137,14 +159,20 @@ class TextOptions(Body):
     verbosity: Literal["medium"] | None = None
 
 
+Summary = Literal["auto", "concise", "detailed", "none"]
+NO_SUMMARY = Ignored("what was thought is told as it is, not in a summary")
+
+
 class Reasoning(Body):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    summary: None = None
-    generate_summary: None = None
+    summary: Annotated[Summary | None, NO_SUMMARY] = None
+    generate_summary: Annotated[Summary | None, NO_SUMMARY] = None
+    context: Annotated[Literal["auto"] | None, Field(description="'auto': as the model's chat template has it.")] = None
 
 
 class ResponseStreamOptions(Body):
-    include_obfuscation: OnlyFalse | None = None
+    include_obfuscation: Annotated[bool | None, NOT_OBFUSCATED] = None
+    reasoning_summary_delivery: Annotated[Label | None, NO_SUMMARY] = None
 
 
 _ITEMS = {
@@ -164,16 +192,37 @@ InputItem = Annotated[
 ]
 
 
+_LOGPROBS = "message.output_text.logprobs"
+Included = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+    "message.input_image.image_url",
+]
+_NO_SUCH_CALLS = "no such calls are made here"
+_NOT_INCLUDED = {
+    "reasoning.encrypted_content": "what was thought is told as it is",
+    "code_interpreter_call.outputs": _NO_SUCH_CALLS,
+    "computer_call_output.output.image_url": _NO_SUCH_CALLS,
+    "file_search_call.results": _NO_SUCH_CALLS,
+    "web_search_call.action.sources": _NO_SUCH_CALLS,
+    "web_search_call.results": _NO_SUCH_CALLS,
+    "message.input_image.image_url": "there are no images in what is read here",
+}
+
+
 class ResponsesBody(Body):
+    ignored_values: ClassVar = {"include": _NOT_INCLUDED}
     why: ClassVar = {
         "text.verbosity": "how much is said cannot be turned up or down; 'medium' is as the model does",
         "moderation": "nothing is judged here",
         "image": "models here write text",
-        "access_programs": "there are no programs of a provider here",
         "background_options": _STATELESS,
         **dict.fromkeys(("previous_response_id", "conversation", "background", "prompt"), _STATELESS),
-        "include": "log-probabilities alone can be included",
-        "reasoning": "an effort may be asked for, and no summary is made",
     }
 
     model: str | None = None
@@ -188,35 +237,36 @@ class ResponsesBody(Body):
     frequency_penalty: Penalty | None = None
     seed: Seed | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
-    include: Annotated[list[Literal["message.output_text.logprobs"]], Field(max_length=1)] | None = None
+    include: Annotated[list[Included], Field(max_length=16)] | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | AllowedChoice | None = None
     parallel_tool_calls: Annotated[bool | None, Field(description="false: an answer has one call at most.")] = None
     structured_outputs: Annotated[StructuredOutputs | None, Field(description="What the answer has to look like.")] = (
         None
     )
-    max_tool_calls: IgnoredCount = None
+    max_tool_calls: Annotated[Number | None, Ignored("it is of tools that a server runs")] = None
     background: OnlyFalse | None = None
-    store: IgnoredFlag = None
+    store: Annotated[bool | None, NOT_KEPT] = None
+    client_metadata: Annotated[dict[str, Any] | None, NOT_KEPT] = None
     metadata: Annotated[dict[str, str] | None, Field(max_length=16, description="Given back.")] = None
-    user: IgnoredText = None
+    user: Annotated[Label | None, NOT_KEPT] = None
     keep_alive: KeepAlive = None
-    safety_identifier: IgnoredText = None
-    prompt_cache_key: IgnoredText = None
-    prompt_cache_retention: IgnoredText = None
-    prompt_cache_options: PromptCacheOptions | None = None
+    safety_identifier: Annotated[Label | None, NOT_KEPT] = None
+    prompt_cache_key: Annotated[Label | None, CACHES_ITSELF] = None
+    prompt_cache_retention: Annotated[Label | None, CACHES_ITSELF] = None
+    prompt_cache_options: Annotated[PromptCacheOptions | None, CACHES_ITSELF] = None
     previous_response_id: None = None
     conversation: None = None
     prompt: None = None
     moderation: None = None
     image: None = None
-    access_programs: None = None
+    access_programs: Annotated[Any, Ignored("there are no programs of a provider here")] = None
     background_options: None = None
     context_management: Nothing = None
 
@@ -225,7 +275,7 @@ async def responses(call: Call, body: ResponsesBody) -> HTTPResponse:
     """Raises what refuses the request, or ends its answer before anything was said."""
     served = await call.model(body.model, body.keep_alive)
     model = body.model or served.name
-    most = body.top_logprobs if body.top_logprobs is not None else (0 if body.include else None)
+    most = body.top_logprobs if body.top_logprobs is not None else (0 if _LOGPROBS in (body.include or ()) else None)
     names = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed")
     given = {name: getattr(body, name) for name in names}
     sampling = overlaid(served.sampling(), {**given, "max_tokens": body.max_output_tokens, "logprobs": most})
@@ -265,7 +315,7 @@ async def responses(call: Call, body: ResponsesBody) -> HTTPResponse:
 
 def _tools(body: ResponsesBody) -> Toolset | None:
     """None where the model is to call nothing. Raises RequestError."""
-    known = [each.tool for each in body.tools or ()]
+    known = [each.tool for each in _functions(body)]
     one_call = body.parallel_tool_calls is False
     match body.tool_choice:
         case "none":
@@ -277,6 +327,10 @@ def _tools(body: ResponsesBody) -> Toolset | None:
             only = [each.name for each in tools]
             return toolset(known, must_call=mode == "required", only=only, one_call=one_call)
     return toolset(known, must_call=body.tool_choice == "required", one_call=one_call)
+
+
+def _functions(body: ResponsesBody) -> list[FunctionTool]:
+    return [each for each in body.tools or () if isinstance(each, FunctionTool)]
 
 
 def _form(body: ResponsesBody) -> Grammar | None:
@@ -301,7 +355,7 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
         where = f"input[{index}]"
         match item:
             case InputReasoning():
-                thought = "".join(part.text for part in item.content or ())
+                thought = item.thought
                 continue
             case InputCall():
                 calls.made(where, item.call_id, item.name)
@@ -351,7 +405,7 @@ def _head(body: ResponsesBody, model: str, temperature: float, top_p: float) -> 
         "temperature": temperature,
         "text": {"format": _dumped(body.text and body.text.format) or {"type": "text"}},
         "tool_choice": _dumped(body.tool_choice) or "auto",
-        "tools": [_tool(each) for each in body.tools or ()],
+        "tools": [_tool(each) for each in _functions(body)],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": top_p,
     }

@@ -12,17 +12,18 @@ from typing_extensions import TypedDict
 from localllm import __version__
 from localllm.engine.events import FinishedEvent
 from localllm.engine.request import Grammar, SamplingParams
-from localllm.server.bodies import Body, OnlyFalse, OnlyTrue
+from localllm.server.bodies import Body, Ignored, OnlyTrue
 from localllm.server.choosing import ChoosingBody
 from localllm.server.endings import Timings
 from localllm.server.failures import RequestError
 from localllm.server.fields import (
+    CACHES_ITSELF,
+    NOT_KEPT,
     NUM_CTX,
     Count,
-    IgnoredFlag,
-    IgnoredText,
-    IgnoredTexts,
     KeepAlive,
+    Label,
+    Labels,
     LogitBias,
     Penalty,
     Seed,
@@ -56,16 +57,17 @@ class ChoiceLogprobs(TypedDict):
     refusal: None
 
 
+NOT_OBFUSCATED = Ignored("events are as long as what they say")
+
+
 class StreamOptions(Body):
     include_usage: bool | None = None
-    include_obfuscation: Annotated[OnlyFalse | None, Field(description="Nothing is obfuscated here.")] = None
+    include_obfuscation: Annotated[bool | None, NOT_OBFUSCATED] = None
 
 
 class PromptCacheOptions(Body):
-    """What is known of earlier prompts is found without being told how."""
-
-    mode: IgnoredText = None
-    ttl: IgnoredText = None
+    mode: Label | None = None
+    ttl: Label | None = None
 
 
 class GenerationBody(ChoosingBody):
@@ -98,17 +100,21 @@ class GenerationBody(ChoosingBody):
         Literal["auto", "default", "flex", "scale", "priority", "fast"] | None,
         Field(description="Of requests that wait, `priority` and `fast` are answered sooner, `flex` later."),
     ] = None
-    user: IgnoredText = None
-    metadata: IgnoredTexts = None
-    store: IgnoredFlag = None
-    safety_identifier: IgnoredText = None
-    prompt_cache_key: IgnoredText = None
-    prompt_cache_retention: IgnoredText = None
-    prompt_cache_options: PromptCacheOptions | None = None
+    user: Annotated[Label | None, NOT_KEPT] = None
+    metadata: Annotated[Labels | None, NOT_KEPT] = None
+    store: Annotated[bool | None, NOT_KEPT] = None
+    safety_identifier: Annotated[Label | None, NOT_KEPT] = None
+    prompt_cache_key: Annotated[Label | None, CACHES_ITSELF] = None
+    prompt_cache_retention: Annotated[Label | None, CACHES_ITSELF] = None
+    prompt_cache_options: Annotated[PromptCacheOptions | None, CACHES_ITSELF] = None
     top_k: Annotated[int | None, Field(ge=0, le=2**31 - 1)] = None
     min_p: Share | None = None
     typical_p: Share | None = None
     repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100)] = None
+    repeat_last_n: Annotated[
+        int | None,
+        Field(ge=-1, le=2**31 - 1, description="Penalties look at so many of the last tokens; 0: none, -1: all."),
+    ] = None
     num_ctx: Annotated[Count | None, Field(description=NUM_CTX)] = None
     keep_alive: KeepAlive = None
     structured_outputs: Annotated[StructuredOutputs | None, Field(description="What the answer has to look like.")] = (
@@ -135,7 +141,7 @@ def sampling_of(body: GenerationBody, served: Served, **more: Any) -> SamplingPa
     """What the request says over what the model does by itself. Raises RequestError."""
     names = (
         "temperature", "top_p", "seed", "stop", "frequency_penalty", "presence_penalty", "logit_bias", "max_tokens",
-        "top_k", "min_p", "typical_p", "repetition_penalty",
+        "top_k", "min_p", "typical_p", "repetition_penalty", "repeat_last_n",
     )  # fmt: skip
     given = {name: getattr(body, name) for name in names}
     return overlaid(served.sampling(), {**given, **more})

@@ -8,10 +8,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, StringConstraints, Tag
 
 from localllm.engine.request import Grammar
-from localllm.server.bodies import Body, told_apart
-from localllm.server.fields import ArgumentsSchema, IgnoredText
+from localllm.server.bodies import Body, Ignored, told_apart
+from localllm.server.fields import CACHES_ITSELF, ArgumentsSchema, Label, Labels
 from localllm.server.structured import ANY_OBJECT, json_grammar
 from localllm.server.tools.calling import MAX_TOOLS, Tool, Toolset, toolset
+from localllm.server.tools.foreign import KINDS, NO_SUCH_TOOL, ForeignTool
 
 NO_SERVER_TOOLS = "this server runs no tools of its own; a function's calls are for the client to make"
 
@@ -43,9 +44,13 @@ class Function(Body):
 class FunctionTool(Body):
     type: FunctionType
     function: Function
+    cache_control: Annotated[Labels | None, CACHES_ITSELF] = None
 
 
-Tools = Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)]
+BY_TYPE = told_apart("type", {"function": "FunctionTool", **KINDS}, NO_SUCH_TOOL, default="function")
+
+AnyTool = Annotated[Annotated[FunctionTool, Tag("FunctionTool")] | Annotated[ForeignTool, Tag("ForeignTool")], BY_TYPE]
+Tools = Annotated[list[AnyTool], Field(max_length=MAX_TOOLS)]
 
 
 class NamedFunction(Body):
@@ -70,9 +75,9 @@ class AllowedChoice(Body):
 ToolChoice = Literal["none", "auto", "required"] | NamedChoice | AllowedChoice
 
 
-def chosen(tools: Sequence[FunctionTool] | None, choice: ToolChoice | None, parallel: bool | None) -> Toolset | None:
+def chosen(tools: Sequence[AnyTool] | None, choice: ToolChoice | None, parallel: bool | None) -> Toolset | None:
     """None where the model is to call nothing. Raises RequestError."""
-    known = [each.function.tool for each in tools or ()]
+    known = [each.function.tool for each in tools or () if isinstance(each, FunctionTool)]
     one_call = parallel is False
     match choice:
         case "none":
@@ -97,7 +102,7 @@ class ObjectFormat(Body):
 
 class NamedSchema(Body):
     name: Name
-    description: IgnoredText = None
+    description: Annotated[Label | None, Ignored("the model is not told of the form")] = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema", description="Without one, any object fits.")] = None
     strict: Annotated[bool | None, Field(description="A schema is held to in any case.")] = None
 

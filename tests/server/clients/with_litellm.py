@@ -229,7 +229,7 @@ def check_an_unknown_model() -> None:
 
 @supports("litellm", "/v1/chat/completions", "refused: what cannot be honoured, by name")
 def check_what_cannot_be_honoured() -> None:
-    searching: Any = [{"type": "web_search"}]
+    searching: Any = [{"type": "frobnicate"}]
     error = raised(litellm.BadRequestError, lambda: litellm.completion(**CHAT, tools=searching))
     assert "tools" in str(error), error
 
