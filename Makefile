@@ -5,20 +5,21 @@ export PYTHONDONTWRITEBYTECODE =
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 # Programs that speak to the server, and whose dependencies clash with ours and each other's.
-CLIENTS := $(patsubst tests/server/clients/%.txt,$(VENV)/clients/%/.installed,$(wildcard tests/server/clients/*.txt))
+CLIENTS := $(patsubst tests/server/clients/%,$(VENV)/clients/%/.installed,\
+	$(basename $(wildcard tests/server/clients/*.txt tests/server/clients/*.json)))
 
 # Ray, for the long tests of replicas: it sees everything else in our own environment.
 RAY := $(VENV)/ray/.installed
 
-.PHONY: run test test-all check format clean
+.PHONY: run test test-all clients check format clean
 
 run: $(VENV)/.installed
 	@$(BIN)/localllm run --prompt "Tell me a tale about a fox who finds a lantern."
 
-test: $(VENV)/.installed-dev $(VENV)/triton-3.6 $(CLIENTS) check
+test: $(VENV)/.installed-dev $(VENV)/triton-3.6 clients check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
-test-all: $(VENV)/.installed-dev $(VENV)/triton-3.6 $(CLIENTS) $(RAY) check
+test-all: $(VENV)/.installed-dev $(VENV)/triton-3.6 clients $(RAY) check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 check: $(VENV)/.installed-dev
@@ -46,11 +47,23 @@ $(VENV)/.installed-dev: pyproject.toml
 $(VENV)/triton-3.6: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==3.6.0 || rm -rf $@
 
-# Each in an environment of its own. What it uses is compiled when it is first imported. Not every system has them all.
+# Several at once, as each waits for the network most of the time.
+clients: $(VENV)/.installed-dev
+	@$(MAKE) --no-print-directory --jobs 4 $(CLIENTS)
+
+# Each in an environment of its own. What it uses is compiled when it is first imported. Not every system has them all:
+# what cannot be installed fails no test, and those that need it are skipped.
 $(VENV)/clients/%/.installed: tests/server/clients/%.txt | $(VENV)/.installed-dev
-	$(BIN)/python -m venv --clear --without-pip $(@D)
-	$(BIN)/python -m pip --python $(@D)/bin/python install --quiet --no-compile --only-binary :all: -r $< \
-		&& touch $@ || rm -rf $(@D)
+	@echo "installing the client $*"
+	@$(BIN)/python -m venv --clear --without-pip $(@D)
+	@$(BIN)/python -m pip --python $(@D)/bin/python install --quiet --no-compile --only-binary :all: -r $< \
+		&& touch $@ || { rm -rf $(@D); echo "the client $* cannot be installed: its tests will be skipped" >&2; }
+
+$(VENV)/clients/%/.installed: tests/server/clients/%.json | $(VENV)/.installed-dev
+	@echo "installing the client $*"
+	@rm -rf $(@D) && mkdir -p $(@D) && cp $< $(@D)/package.json
+	@npm install --prefix $(@D) --loglevel error --no-audit --no-fund --no-package-lock \
+		&& touch $@ || { rm -rf $(@D); echo "the client $* cannot be installed: its tests will be skipped" >&2; }
 
 $(RAY): tests/server/ray.txt | $(VENV)/.installed-dev
 	$(BIN)/python -m venv --clear --without-pip $(@D)

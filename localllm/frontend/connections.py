@@ -17,8 +17,9 @@ from typing import Literal
 PLACEHOLDER_KEY = "localllm"  # clients want one; a server without a key does not look at it
 YOUR_KEY = "YOUR_API_KEY"
 USUAL_CTX = 8192  # where it is not known
+_ANSWER = 4  # of so many parts of the context one is for the answer, where a program divides it
 
-Language = Literal["yaml", "json", "sh", "python"]
+Language = Literal["yaml", "json", "toml", "sh", "python", "javascript"]
 
 
 @dataclass(frozen=True)
@@ -76,17 +77,31 @@ def _filled(part: Part, target: Target) -> Filled:
         "v1": f"{target.url}/v1",
         "model": target.model,
         "openai_model": f"openai/{target.model}",
+        "own_model": f"localllm/{target.model}",
         "key": target.key,
         "bearer": f"Bearer {target.key}",
     }
     tool_use = "[tool_use]" if target.has_tools else "[]"
-    bare = {"ctx": str(target.ctx), "has_tools": json.dumps(target.has_tools), "tool_use": tool_use}
+    sizes = {"ctx": str(target.ctx), "answer": str(max(1, target.ctx // _ANSWER))}
+    bare = {**sizes, "has_tools": json.dumps(target.has_tools), "tool_use": tool_use}
     quoted = {name: _QUOTES[part.language](value) for name, value in values.items()}
     return Filled(part.where, part.language, Template(part.template).substitute(quoted, **bare).strip("\n"))
 
 
+def _toml(text: str) -> str:
+    """A basic string, which knows no surrogates."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
+
+
 _QUOTES: Mapping[Language, Callable[[str], str]] = MappingProxyType(
-    {"yaml": json.dumps, "json": json.dumps, "python": json.dumps, "sh": shlex.quote}
+    {
+        "yaml": json.dumps,
+        "json": json.dumps,
+        "toml": _toml,
+        "python": json.dumps,
+        "javascript": json.dumps,
+        "sh": shlex.quote,
+    }
 )
 
 _ASK = "A tale about an owl, please."
@@ -246,6 +261,131 @@ open-webui serve
         is_agent=True,
         least_ctx=32768,
         note="a login or ANTHROPIC_API_KEY of yours is not used while these stand there",
+    ),
+    Connection(
+        "codex",
+        "Codex, OpenAI's coding agent",
+        "OpenAI",
+        "run with Codex CLI 0.169",
+        (
+            Part(
+                "~/.codex/config.toml",
+                "toml",
+                """
+model = $model
+model_provider = "localllm"
+model_context_window = $ctx
+web_search = "disabled"
+
+[model_providers.localllm]
+name = "localllm"
+base_url = $v1
+wire_api = "responses"
+http_headers = { Authorization = $bearer }
+
+[analytics]
+enabled = false
+""",
+            ),
+            Part("the terminal", "sh", "codex"),
+        ),
+        is_agent=True,
+        least_ctx=32768,
+        note="tables that stand in the file already are kept: the first four lines belong above them",
+    ),
+    Connection(
+        "opencode",
+        "OpenCode, the coding agent",
+        "OpenAI",
+        "run with OpenCode 1.18",
+        (
+            Part(
+                "~/.config/opencode/opencode.json",
+                "json",
+                """
+{
+  "provider": {
+    "localllm": {
+      "npm": "@ai-sdk/openai-compatible",
+      "name": "localllm",
+      "options": { "baseURL": $v1, "apiKey": $key },
+      "models": {
+        $model: {
+          "tool_call": $has_tools,
+          "limit": { "context": $ctx, "output": $answer }
+        }
+      }
+    }
+  },
+  "model": $own_model,
+  "small_model": $own_model
+}
+""",
+            ),
+            Part("the terminal", "sh", "opencode"),
+        ),
+        is_agent=True,
+        least_ctx=32768,
+        note="it keeps room for an answer free of a conversation, here a quarter of the context",
+    ),
+    Connection(
+        "pi",
+        "pi, the coding agent",
+        "OpenAI",
+        "run with pi 0.73 and 0.74",
+        (
+            Part(
+                "~/.pi/agent/models.json",
+                "json",
+                """
+{
+  "providers": {
+    "localllm": {
+      "baseUrl": $v1,
+      "api": "openai-completions",
+      "apiKey": $key,
+      "models": [
+        { "id": $model, "contextWindow": $ctx, "maxTokens": $answer }
+      ]
+    }
+  }
+}
+""",
+            ),
+            Part("the terminal", "sh", "pi --provider localllm --model $model"),
+        ),
+        is_agent=True,
+        least_ctx=8192,
+    ),
+    Connection(
+        "ai-sdk",
+        "the AI SDK, the library for JavaScript",
+        "OpenAI",
+        "run with ai 7.0 and @ai-sdk/openai-compatible 3.0",
+        (
+            Part("the terminal", "sh", "npm install ai @ai-sdk/openai-compatible"),
+            Part(
+                "JavaScript (.mjs)",
+                "javascript",
+                f"""
+import {{ createOpenAICompatible }} from "@ai-sdk/openai-compatible";
+import {{ generateText }} from "ai";
+
+const localllm = createOpenAICompatible({{
+  name: "localllm",
+  baseURL: $v1,
+  apiKey: $key,
+  supportsStructuredOutputs: true,
+}});
+const {{ text }} = await generateText({{
+  model: localllm($model),
+  prompt: "{_ASK}",
+}});
+console.log(text);
+""",
+            ),
+        ),
+        note="with @ai-sdk/anthropic the baseURL is the same",
     ),
     Connection(
         "langchain",

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 from localllm.engine.chat_template import ChatTemplate
 from localllm.engine.engine import Engine
 from localllm.engine.request import Grammar
+from localllm.server import asking
 from localllm.server.tools.manner import Manner
 from tests.server.support import Raw, Running, running
 
@@ -39,6 +42,35 @@ def says(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         monkeypatch.setattr(Manner, "grammar", lambda *_args, **_options: grammar)
 
     return set_said
+
+
+@dataclass(frozen=True)
+class _Playing(Manner):
+    said: str = ""
+
+    def grammar(self, *_: object, **__: object) -> Grammar:
+        return Grammar("lark", f"start: {json.dumps(self.said)}")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """From now on the model calls the first tool that it is free to call and has arguments for, and that only until it
+    is told of a result. text: what it says otherwise; None: what it likes."""
+
+    def set_calls(arguments: Mapping[str, Any], text: str | None = None) -> None:
+        manner_of = asking.manner_of
+
+        def playing(*given: Any, **how: Any) -> Manner:
+            manner, (_, _, messages, tools) = manner_of(*given, **how), given
+            is_free = tools is not None and not tools.must_call and messages[-1]["role"] != "tool"
+            name = next((name for name in tools.callable if name in arguments), None) if is_free else None
+            call = json.dumps({"name": name, "arguments": arguments.get(name)})
+            said = text if name is None else f"Let me look.\n<tool_call>\n{call}\n</tool_call>"
+            return manner if said is None else _Playing(**vars(manner), said=said)
+
+        monkeypatch.setattr(asking, "manner_of", playing)
+
+    return set_calls
 
 
 @pytest.fixture

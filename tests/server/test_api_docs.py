@@ -10,7 +10,7 @@ import pytest
 from localllm.server.app import ENDPOINTS
 from localllm.server.bodies import Body
 from localllm.server.endpoint import Endpoint
-from tests.server.claims import all_claims, requirements, script_of
+from tests.server.claims import all_claims, environments, requirements, requirements_of
 from tools.generate_api_docs import DIALECTS, TARGET, generate
 
 PAGE = TARGET.read_text(encoding="utf-8")
@@ -67,6 +67,10 @@ def test_every_tick_of_the_page_has_a_test() -> None:
 
 
 @pytest.mark.parametrize("client", requirements())
-def test_a_client_with_an_environment_of_its_own_has_a_script_and_a_range_of_versions(client: str) -> None:
-    assert script_of(client).exists()
-    assert re.fullmatch(rf"{client}(\[\w+\])?>=[\d.]+,<\d+", requirements()[client])
+def test_a_client_with_an_environment_of_its_own_has_a_range_of_versions(client: str) -> None:
+    assert re.fullmatch(rf"{client}((-slim)?(\[[\w,]+\])?>=[\d.]+,<\d+|@>=[\d.]+ <\d+)", requirements()[client])
+
+
+def test_every_environment_of_clients_is_one_that_something_is_claimed_of() -> None:
+    claimed = {requirements().get(claim.client) for claim in all_claims()}
+    assert all(claimed & set(requirements_of(path).values()) for path in environments())

@@ -9,7 +9,8 @@ import os
 import shlex
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +19,21 @@ import pytest
 import yaml
 
 from localllm.cli.names import complete_connections
-from localllm.engine.request import Grammar
 from localllm.frontend.connections import CONNECTIONS, YOUR_KEY, Target, names
 from localllm.frontend.serving import ask_models
-from localllm.server.tools.manner import Manner
+from localllm.hub.names import TINY_DIRECTORY
 from tests.cli_support import run_cli, write_checkpoint
 from tests.patience import PATIENCE_S
+from tests.server.claims import environments
 from tests.server.support import Running, running
-from tests.server.test_other_clients import installed
+from tests.server.test_other_clients import installed, interpreter
 from tests.server.tools_support import ANTHROPIC_TOOLS, OPENAI_TOOLS
 
 KEY = "a-key-of-20-characters"
 NOBODY = "http://127.0.0.1:9"
 TALE = {"role": "user", "content": "A tale about an owl, please."}
 WIDE = 131072  # a byte is a token of the checkpoints, and Claude Code begins with 85,000
+ROOMY = 32768
 TRICKY = """fo"x$model's"""
 
 
@@ -98,11 +100,19 @@ def parsed(language: str, text: str) -> Any:
             return json.loads(text)
         case "yaml":
             return yaml.safe_load(text)
+        case "toml":
+            return tomllib.loads(text)
         case "python":
             return compile(text, "<printed>", "exec")
-    checked = subprocess.run(["sh", "-n"], input=text, capture_output=True, text=True)
+        case "javascript" if shutil.which("node") is None:
+            return text
+        case "javascript":
+            command = ["node", "--input-type=module", "--check"]
+        case _:
+            command = ["sh", "-n"]
+    checked = subprocess.run(command, input=text, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stderr
-    return shlex.split(text, comments=True)
+    return shlex.split(text, comments=True) if language == "sh" else text
 
 
 @pytest.mark.parametrize("connection", CONNECTIONS, ids=lambda each: each.name)
@@ -195,7 +205,19 @@ def run_python(text: str) -> str:
 def test_langchain_tells_a_tale_by_what_is_printed(server: Running, tmp_path: Path) -> None:
     printed = parts("langchain", "--url", server.url)[-1]
     environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
-    command = [installed("langchain-openai"), "-c", printed]
+    command = [interpreter(installed("langchain-openai")), "-c", printed]
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert ended.returncode == 0, ended.stderr
+    assert len(ended.stdout) > 10
+
+
+def test_the_ai_sdk_tells_a_tale_by_what_is_printed(server: Running, tmp_path: Path) -> None:
+    place = installed("ai-sdk")
+    tale = tmp_path / "tale.mjs"
+    tale.write_text(parts("ai-sdk", "--url", server.url)[-1])
+    (tmp_path / "node_modules").symlink_to(place / "node_modules")
+    environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    command = ["node", "--preserve-symlinks", tale]
     ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=PATIENCE_S)
     assert ended.returncode == 0, ended.stderr
     assert len(ended.stdout) > 10
@@ -293,70 +315,131 @@ def text_block(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}
 
 
-@pytest.fixture
-def plays(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    """The model makes that call, where it has tools, and says that text with the result and to all else."""
-
-    def set_play(call: str, text: str) -> None:
-        calls = iter([call])
-
-        def grammar(manner: Manner, *_: object, **__: object) -> Grammar:
-            said = text if manner.tools is None else next(calls, text)
-            return Grammar("lark", f"start: {json.dumps(said)}")
-
-        monkeypatch.setattr(Manner, "grammar", grammar)
-
-    return set_play
-
-
 ASK = "What is the owl of owl.txt called?"
+KNOWN = "She is called Minerva."
+
+
+def run_agent(name: str, words: Sequence[str], server: Running, owl: Path, **more: str) -> str:
+    """What the program prints, in the folder of the file and with the settings that are printed for it. owl: is to be
+    found in it. more: of its environment. Skips where it is not installed."""
+    program, *arguments = words
+    has_own = name in [path.stem for path in environments()]
+    found = shutil.which(program, path=str(installed(name) / "node_modules" / ".bin") if has_own else None)
+    if found is None:
+        pytest.skip(f"{program} is not on the PATH")
+    home = owl.parent.parent
+    for part in run_cli("connect", name, "--url", server.url, "--json").json["parts"]:
+        if part["where"].startswith("~/"):
+            file = home / part["where"].removeprefix("~/")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(part["text"])
+    # They reach for nothing but the server, and write nothing but into their own home.
+    environ = {"PATH": os.environ["PATH"], "HOME": str(home), **QUIET, **more}
+    ended = subprocess.run(
+        [found, *arguments],
+        env=environ,
+        cwd=owl.parent,
+        capture_output=True,
+        text=True,
+        timeout=6 * PATIENCE_S,
+        stdin=subprocess.DEVNULL,
+    )
+    assert ended.returncode == 0, (ended.stdout, ended.stderr, server.log)
+    return ended.stdout
+
+
+QUIET = {
+    "CONTINUE_TELEMETRY_ENABLED": "0",
+    "OPENCODE_DISABLE_AUTOUPDATE": "1",
+    "OPENCODE_DISABLE_MODELS_FETCH": "1",
+    "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
+    "PI_OFFLINE": "1",
+}
+
+
+@pytest.fixture
+def owl(tmp_path: Path) -> Path:
+    """A file in a project."""
+    file = tmp_path / "project" / "owl.txt"
+    file.parent.mkdir()
+    file.write_text("The owl is called Minerva.\n")
+    return file
+
+
+def require_result_went_back(server: Running) -> None:
+    """Whether the model was asked again after its call."""
+    answered = [entry for entry in server.log if entry.startswith("POST") and " 200 " in entry]
+    assert len(answered) >= 2, server.log
+
+
+@pytest.fixture(scope="module")
+def roomy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """The built-in model with more context than it has learned, as agents begin with some thousand tokens."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    shutil.copytree(TINY_DIRECTORY, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": ROOMY}))
+    with running(folder, ctx=ROOMY) as server:
+        yield server
+
+
+@pytest.mark.supports("@openai/codex", "/v1/responses", "an answer, streamed")
+@pytest.mark.supports("@openai/codex", "/v1/responses", "tools: calls that the model chooses to make")
+@pytest.mark.supports("@openai/codex", "/v1/responses", "tools: a call, streamed")
+@pytest.mark.supports("@openai/codex", "/v1/responses", "tools: a result goes back")
+def test_codex_runs_a_command_that_the_model_calls(roomy: Running, calls: Callable[..., None], owl: Path) -> None:
+    """With less to begin with than it has by itself."""
+    calls({"exec_command": {"cmd": "cat owl.txt"}}, KNOWN)
+    instructions = owl.with_name("instructions.md")
+    instructions.write_text("You help.")
+    less = [f"model_instructions_file={json.dumps(str(instructions))}", "skills.bundled.enabled=false"]
+    off = ["multi_agent", "goals", "plugins"]
+    flags = [*(word for each in less for word in ("-c", each)), *(word for each in off for word in ("--disable", each))]
+    said = run_agent("codex", [*CODEX, *flags, ASK], roomy, owl)
+    assert said.strip() == KNOWN
+    require_result_went_back(roomy)
+
+
+CODEX = ["codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
+AIDER = ["aider", "--no-git", "--yes-always", "--no-check-update", "--analytics-disable"]
+OPENCODE = ["opencode", "run", "--title", "An owl"]
+
+
+@pytest.mark.supports("opencode-ai", "/v1/chat/completions", "an answer, streamed")
+@pytest.mark.supports("opencode-ai", "/v1/chat/completions", "tools: calls that the model chooses to make")
+@pytest.mark.supports("opencode-ai", "/v1/chat/completions", "tools: a call, streamed")
+@pytest.mark.supports("opencode-ai", "/v1/chat/completions", "tools: a result goes back")
+def test_opencode_runs_a_tool_that_the_model_calls(roomy: Running, calls: Callable[..., None], owl: Path) -> None:
+    """With less to begin with than it has by itself."""
+    calls({"read": {"filePath": str(owl)}}, KNOWN)
+    less = {"tools": {"*": False, "read": True}, "agent": {"build": {"prompt": "You help."}}}
+    said = run_agent("opencode", [*OPENCODE, ASK], roomy, owl, OPENCODE_CONFIG_CONTENT=json.dumps(less))
+    assert KNOWN in said
+    require_result_went_back(roomy)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("program", "name", "parameter", "line"),
+    ("name", "call", "words"),
     [
-        ("claude", "claude-code", "file_path", ["-p", ASK]),
-        ("cn", "continue", "filepath", ["--config", "{home}/.continue/config.yaml", "-p", ASK]),
-        (
-            "aider",
-            "aider",
-            None,
-            ["--message", ASK, "--no-git", "--yes-always", "--no-check-update", "--analytics-disable"],
-        ),
+        ("claude-code", {"Read": "file_path"}, ["claude", "-p", ASK]),
+        ("continue", {"Read": "filepath"}, ["cn", "--config", "{home}/.continue/config.yaml", "-p", ASK]),
+        ("codex", {"exec_command": "cmd"}, [*CODEX, ASK]),
+        ("opencode", {"read": "filePath"}, ["opencode", "run", ASK]),
+        ("pi", {"read": "path"}, ["pi", "--provider", "localllm", "--model", "wide", "-p", ASK]),
+        ("aider", {}, [*AIDER, "--message", ASK]),
     ],
-    ids=["claude-code", "continue", "aider"],
+    ids=lambda each: each if isinstance(each, str) else "",
 )
 def test_the_program_itself_is_answered(
-    plays: Callable[[str, str], None], program: str, name: str, parameter: str | None, line: list[str], tmp_path: Path
+    calls: Callable[..., None], name: str, call: dict[str, str], words: list[str], owl: Path
 ) -> None:
-    """With its own tools, one of which the model calls. Skips where it is not on the PATH."""
-    found = shutil.which(program)
-    if found is None:
-        pytest.skip(f"{program} is not on the PATH")
-    owl = tmp_path / "project" / "owl.txt"
-    owl.parent.mkdir()
-    owl.write_text("The owl is called Minerva.\n")
-    call = json.dumps({"name": "Read", "arguments": {parameter: str(owl)}})
-    plays(f"Let me look.\n<tool_call>\n{call}\n</tool_call>", "She is called Minerva.")
-    with running(write_checkpoint(tmp_path / "wide", layers=1, context=WIDE), ctx=WIDE) as server:
-        connected = run_cli("connect", name, "--url", server.url, "--json").json
-        for part in connected["parts"]:
-            if part["where"].startswith("~/"):
-                file = tmp_path / part["where"].removeprefix("~/")
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(part["text"])
-        environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "CONTINUE_TELEMETRY_ENABLED": "0"}
-        command = [found, *(word.format(home=tmp_path) for word in line)]
-        ended = subprocess.run(
-            command,
-            env=environ,
-            cwd=owl.parent,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-            stdin=subprocess.DEVNULL,
-        )
-        assert "Minerva" in ended.stdout, (ended.stdout, ended.stderr, server.log)
-        answered = [entry for entry in server.log if entry.startswith("POST") and " 200 " in entry]
-        assert len(answered) >= (1 if parameter is None else 2), server.log
+    """With its own tools, one of which the model calls."""
+    home = owl.parent.parent
+    given = f"cat {owl}" if name == "codex" else str(owl)
+    calls({tool: {parameter: given} for tool, parameter in call.items()}, KNOWN)
+    with running(write_checkpoint(home / "wide", layers=1, context=WIDE), ctx=WIDE) as server:
+        said = run_agent(name, [word.format(home=home) for word in words], server, owl)
+        assert "Minerva" in said, (said, server.log)
+        if call:
+            require_result_went_back(server)

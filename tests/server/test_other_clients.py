@@ -1,4 +1,4 @@
-"""Clients that cannot be installed beside our own dependencies: each has an environment and a script of its own."""
+"""Clients that cannot be installed beside our own dependencies: each has an environment of its own, most a script."""
 
 from __future__ import annotations
 
@@ -6,32 +6,41 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.patience import PATIENCE_S
-from tests.server.claims import checks_of, requirements, script_of
+from tests.server.claims import checks_of, script_of, scripted
 from tests.server.support import Running
 
 
-def installed(client: str) -> Path:
-    """Its interpreter. Skips where it is absent."""
-    environment = Path(sys.prefix) / "clients" / client
+def installed(name: str) -> Path:
+    """The environment of that name. Skips where it is absent."""
+    environment = Path(sys.prefix) / "clients" / name
     if not (environment / ".installed").exists():
-        pytest.skip(f"{client} is not installed: make {os.path.relpath(environment)}/.installed")
-    return environment / "bin" / "python"
+        pytest.skip(f"{name} is not installed, or cannot be: make {os.path.relpath(environment)}/.installed")
+    return environment
+
+
+def interpreter(environment: Path) -> str:
+    """Of its scripts: its own, or the system's where it has packages of JavaScript."""
+    python = environment / "bin" / "python"
+    return str(python) if python.exists() else "node"
 
 
 # Its checks are one test, as each start of a script takes seconds.
-@pytest.mark.parametrize("client", requirements())
+@pytest.mark.parametrize("client", scripted(), ids=lambda client: client.stem)
 def test_a_client_understands_the_server(
-    server: Running, client: str, tmp_path: Path, subtests: pytest.Subtests
+    server: Running, calls: Callable[..., None], client: Path, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
+    calls({"weather": {"unit": "C"}})
+    place = installed(client.stem)
     # Nothing of the settings, keys and files of whoever runs the tests.
     environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "LLM_USER_PATH": str(tmp_path)}
-    command = [installed(client), script_of(client), server.url]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+    command = [interpreter(place), script_of(client), server.url]
+    ended = subprocess.run(command, env=environment, cwd=place, capture_output=True, text=True, timeout=PATIENCE_S)
     assert ended.returncode == 0, ended.stderr
     told = json.loads(ended.stdout)
     assert list(told) == checks_of(client)
