@@ -19,16 +19,16 @@ from tests.cli_support import TEMPLATE, write_checkpoint
 
 EOS = "<|eos|>"
 THINKS = ("<think>", "\n", "Hm, an owl.", "</think>", "\n\n", "Once upon a time.")
-# Templates of thinking models: one that has a switch, as Qwen3, and one that opens the thought, as DeepSeek-R1.
-_TURNS = (
-    "{% for m in messages %}<|{{ m.role }}|>"
-    "{{ m.content.split('</think>')[-1].lstrip('\\n') if m.role == 'assistant' else m.content }}<|eos|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>"
+# Templates of thinking models: one that has a switch, as Qwen3; one that opens the thought, as DeepSeek-R1; one that
+# has levels; and one that leaves in what was thought before earlier answers, as SmolLM3.
+KEEPING = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|eos|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
 )
-SWITCHED = (
-    _TURNS + "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+OPENING = KEEPING.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
+SWITCHED = OPENING.replace(
+    "<think>\n", "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
 )
-OPENING = _TURNS + "<think>\n{% endif %}"
 EFFORT = "{% if reasoning_effort is defined %}<|system|>Reasoning: {{ reasoning_effort }}<|eos|>{% endif %}" + SWITCHED
 
 

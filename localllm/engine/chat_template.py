@@ -13,10 +13,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import jinja2.meta
 from jinja2.exceptions import SecurityError
 
 from localllm.engine.template_limits import MAX_DEPTH, Budget, LimitError
@@ -148,6 +150,15 @@ class ChatTemplate:
             add_generation_prompt=bool(chat.add_generation_prompt),
             **chat.variables,
         )
+
+    def asks_for(self, variable: str) -> bool:
+        """Whether it looks at a variable beside the messages."""
+        return variable in self._variables
+
+    @cached_property
+    def _variables(self) -> AbstractSet[str]:
+        trees = (self._environment.parse(source) for source in self.sources.values())
+        return frozenset[str]().union(*map(jinja2.meta.find_undeclared_variables, trees))
 
     def with_marks(self, specials: Collection[str], said: AbstractSet[str]) -> tuple[SpecialMarks, ChatTemplate]:
         """This template, writing marks in place of `specials`. said: the characters that no mark may be."""

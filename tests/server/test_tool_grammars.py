@@ -13,8 +13,8 @@ from localllm import hub
 from localllm.engine.grammar.compiled import Grammars
 from localllm.engine.request import Grammar
 from localllm.engine.tokenizer import Tokenizer
+from localllm.frontend import harmony
 from localllm.server.failures import RequestError
-from localllm.server.tools import harmony
 from localllm.server.tools.calling import Tool, Toolset, toolset
 from localllm.server.tools.grammars import tools_lark
 from localllm.server.tools.syntaxes import GENERIC, SYNTAXES

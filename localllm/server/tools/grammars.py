@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 from localllm.engine.grammar.schema import checked
 from localllm.errors import GrammarError
+from localllm.frontend import harmony
 from localllm.server.failures import RequestError
 from localllm.server.structured import ANY_OBJECT
-from localllm.server.tools import harmony
 from localllm.server.tools.calling import Tool, Toolset
 from localllm.server.tools.syntaxes import Syntax
 
