@@ -33,6 +33,7 @@ from localllm.frontend.opening import Opening
 from localllm.frontend.planning import DEFAULT_PARALLEL
 from localllm.frontend.selection import Selection, is_model
 from localllm.frontend.thinking import begins_in_thought
+from localllm.frontend.tool_words import told_in_words
 from localllm.registry import BUILT_IN
 
 if TYPE_CHECKING:
@@ -361,7 +362,7 @@ def _answers(
         request, fitted = _request(engine, source, encoder, ids, sampling, selection.settings.overflow)
         if fitted.evicted.turns:
             front.output.note(evicted_text(fitted.evicted))
-        why = partial(explain, engine, _given(source, fitted), fitted.prompt_ids, num_out=fitted.floor)
+        why = partial(explain, engine, _given(source, encoder, fitted), fitted.prompt_ids, num_out=fitted.floor)
         printing = replace(printing, evicted=fitted.evicted, explain=why)
         is_thinking = source.chat is not None and begins_in_thought(engine.tokenizer, request.prompt_ids)
         request = replace(request, grammar=with_thoughts(form, encoder.tokenizer, encoder.template, request.prompt_ids))
@@ -387,12 +388,14 @@ def _warn_of_cut(front: Front, engine: LoadedEngine, answers: Sequence[Answer], 
         front.output.warn(f"{named} cut: the context of {engine.ctx} tokens is full ({larger})")
 
 
-def _given(source: Source, fitted: Fitted) -> ChatInput | None:
+def _given(source: Source, encoder: Encoder, fitted: Fitted) -> ChatInput | None:
     """The chat as the model is given it."""
     from localllm.engine.overflow import without
 
-    chat = source.chat
-    return None if chat is None else replace(chat, messages=without(chat.messages, fitted.floor))
+    if source.chat is None or encoder.template is None:
+        return None
+    chat = replace(source.chat, messages=without(source.chat.messages, fitted.floor))
+    return told_in_words(encoder.template, chat)
 
 
 def _request(

@@ -11,6 +11,7 @@ from localllm.cli.output import Output
 from localllm.cli.prompt import THIS_COMMAND, argument_text, join_parts, read_input, read_stdin
 from localllm.cli.structured import form_of_stdin
 from localllm.errors import UsageError
+from localllm.frontend.tool_words import told_in_words
 
 if TYPE_CHECKING:
     from localllm.engine.chat_template import ChatInput, ChatTemplate
@@ -35,7 +36,8 @@ class Source:
             return self.raw or ""
         from localllm.engine.chat_template import ChatTemplate
 
-        return ChatTemplate.load(directory).render_chat(self.chat)
+        template = ChatTemplate.load(directory)
+        return template.render_chat(told_in_words(template, self.chat))
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Encoder:
 
         if source.chat is None or self.template is None:
             return tuple(self.tokenizer.encode(source.raw or "", special=True, bos=True))
-        return tuple(encode_chat(self.template, self.tokenizer, source.chat))
+        return tuple(encode_chat(self.template, self.tokenizer, told_in_words(self.template, source.chat)))
 
 
 def read_source(output: Output, text: str | None, flags: Mapping[str, Any], system: str | None) -> Source:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from localllm.frontend.tool_words import arguments_of
 from localllm.server.failures import RequestError
 
 MAX_TOOLS = 128
@@ -83,18 +83,7 @@ def toolset(
 
 def call_of(call_id: str, name: str, arguments: str | Mapping[str, Any]) -> dict[str, Any]:
     """A call that was made, as chat templates want it: with arguments as an object, where they are one."""
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": _object_of(arguments)}}
-
-
-def _object_of(arguments: str | Mapping[str, Any]) -> Any:
-    """What was cut, or is none for another reason, stays the text that it is."""
-    if isinstance(arguments, Mapping):
-        return dict(arguments)
-    try:
-        value = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        return arguments
-    return value if isinstance(value, dict) else arguments
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments_of(arguments)}}
 
 
 class OpenCalls:

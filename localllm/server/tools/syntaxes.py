@@ -9,9 +9,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from localllm.errors import TemplateError
+from localllm.frontend.tool_words import knows_tools
 from localllm.server.tools import harmony
-from localllm.server.tools.calling import Tool
 from localllm.server.tools.harmony import HarmonyReader
 from localllm.server.tools.parts import Reader, Says, ThoughtReader
 from localllm.server.tools.reading import CallReader, Marks
@@ -109,8 +108,6 @@ SYNTAXES = (
     ),
 )
 
-_PROBE = Tool("a_tool_that_nobody_has", "Does nothing.")
-
 
 def syntax_of(template: ChatTemplate) -> Syntax:
     """Of the model whose template it is. A fraction of a millisecond: the template is asked."""
@@ -124,11 +121,3 @@ def syntax_of(template: ChatTemplate) -> Syntax:
 def is_harmony(template: ChatTemplate) -> bool:
     """Whether answers are messages with channels, also of a model that is told of no tools."""
     return any(all(sign in source for sign in HARMONY.signs) for source in template.sources.values())
-
-
-def knows_tools(template: ChatTemplate) -> bool:
-    """Whether it tells its model of them."""
-    try:
-        return _PROBE.name in template.render([{"role": "user", "content": "?"}], tools=[_PROBE.told])
-    except TemplateError:
-        return False
