@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import tokenizers
+import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, processors
@@ -20,6 +21,7 @@ from tokenizers import decoders, models, processors
 from localllm.engine.chat_template import ChatInput, ChatTemplate, encode_chat, end_of_turn_id, parse_messages_file
 from localllm.engine.tokenizer import Tokenizer
 from localllm.errors import TemplateError, UsageError
+from tests.checkpoints import write_byte_tokenizer
 
 Locate = Callable[[str], Path]
 CASES = 27  # the page of cases says so
@@ -335,6 +337,31 @@ def test_named_templates_are_chosen_by_whether_there_are_tools(tmp_path: Path) -
     template = ChatTemplate.load(tmp_path, bos_model("")[1])
     assert template.render([]) == "plain <s>"
     assert template.render([], tools=[TOOL]) == "tools"
+
+
+@pytest.mark.parametrize("default", ["chat_template", "tokenizer_config"])
+def test_a_template_for_tools_is_one_of_the_additional_ones(tmp_path: Path, default: str) -> None:
+    write_byte_tokenizer(tmp_path)
+    write(tmp_path, tokenizer_config={"bos_token": "<s>", "tokenizer_class": "PreTrainedTokenizerFast"})
+    write(
+        tmp_path, **{default: "plain" if default == "chat_template" else {"chat_template": "plain", "bos_token": "<s>"}}
+    )
+    (tmp_path / "additional_chat_templates").mkdir()
+    write(tmp_path / "additional_chat_templates", chat_template="another")
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools {{ bos_token }}")
+    template = ChatTemplate.load(tmp_path, Tokenizer.load(tmp_path))
+    assert template.render([]) == "plain"
+    assert template.render([], tools=[TOOL]) == "tools <s>"
+    oracle = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert oracle.apply_chat_template(user("hi"), tools=[TOOL], tokenize=False) == "tools <s>"
+
+
+def test_a_folder_of_a_hundred_templates_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "additional_chat_templates").mkdir()
+    for number in range(100):
+        (tmp_path / "additional_chat_templates" / f"{number}.jinja").write_text("x")
+    with pytest.raises(TemplateError, match="too many templates"):
+        ChatTemplate.load(tmp_path)
 
 
 def test_a_template_file_goes_before_the_config(tmp_path: Path) -> None:

@@ -14,7 +14,11 @@ from typing import Any
 import pytest
 
 from localllm.engine.chat_template import ChatTemplate
-from tests.cli_support import Result, run_cli, write_chain, write_sentencepiece
+from localllm.frontend.context import text_of
+from localllm.server.tools.calling import Tool, call_of, toolset
+from localllm.server.tools.prompting import told
+from localllm.server.tools.syntaxes import GENERIC
+from tests.cli_support import Result, run_cli, write_chain, write_checkpoint, write_sentencepiece
 
 Locate = Callable[[str], Path]
 CASES = 27  # the page of cases says so
@@ -92,3 +96,59 @@ def test_an_answer_ends_with_the_turn_where_the_template_alone_knows_its_end(tmp
     )
     answer = run_cli("run", model, "-p", "Tell me", "--json", "--max-tokens", "6", "--temperature", "0").json
     assert (answer["text"], answer["finish_reason"]) == ("Once upon", "stop")
+
+
+TOOL = {"type": "function", "function": {"name": "clock", "description": "The time.", "parameters": {"type": "object"}}}
+CALL: dict[str, Any] = {
+    "id": "call_1",
+    "type": "function",
+    "function": {"name": "clock", "arguments": '{"zone": "Łódź"}'},
+}
+ASKED = [{"role": "user", "content": [{"type": "text", "text": "What time is it?"}]}]
+CALLED = [
+    {"role": "user", "content": "What time is it?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "call_1", "name": "clock", "content": "Noon."},
+    {"role": "user", "content": "Thanks."},
+]
+
+
+@pytest.mark.parametrize(("messages", "has_tools"), [(ASKED, True), (CALLED, True), (CALLED, False)])
+def test_a_template_that_knows_no_tools_is_told_of_them_in_words_as_by_the_server(
+    tmp_path: Path, messages: list[dict[str, Any]], has_tools: bool
+) -> None:
+    source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    given = {"messages": messages, **({"tools": [TOOL]} if has_tools else {})}
+    result = show_prompt(tmp_path, given, chat_template=source)
+    assert result.code == 0, result.err
+    text = result.out.decode()
+    assert "What time is it?" in text and "{'type': 'text'" not in text
+    assert ('{"name": "clock", "description": "The time.", "parameters"' in text) is has_tools
+    if messages is CALLED:
+        assert '<assistant><tool_call>\n{"name": "clock", "arguments": {"zone": "Łódź"}}\n</tool_call>\n<user>' in text
+        assert "<tool_response>\nNoon.\n</tool_response>\nThanks.\n" in text
+    tools = toolset([Tool("clock", "The time.", {"type": "object"})]) if has_tools else None
+    call = call_of("call_1", "clock", CALL["function"]["arguments"])
+    calls = [{"tool_calls": [call]} if "tool_calls" in each else {} for each in messages]
+    made = [{**each, "content": text_of(each), **more} for each, more in zip(messages, calls, strict=True)]
+    words, _ = told(made, tools, GENERIC)
+    as_server = ChatTemplate(source).render(words, add_generation_prompt=False)
+    assert text.replace('"object"}', '"object", "properties": {}}') == as_server
+
+
+def test_a_job_and_a_single_prompt_are_told_the_same_of_tools(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "model", context=1024)
+    given = {"messages": CALLED, "tools": [TOOL]}
+    (tmp_path / "messages.json").write_text(json.dumps(given))
+    (tmp_path / "lines.jsonl").write_text(json.dumps(given) + "\n")
+    alone, in_job = (
+        run_cli("run", model, *flags, "--max-tokens", "1").json["usage"]["prompt_tokens"]
+        for flags in (["--messages", tmp_path / "messages.json", "--json"], ["--batch", tmp_path / "lines.jsonl"])
+    )
+    assert alone == in_job > 300
+
+
+def test_malformed_calls_are_named(tmp_path: Path) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [7]}]
+    result = show_prompt(tmp_path, messages, chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert (result.code, "tool_calls of a message are malformed" in result.err) == (2, True)

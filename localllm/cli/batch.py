@@ -159,7 +159,8 @@ def require_room(prompts: Prompts, sizes: Sizes, encoder: Encoder, engine: Engin
 def job_key(selection: Selection, rules: LineRules, prompts: Prompts, engine: Engine) -> str:
     """A name for all that decides the texts of a job: what has another name is another job."""
     files, texts = selection.files, hashlib.blake2b(digest_size=32)
-    for path in (files.directory / name for name in _TEXT_FILES):
+    more = sorted(files.directory.glob("additional_chat_templates/*.jinja"))
+    for path in (*(files.directory / name for name in _TEXT_FILES), *more):
         texts.update(path.read_bytes() if path.is_file() else b"")
         texts.update(path.name.encode())
     decisive = {

@@ -32,6 +32,7 @@ from localllm.frontend.miss import explain
 from localllm.frontend.opening import Opening
 from localllm.frontend.planning import DEFAULT_PARALLEL
 from localllm.frontend.selection import Selection, is_model
+from localllm.frontend.tool_words import told_in_words
 from localllm.registry import BUILT_IN
 
 if TYPE_CHECKING:
@@ -397,8 +398,10 @@ def _given(source: Source, encoder: Encoder, fitted: Fitted) -> ChatInput | None
     """The chat as the model is given it."""
     from localllm.engine.overflow import without
 
-    chat = source.chat
-    return None if chat is None else encoder.effort.told(replace(chat, messages=without(chat.messages, fitted.floor)))
+    if source.chat is None or encoder.template is None:
+        return None
+    chat = replace(source.chat, messages=without(source.chat.messages, fitted.floor))
+    return encoder.effort.told(told_in_words(encoder.template, chat))
 
 
 def _request(

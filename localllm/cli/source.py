@@ -13,6 +13,7 @@ from localllm.cli.structured import form_of_stdin
 from localllm.errors import UsageError
 from localllm.frontend.harmony import FINAL, is_harmony
 from localllm.frontend.thinking import AS_IT_DOES, Effort, Thinking, answer_ids, effort_of, thinking_of
+from localllm.frontend.tool_words import told_in_words
 
 if TYPE_CHECKING:
     from localllm.config import ResolvedSettings
@@ -42,7 +43,7 @@ class Source:
         template = ChatTemplate.load(directory)
         effort = effort_of(resolved, template, "--think")
         ends = effort.is_off and self.chat.add_generation_prompt and is_harmony(template)
-        return template.render_chat(effort.told(self.chat)) + (FINAL if ends else "")
+        return template.render_chat(effort.told(told_in_words(template, self.chat))) + (FINAL if ends else "")
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,10 @@ class Encoder:
 
         if source.chat is None or self.template is None:
             return tuple(self.tokenizer.encode(source.raw or "", special=True, bos=True))
-        chat, is_final = self.effort.told(source.chat), self.has_form or self.effort.is_off
+        chat, is_final = (
+            self.effort.told(told_in_words(self.template, source.chat)),
+            self.has_form or self.effort.is_off,
+        )
         tail = answer_ids(self.template, self.tokenizer, is_final=is_final)
         return (*encode_chat(self.template, self.tokenizer, chat), *tail)
 

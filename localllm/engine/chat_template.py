@@ -30,6 +30,8 @@ from localllm.errors import CheckpointError, TemplateError, TokenizerError, Usag
 from localllm.models.strict_json import JsonLimits, parse_json
 
 _MESSAGES_LIMITS = JsonLimits(containers=300_000, elements=2_000_000)  # braces and commas in the texts count as well
+_ADDITIONAL = "additional_chat_templates"
+_MOST_ADDITIONAL = 16
 MAX_SOURCE_CHARS = 64 << 10  # twice the longest in use; bounds the time that compiling takes
 
 Message = dict[str, Any]
@@ -102,10 +104,13 @@ class ChatTemplate:
         Raises TemplateError if it has none, or a broken or hostile one.
         """
         files = TokenizerFiles(directory)
-        for name, read in _SOURCES.items():
-            if files.has(name) and (source := read(files, name)):
-                special_tokens = tokenizer.special_tokens if tokenizer else special_roles(files.config())
-                return cls(source, special_tokens=special_tokens, origin=str(directory / name))
+        found = ((name, read(files, name)) for name, read in _SOURCES.items() if files.has(name))
+        name, source = next(((name, source) for name, source in found if source), (_ADDITIONAL, {}))
+        more = _additional(files)
+        if source or more:
+            sources = {"default": source} if isinstance(source, str) else source
+            special_tokens = tokenizer.special_tokens if tokenizer else special_roles(files.config())
+            return cls({**sources, **more}, special_tokens=special_tokens, origin=str(directory / name))
         raise TemplateError(
             f"{directory} has no chat template",
             why=f"none in {', '.join(_SOURCES)}: this is a model that continues text, not one to chat with",
@@ -358,11 +363,23 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "number")
 
 
-def _from_jinja(files: TokenizerFiles, name: str) -> str | dict[str, str]:
+def _from_jinja(files: TokenizerFiles, name: str) -> str:
     try:
         return files.text(name, 4 * MAX_SOURCE_CHARS)
     except TokenizerError as error:
         raise TemplateError(error.what, why=error.why, fix=error.fix) from error
+
+
+def _additional(files: TokenizerFiles) -> dict[str, str]:
+    """Templates for a purpose, which their files are named after ("tool_use"), beside the usual one."""
+    try:
+        names = sorted(path.name for path in (files.directory / _ADDITIONAL).iterdir() if path.suffix == ".jinja")
+    except OSError:
+        return {}
+    if len(names) > _MOST_ADDITIONAL:
+        why = f"{len(names)} of them; at most {_MOST_ADDITIONAL} are read"
+        raise TemplateError(f"{files.directory / _ADDITIONAL} has too many templates", why=why)
+    return {name.removesuffix(".jinja"): _from_jinja(files, f"{_ADDITIONAL}/{name}") for name in names}
 
 
 def _from_json(files: TokenizerFiles, name: str) -> str | dict[str, str]:
@@ -382,4 +399,8 @@ def _from_json(files: TokenizerFiles, name: str) -> str | dict[str, str]:
     )
 
 
-_SOURCES = {"chat_template.jinja": _from_jinja, "tokenizer_config.json": _from_json, "chat_template.json": _from_json}
+_SOURCES: dict[str, Callable[[TokenizerFiles, str], str | dict[str, str]]] = {
+    "chat_template.jinja": _from_jinja,
+    "tokenizer_config.json": _from_json,
+    "chat_template.json": _from_json,
+}

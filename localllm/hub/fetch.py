@@ -17,6 +17,7 @@ from localllm.hub.progress import Progress, PullProgress
 from localllm.hub.repo_cache import (
     COMMIT,
     DIGEST,
+    EXTRA_TEMPLATE,
     INCOMPLETE,
     INDEX,
     SINGLE,
@@ -45,6 +46,7 @@ SMALL_FILES = (
     "LICENSE.txt",
     INDEX,
 )
+_MOST_TEMPLATES = 16  # beside the usual one
 _SHARD = re.compile(r"model-\d{1,6}-of-\d{1,6}\.safetensors")
 # A blob found in the cache is hashed again up to this size; larger ones are believed by their length.
 REHASHED_BYTES = 64 << 20
@@ -183,8 +185,12 @@ def _read_listing(described: dict[str, object], client: HubClient, repo: str) ->
     files = {item["rfilename"]: item for item in siblings if isinstance(item, dict) and "rfilename" in item}
     names = list(_wanted([name for name in files if isinstance(name, str)], repo))
     remote = [_remote_file(client, commit, name, files[name]) for name in names]
-    small = tuple(file for file in remote if file.name in SMALL_FILES)
-    return Listing(commit, small, tuple(file for file in remote if file.name not in SMALL_FILES))
+    small = tuple(file for file in remote if _is_small(file.name))
+    return Listing(commit, small, tuple(file for file in remote if not _is_small(file.name)))
+
+
+def _is_small(name: str) -> bool:
+    return name in SMALL_FILES or EXTRA_TEMPLATE.fullmatch(name) is not None
 
 
 def _wanted(names: Sequence[str], repo: str) -> Iterator[str]:
@@ -207,6 +213,7 @@ def _wanted(names: Sequence[str], repo: str) -> Iterator[str]:
             fix="choose a repository that has tokenizer.json: localllm list --all",
         )
     yield from (name for name in SMALL_FILES if name in names and (name != INDEX or sharded))
+    yield from sorted(filter(EXTRA_TEMPLATE.fullmatch, names))[:_MOST_TEMPLATES]
     yield from weights
 
 

@@ -27,6 +27,7 @@ from localllm.errors import CheckpointError
 COMMIT = re.compile(r"[0-9a-f]{7,64}")
 DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 FILE_NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9][\w.-]{0,199}", re.ASCII)
+EXTRA_TEMPLATE = re.compile(r"additional_chat_templates/(?!.*\.\.)[A-Za-z0-9][\w.-]{0,99}\.jinja", re.ASCII)
 INCOMPLETE = ".localllm.incomplete"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -108,7 +109,8 @@ class RepoCache:
         with suppress(CheckpointError):
             files = read_json(path).get("files")
             if isinstance(files, dict) and all(
-                FILE_NAME.fullmatch(name) and isinstance(size, int) for name, size in files.items()
+                (FILE_NAME.fullmatch(name) or EXTRA_TEMPLATE.fullmatch(name)) and isinstance(size, int)
+                for name, size in files.items()
             ):
                 return files
         return None

@@ -49,6 +49,18 @@ def test_a_pull_brings_the_wanted_files_and_nothing_else(fake, hub, fetch, regis
     assert leftovers(hub) == []
 
 
+def test_a_pull_brings_the_additional_chat_templates(fake, hub, fetch, registry):
+    wanted = {"additional_chat_templates/tool_use.jinja": b"tools", "additional_chat_templates/rag.jinja": b"rag"}
+    unwanted = ("additional_chat_templates/x/y.jinja", "additional_chat_templates/../up.jinja", "others/z.jinja")
+    fake.repositories[REPO] |= wanted | dict.fromkeys([*unwanted, "additional_chat_templates/code.py"], b"no")
+    directory = fetch()
+    found = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*.jinja")}
+    assert {name: path.read_bytes() for name, path in found.items()} == wanted
+    assert locate(REPO, registry=registry, hub=hub).directory == directory
+    found["additional_chat_templates/tool_use.jinja"].unlink()
+    assert "additional_chat_templates/tool_use.jinja" in RepoCache(hub.cache_dir, REPO).missing(directory.name)
+
+
 def test_a_second_pull_fetches_no_file_again(fake, fetch):
     fetch()
     fake.requests.clear()

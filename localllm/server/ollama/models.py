@@ -21,6 +21,7 @@ from localllm.engine.facts import EngineFacts
 from localllm.errors import CheckpointError, ModelNotFoundError, TemplateError
 from localllm.frontend.selection import sampling_defaults
 from localllm.frontend.thinking import may_think
+from localllm.frontend.tool_words import knows_tools
 from localllm.models.safetensors_header import tensors_of
 from localllm.server.bodies import OnlyFalse
 from localllm.server.endpoint import Call, Endpoint
@@ -29,7 +30,6 @@ from localllm.server.ollama.shapes import NamedBody, tagged, time_text
 from localllm.server.pool import Pool
 from localllm.server.replying import Json
 from localllm.server.served import Served
-from localllm.server.tools.syntaxes import knows_tools
 
 if TYPE_CHECKING:
     from localllm.hub import InstalledModel, ModelDescription, ModelFiles

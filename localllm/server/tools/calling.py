@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from localllm.frontend.tool_words import told_arguments
 from localllm.server.failures import RequestError
-from localllm.server.tools.json_text import arguments_of
 
 MAX_TOOLS = 128
 
@@ -83,13 +83,7 @@ def toolset(
 
 def call_of(call_id: str, name: str, arguments: str | Mapping[str, Any] | None) -> dict[str, Any]:
     """A call that was made, as chat templates want it: with arguments as an object, where they are one or nothing."""
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": _object_of(arguments)}}
-
-
-def _object_of(arguments: str | Mapping[str, Any] | None) -> Any:
-    """What was cut, or is none for another reason, stays the text that it is."""
-    found = arguments_of(arguments)
-    return arguments if found is None else found
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": told_arguments(arguments)}}
 
 
 class OpenCalls:

@@ -11,7 +11,8 @@ import re
 from collections.abc import Collection, Iterable
 
 from localllm.frontend.harmony import Messages, Step, is_thought
-from localllm.server.tools.json_text import NAME, arguments_of, dumped
+from localllm.frontend.tool_words import arguments_of
+from localllm.server.tools.json_text import NAME, dumped
 from localllm.server.tools.parts import Kind, Part
 
 _CALLED = re.compile(rf"to=(?:functions\.)?({NAME})")

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from localllm.engine.tokenizer import valid_unicode
+from localllm.frontend.tool_words import arguments_of, loaded
 
 NAME = r"[a-zA-Z0-9_.-]{1,128}"
 _BRACKETS = re.compile(r'["{}\[\]]')
@@ -59,25 +60,6 @@ def calls_of(text: str, names: Collection[str]) -> list[Call] | None:
     return [call for call in found if call is not None] if found and None not in found else None
 
 
-def loaded(text: str) -> Any:
-    """None for what is no JSON, too deep to be read, or has numbers that could not be written again."""
-    try:
-        value = json.loads(text, parse_constant=_refuse)
-        json.dumps(value, allow_nan=False)
-    except (ValueError, RecursionError):
-        return None
-    return value
-
-
-def arguments_of(value: Any) -> dict[str, Any] | None:
-    """What a call is made with, as an object or as its text: null, and nothing, are an object without anything in it.
-    None for what is neither."""
-    if isinstance(value, str):
-        said = loaded(value) if value.strip() not in ("", "null") else {}
-        return arguments_of(said) if isinstance(said, str) else said if isinstance(said, dict) else None
-    return {} if value is None else value if isinstance(value, dict) else None
-
-
 def partial_object(text: str) -> dict[str, Any]:
     """What there is of an object whose text may have been cut."""
     try:
@@ -86,10 +68,6 @@ def partial_object(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(constant)
 
 
 def _call_of(value: Any, names: Collection[str]) -> Call | None:

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 from localllm.engine.request import Grammar
 from localllm.frontend.harmony import FINAL, is_harmony
 from localllm.frontend.thinking import THOUGHT_MARKS, special_among, splits_off_thoughts
+from localllm.frontend.tool_words import has_calls
 from localllm.server.failures import RequestError
 from localllm.server.tools.calling import Toolset
 from localllm.server.tools.grammars import tools_lark
 from localllm.server.tools.parts import Reader, ThoughtReader
-from localllm.server.tools.prompting import has_calls, told
+from localllm.server.tools.prompting import told
 from localllm.server.tools.syntaxes import HARMONY, Syntax, syntax_of
 
 if TYPE_CHECKING:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from localllm.frontend.tool_words import in_words
 from localllm.server.tools.calling import Toolset
 from localllm.server.tools.syntaxes import Syntax
 
@@ -15,14 +15,10 @@ Message = dict[str, Any]
 _SHORT_ID = 9  # letters and digits, as Mistral's templates demand
 
 
-def has_calls(messages: Sequence[Message]) -> bool:
-    return any(message["role"] == "tool" or "tool_calls" in message for message in messages)
-
-
 def told(messages: Sequence[Message], tools: Toolset | None, syntax: Syntax) -> tuple[list[Message], Any]:
     """(messages, the template's `tools`)."""
     if not syntax.is_told:
-        return _in_words(messages, tools), None
+        return in_words(messages, [tool.told["function"] for tool in tools.tools] if tools else ()), None
     found = list(messages)
     if syntax.one_at_a_time:
         found = list(_one_at_a_time(found))
@@ -83,48 +79,3 @@ def _with_thinking(message: Message) -> Message:
         return message
     rest = {name: value for name, value in message.items() if name != "reasoning_content"}
     return {**rest, "content": "", "thinking": message["reasoning_content"]}
-
-
-def _in_words(messages: Sequence[Message], tools: Toolset | None) -> list[Message]:
-    """For a template that knows neither tools nor calls: all of it is text of turns that alternate."""
-    found: list[Message] = []
-    for message in messages:
-        if message["role"] == "tool":
-            message = {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
-        elif "tool_calls" in message:
-            rest = {name: value for name, value in message.items() if name != "tool_calls"}
-            calls = map(_call_text, message["tool_calls"])
-            message = {**rest, "content": "\n".join([*filter(None, [message["content"]]), *calls])}
-        if found and message["role"] == found[-1]["role"] == "user":
-            message = {**message, "content": f"{found.pop()['content']}\n{message['content']}"}
-        found.append(message)
-    return _with_instructions(found, tools) if tools is not None else found
-
-
-def _call_text(call: dict[str, Any]) -> str:
-    function = call["function"]
-    said = json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
-    return f"<tool_call>\n{said}\n</tool_call>"
-
-
-def _with_instructions(messages: list[Message], tools: Toolset) -> list[Message]:
-    """In the system's message, where there is one, else in front of the first question: not every template knows a
-    system."""
-    at = next((index for index, each in enumerate(messages) if each["role"] in ("system", "developer", "user")), None)
-    text = _instructions(tools)
-    if at is None:
-        return [{"role": "user", "content": text}, *messages]
-    message = messages[at]
-    texts = (text, message["content"]) if message["role"] == "user" else (message["content"], text)
-    return [*messages[:at], {**message, "content": "\n\n".join(texts)}, *messages[at + 1 :]]
-
-
-def _instructions(tools: Toolset) -> str:
-    known = "\n".join(json.dumps(tool.told["function"], ensure_ascii=False) for tool in tools.tools)
-    return (
-        "You can call these functions, each described by a JSON Schema of its arguments:\n"
-        f"<tools>\n{known}\n</tools>\n"
-        "To call one, answer with its name and its arguments, in this form and with nothing else:\n"
-        '<tool_call>\n{"name": "NAME", "arguments": {...}}\n</tool_call>\n'
-        "Its result comes back as <tool_response>...</tool_response>."
-    )

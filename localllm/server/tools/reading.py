@@ -11,7 +11,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
-from localllm.server.tools.json_text import NAME, Call, ValueEnd, arguments_of, calls_of, dumped
+from localllm.frontend.tool_words import arguments_of
+from localllm.server.tools.json_text import NAME, Call, ValueEnd, calls_of, dumped
 from localllm.server.tools.parts import Part, Says
 
 _MOST_BLANKS = 256  # that are held back because a call might follow

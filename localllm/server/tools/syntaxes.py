@@ -9,10 +9,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from localllm.errors import TemplateError
 from localllm.frontend.harmony import MARKS as HARMONY_MARKS
 from localllm.frontend.harmony import SIGNS
-from localllm.server.tools.calling import Tool
+from localllm.frontend.tool_words import knows_tools
 from localllm.server.tools.harmony import HarmonyReader
 from localllm.server.tools.parts import Reader, Says, ThoughtReader
 from localllm.server.tools.reading import CallReader, Marks
@@ -110,8 +109,6 @@ SYNTAXES = (
     ),
 )
 
-_PROBE = Tool("a_tool_that_nobody_has", "Does nothing.")
-
 
 def syntax_of(template: ChatTemplate) -> Syntax:
     """Of the model whose template it is. A fraction of a millisecond: the template is asked."""
@@ -120,11 +117,3 @@ def syntax_of(template: ChatTemplate) -> Syntax:
         if all(sign in source for sign in syntax.signs) and not any(word in source for word in syntax.strangers):
             return syntax if knows_tools(template) else GENERIC
     return GENERIC
-
-
-def knows_tools(template: ChatTemplate) -> bool:
-    """Whether it tells its model of them."""
-    try:
-        return _PROBE.name in template.render([{"role": "user", "content": "?"}], tools=[_PROBE.told])
-    except TemplateError:
-        return False
