@@ -14,10 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.cli_support import run_cli, write_checkpoint
 
 REPOSITORY = Path(__file__).parent.parent
+
+# A busy machine draws examples slowly and takes long over one, which says nothing of what is tested.
+CHECKS = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+settings.register_profile("any machine", deadline=None, suppress_health_check=CHECKS)
+settings.load_profile("any machine")
 
 
 def pytest_collection_finish() -> None:
