@@ -10,15 +10,20 @@ import signal
 
 os.environ["TRITON_INTERPRET"] = "1"  # what kernels are defined by: read when Triton is imported, by whichever test
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.cli_support import run_cli, write_checkpoint
 
 REPOSITORY = Path(__file__).parent.parent
+
+# A busy machine draws examples slowly and takes long over one, which says nothing of what is tested.
+CHECKS = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+settings.register_profile("any machine", deadline=None, suppress_health_check=CHECKS)
+settings.load_profile("any machine")
 
 
 def pytest_collection_finish() -> None:
@@ -67,24 +72,20 @@ def own_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(scope="session", autouse=True)
-def machine_measured_once() -> Iterator[None]:
-    """Whatever cache a test has: memory, disk and each format of weights take half a second to three."""
-    from localllm.offload import profile
+def known_rates() -> Iterator[None]:
+    """Of a small machine that has nothing else to do, whatever this one is and does: plans are the same anywhere."""
+    from localllm.offload import other_work, profile
+    from localllm.offload.format_rates import FormatRates
 
-    def rates(weight_format: Any, dtype: Any, device: Any) -> Any:
-        return (of_cpu if device.type == "cpu" else measured)(weight_format, dtype, device)
+    def rates(weight_format: Any, dtype: Any, device: Any) -> FormatRates:
+        return FormatRates(12.0, 200.0) if device.type == "cpu" else measured(weight_format, dtype, device)
 
-    def disk(folder: Path) -> float:
-        if not found:
-            found.append(disk_gbs(folder))
-        return found[0]
-
-    measured, disk_gbs = profile.format_rates, profile._disk_gbs
-    of_cpu, found = cache(measured), list[float]()
+    measured = profile.format_rates
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(profile, "format_rates", rates)
-        patch.setattr(profile, "_dram_gbs", cache(profile._dram_gbs))
-        patch.setattr(profile, "_disk_gbs", disk)
+        patch.setattr(profile, "_dram_gbs", lambda: 20.0)
+        patch.setattr(profile, "_disk_gbs", lambda _folder: 1.5)
+        patch.setattr(other_work, "counted", lambda: other_work.Counted(0.0, 0.0, 0.0))
         yield
 
 

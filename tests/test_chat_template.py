@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import tokenizers
 import transformers
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, processors
 
@@ -126,7 +126,7 @@ def test_no_message_can_forge_a_role(model: tuple[ChatTemplate, Tokenizer], form
         assert text.strip() in tokenizer.decode(ids, skip_special=False)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_a_message_is_encoded_as_plain_text_between_the_special_tokens_of_the_template(
     model: tuple[ChatTemplate, Tokenizer], data: st.DataObject
@@ -140,7 +140,7 @@ def test_a_message_is_encoded_as_plain_text_between_the_special_tokens_of_the_te
     assert encode_chat(template, tokenizer, ChatInput(user(text))) == [index, *tokenizer.encode(text), index]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_a_special_token_in_pieces_is_never_put_together(
     model: tuple[ChatTemplate, Tokenizer], data: st.DataObject

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -252,5 +253,17 @@ def test_rates_that_cannot_be_are_measured_anew_by_the_command_that_is_named(
     assert doubted["fix"] == "localllm doctor --measure"
     again = rates_of("--measure")
     assert (again["status"], again["fix"]) == ("ok", "")
-    assert again["detail"] == "memory 40 GB/s, disk 1.5 GB/s, int4-g64 30 GB/s"
+    figures, _, date = again["detail"].partition("; measured ")
+    assert figures == "memory 40 GB/s, disk 1.5 GB/s, int4-g64 30 GB/s"
+    assert date == datetime.fromtimestamp(profile.kept_profile().taken["disk"].at_s).strftime("%Y-%m-%d %H:%M")
     assert rates_of() == again and profile.kept_profile().scores == {}
+
+
+@pytest.mark.usefixtures("home")
+def test_rates_measured_beside_other_work_are_doubted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "cache"))
+    taken = {"memory": profile.Taken(1.8e9), "disk": profile.Taken(1.8e9, others=9.0)}
+    profile.keep(profile.Profile(profile.machine_key(), 40.0, 1.5, taken=taken))
+    doubted = rates_of()
+    assert (doubted["status"], doubted["fix"]) == ("warn", "localllm doctor --measure")
+    assert doubted["detail"].endswith(", while the machine was busy: disk")

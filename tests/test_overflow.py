@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.engine.chat_template import ChatTemplate
@@ -184,7 +184,7 @@ def templates(shared_data: Callable[[str], Path]) -> list[ChatTemplate]:
     return [ChatTemplate(source, special_tokens=special) for source in sources]
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None)
 @given(sizes=ROLES, system=st.booleans(), share=st.floats(0.05, 1.2))
 def test_every_real_template_accepts_what_stays(
     templates: list[ChatTemplate], sizes: list[tuple[int, int]], system: bool, share: float

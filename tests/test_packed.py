@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import safetensors
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.errors import CheckpointError
@@ -406,7 +406,7 @@ def spoilt(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pat
 
 
 BLOCKS = [f"layers.{i}.{kind}" for i in range(4) for kind in ("attention", "mlp")]
-EACH = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+EACH = settings(max_examples=150, deadline=None)
 
 
 @EACH

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import psutil
@@ -38,7 +39,7 @@ from localllm.offload.plan import (
     Rates,
     cap,
 )
-from localllm.offload.profile import UNKNOWN_DISK_GBS, Profile, keep, kept_profile
+from localllm.offload.profile import UNKNOWN_DISK_GBS, Profile, Taken, keep, kept_profile
 from localllm.offload.ring import ring_bytes
 from localllm.offload.search import LOGIT_ROWS, Search
 from localllm.quant.recipe import RECIPES
@@ -427,6 +428,23 @@ def test_what_each_sign_means_is_told_from_the_fastest_tier_to_the_slowest() -> 
     out = run_cli("plan", "mistral-7b", "--ram", "1500MiB", "--weights", "int4").out.decode()
     meanings = [out.index(text) for text in ("computed by the CPU", "looked up row by row", "from the disk at every")]
     assert meanings == sorted(meanings)
+
+
+@pytest.mark.usefixtures("small_process")
+def test_when_the_rates_were_measured_is_told_and_whether_beside_other_work(own_cache: Path) -> None:
+    arguments = ("mistral-7b", "--ram", "1200MiB", "--weights", "int4")
+    planned(*arguments)
+    quiet = replace(kept_profile(), taken=dict.fromkeys(("memory", "disk", "int4-g64 matrices"), Taken(1.8e9)))
+    keep(quiet)
+    date = datetime.fromtimestamp(1.8e9)
+    assert planned(*arguments)[1]["measured"] == {"at": "2027-01-15T08:00:00+00:00", "while_busy": []}
+    assert f"measured     {date:%Y-%m-%d %H:%M}\n" in run_cli("plan", *arguments).out.decode()
+    keep(replace(quiet, taken={**quiet.taken, "disk": Taken(1.8e9, others=3.5, times=4)}))
+    busy = planned(*arguments)[1]
+    assert busy["measured"] == {"at": "2027-01-15T08:00:00+00:00", "while_busy": ["disk"]}
+    assert "measured on a busy machine: disk" in str(busy["guesses"])
+    told = run_cli("plan", *arguments).out.decode()
+    assert f"measured     {date:%Y-%m-%d %H:%M}, while the machine was busy: disk\n" in told
 
 
 @pytest.mark.usefixtures("small_process")

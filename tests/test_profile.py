@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import errno
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
+from localllm.offload import other_work
 from localllm.offload import profile as profile_module
 from localllm.offload.corrections import Term
-from localllm.offload.format_rates import FormatRates
+from localllm.offload.format_rates import FormatRates, format_rates
 from localllm.offload.plan import Rates
 from localllm.offload.profile import Profile, keep, kept_profile
 from localllm.quant.recipe import RECIPES
@@ -133,6 +136,139 @@ def test_a_rate_that_cannot_be_is_measured_again_once_and_doubted_where_it_comes
         assert samples[figure] == [] and sorted(map(len, samples.values())) == [0, 1, 1]
         assert profile.doubtful == (() if seconds_right else (named,))
         assert kept_profile() == profile  # and it is not measured a third time
+
+
+class FakeMachine:
+    """Of four processors, which others use as a test says. Each figure takes two seconds to be measured."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.others = self.load = self.waiting = 0.0
+        self.matrix_gbs, self.spread = 30.0, 0.02
+        self.said: list[str] = []
+        self._at_s = self._all_s = 0.0
+        monkeypatch.setattr(other_work, "counted", self._counted)
+        monkeypatch.setattr(other_work, "load", lambda: self.load)
+        monkeypatch.setattr(other_work, "waiting", lambda: self.waiting)
+        monkeypatch.setattr(psutil, "cpu_count", lambda *_: 4)
+        monkeypatch.setattr(time, "time", lambda: 1_800_000_000.0 + self._at_s)
+        monkeypatch.setattr(profile_module, "_dram_gbs", lambda: 40.0)
+        monkeypatch.setattr(profile_module, "_disk_gbs", lambda _folder: 1.5)
+        monkeypatch.setattr(
+            profile_module, "format_rates", lambda *_: FormatRates(self.matrix_gbs, 900.0, spread=self.spread)
+        )
+
+    def _counted(self) -> other_work.Counted:
+        self._at_s += 2.0
+        self._all_s += 2.0 * (4.0 + self.others)
+        return other_work.Counted(self._at_s, self._all_s, 4.0 * self._at_s)
+
+    def start(self) -> Profile:
+        """What a program finds that needs the rates of int8."""
+        self.said.clear()
+        return profile_module.measured(kept_profile(), "int8", RECIPES["int8"].blocks, torch.bfloat16, self.said.append)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> FakeMachine:
+    return FakeMachine(monkeypatch)
+
+
+ALL = ["measuring the memory", "measuring the disk", "measuring int8 matrices"]
+
+
+def test_what_is_measured_beside_other_work_is_kept_with_its_date_and_doubted(machine: FakeMachine) -> None:
+    machine.others, machine.matrix_gbs = 1.0, 12.0
+    profile = machine.start()
+    assert machine.said == ALL and profile == kept_profile()
+    assert profile.doubtful == profile.busy == ("disk", "int8 matrices", "memory") and profile.impossible == ()
+    assert profile.measured_at_s == 1_800_000_004.0
+    assert profile.taken["disk"].others == pytest.approx(1.0)
+    assert profile.rates("int8") == Rates(12.0, 900.0, 1.5)  # until there are better ones
+
+
+def test_what_is_measured_on_a_quiet_machine_is_not_measured_again(machine: FakeMachine) -> None:
+    machine.others = 0.2  # what a system does for itself
+    assert machine.start().doubtful == ()
+    assert machine.start() == kept_profile() and machine.said == []
+
+
+@pytest.mark.parametrize(("load", "waiting"), [(1.5, 0.0), (0.1, 40.0)])
+def test_what_is_doubted_is_measured_again_by_the_first_start_on_a_quiet_machine(
+    machine: FakeMachine, load: float, waiting: float
+) -> None:
+    machine.others, machine.matrix_gbs = 2.0, 12.0
+    keep(machine.start().scored("int8", DISK, 3.0))
+    machine.others, machine.matrix_gbs, machine.load, machine.waiting = 0.0, 30.0, load, waiting
+    busy = machine.start()
+    assert machine.said == [] and busy.rates("int8") == Rates(12.0, 900.0, 1.5) and busy.scores
+    machine.load = machine.waiting = 0.0
+    quiet = machine.start()
+    assert machine.said == ALL and quiet.doubtful == () and quiet.rates("int8") == Rates(30.0, 900.0, 1.5)
+    assert quiet.scores == {}  # which were of the figures before
+    assert machine.start() == quiet and machine.said == []
+
+
+def test_only_what_is_doubted_is_measured_again(machine: FakeMachine) -> None:
+    machine.spread = 0.8
+    assert machine.start().busy == ("int8 matrices",)
+    machine.spread = 0.02
+    assert machine.start().doubtful == () and machine.said == ["measuring int8 matrices"]
+
+
+def test_a_machine_that_is_never_still_does_not_measure_at_each_start(machine: FakeMachine) -> None:
+    machine.spread = 0.8
+    said = []
+    for _ in range(10):
+        assert machine.start().doubtful == ("int8 matrices",)
+        said.append(len(machine.said))
+    assert said == [3, 1, 1, 1] + [0] * 6
+
+
+def test_the_figures_of_one_format_tell_nothing_of_another(machine: FakeMachine) -> None:
+    machine.spread = 0.8
+    profile = machine.start()
+    assert profile.of("int8") == profile and profile.of("int4-g64").busy == ()
+    assert profile.of("int4-g64").measured_at_s == profile.taken["memory"].at_s
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        ("disk_read_gbs", "nothing"),
+        ("at_s", "1e300"),
+        ("at_s", "null"),
+        ("others", "-1"),
+        ("others", "null"),
+        ("spread", "null"),
+        ("times", '"x"'),
+    ],
+)
+def test_a_kept_file_of_another_time_is_measured_anew(
+    machine: FakeMachine, own_cache: Path, damage: tuple[str, str]
+) -> None:
+    machine.start()
+    name, value = damage
+    path = own_cache / "profile.json"
+    changed = re.sub(rf'"{name}": [0-9.]+', f'"{name}": {value}', path.read_text())
+    for text in (changed, path.read_text().replace('"taken"', '"before"')):
+        path.write_text(text)
+        assert kept_profile() == Profile(kept_profile().machine)
+        assert machine.start().rates("int8") is not None and machine.said == ALL
+
+
+def test_a_format_is_measured_with_how_far_its_samples_are_apart() -> None:
+    found = format_rates(RECIPES["int8"].blocks, torch.bfloat16, torch.device("cpu"))
+    assert found.matrix_gbs > 0 and found.compute_gops > 0 and found.workspace_bytes == 0 and found.spread >= 0
+
+
+def test_the_system_tells_how_much_others_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = other_work.Counted(10.0, 1000.0, 50.0)
+    assert other_work.others(before, other_work.Counted(12.0, 1006.0, 54.0)) == pytest.approx(1.0)
+    assert other_work.others(before, other_work.Counted(10.01, 1006.0, 54.0)) == 0.0  # too short to tell
+    assert other_work.others(before, other_work.Counted(12.0, 1000.0, 54.0)) == 0.0  # where nobody counts
+    assert other_work.load() >= 0.0 and 0.0 <= other_work.waiting() <= 100.0
+    monkeypatch.setattr(psutil, "cpu_count", lambda *_: 64)
+    assert other_work.is_much(4.0) and not other_work.is_much(3.0)
 
 
 def test_a_profile_that_cannot_be_written_to_its_end_leaves_nothing_behind(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import safetensors
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
@@ -247,7 +247,7 @@ def assert_agrees_with_reference(data: bytes, path: Path) -> None:
         assert found == expected
 
 
-FUZZ = settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(max_examples=600, deadline=None)
 
 
 @FUZZ

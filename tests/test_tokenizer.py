@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tokenizers
 import transformers
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -178,7 +178,7 @@ def test_a_text_after_a_special_token_is_given_no_space_that_only_the_first_is_g
     assert tokenizer.encode_pieces([("a<s>b", False)]) == [vocab[char] for char in "▁a<s>b"]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_pieces_have_the_ids_of_their_whole(tokenizer: Tokenizer, data: st.DataObject) -> None:
     special = st.sampled_from(sorted(tokenizer.special_texts)).map(lambda text: (text, True))

@@ -13,6 +13,7 @@ from pathlib import Path
 from localllm.cli.findings import Finding, fail, ok, warn
 from localllm.cli.remedies import raise_cgroup_limit
 from localllm.config import format_bytes, format_figure
+from localllm.frontend.plan_picture import when_measured
 from localllm.offload.machine_memory import ROOT, SELF_CGROUP, memory_limits
 
 _GIB = 1 << 30
@@ -145,8 +146,12 @@ def check_rates(measuring: Callable[[str], None] | None = None) -> Finding:
         rates |= {"GPU": profile.device.device_copy_gbs, "link": profile.device.h2d_gbs}
         rates |= {f"{name} on the GPU": found.matrix_gbs for name, found in profile.device.formats.items()}
     detail = ", ".join(f"{name} {format_figure(gbs)} GB/s" for name, gbs in rates.items() if gbs is not None)
+    if profile.measured_at_s is not None:
+        detail += f"; measured {when_measured(profile.measured_at_s, profile.busy)}"
+    if profile.impossible:
+        detail += f": what cannot be is that of {', '.join(profile.impossible)}"
     if profile.doubtful:
-        return warn(f"{detail}: what cannot be is that of {', '.join(profile.doubtful)}", "localllm doctor --measure")
+        return warn(detail, "localllm doctor --measure")
     return ok(detail or "nothing is measured yet; the first plan that needs it does")
 
 

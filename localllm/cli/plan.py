@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -84,7 +85,7 @@ def _planned(word: str | None, resolved: ResolvedSettings, goal: Goal, line: Pro
 def _fields(planned: Planned) -> dict[str, Any]:
     plan, shape = planned.plan, planned.shape
     fields: dict[str, Any] = {"fits": plan is not None, "model": shape.name, "weights": shape.weights, "kv": shape.kv}
-    said = {"advice": planned.advice, "guesses": list(planned.guesses)}
+    said = {"advice": planned.advice, "guesses": list(planned.guesses), "measured": _measured(planned)}
     if plan is None:
         assert planned.refusal is not None
         error = {"what": planned.refusal.what, "why": planned.refusal.why, "fix": planned.refusal.fix}
@@ -133,6 +134,14 @@ def _fields(planned: Planned) -> dict[str, Any]:
     }
 
 
+def _measured(planned: Planned) -> dict[str, Any]:
+    at_s = planned.measured_at_s
+    return {
+        "at": None if at_s is None else datetime.fromtimestamp(at_s, UTC).isoformat(timespec="seconds"),
+        "while_busy": list(planned.measured_busy),
+    }
+
+
 def _show(output: Output, planned: Planned) -> None:
     plan = planned.plan
     assert plan is not None and planned.decode_tok_s is not None and planned.ttft_s is not None
@@ -149,6 +158,8 @@ def _show(output: Output, planned: Planned) -> None:
     output.line(f"first token  {picture.duration(wait)}, after a prompt of {plan.prompt_tokens} tokens")
     for number, found in enumerate(planned.speculation):
         output.line(f"{'guessing' if number == 0 else '':<11}  {picture.guessing(found)}")
+    if measured := picture.measured(planned):
+        output.line(f"measured     {measured}")
     for guess in planned.guesses:
         output.line(f"a guess      {guess}")
     for number, advice in enumerate(planned.advice):

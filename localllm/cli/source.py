@@ -73,11 +73,8 @@ class Encoder:
 
         if source.chat is None or self.template is None:
             return tuple(self.tokenizer.encode(source.raw or "", special=True, bos=True))
-        chat, is_final = (
-            self.effort.told(told_in_words(self.template, source.chat)),
-            self.has_form or self.effort.is_off,
-        )
-        tail = answer_ids(self.template, self.tokenizer, is_final=is_final)
+        chat = self.effort.told(told_in_words(self.template, source.chat))
+        tail = answer_ids(self.template, self.tokenizer, is_final=self.has_form or self.effort.is_off)
         return (*encode_chat(self.template, self.tokenizer, chat), *tail)
 
     def thinking(self, prompt_ids: Sequence[int]) -> Thinking:

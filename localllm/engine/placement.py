@@ -174,7 +174,8 @@ def find_search(
         is_whole = plan is not None and not plan.streamed and plan.ctx >= (ctx or shape.default_ctx)
         if plan is None or (is_whole and not shape.draft_bytes):
             return search
-        rates = measured(profile, shape.weights, recipe.blocks, dtype, say).rates(shape.weights)
-        assert rates is not None
+    profile = measured(profile, shape.weights, recipe.blocks, dtype, say)
+    rates = profile.rates(shape.weights)
+    assert rates is not None
     rates = replace(rates, cached_share=cached_share)
     return Search(shape, memory(), rates, ctx, job, profile.corrections(shape.weights))

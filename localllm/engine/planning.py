@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -65,7 +66,8 @@ class Guessing:
 class Planned:
     """advice: flags and commands that help, with what comes of them. refusal: why there is no plan, where the model
     does not fit. guesses: which rates behind it are no measurements. speculation: what those who guess tokens ahead
-    would give."""
+    would give. measured_at_s: when the rates were measured, as `time.time` has it. measured_busy: which of them beside
+    other work."""
 
     shape: ModelShape
     plan: Plan | None
@@ -75,6 +77,8 @@ class Planned:
     ttft_s: Prediction | None = None
     guesses: Sequence[str] = ()
     speculation: Sequence[Guessing] = ()
+    measured_at_s: float | None = None
+    measured_busy: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -127,15 +131,16 @@ def consider(
     dtype, device = machine.dtype, machine.device
     unsure = _compare_tokenizers(model.name, files, wishes.guessing.draft_model)
     search = _best_search(model, files, machine)
-    profile, others = kept_profile(), partial(_others, dtype, device, wishes.kv)
+    profile, others = kept_profile().of(search.shape.weights), partial(_others, dtype, device, wishes.kv)
     guesses = [*_guesses(profile), *unsure]
+    taken: dict[str, Any] = {"measured_at_s": profile.measured_at_s, "measured_busy": profile.busy}
     try:
         plan = search.best() if wishes.job is not None else with_kept_pages(search.best())
     except DoesNotFitError as error:
-        refused = Planned(search.shape, None, [], error, guesses=guesses)
+        refused = Planned(search.shape, None, [], error, guesses=guesses, **taken)
         return Considered(refused, lambda: [*search.fixes(), *map(str, other_model(search, others()))])
     speculation = () if wishes.job is not None else tuple(_speculation(plan, search, files, wishes, dtype, device))
-    planned = Planned(search.shape, plan, [], None, *_predictions(plan, profile), guesses, speculation)
+    planned = Planned(search.shape, plan, [], None, *_predictions(plan, profile), guesses, speculation, **taken)
     int4 = None if search.shape.weights == DEFAULT else _shape(model, files, RECIPES[DEFAULT], dtype, device, wishes.kv)
     return Considered(planned, lambda: [*map(str, advise(search, plan, int4, others()))])
 
@@ -300,7 +305,8 @@ def _foreseen(search: AnySearch) -> Plan | None:
 def _guesses(profile: Profile) -> list[str]:
     """What is behind a plan and could not be measured."""
     doubtful = ", ".join(profile.doubtful)
-    found = [f"measured on a busy machine: {doubtful}; localllm doctor --measure measures again"] if doubtful else []
+    again = "a later start on a quiet machine measures again, or localllm doctor --measure"
+    found = [f"measured on a busy machine: {doubtful}; {again}"] if doubtful else []
     if profile.disk_read_gbs == UNKNOWN_DISK_GBS:
         found.append(f"the disk is taken to read {UNKNOWN_DISK_GBS} GB/s: no file could be written to measure it")
     if profile.device is not None and profile.device.context_bytes == UNKNOWN_CONTEXT_BYTES:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from localllm.config import format_figure
+from localllm.history.exchange import format_time
 
 if TYPE_CHECKING:
-    from localllm.engine.planning import Guessing, Prediction
+    from localllm.engine.planning import Guessing, Planned, Prediction
     from localllm.offload.plan import Placed, Plan, Tier
 
 Tone = Literal["plain", "good", "fair", "poor"]
@@ -45,6 +46,16 @@ BOUNDS: Mapping[str, str] = {
     "disk": "reading blocks from the disk",
     "link": "copying blocks to the GPU",
 }
+
+
+def measured(planned: Planned) -> str:
+    """When the rates behind it were, and which of them beside other work; "" where none were."""
+    return "" if planned.measured_at_s is None else when_measured(planned.measured_at_s, planned.measured_busy)
+
+
+def when_measured(at_s: float, busy: Sequence[str]) -> str:
+    """at_s: as `time.time` has it. busy: figures that were measured beside other work."""
+    return format_time(at_s) + (f", while the machine was busy: {', '.join(busy)}" if busy else "")
 
 
 def kind(block: Placed) -> Kind:

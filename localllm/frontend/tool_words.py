@@ -88,7 +88,7 @@ def arguments_of(value: Any) -> dict[str, Any] | None:
 
 
 def told_arguments(arguments: object) -> Any:
-    """Those of a call as an object, where they are one or nothing; what was cut, or is none, stays the text that it is."""
+    """Those of a call as an object, where they are one or nothing; what was cut, or is none, stays as it is."""
     found = arguments_of(arguments)
     return arguments if found is None else found
 

@@ -21,12 +21,14 @@ _QUANTIZED_ROWS = 1024  # repeated to the whole matrix: to quantize all of it wo
 class FormatRates:
     """Bytes of one row's matrices, operations of many rows', in 1e9 a second.
 
-    workspace_bytes: of a device, beside the inputs and the output of such a product, at its peak.
+    workspace_bytes: of a device, beside the inputs and the output of such a product, at its peak. spread: of the
+    samples, from the lower quartile to the upper one, as a share of the median.
     """
 
     matrix_gbs: float
     compute_gops: float
     workspace_bytes: int = 0
+    spread: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,8 @@ def format_rates(weight_format: WeightFormat, dtype: torch.dtype, device: torch.
         {name: tensor.clone() for name, tensor in one.items()} for _ in range(trial.working_set_bytes // num_bytes)
     ]
 
-    def rate(x: Tensor) -> float:
-        """Products with all copies in a second."""
+    def sampled(x: Tensor) -> tuple[float, float]:
+        """Products with all copies in a second, and the spread."""
 
         def multiply() -> None:
             for tensors in copies:
@@ -67,14 +69,17 @@ def format_rates(weight_format: WeightFormat, dtype: torch.dtype, device: torch.
         samples: list[float] = []
         while len(samples) < _REPEATS or sum(samples) < _LEAST_S:
             samples.append(device_seconds(device, run))
-        return 1 / statistics.median(samples)
+        lower, middle, upper = statistics.quantiles(samples, n=4)
+        return 1 / middle, (upper - lower) / middle
 
     row, rows = (torch.randn(count, trial.K).to(device, dtype) for count in (1, trial.many_rows))
     total_bytes, total_flops = num_bytes * len(copies), 2 * trial.N * trial.K * len(copies)
+    (of_row, spread), (of_rows, spread_of_rows) = sampled(row), sampled(rows)
     return FormatRates(
-        matrix_gbs=rate(row) * total_bytes / 1e9,
-        compute_gops=rate(rows) * trial.many_rows * total_flops / 1e9,
+        matrix_gbs=of_row * total_bytes / 1e9,
+        compute_gops=of_rows * trial.many_rows * total_flops / 1e9,
         workspace_bytes=_workspace_bytes(weight_format, rows, one, trial.N),
+        spread=max(spread, spread_of_rows),
     )
 
 

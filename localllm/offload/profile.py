@@ -2,7 +2,9 @@
 
 A profile is measured once, in a few seconds, and again when the machine is another: its processor, its threads, its
 graphics card, the disk. Each part of it is measured when it is first needed; what cannot be, because another program
-had the machine, is measured once more; where it comes out so again it is kept, and is `doubtful`.
+had the machine, is measured once more; where it comes out so again it is kept, and is `doubtful`. So is what was
+measured beside other work, or came out differently each time. What is doubtful is measured again by whoever needs it
+when the machine is quiet.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import os
 import platform
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -24,6 +27,7 @@ import torch
 
 from localllm.config import user_directories
 from localllm.kernels.cpu_linear import is_available
+from localllm.offload import other_work
 from localllm.offload.corrections import Corrections, Score, Term
 from localllm.offload.device_rates import DeviceRates, device_rates, give_back_cached, gpu
 from localllm.offload.disk_speed import disk_file
@@ -33,7 +37,7 @@ from localllm.offload.host_buffer import give_back_freed
 from localllm.offload.plan import Rates
 from localllm.quant.weight_format import WeightFormat
 
-_VERSION = 3
+_VERSION = 4  # of the kept file: one of another version is measured anew
 _MEMORY_BYTES = 256 << 20
 _DISK_BYTES = 512 << 20
 _DISK_READS = 3
@@ -44,14 +48,30 @@ _LEAST_DRAM_GBS = 1.0  # of anything that torch runs on
 _LEAST_SHARE = 1 / 8
 _LEAST_PLAIN_SHARE = 1 / 1000
 UNKNOWN_DISK_GBS = 0.5  # where no file can be written: an old SATA disk
-_MAY_BE_0 = ("_bytes", "_s")
+_MAY_BE_0 = ("_bytes", "_s", "others", "spread")
+_MAY_BE_UNKNOWN = ("dram_read_gbs", "disk_read_gbs", "device")
+_MOST_SPREAD = 0.3  # a machine of its own stays below a tenth
+_CARD = "graphics card"
+_LAST_S = 253_402_300_799  # in the year 9999
+_MOST_TIMES = 4  # then a figure stays doubtful: some machines are never still, and measuring takes seconds
 
 _Measured = TypeVar("_Measured")
 
 
 @dataclass(frozen=True)
+class Taken:
+    """How a figure was measured. at_s: when, as `time.time` has it. others: processors that other programs kept busy
+    meanwhile. times: how often it has been measured."""
+
+    at_s: float
+    others: float = 0.0
+    times: int = 1
+
+
+@dataclass(frozen=True)
 class Profile:
-    """machine: what the figures are of. scores: how predictions came true, by the weights and what was predicted."""
+    """machine: what the figures are of. scores: how predictions came true, by the weights and what was predicted.
+    taken: how each figure was measured, by the name that `doubtful` has for it."""
 
     machine: str
     dram_read_gbs: float | None = None
@@ -59,6 +79,7 @@ class Profile:
     formats: Mapping[str, FormatRates] = field(default_factory=dict)  # on the CPU
     device: DeviceRates | None = None
     scores: Mapping[str, Score] = field(default_factory=dict)
+    taken: Mapping[str, Taken] = field(default_factory=dict)
 
     def rates(self, weights: str) -> Rates | None:
         """None where something is not measured yet."""
@@ -72,18 +93,66 @@ class Profile:
         """None also where it is doubtful: nothing is to be compared with it then."""
         return self.dram_read_gbs if _can_be_dram(self.dram_read_gbs) else None
 
+    def of(self, weights: str) -> Profile:
+        """With the figures that plans for such weights are predicted from, alone."""
+        device, others = self.device, {*self.formats, *(self.device.formats if self.device else ())} - {weights}
+        unused = {_of_format(name, on_card=on_card) for name in others for on_card in (False, True)}
+        return replace(
+            self,
+            formats={name: rates for name, rates in self.formats.items() if name == weights},
+            device=device
+            and replace(device, formats={name: device.formats[name] for name in device.formats.keys() & {weights}}),
+            taken={name: taken for name, taken in self.taken.items() if name not in unused},
+        )
+
     @property
-    def doubtful(self) -> tuple[str, ...]:
+    def busy(self) -> tuple[str, ...]:
+        """Which of the figures were measured beside other work, or came out differently each time."""
+        spreads = {_of_format(name): rates.spread for name, rates in self.formats.items()}
+        if self.device is not None:
+            spreads |= {_of_format(name, on_card=True): rates.spread for name, rates in self.device.formats.items()}
+        beside = {name for name, taken in self.taken.items() if other_work.is_much(taken.others)}
+        return tuple(sorted(beside | {name for name, spread in spreads.items() if spread > _MOST_SPREAD}))
+
+    @property
+    def impossible(self) -> tuple[str, ...]:
         """Which of the figures cannot be, though they were measured again."""
         dram, device = self._sure_dram_gbs, self.device
         doubts = {"memory": dram != self.dram_read_gbs, "disk": not _can_be_disk(self.disk_read_gbs, dram)}
-        doubts |= {f"{name} matrices": not _can_be_format(name, rates, dram) for name, rates in self.formats.items()}
+        doubts |= {_of_format(name): not _can_be_format(name, rates, dram) for name, rates in self.formats.items()}
         if device is not None:
-            doubts["graphics card"] = not _can_be_device(device)
+            doubts[_CARD] = not _can_be_device(device)
             for name, rates in device.formats.items():
                 can_be = _can_be_format(name, rates, device.device_copy_gbs, is_compiled=False)
-                doubts[f"{name} matrices on the graphics card"] = not can_be
+                doubts[_of_format(name, on_card=True)] = not can_be
         return tuple(name for name, doubted in doubts.items() if doubted)
+
+    @property
+    def doubtful(self) -> tuple[str, ...]:
+        """Which of the figures need not be what this machine can do."""
+        return tuple(dict.fromkeys((*self.impossible, *self.busy)))
+
+    @property
+    def measured_at_s(self) -> float | None:
+        """When the oldest of the figures was measured; None where there are none."""
+        return min((taken.at_s for taken in self.taken.values()), default=None)
+
+    def sampled(
+        self, name: str, sample: Callable[[], _Measured], can_be: Callable[[_Measured], bool]
+    ) -> tuple[Profile, _Measured]:
+        """With a figure that is measured now, once more where what comes out cannot be."""
+        before = other_work.counted()
+        found = sample()
+        found = found if can_be(found) else sample()
+        others = other_work.others(before, other_work.counted())
+        known = self.taken.get(name)
+        taken = Taken(time.time(), others, 1 if known is None else known.times + 1)
+        # What runs have taught was of the figure before.
+        return replace(self, taken={**self.taken, name: taken}, scores=self.scores if known is None else {}), found
+
+    def may_come_out_better(self, name: str) -> bool:
+        """Whether a doubtful figure is to be measured again now."""
+        return name in self.doubtful and name in self.taken and self.taken[name].times < _MOST_TIMES
 
     def corrections(self, weights: str) -> Corrections:
         named = ((name.split(), score) for name, score in self.scores.items())
@@ -143,21 +212,26 @@ def write_whole(path: Path, content: str) -> None:
 def measured(
     profile: Profile, weights: str, weight_format: WeightFormat, dtype: torch.dtype, say: Callable[[str], None]
 ) -> Profile:
-    """The profile with all that a plan for such weights needs; what was missing is measured now, and kept."""
-    before = profile
-    if profile.dram_read_gbs is None:
+    """The profile with all that a plan for such weights needs; what was missing is measured now, and kept; and what is
+    doubtful, where the machine is quiet now."""
+    before, again = profile, _again(profile)
+    if profile.dram_read_gbs is None or "memory" in again:
         say("measuring the memory")
-        profile = replace(profile, dram_read_gbs=_once_more(_dram_gbs, _can_be_dram))
-    dram_gbs = profile._sure_dram_gbs
-    if profile.disk_read_gbs is None:
+        profile, dram_gbs = profile.sampled("memory", _dram_gbs, _can_be_dram)
+        profile = replace(profile, dram_read_gbs=dram_gbs)
+    sure_gbs = profile._sure_dram_gbs
+    if profile.disk_read_gbs is None or "disk" in again:
         say("measuring the disk")
-        disk_gbs = _once_more(lambda: _disk_gbs(user_directories().cache), lambda gbs: _can_be_disk(gbs, dram_gbs))
+        profile, disk_gbs = profile.sampled(
+            "disk", lambda: _disk_gbs(user_directories().cache), lambda gbs: _can_be_disk(gbs, sure_gbs)
+        )
         profile = replace(profile, disk_read_gbs=disk_gbs)
-    if weights not in profile.formats:
+    if weights not in profile.formats or _of_format(weights) in again:
         say(f"measuring {weights} matrices")
-        rates = _once_more(
+        profile, rates = profile.sampled(
+            _of_format(weights),
             lambda: format_rates(weight_format, dtype, torch.device("cpu")),
-            lambda rates: _can_be_format(weights, rates, dram_gbs),
+            lambda rates: _can_be_format(weights, rates, sure_gbs),
         )
         profile = replace(profile, formats={**profile.formats, weights: rates})
     if profile != before:
@@ -175,30 +249,37 @@ def device_measured(
     say: Callable[[str], None],
 ) -> Profile:
     """The profile with all that a plan for such weights needs to know of the device; what was missing is kept."""
+    before, again, on_card = profile, _again(profile), _of_format(weights, on_card=True)
     rates = profile.device
-    if rates is None:
+    if rates is None or _CARD in again:
         say("measuring the graphics card")
-        rates = _once_more(lambda: device_rates(device), _can_be_device)
+        profile, found = profile.sampled(_CARD, lambda: device_rates(device), _can_be_device)
+        rates = found if rates is None else replace(found, formats=rates.formats)
     copy_gbs = rates.device_copy_gbs
-    if weights not in rates.formats:
+    if weights not in rates.formats or on_card in again:
         say(f"measuring {weights} matrices on the graphics card")
-        found = _once_more(
+        profile, of_format = profile.sampled(
+            on_card,
             lambda: format_rates(weight_format, dtype, device),
             lambda rates: _can_be_format(weights, rates, copy_gbs, is_compiled=False),
         )
-        rates = replace(rates, formats={**rates.formats, weights: found})
-    if rates != profile.device:
-        profile = replace(profile, device=rates)
+        rates = replace(rates, formats={**rates.formats, weights: of_format})
+    profile = replace(profile, device=rates)
+    if profile != before:
         keep(profile)
         give_back_cached(device)
         give_back_freed()
     return profile
 
 
-def _once_more(sample: Callable[[], _Measured], can_be: Callable[[_Measured], bool]) -> _Measured:
-    """What comes out, or the second time where the first cannot be."""
-    found = sample()
-    return found if can_be(found) else sample()
+def _again(profile: Profile) -> tuple[str, ...]:
+    """What is measured once more, as it is doubtful and the machine is quiet now."""
+    names = tuple(name for name in profile.taken if profile.may_come_out_better(name))
+    return names if names and other_work.is_quiet() else ()
+
+
+def _of_format(weights: str, *, on_card: bool = False) -> str:
+    return f"{weights} matrices on the {_CARD}" if on_card else f"{weights} matrices"
 
 
 def _can_be_dram(dram_gbs: float | None) -> bool:
@@ -243,7 +324,11 @@ def _parsed(found: Mapping[str, Any]) -> Profile:
     if device is not None:
         device = DeviceRates(**{**device, "formats": _parsed_formats(device["formats"])})
     scores = {name: _parsed_score(name, score) for name, score in found["scores"].items()}
-    return Profile(**{**found, "formats": _parsed_formats(found["formats"]), "device": device, "scores": scores})
+    parts = {"formats": _parsed_formats(found["formats"]), "device": device, "scores": scores}
+    taken = {name: Taken(**each) for name, each in found["taken"].items()}
+    if any(each.at_s > _LAST_S for each in taken.values()):
+        raise ValueError("no date is as late")
+    return Profile(**{**found, **parts, "taken": taken})
 
 
 def _parsed_score(name: str, found: Mapping[str, Any]) -> Score:
@@ -258,10 +343,11 @@ def _require_figures(found: object, name: str = "") -> None:
     if isinstance(found, Mapping | list):
         for key, value in found.items() if isinstance(found, Mapping) else enumerate(found):
             _require_figures(value, str(key))
-    elif isinstance(found, str) and name != "machine":
+    elif isinstance(found, int | float):
+        if not math.isfinite(found) or found < 0 or (found == 0 and not name.endswith(_MAY_BE_0)):
+            raise ValueError(f"{name} is {found}")
+    elif name not in (_MAY_BE_UNKNOWN if found is None else ("machine",)):
         raise ValueError(f"{name} is no number")
-    elif isinstance(found, int | float) and not (math.isfinite(found) and (found > 0 or name.endswith(_MAY_BE_0))):
-        raise ValueError(f"{name} is {found}")
 
 
 def _parsed_formats(found: Mapping[str, Any]) -> dict[str, FormatRates]:

@@ -111,6 +111,7 @@ def said(planned: Planned, columns: int, *, is_advised: bool) -> Content:
     better = [advice for advice in planned.advice if advice not in fixes] if is_advised else ["…"]
     groups = {
         "guessing": [picture.guessing(found) for found in planned.speculation],
+        "measured": list(filter(None, [picture.measured(planned)])),
         "a guess": list(planned.guesses),
         "better": better,
     }

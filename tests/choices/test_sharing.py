@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.cache.paged_kv import PagedKV
@@ -276,7 +276,7 @@ def alone(folder: Path) -> Iterator[Callable[[Request], Heard]]:
     engine.close()
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None)
 @given(moves=MOVES)
 def test_whoever_comes_and_goes_every_answer_is_its_own_and_no_page_is_lost(
     busy: Engine, alone: Callable[[Request], Heard], moves: list[Request | int | None]
