@@ -31,7 +31,7 @@ from localllm.engine.events import FinishedEvent
 from localllm.engine.kv_reuse import NO_REUSE
 from localllm.engine.request import Grammar, Request, SamplingParams
 from localllm.engine.speculative.choice import OFF, Speculate
-from localllm.engine.tokenizer import _byte_alphabet
+from localllm.engine.tokenizer_files import BYTE_ALPHABET
 from localllm.models.shapes import find_shape
 from localllm.quant.recipe import RECIPES
 
@@ -85,7 +85,7 @@ def random_engine(shape: str) -> Iterator[Engine]:
 def word_tokenizer(vocab_size: int) -> dict[str, Any]:
     """A tokenizer.json of bytes and of words by chance, in the shares that byte-level vocabularies of that size have:
     half of them small letters, most with a blank in front; others capitalised, with signs and digits, or Chinese."""
-    choose, char_of = random.Random(0), {value: char for char, value in _byte_alphabet().items()}
+    choose, char_of = random.Random(0), {value: char for char, value in BYTE_ALPHABET.items()}
     tokens = dict.fromkeys(char_of.values())
     while len(tokens) < vocab_size:
         word = "".join(choose.choices(_SYLLABLES, k=choose.randint(1, 4)))

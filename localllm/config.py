@@ -44,6 +44,8 @@ class Settings:
     offline: bool = False
     private: bool = False  # nothing of a chat is kept
     overflow: str = "stop"  # what is done where a chat is longer than the context
+    think: str | None = None  # how much is thought before an answer
+    show_thoughts: bool = False
     theme: str = "auto"  # of the full-screen chat; auto: as the terminal is, dark or light
     keys: Mapping[str, str] = field(default_factory=dict)  # of the full-screen chat, by what they do
     system: str | None = None
@@ -163,6 +165,9 @@ WEIGHTS = (
 
 OVERFLOW_POLICIES = ("stop", "evict", "grow")
 
+THOUGHT_LEVELS = ("low", "medium", "high")
+THINK = ("on", "off", *THOUGHT_LEVELS)
+
 KV_FORMATS = ("auto", "bf16", "int8", "k8v4", "int4")
 
 # Who guesses tokens ahead: a drafter by its name, or a second model.
@@ -187,6 +192,8 @@ ACCEPTED: Mapping[str, Accepts] = MappingProxyType(
         "offline": Accepts("switch"),
         "private": Accepts("switch"),
         "overflow": Accepts("text", choices=OVERFLOW_POLICIES),
+        "think": Accepts("text", choices=THINK),
+        "show_thoughts": Accepts("switch"),
         "theme": Accepts("text"),
         "keys": Accepts("table"),
         "system": Accepts("text"),

@@ -98,6 +98,10 @@ class CheckpointError(LocalLLMError):
     code = "checkpoint"
 
 
+class ModelChangedError(CheckpointError):
+    """The files of a model are being written anew, or have been since it was loaded."""
+
+
 class UnsupportedModelError(LocalLLMError):
     """A well-formed model that this version cannot run."""
 
@@ -136,6 +140,14 @@ class EngineGoneError(LocalLLMError):
     """The process of the engine has ended in the middle of its work."""
 
     code = "engine-gone"
+
+
+class BusyError(LocalLLMError):
+    """This machine has too much else to do: it would go at another time."""
+
+
+class EngineStuckError(EngineGoneError):
+    """The process of the engine is there, and does not move on or does not answer."""
 
 
 class UnwrittenError(LocalLLMError):

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import shutil
+import string
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from localllm.cli.dispatch import dispatch
 from localllm.cli.interrupts import Interrupts
@@ -26,12 +28,28 @@ TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|eos|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+# As Llama 2 has it: the turn of the assistant begins behind ordinary text.
+TURNS = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+WORDS = ["▁Once", "▁upon", "▁a", "▁time", "▁fox", "▁there", "▁was", "▁and", "▁[", "INST", "]", "▁[/", "▁Tell", "▁me"]
 
 
-def write_checkpoint(directory: Path, *, hidden: int = 64, layers: int = 2, context: int = 512) -> Path:
-    """A Llama of random weights that says anything but the end of its answer: it has no EOS."""
+def write_checkpoint(
+    directory: Path,
+    *,
+    hidden: int = 64,
+    layers: int = 2,
+    context: int = 512,
+    seed: int = 0,
+    write_tokenizer: Callable[[Path], int] | None = None,
+    **more: Any,
+) -> Path:
+    """A Llama of random weights that says anything but the end of its answer: it has no EOS. write_tokenizer: into a
+    folder; gives the number of its tokens. more: of its config.json."""
     directory.mkdir(parents=True, exist_ok=True)
-    vocab_size = _write_tokenizer(directory)
+    vocab_size = (write_tokenizer or _write_tokenizer)(directory)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -49,9 +67,10 @@ def write_checkpoint(directory: Path, *, hidden: int = 64, layers: int = 2, cont
         "tie_word_embeddings": False,
         "hidden_act": "silu",
         "torch_dtype": "bfloat16",
+        **more,
     }
     (directory / "config.json").write_text(json.dumps(config))
-    save_file(_weights(config), directory / "model.safetensors")
+    save_file(_weights(config, seed), directory / "model.safetensors")
     return directory
 
 
@@ -71,10 +90,44 @@ def _write_tokenizer(directory: Path) -> int:
     return int(tokenizer.get_vocab_size())
 
 
-def _weights(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+def write_sentencepiece(directory: Path, template: str = TURNS) -> int:
+    """A tokenizer with the normalizer and the decoder of Llama 2, which drops the blank in front of a text."""
+    letters = ["▁", "[", "/", "]", "!", ".", "<", "|", ">", *string.ascii_letters]
+    merges = list(dict.fromkeys((word[:end], word[end]) for word in WORDS for end in range(1, len(word))))
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters, *map("".join, merges)]
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    turn = AddedToken("<|assistant|>", rstrip=True, normalized=False)
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>", "<|end|>", turn])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    roles = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "chat_template": template}
+    (directory / "tokenizer_config.json").write_text(json.dumps(roles))
+    return int(tokenizer.get_vocab_size())
+
+
+def write_chain(directory: Path, *tokens: str, **options: Any) -> Path:
+    """A checkpoint that answers each of these tokens of `write_sentencepiece` with the next one."""
+    write_checkpoint(directory, **{"write_tokenizer": write_sentencepiece, **options})
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tensors = load_file(directory / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()  # what comes out is the embedding of the last token
+    embedding, head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"].zero_()
+    for before, after in itertools.pairwise(map(tokenizer.token_to_id, tokens)):
+        head[after] += 10 * embedding[before] / embedding[before].norm()
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def _weights(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
     hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     kv = config["num_key_value_heads"] * config["head_dim"]
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
         return (torch.randn(rows, columns, generator=generator) * 0.05).to(torch.bfloat16)

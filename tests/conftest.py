@@ -50,12 +50,19 @@ def heard_hangup() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--measured", action="store_true", help="what a plan measures of the machine is known already")
+
+
 @pytest.fixture(scope="session", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def own_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What the tests pack and say stays out of the developer's folders, and what is there out of the tests."""
+    cache = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCALLLM_HOME", str(tmp_path_factory.mktemp("home")))
-        patch.setenv("LOCALLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("LOCALLLM_CACHE", str(cache))
+        if request.config.getoption("measured"):
+            request.getfixturevalue("known_machine")(cache)
         yield
 
 

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, processors
 
-from localllm.engine.chat_template import ChatInput, ChatTemplate, encode_chat, parse_messages_file
+from localllm.engine.chat_template import ChatInput, ChatTemplate, encode_chat, end_of_turn_id, parse_messages_file
 from localllm.engine.tokenizer import Tokenizer
 from localllm.errors import TemplateError, UsageError
 
@@ -483,3 +483,42 @@ def test_a_template_renders_in_several_threads_at_once() -> None:
     with ThreadPoolExecutor(8) as threads:
         texts = list(threads.map(lambda i: template.render(user(str(i))), range(64)))
     assert texts == [str(i) * 200 for i in range(64)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "name", "end"),
+    [
+        ("qwen2.5-0.5b-instruct", "Qwen-Qwen2.5-7B-Instruct", "<|im_end|>"),
+        ("qwen2.5-0.5b-instruct", "Qwen-Qwen3-0.6B", "<|im_end|>"),
+        ("phi-3-mini", "microsoft-Phi-3.5-mini-instruct", "<|end|>"),
+        ("phi-3-mini", "mistralai-Mistral-Nemo-Instruct-2407", "</s>"),
+    ],
+)
+def test_the_end_of_a_turn_is_what_the_template_writes_behind_an_answer(
+    shared_data: Locate, tokens: str, name: str, end: str
+) -> None:
+    tokenizer = Tokenizer.load(shared_data(f"tokenizers/{tokens}"))
+    source = shared_data(f"chat_templates/jinja/{name}.jinja").read_text(encoding="utf-8")
+    template = ChatTemplate(source, special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
+    assert end_of_turn_id(template, tokenizer) == tokenizer.token_id(end)
+
+
+@pytest.mark.parametrize(
+    ("source", "end"),
+    [
+        ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}", None),
+        ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>", None),
+        (
+            "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}\n<|end|>\n{% endfor %}<|assistant|>",
+            "<|end|>",
+        ),
+        ("{% for m in messages %}{{ m.content }}{% if loop.last %}<|end|>{% endif %}{% endfor %}", None),
+        ("{{ raise_exception('no') }}", None),
+    ],
+)
+def test_a_mark_that_begins_the_next_turn_ends_none(source: str, end: str | None) -> None:
+    backend = tokenizers.Tokenizer(models.BPE({"a": 0}, []))
+    backend.add_special_tokens(["<|user|>", "<|assistant|>", "<|end|>"])
+    tokenizer = Tokenizer(backend)
+    found = end_of_turn_id(ChatTemplate(source), tokenizer)
+    assert found == (None if end is None else tokenizer.token_id(end))

@@ -1,4 +1,7 @@
-"""`localllm run DIR --messages FILE --show-prompt`: to the letter, from a folder with nothing but a template."""
+"""`localllm run DIR --messages FILE --show-prompt`: to the letter, from a folder with nothing but a template.
+
+And the end of a turn, which a template alone may know.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any
 import pytest
 
 from localllm.engine.chat_template import ChatTemplate
-from tests.cli_support import Result, run_cli
+from tests.cli_support import Result, run_cli, write_chain, write_sentencepiece
 
 Locate = Callable[[str], Path]
 CASES = 27  # the page of cases says so
@@ -78,3 +81,14 @@ def test_half_a_character_as_a_special_token_is_an_error_of_four_lines(tmp_path:
 def test_the_template_of_a_folder_without_a_tokenizer_is_shown(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
     assert run_cli("show", tmp_path, "--template").out == b"{{ messages }}\n"
+
+
+def test_an_answer_ends_with_the_turn_where_the_template_alone_knows_its_end(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.content }} {{ '[/INST]' if m.role == 'user' else '<|end|>' }}{% endfor %}"
+    model = write_chain(
+        tmp_path,
+        *("]", "▁Once", "▁upon", "<|end|>", "▁a"),
+        write_tokenizer=lambda directory: write_sentencepiece(directory, template),
+    )
+    answer = run_cli("run", model, "-p", "Tell me", "--json", "--max-tokens", "6", "--temperature", "0").json
+    assert (answer["text"], answer["finish_reason"]) == ("Once upon", "stop")

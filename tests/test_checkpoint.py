@@ -137,7 +137,9 @@ def test_memory_that_is_not_there_is_an_error_with_its_size():
 
 
 def test_a_tensor_nobody_asked_for_is_listed(tmp_path):
+    strays = ("model.rotary_emb.inv_freq", "model.layers.0.extra.weight", "score.weight", "stray")
     extra = {f"{ATTENTION}.o_proj.bias": torch.ones(4), f"{ATTENTION}.rotary_emb.inv_freq": torch.ones(2)}
+    extra |= {name: torch.ones(2) for name in strays}
     save_file(weights() | extra, tmp_path / "model.safetensors")
     with Checkpoint.open(tmp_path) as checkpoint:
         for name, tensor in weights().items():
@@ -206,6 +208,19 @@ def test_swapped_shards_are_noticed_by_the_tensor_that_is_not_there(tmp_path):
     with pytest.raises(CheckpointError) as refusal:
         Checkpoint.open(tmp_path)
     assert "lacks the tensor 'model.embed_tokens.weight'" in refusal.value.what
+
+
+def test_a_tensor_that_only_the_index_has_is_missed_where_it_is_needed(tmp_path):
+    weight_map = save_shards(tmp_path, weights())
+    path = tmp_path / "model.safetensors.index.json"
+    for name in ("model.layers.0.self_attn.o_proj.weight", f"{ATTENTION}.rotary_emb.inv_freq", "lm_head.bias"):
+        weight_map[name] = next(iter(weight_map.values()))
+    path.write_text(json.dumps({"weight_map": weight_map}))
+    with Checkpoint.open(tmp_path) as checkpoint:
+        for name, tensor in weights().items():
+            assert torch.equal(checkpoint.read(name, tuple(tensor.shape), torch.bfloat16), tensor)
+        with pytest.raises(CheckpointError, match=r"has no tensor model\.layers\.0\.self_attn\.o_proj\.weight"):
+            checkpoint.expect("model.layers.0.self_attn.o_proj.weight", (4, 8))
 
 
 def test_the_same_tensor_under_two_names_is_refused(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -126,3 +127,63 @@ def test_a_screen_is_drawn_before_torch_is_loaded(module: str, tmp_path: Path) -
 def test_the_server_answers_before_torch_is_loaded(tmp_path: Path) -> None:
     loaded = loaded_by("import localllm.server.app, localllm.server.listening", tmp_path)
     assert not loaded & {"torch", "numpy", "llvmlite", "transformers", "textual"}
+
+
+_ASKED = """
+import json, os, signal, sys, threading, time, urllib.error, urllib.request
+from localllm.server import app, listening
+
+def status(path, body=None):
+    data = None if body is None else json.dumps(body).encode()
+    asked = urllib.request.Request(f"http://127.0.0.1:{ports[0]}{path}", data, {"content-type": "application/json"})
+    try:
+        return urllib.request.urlopen(asked).read() and 200
+    except urllib.error.HTTPError as error:
+        return error.code
+
+def ask():
+    while status("/health") != 200:
+        time.sleep(0.05)
+    codes = {each.path: status(each.path.replace("{model:path}", "tiny"))
+             for each in app.ENDPOINTS if each.method == "GET" and each.path != "/metrics"}
+    codes |= {path: status(path, body) for path, body in json.loads(os.environ["POSTED"]).items()}
+    print(json.dumps([codes, "torch" in sys.modules]), flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+
+def bound_and_asked(host, port):
+    sock = bound(host, port)
+    ports.append(sock.getsockname()[1])
+    threading.Thread(target=ask, daemon=True).start()
+    return sock
+
+ports, bound, listening.bound = [], listening.bound, bound_and_asked
+sys.argv = ["localllm", "serve", "--port", "0"]
+from localllm.cli import main
+main()
+"""
+_MESSAGES = [{"role": "user", "content": "A tale."}]
+_TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+_POSTED: dict[str, dict[str, object]] = {
+    "/v1/chat/completions": {"messages": _MESSAGES, "max_tokens": 2, "tools": [_TOOL], "logprobs": True},
+    "/v1/completions": {"prompt": "Once", "max_tokens": 2, "stream": True},
+    "/v1/responses": {"input": "A tale.", "max_output_tokens": 16},
+    "/v1/embeddings": {"input": "Once"},
+    "/v1/messages": {"messages": _MESSAGES, "max_tokens": 2, "model": "tiny"},
+    "/v1/messages/count_tokens": {"messages": _MESSAGES, "model": "tiny"},
+    "/api/chat": {"model": "tiny", "messages": _MESSAGES, "options": {"num_predict": 2}, "format": "json"},
+    "/api/generate": {"model": "tiny", "prompt": "Once", "options": {"num_predict": 2}},
+    "/api/show": {"model": "tiny"},
+    "/tokenize": {"content": "Once"},
+    "/apply-template": {"messages": _MESSAGES},
+}
+
+
+def test_a_server_that_is_asked_everything_loads_no_torch_itself(
+    tmp_path: Path, known_machine: Callable[[Path], None]
+) -> None:
+    known_machine(tmp_path / "cache")
+    environ = environment(tmp_path, POSTED=json.dumps(_POSTED))
+    child = subprocess.run([sys.executable, "-c", _ASKED], env=environ, capture_output=True, text=True, check=True)
+    codes, has_torch = json.loads(child.stdout.splitlines()[-1])
+    assert set(codes.values()) == {200}, codes
+    assert not has_torch

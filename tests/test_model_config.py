@@ -308,6 +308,12 @@ def test_either_name_of_the_dtype_is_read(key, value):
     assert parse("llama", **{key: value}).dtype == "bfloat16"
 
 
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_a_dtype_may_be_as_the_tensors_are(key):
+    assert parse("llama", **{key: "auto"}).dtype is None
+    assert parse("llama", **{key: "float64"}).dtype == "float64"
+
+
 def test_a_null_head_dim_is_hidden_size_over_heads():
     assert parse("qwen3", head_dim=None).head_dim == 16
 

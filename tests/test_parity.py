@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from localllm.engine.engine import Engine
@@ -139,6 +141,28 @@ def test_a_sharded_checkpoint_is_the_same_model(tmp_path: Path) -> None:
     ids = prompt(20)
     ours = our_logits(Engine.load(tmp_path, device="cpu", dtype="fp32"), ids, [20])
     torch.testing.assert_close(ours, peer_logits(peer, ids), rtol=0, atol=TOLERANCE)
+
+
+def test_a_checkpoint_in_fp64_with_strays_and_an_index_that_promises_too_much_is_the_same_model(tmp_path: Path) -> None:
+    peer = write_checkpoint(tmp_path, "llama-biases-tied", shard_size="50KB")
+    for shard in tmp_path.glob("*.safetensors"):
+        save_file({name: tensor.double() for name, tensor in load_file(shard).items()}, shard)
+    index = tmp_path / "model.safetensors.index.json"
+    promised = json.loads(index.read_text())
+    first = promised["weight_map"]["model.embed_tokens.weight"]
+    strays = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
+        "score.weight": torch.ones(2).to(torch.int8),
+    }
+    save_file(load_file(tmp_path / first) | strays, tmp_path / first)
+    promised["weight_map"] |= dict.fromkeys([*strays, "lm_head.weight", "model.layers.1.self_attn.masked_bias"], first)
+    index.write_text(json.dumps(promised))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": None, "torch_dtype": "auto"}))
+    engine = Engine.load(tmp_path, device="cpu", dtype="fp32")
+    torch.testing.assert_close(our_logits(engine, prompt(9), [9]), peer_logits(peer, prompt(9)), atol=TOLERANCE, rtol=0)
+    packed = Engine.load(tmp_path, device="cpu", weights="int8")
+    assert [type(event) for event in packed.generate("a", SamplingParams(max_tokens=1))][-1] is FinishedEvent
 
 
 def test_the_text_model_of_a_multimodal_gemma3_folder_runs(tmp_path: Path) -> None:

@@ -10,13 +10,17 @@ from typing import Any
 
 import pytest
 import tokenizers
+import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 import localllm
+from localllm.engine.chat_template import ChatInput, ChatTemplate, encode_chat
 from localllm.engine.tokenizer import Tokenizer
 from localllm.errors import TokenizerError
+from tests.checkpoints import write_byte_tokenizer
+from tests.cli_support import run_cli, write_checkpoint, write_sentencepiece
 
 Locate = Callable[[str], Path]
 REAL = ("phi-3-mini", "qwen2.5-0.5b-instruct")
@@ -284,3 +288,172 @@ def test_an_added_token_with_an_impossible_id_is_an_error(tmp_path: Path) -> Non
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(declared))
     with pytest.raises(TokenizerError, match="<x>"):
         Tokenizer.load(tmp_path)
+
+
+def declaring(directory: Path, config: dict[str, Any], older: dict[str, Any] | None = None) -> Path:
+    """A folder whose tokenizer.json calls none of [U], [A], [T] and <image> special."""
+    write_byte_tokenizer(directory)
+    backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in ("[U]", "[A]", "[T]", "<image>")])
+    backend.save(str(directory / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", **config}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    if older is not None:
+        (directory / "special_tokens_map.json").write_text(json.dumps(older))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("config", "older"),
+    [
+        ({"additional_special_tokens": ["[U]", "[A]"]}, None),
+        ({"extra_special_tokens": ["[U]", "[A]"]}, None),
+        ({"extra_special_tokens": {"user_token": "[U]", "answer_token": "[A]"}}, None),
+        ({"user_token": "[U]", "pad_token": "[A]"}, None),
+        ({"eos_token": {"__type": "AddedToken", "content": "[U]"}, "cls_token": "[A]"}, None),
+        ({}, {"additional_special_tokens": ["[U]", "[A]"]}),
+        ({}, {"eos_token": "[U]", "sep_token": {"content": "[A]"}}),
+        (
+            {
+                "added_tokens_decoder": {
+                    "258": {"content": "[U]", "special": True, "rstrip": True},
+                    "259": {"content": "[A]", "special": True},
+                    "260": {"content": "[T]", "special": False},
+                }
+            },
+            None,
+        ),
+    ],
+)
+def test_what_the_configuration_declares_special_is_so_as_in_transformers(
+    tmp_path: Path, config: dict[str, Any], older: dict[str, Any] | None
+) -> None:
+    tokenizer = Tokenizer.load(declaring(tmp_path, config, older))
+    oracle = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    special = {*oracle.all_special_ids, *(i for i, token in oracle.added_tokens_decoder.items() if token.special)}
+    assert {258, 259} <= special and special | {257} == tokenizer.special_ids | {257}
+    text = "[U]  hi[A] [T]<image>"
+    assert tokenizer.special_ids.isdisjoint(tokenizer.encode(text))
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    meant = oracle.encode(text, add_special_tokens=False)
+    assert tokenizer.encode(text, special=True) == meant
+    assert tokenizer.decode(meant) == "".join(map(oracle.decode, (each for each in meant if each not in special)))
+    template = ChatTemplate("[U]{{ messages[0].content }}[A]", special_tokens=tokenizer.special_tokens)
+    ids = encode_chat(template, tokenizer, ChatInput([{"role": "user", "content": "x[A]y"}]))
+    assert [index for index in ids if index in (258, 259)] == [258, 259]
+
+
+def test_a_piece_of_the_vocabulary_becomes_special_where_it_is_declared(tmp_path: Path) -> None:
+    backend = tokenizers.Tokenizer(
+        models.BPE({"a": 0, "b": 1, "<": 2, ">": 3, "<a": 4, "<a>": 5}, [("<", "a"), ("<a", ">")])
+    )
+    backend.decoder = decoders.Fuse()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"additional_special_tokens": ["<a>", "b", "<absent>"]}')
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.special_ids == {5}
+    assert tokenizer.encode("b<a>b") == [1, 2, 0, 3, 1]
+
+
+def test_names_of_special_tokens_are_for_the_template_as_in_transformers(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(declaring(tmp_path, {"extra_special_tokens": {"image_token": "<image>"}}))
+    oracle = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    source = "{{ bos_token }}{{ image_token }}"
+    template = ChatTemplate(source, special_tokens=tokenizer.special_tokens)
+    told = oracle.apply_chat_template([{"role": "user", "content": "x"}], chat_template=source, tokenize=False)
+    assert template.render([{"role": "user", "content": "x"}]) == told == "<s><image>"
+
+
+def test_too_many_declared_special_tokens_are_an_error(tmp_path: Path) -> None:
+    many = [f"[{number:09}]" for number in range(100_000)]
+    with pytest.raises(TokenizerError, match="too many special tokens"):
+        Tokenizer.load(declaring(tmp_path, {"additional_special_tokens": many}))
+
+
+def of_model(directory: Path, num_ids: int) -> Tokenizer:
+    """The tokenizer of a model with so many rows."""
+    config = {"model_type": "llama", "vocab_size": num_ids, "hidden_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "intermediate_size": 96, "max_position_embeddings": 64}
+    (directory / "config.json").write_text(json.dumps(config | heads))
+    return Tokenizer.load(directory)
+
+
+def sentencepiece(directory: Path) -> None:
+    write_sentencepiece(directory)
+
+
+def unigram(directory: Path) -> None:
+    pieces = [("<unk>", 0.0), *((char, -9.0) for char in "▁Telm"), ("▁me", -1.0), ("▁Tell", -1.0), ("Te", -1.0)]
+    backend = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=False))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    backend.decoder = decoders.Metaspace(prepend_scheme="never")
+    backend.add_special_tokens(["[PAD]"])
+    backend.save(str(directory / "tokenizer.json"))
+
+
+def two_files(directory: Path) -> None:
+    letters = [*pre_tokenizers.ByteLevel.alphabet()]
+    merges = [("T", "e"), ("l", "l"), ("Te", "ll"), ("m", "e"), ("Ġ", "me")]
+    vocab = {piece: index for index, piece in enumerate([*letters, *map("".join, merges)])}
+    (directory / "vocab.json").write_text(json.dumps(vocab))
+    (directory / "merges.txt").write_text("\n".join(map(" ".join, merges)))
+    declared = {str(len(vocab)): {"content": "[PAD]", "special": True}}
+    config = {"tokenizer_class": "GPT2Tokenizer", "pad_token": "[PAD]", "added_tokens_decoder": declared}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("write", [sentencepiece, unigram, two_files])
+@pytest.mark.parametrize("num_missing", [1, 2, 3])
+def test_a_token_that_the_model_has_no_row_for_is_spelled_by_others(
+    tmp_path: Path, write: Callable[[Path], None], num_missing: int
+) -> None:
+    write(tmp_path)
+    size = Tokenizer.load(tmp_path).vocab_size - num_missing
+    tokenizer = of_model(tmp_path, size)
+    assert tokenizer.vocab_size == size and all(index < size for index in tokenizer.special_ids)
+    for special in (False, True):
+        ids = tokenizer.encode(" Tell me", special=special)
+        assert max(ids) < size and tokenizer.decode(ids).lstrip() == "Tell me"
+        assert max(tokenizer.encode("[PAD]<|assistant|>", special=special)) < size
+    template = ChatTemplate(
+        "{{ pad_token }}<|assistant|>{{ messages[0].content }}", special_tokens=tokenizer.special_tokens
+    )
+    assert max(encode_chat(template, tokenizer, ChatInput([{"role": "user", "content": "Tell"}]))) < size
+
+
+def test_a_tokenizer_as_large_as_its_model_stays_as_it_is(tmp_path: Path) -> None:
+    write_sentencepiece(tmp_path)
+    whole = Tokenizer.load(tmp_path)
+    assert of_model(tmp_path, whole.vocab_size).difference(whole) == ""
+
+
+def test_a_model_without_rows_for_letters_is_an_error(tmp_path: Path) -> None:
+    unigram(tmp_path)
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json") as caught:
+        of_model(tmp_path, 4)
+    assert "'l' is one of them" in caught.value.why
+
+
+def test_a_real_tokenizer_gets_along_with_fewer_rows(tmp_path: Path, shared_data: Locate) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).symlink_to(shared_data(f"tokenizers/phi-3-mini/{name}"))
+    tokenizer, whole = of_model(tmp_path, 31_000), Tokenizer.load(shared_data("tokenizers/phi-3-mini"))
+    for text in ("Once upon a time 🦙 漢字", "<|end|>Łódź<|user|>"):
+        ids = tokenizer.encode(text, special=True)
+        assert max(ids) < 31_000 and tokenizer.decode(ids) == text
+    assert tokenizer.encode("Once upon a time") == whole.encode("Once upon a time")
+
+
+def test_a_model_with_fewer_rows_than_its_tokenizer_has_ids_answers_whatever_is_said(tmp_path: Path) -> None:
+    def write(directory: Path) -> int:
+        return write_sentencepiece(directory, "{{ messages[0].content }}<|assistant|>") - 3
+
+    model = write_checkpoint(tmp_path, write_tokenizer=write, eos_token_id=2)
+    ids = run_cli("tokenize", model, "--json", "Tell me[PAD]<|assistant|>").json["token_ids"]
+    assert max(ids) < Tokenizer.load(model).vocab_size
+    for arguments in (["--raw"], [], ["--regex", r"<\|assistant\|>Tell me"], ["--beams", "2"]):
+        result = run_cli(
+            "run", model, *arguments, "-p", "Tell me<|assistant|>", "--max-tokens", "30", "--temperature", "0"
+        )
+        assert result.code == 0, result.err
+        assert "--regex" not in arguments or result.out == b"<|assistant|>Tell me\n"

@@ -14,7 +14,7 @@ from localllm import Engine, SamplingParams, TokenEvent
 from localllm.engine import loading
 from localllm.engine.loading import Watcher
 from localllm.engine.weights import choose_recipe
-from localllm.errors import CheckpointError, DoesNotFitError, UsageError
+from localllm.errors import CheckpointError, DoesNotFitError, ModelChangedError, UsageError
 from localllm.hub import locate
 from localllm.hub.packed import packed_directory, packed_recipes, source_id
 from localllm.models.block_source import CheckpointBlocks
@@ -147,6 +147,15 @@ def test_what_is_packed_is_found_again_without_being_asked_for(directory):
 def test_files_that_were_located_are_loaded_as_they_are(directory):
     files = locate(str(directory))
     assert tokens(Engine.load(files, device="cpu")) == tokens(Engine.load(directory, device="cpu"))
+
+
+def test_a_model_that_is_written_while_it_is_loaded_is_no_mixture_of_two(directory, tmp_path):
+    folder = shutil.copytree(directory, tmp_path / "model")
+    template = folder / "chat_template.jinja"
+    writing = Watcher(reading=lambda *_far: template.write_text("another"))
+    with pytest.raises(ModelChangedError, match="have changed"):
+        Engine.load(folder, device="cpu", weights="bf16", watcher=writing)
+    assert Engine.load(folder, device="cpu", weights="bf16").template.sources["default"] == "another"
 
 
 @pytest.mark.parametrize("weights", ["auto", "bf16"])

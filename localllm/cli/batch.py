@@ -57,7 +57,11 @@ def run_batch(front: Front, selection: Selection, flags: Mapping[str, Any], gram
         read_prompts(flags["batch"], rules, front.output) as prompts,
         loading(front, selection, Opening(job_shape(prompts, rules, parallel))) as load,
     ):
-        encoder = Encoder.load(selection.files.directory, is_raw=rules.raw)
+        encoder = Encoder.load(
+            selection.files.directory, selection.resolved, is_raw=rules.raw, has_form=grammar is not None
+        )
+        if encoder.effort.note:
+            front.output.note(encoder.effort.note)
         sizes = measure(prompts, encoder, load.shown.line)
         engine = load.wait()
         require_room(prompts, sizes, encoder, engine)
@@ -167,6 +171,7 @@ def job_key(selection: Selection, rules: LineRules, prompts: Prompts, engine: En
         "kv": engine.kv_format.name,
         "device": engine.model.device.type,
         "ctx": selection.settings.ctx,
+        "think": selection.settings.think,
         "rules": asdict(rules),
         "prompts": prompts.digest,
     }
@@ -181,14 +186,19 @@ def report(front: Front, selection: Selection, job: Job, engine: Engine | None, 
         output.warn(f"{cut}: the most that --batch gives where nobody says (--max-tokens N)")
     if tally.num_cut_by_context:
         output.warn(f"{tally.num_cut_by_context} of {total} answers were cut: their context is full (--ctx N)")
+    if tally.num_silent:
+        output.warn(
+            f"{tally.num_silent} of {total} answers are empty: they ended before anything was said (--max-tokens N)"
+        )
     if tally.num_incomplete and not strict:
         output.warn(f"{incomplete_text(job)}: they were cut before they were whole")
     if tally.num_failed:
         kept = "the other answers are kept, and the same command tries again"
         output.warn(f"{tally.num_failed} of {total} prompts failed; {kept}")
     took = f"{tally.elapsed_s:.1f} s" if tally.elapsed_s < 60 else format_seconds(tally.elapsed_s)
-    rate = f"{tally.completion_tokens} tokens at {format_figure(tally.tokens_per_s)}/s in {took}"
-    output.note(f"{job.num_answers - job.num_before} of {total} prompts answered, {rate}")
+    rate = "" if tally.tokens_per_s is None else f" at {format_figure(tally.tokens_per_s)}/s"
+    tokens = f"{tally.completion_tokens} tokens{rate} in {took}"
+    output.note(f"{job.num_answers - job.num_before} of {total} prompts answered, {tokens}")
     if engine is not None:
         seed = selection.settings.seed
         seeds = f"{job.first_seed} + index" if seed is None else str(seed)

@@ -41,6 +41,7 @@ from localllm.frontend.origins import with_origins
 from localllm.frontend.selection import Selection, is_model, named
 from localllm.frontend.talk import Talk, mended_in_chat
 from localllm.frontend.text_file import read_text_file, typed_path
+from localllm.frontend.thinking import told_apart
 from localllm.registry import BUILT_IN
 
 if TYPE_CHECKING:
@@ -99,6 +100,8 @@ def chat_command(
     dry_allowed_length: options.DryAllowedLength = None,
     logit_bias: options.LogitBias = None,
     seed: options.Seed = None,
+    think: options.Think = None,
+    show_thoughts: options.ShowThoughts = None,
     stop: options.Stop = None,
     ctx: options.Ctx = None,
     ram: options.Ram = None,
@@ -177,7 +180,10 @@ def _show_resumed(output: Output, resumed: Resumed) -> None:
     output.note(f"going on with {resumed.session.id}: {resumed.session.title}")
     last = [turn for turn, _ in resumed.turns][-2:]
     for turn in last:
-        lines = content_of(turn)[0].strip().splitlines()
+        is_thinking = any(turn is each for each in resumed.thinking)
+        content = content_of(turn)[0]
+        said = told_apart(content, is_thinking=is_thinking)[1] if turn["role"] == "assistant" else content
+        lines = said.strip().splitlines()
         for index, line in enumerate(lines[:_SHOWN_LINES]):
             output.note((">>> " if index == 0 else "... ") + line if turn["role"] == "user" else line)
         if len(lines) > _SHOWN_LINES:
@@ -279,7 +285,15 @@ class Chat:
         asked = self._talk.ask()
         if asked.evicted.turns:
             self._output.note(evicted_text(asked.evicted))
-        printing = Printing(statistics=self._shows_statistics, explain=asked.explain, evicted=asked.evicted)
+        if asked.note:
+            self._output.note(asked.note)
+        printing = Printing(
+            statistics=self._shows_statistics,
+            explain=asked.explain,
+            evicted=asked.evicted,
+            thinking=asked.thinking,
+            shows_thoughts=self._selection.settings.show_thoughts,
+        )
 
         def show(hear: Callable[[str], None]) -> Answer:
             stream = self._service.submit(asked.request)
@@ -374,6 +388,9 @@ class Chat:
             return
         for name in self.dialogue.settable(key):
             self._output.note(f"{name} = {shown_setting(getattr(self.dialogue.resolved.settings, name))}")
+
+    def _do_think(self, effort: str) -> None:
+        self._output.note(self._talk.think(effort))
 
     def _do_show(self, _: str) -> None:
         self._output.note(f"model {self._selection.files.name} in {self._selection.files.directory}")

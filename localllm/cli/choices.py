@@ -11,12 +11,12 @@ import typer
 
 from localllm.cli.following import follow
 from localllm.cli.front import Front
-from localllm.cli.generate import Printing, answer_fields, event_fields, explained
+from localllm.cli.generate import Printing, answer_fields, event_fields, explained, print_whole
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent
 from localllm.engine.request import MAX_BEAMS, Request, SamplingParams
 from localllm.errors import UsageError
-from localllm.frontend.answer import Answer, statistics
+from localllm.frontend.answer import Answer, Heard, silence, statistics
 from localllm.frontend.choices import MAX_ANSWERS, best, seeded
 from localllm.frontend.context import evicted_fields, grown_text
 from localllm.frontend.dialogue import Dialogue
@@ -181,17 +181,17 @@ class _Answers:
     def index(self, event: Event) -> int:
         return self.request_ids.index(event.request_id)
 
-    def take(self, event: Event) -> str:
+    def take(self, event: Event) -> Heard:
         if event.request_id not in self.request_ids:  # an end for want of one: the engine did not stop in time
             for answer in self.each:
                 answer.finished = answer.finished or event if isinstance(event, FinishedEvent) else answer.finished
-            return ""
-        text = self.each[self.index(event)].take(event)
+            return Heard()
+        heard = self.each[self.index(event)].take(event)
         for events in event.others if isinstance(event, FinishedEvent) else ():
-            self.others.append(Answer(self.num_prompt_tokens))
+            self.others.append(Answer(self.num_prompt_tokens, thinking=self.each[0].thinking))
             for other in events:
                 self.others[-1].take(other)
-        return text
+        return heard
 
 
 def print_chosen(
@@ -203,8 +203,6 @@ def print_chosen(
     dialogue: Dialogue,
     keeper: Keeper,
     choice: Choice,
-    *,
-    is_thinking: bool,
 ) -> list[Answer]:
     """Shows the answers that are chosen, each when it is known, and keeps the first of them; returns all that were
     shown. Raises the error that ended any. Exits where the user has stopped them."""
@@ -214,12 +212,12 @@ def print_chosen(
 
     def show(hear: Callable[[str], None]) -> Answer:
         streams = _Streams(service, requests)
-        answers[:] = [Answer(len(each.prompt_ids), each.sampling.seed) for each in requests]
+        answers[:] = [printing.answer(each) for each in requests]
         shown = _Shown(front, files, printing, choice, hear, keeper.session_id)
         chosen[:] = shown.follow(streams, _Answers(streams.request_ids, answers))
         return chosen[0]
 
-    kept_answer(dialogue, keeper, show, is_thinking=is_thinking)
+    kept_answer(dialogue, keeper, show, is_thinking=printing.thinking.is_thinking)
     if any(answer.finished is not None and answer.finished.finish_reason == "cancelled" for answer in answers):
         raise typer.Exit(front.interrupts.exit_code or 130)
     return chosen
@@ -244,13 +242,13 @@ class _Shown:
         if self.printing.as_events:
             self._begin(answers)
         with self.front.output.progress("answering") as line:
-            for event, text in follow(streams, answers, self.front.interrupts):
+            for event, heard in follow(streams, answers, self.front.interrupts):
                 if isinstance(event, GrownEvent):
                     line.interject(grown_text(event))
                 if in_turn and event.request_id == answers.request_ids[0]:
-                    self.hear(text)  # the first one is kept as it comes
+                    self.hear(heard.text)  # the first one is kept as it comes
                 if self.printing.as_events:
-                    self._say(event, answers)
+                    self._say(event, heard, answers)
                 if prints_in_turn and isinstance(event, FinishedEvent):
                     line.clear()
                     self._print_whole(answers.each)
@@ -275,23 +273,23 @@ class _Shown:
         about = {"prompt_tokens": first.num_prompt_tokens, "seed": first.seed, "answers": self.choice.n}
         self.front.output.json({**start, **about, **evicted_fields(self.printing.evicted)})
 
-    def _say(self, event: Event, answers: _Answers) -> None:
+    def _say(self, event: Event, heard: Heard, answers: _Answers) -> None:
         index = answers.index(event) if event.request_id in answers.request_ids else 0
-        fields = {**event_fields(self.files, event), "index": index}
+        fields = {**event_fields(self.files, event, heard), "index": index}
         if isinstance(event, FinishedEvent) and index == 0:
             fields["cache_miss"] = miss_fields(explained(event, self.printing))
         self.front.output.json(fields)
         for place, events in enumerate(event.others if isinstance(event, FinishedEvent) else (), start=1):
+            told = Answer(0, thinking=self.printing.thinking)
             for other in events:
-                self.front.output.json({**event_fields(self.files, other), "index": place})
+                self.front.output.json({**event_fields(self.files, other, told.take(other)), "index": place})
 
     def _print_whole(self, answers: Sequence[Answer]) -> None:
         """Those that are, in their order, as far as all before them are."""
         while self.num_printed < len(answers) and answers[self.num_printed].finished is not None:
             if self.num_printed:
                 self.front.output.line(SEPARATOR)
-            self.front.output.answer(answers[self.num_printed].text)
-            self.front.output.end_answer()
+            print_whole(self.front.output, answers[self.num_printed], self.printing)
             self.num_printed += 1
 
     def _end(self, chosen: Sequence[Answer]) -> None:
@@ -303,6 +301,8 @@ class _Shown:
         elif not self.printing.as_events:
             self._print_whole(chosen)
         for place, answer in enumerate(chosen, start=1):
+            if (empty := silence(answer)) is not None:
+                self.front.output.warn(f"answer {place}: {empty}" if len(chosen) > 1 else empty)
             if self.printing.statistics or _ending(answer).finish_reason == "cancelled":
                 named = f"answer {place}: " if len(chosen) > 1 else ""
                 self.front.output.note(named + statistics(answer) + _likelihood(_ending(answer)))

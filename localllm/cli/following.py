@@ -13,7 +13,7 @@ from typing import Protocol
 
 from localllm.cli.interrupts import Interrupts
 from localllm.engine.events import Event, FinishedEvent, Timings, Usage
-from localllm.frontend.answer import Stream
+from localllm.frontend.answer import Heard, Stream
 
 ABORT_GRACE_S = 1.0  # how long a stopped request may take to say so: a step that is being computed ends first
 
@@ -34,13 +34,13 @@ class Hearer(Protocol):
     @property
     def finished(self) -> FinishedEvent | None: ...
 
-    def take(self, event: Event) -> str:
-        """Takes an event in and returns the text that it adds."""
+    def take(self, event: Event) -> Heard:
+        """Takes an event in and returns what it adds."""
         ...
 
 
-def follow(stream: Stream, answer: Hearer, interrupts: Interrupts) -> Iterator[tuple[Event, str]]:
-    """Each event with the text that it adds, the last one a FinishedEvent; `answer` collects them.
+def follow(stream: Stream, answer: Hearer, interrupts: Interrupts) -> Iterator[tuple[Event, Heard]]:
+    """Each event with what it adds, the last one a FinishedEvent; `answer` collects them.
 
     The first signal aborts the request and the events go on to its end. Leaving the loop early aborts as well.
     """

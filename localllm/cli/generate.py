@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Any
 from localllm.cache.miss import CacheMiss
 from localllm.cli.following import follow
 from localllm.cli.front import Front
-from localllm.cli.output import SCHEMA_VERSION
+from localllm.cli.output import SCHEMA_VERSION, Output
 from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent, TokenEvent
 from localllm.engine.overflow import NOTHING_EVICTED, Evicted
 from localllm.engine.request import Request
 from localllm.errors import LocalLLMError
-from localllm.frontend.answer import Answer, Stream, finished_fields, logprob_fields, statistics
+from localllm.frontend.answer import Answer, Heard, Stream, finished_fields, logprob_fields, silence, statistics
 from localllm.frontend.context import evicted_fields, grown_fields, grown_text
 from localllm.frontend.dialogue import Dialogue
 from localllm.frontend.keeping import Keeper, kept_answer
 from localllm.frontend.miss import NEW, Explanation, miss_fields
 from localllm.frontend.selection import named
+from localllm.frontend.thinking import NO_THOUGHTS, Thinking
 
 if TYPE_CHECKING:
     from localllm.engine.facts import Service
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Printing:
-    """How an answer is shown. evicted: what left the context for its prompt, which the JSON forms name."""
+    """How an answer is shown. evicted: what left the context for its prompt, which the JSON forms name. thinking: how
+    thoughts are told apart; shows_thoughts: they are printed, too, on stderr."""
 
     as_json: bool = False
     as_events: bool = False
@@ -37,6 +39,12 @@ class Printing:
     logprobs: bool = False
     explain: Callable[[CacheMiss], Explanation] | None = None  # where the prompt was not found whole
     evicted: Evicted = NOTHING_EVICTED
+    thinking: Thinking = NO_THOUGHTS
+    shows_thoughts: bool = False
+
+    def answer(self, request: Request) -> Answer:
+        """To a request, before anything is said."""
+        return Answer(len(request.prompt_ids), request.sampling.seed, thinking=self.thinking)
 
 
 def print_answer(
@@ -53,24 +61,24 @@ def print_answer(
     heard: is given each text before it is printed: what a full disk behind stdout refuses is kept all the same.
     session: the kept chat that the JSON forms name.
     """
-    answer = Answer(len(request.prompt_ids), request.sampling.seed)
+    answer = printing.answer(request)
     if printing.as_events:
         start = {"type": "start", "schema_version": SCHEMA_VERSION, "model": files.name, "session": session}
         about = {"prompt_tokens": answer.num_prompt_tokens, "seed": answer.seed}
         front.output.json({**start, **about, **evicted_fields(printing.evicted)})
-        for event, text in follow(stream, answer, front.interrupts):
-            fields = event_fields(files, event)
+        for event, told in follow(stream, answer, front.interrupts):
+            fields = event_fields(files, event, told)
             if isinstance(event, FinishedEvent):
                 fields["cache_miss"] = miss_fields(explained(event, printing))
-            heard(text)
+            heard(told.text)
             front.output.json(fields)
     elif printing.as_json or not printing.streams:
-        for event, text in follow(stream, answer, front.interrupts):
+        for event, told in follow(stream, answer, front.interrupts):
             if isinstance(event, GrownEvent):
                 front.output.note(grown_text(event))
-            heard(text)
+            heard(told.text)
     else:
-        _stream_text(front, stream, answer, heard)
+        _stream_text(front, stream, answer, printing, heard)
     finished = answer.finished
     assert finished is not None
     if printing.as_json:
@@ -78,8 +86,10 @@ def print_answer(
         missed = {"cache_miss": miss_fields(explained(finished, printing))}
         front.output.json({**whole, **evicted_fields(printing.evicted), **missed, "session": session})
     elif not printing.as_json and not printing.as_events and not printing.streams:
-        front.output.answer(answer.text)
+        print_whole(front.output, answer, printing)
     front.output.end_answer()
+    if (empty := silence(answer)) is not None:
+        front.output.warn(empty)
     if printing.statistics or finished.finish_reason == "cancelled":
         front.output.note(statistics(answer))
     if printing.statistics and (explanation := explained(finished, printing)) is not None and explanation.cause != NEW:
@@ -97,16 +107,13 @@ def print_kept(
     printing: Printing,
     dialogue: Dialogue,
     keeper: Keeper,
-    *,
-    is_thinking: bool,
 ) -> Answer:
-    """`print_answer` of the answer to the dialogue's last question; both are kept. is_thinking: it begins in a
-    thought."""
+    """`print_answer` of the answer to the dialogue's last question; both are kept."""
 
     def answer(hear: Callable[[str], None]) -> Answer:
         return print_answer(front, files, service.submit(request), request, printing, hear, keeper.session_id)
 
-    return kept_answer(dialogue, keeper, answer, is_thinking=is_thinking)
+    return kept_answer(dialogue, keeper, answer, is_thinking=printing.thinking.is_thinking)
 
 
 def explained(finished: FinishedEvent, printing: Printing) -> Explanation | None:
@@ -116,17 +123,36 @@ def explained(finished: FinishedEvent, printing: Printing) -> Explanation | None
     return printing.explain(finished.miss)
 
 
-def _stream_text(front: Front, stream: Stream, answer: Answer, heard: Callable[[str], None]) -> None:
+def print_whole(output: Output, answer: Answer, printing: Printing) -> None:
+    """An answer that has ended, behind what was thought."""
+    if printing.shows_thoughts:
+        output.thought(answer.thought)
+    output.answer(answer.said)
+    output.end_answer()
+
+
+def _stream_text(
+    front: Front, stream: Stream, answer: Answer, printing: Printing, heard: Callable[[str], None]
+) -> None:
+    num_words, folds = 0, not printing.shows_thoughts  # of what is thought
     with front.output.progress("reading the prompt") as line:
-        for event, text in follow(stream, answer, front.interrupts):
+        for event, told in follow(stream, answer, front.interrupts):
+            num_words += len(told.thought.split())
             if isinstance(event, GrownEvent):
                 line.interject(grown_text(event))
             elif isinstance(event, PrefillEvent) and event.done < event.total:
                 line.show(f"reading the prompt: {event.done} of {event.total} tokens")
+            elif folds and answer.is_thinking:
+                line.show(f"thinking: {num_words} words")
             else:
                 line.clear()
-            heard(text)
-            front.output.answer(text)
+            heard(told.text)
+            if not folds:
+                front.output.thought(told.thought)
+            elif num_words and told.said and front.output.animated:
+                front.output.note(f"thought: {num_words} words; --show-thoughts shows them")
+                folds = False
+            front.output.answer(told.said)
 
 
 def answer_fields(files: ModelFiles, answer: Answer, *, with_logprobs: bool) -> dict[str, Any]:
@@ -135,7 +161,8 @@ def answer_fields(files: ModelFiles, answer: Answer, *, with_logprobs: bool) -> 
     fields: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "model": files.name,
-        "text": answer.text,
+        "text": answer.said,
+        **_reasoning(answer.thought),
         "token_ids": answer.token_ids,
         **finished_fields(answer.finished),
     }
@@ -146,16 +173,22 @@ def answer_fields(files: ModelFiles, answer: Answer, *, with_logprobs: bool) -> 
     return fields
 
 
-def event_fields(files: ModelFiles, event: Event) -> dict[str, Any]:
-    """One line of `run --jsonl`."""
+def _reasoning(thought: str) -> dict[str, str]:
+    """Absent where nothing was thought."""
+    return {"reasoning": thought} if thought else {}
+
+
+def event_fields(files: ModelFiles, event: Event, heard: Heard) -> dict[str, Any]:
+    """One line of `run --jsonl`. heard: what the event adds to its answer."""
     if isinstance(event, GrownEvent):
         return grown_fields(event)
     if isinstance(event, PrefillEvent):
         return {"type": "prefill", "done": event.done, "total": event.total}
     if isinstance(event, TokenEvent):
-        fields: dict[str, Any] = {"type": "token", "token_id": event.token_id, "text": event.text}
+        fields: dict[str, Any] = {"type": "token", "token_id": event.token_id, "text": heard.said}
+        fields |= _reasoning(heard.thought)
         return fields if event.logprob is None else {**fields, "logprob": logprob_fields(event.logprob)}
-    fields = {"type": "finish", "text": event.text, **finished_fields(event)}
+    fields = {"type": "finish", "text": heard.said, **_reasoning(heard.thought), **finished_fields(event)}
     return fields if event.error is None else {**fields, "error": error_fields(files, event.error)}
 
 

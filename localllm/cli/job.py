@@ -18,7 +18,6 @@ from localllm.cli.interrupts import Interrupted
 from localllm.cli.journal import SYNC_S, Journal
 from localllm.cli.output import ReaderGoneError
 from localllm.cli.source import Encoder
-from localllm.cli.structured import with_thoughts
 from localllm.config import format_figure
 from localllm.engine.events import Event, FinishedEvent, TokenEvent
 from localllm.engine.request import Request, SamplingParams
@@ -54,11 +53,13 @@ class Tally:
     num_failed: int = 0
     num_cut_by_max_tokens: int = 0  # of the job, not of a line of its own
     num_cut_by_context: int = 0
+    num_silent: int = 0  # that ended before anything was said
     num_incomplete: int = 0  # that have not the form of the job's grammar
 
     @property
-    def tokens_per_s(self) -> float:
-        return self.completion_tokens / max(self.elapsed_s, 1e-9)
+    def tokens_per_s(self) -> float | None:
+        """None where nothing was answered."""
+        return self.completion_tokens / self.elapsed_s if self.completion_tokens and self.elapsed_s > 0 else None
 
 
 class Job:
@@ -133,10 +134,15 @@ class Job:
             line = self._prompts[index]
             sampling = replace(line.sampling, seed=self._seed(index, line))
             ids = self._encoder.encode(line.source)
-            form = with_thoughts(self._prompts.rules.grammar, self._encoder.tokenizer, self._encoder.template, ids)
-            request = Request(ids, sampling, grammar=form)
+            thinking = self._encoder.thinking(ids)
+            form = thinking.grammar(self._prompts.rules.grammar)
+            request = Request(
+                ids, sampling, opens_turn=line.source.opens_turn, grammar=form, shown_ids=thinking.shown_ids
+            )
             request_id = service.submit(request, self._inbox).request_id
-            self._asked[request_id] = _Asked(index, line.id, sampling, Answer(len(request.prompt_ids), sampling.seed))
+            self._asked[request_id] = _Asked(
+                index, line.id, sampling, Answer(len(ids), sampling.seed, thinking=thinking)
+            )
 
     def _seed(self, index: int, line: BatchLine) -> int:
         """The one that was named, as `run` would take it; else one for each line, so that a prompt may be repeated."""
@@ -195,6 +201,9 @@ class Job:
 
     def _count_if_cut(self, index: int, fields: dict[str, Any]) -> None:
         self.tally.num_incomplete += fields.get("complete") is False and "error" not in fields
+        self.tally.num_silent += not fields["text"].strip() and (
+            "reasoning" in fields or fields["finish_reason"] == "length"
+        )
         if fields["finish_reason"] != "length":
             return
         max_tokens = self._prompts[index].sampling.max_tokens
@@ -218,12 +227,13 @@ class _Progress:
         self._interval_s = _DRAW_S if front.output.animated else _LOG_S
         self._shown_at = time.monotonic()
 
-    def show(self, done: int, tokens_per_s: float) -> None:
+    def show(self, done: int, tokens_per_s: float | None) -> None:
         now = time.monotonic()
         if self._output.stdout_is_terminal or now - self._shown_at < self._interval_s:
             return
         self._shown_at = now
-        text = f"{done} of {self._total} answers, {format_figure(tokens_per_s)} tok/s"
+        rate = "" if tokens_per_s is None else f", {format_figure(tokens_per_s)} tok/s"
+        text = f"{done} of {self._total} answers{rate}"
         if self._output.animated:
             self.line.show(text)
         else:

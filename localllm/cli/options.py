@@ -247,6 +247,19 @@ Seed = Annotated[
     int | None,
     typer.Option("--seed", metavar="N", help="The same seed gives the same text. Default: drawn; --stats tells it."),
 ]
+Think = Annotated[
+    Literal["on", "off", "low", "medium", "high"] | None,
+    typer.Option(
+        "--think",
+        metavar="on|off|low|medium|high",
+        help="How much the model thinks before it answers, where its chat template has a choice: an error where it has "
+        "none. Default: as the model does.",
+    ),
+]
+ShowThoughts = Annotated[
+    bool | None,
+    typer.Option("--show-thoughts", help="Print what is thought, too: on stderr, dimmed. The answer stays alone."),
+]
 Stop = Annotated[
     list[str] | None, typer.Option("--stop", metavar="TEXT", help="End the answer before TEXT; may be repeated.")
 ]
@@ -255,7 +268,7 @@ Stop = Annotated[
 _SETTING_NAMES = (
     "system", "ctx", "ram", "vram", "cache_disk", "device", "dtype", "weights", "kv", "speculate",
     "draft_tokens", "threads", "offline",
-    "private", "overflow", *SAMPLING_SETTINGS,
+    "private", "overflow", "think", "show_thoughts", *SAMPLING_SETTINGS,
 )  # fmt: skip
 _MOST_TOKENS = 1 << 30  # of a measurement: no cache holds as many; beyond, sizes leave the range of a float
 # What a flag that takes a number accepts, by the name of its parameter: every one of every command.
@@ -354,6 +367,9 @@ _WHY = {
     ("--jsonl", "--no-stream"): "--jsonl is the stream of events",
     ("--raw", "--messages"): "--raw knows no template, and messages need one",
     ("--raw", "--system"): "--raw knows no template, and a system message needs one",
+    ("--raw", ""): "--raw knows no template, and its answer is printed as it is",
+    ("--show-thoughts", ""): "JSON has them as `reasoning`",
+    ("--show-thoughts", "--show-prompt"): "nothing is generated",
     ("--messages", ""): "the messages are the prompt",
     ("--messages", "--system"): "write the system message into the file",
     ("--continue", ""): "the last chat is gone on with by its messages, and through the chat template",

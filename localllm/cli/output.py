@@ -44,6 +44,8 @@ class Output:
         self._line_open = False  # the last character on stdout was not a newline
         self._drawn = ""  # of a progress, on the last line of stderr
         self._wrap = WordWrap(lambda: _columns(1))
+        self._thought_open = False  # its last line was not ended
+        self._thought_wrap = WordWrap(lambda: _columns(2))
         self.stdout_is_terminal = _is_terminal(stdout)
         self.stderr_is_terminal = _is_terminal(stderr)
         self._wants_colour = _wants_colour(environ)
@@ -69,11 +71,13 @@ class Output:
         """A model's words, as they come: on a terminal without control characters and wrapped, elsewhere verbatim."""
         shown = printable(text) if self.stdout_is_terminal else text
         if shown:
+            self.end_thought()
             self._line_open = not shown.endswith("\n")
             self._write_stdout(self._wrap.feed(shown) if self.stdout_is_terminal else shown)
 
     def end_answer(self) -> None:
-        """Ends the answer's last line where the model did not."""
+        """Ends the last line of the answer, and of a thought, where the model did not."""
+        self.end_thought()
         if self._line_open:
             self._line_open = False
             self._write_stdout(self._wrap.flush() + "\n")
@@ -140,6 +144,18 @@ class Output:
             raise UnwrittenError("the answer could not be written", why=why, fix="df -h .") from error
 
     # stderr
+
+    def thought(self, text: str) -> None:
+        """What a model thinks before it answers, as it comes; the answer begins on a line of its own."""
+        if text:
+            self._thought_open = True
+            self._write_stderr(self._styled(_DIM, self._thought_wrap.feed(printable(text)) if self.animated else text))
+
+    def end_thought(self) -> None:
+        if self._thought_open:
+            self._thought_open = False
+            self._write_stderr(self._styled(_DIM, self._thought_wrap.flush()) + "\n")
+            self._thought_wrap = WordWrap(lambda: _columns(2))
 
     def note(self, text: str) -> None:
         """Something a person may want to know: statistics, what happens now."""

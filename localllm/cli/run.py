@@ -21,7 +21,7 @@ from localllm.cli.options import DEFAULT_MAX_TOKENS, extra_sampling, refuse_toge
 from localllm.cli.prompt import argument_text, has_blanks, split_positionals
 from localllm.cli.selection import select_resumed, select_text_only
 from localllm.cli.source import Encoder, Source, read_source
-from localllm.cli.structured import refuse_form_conflicts, require_met, typed_grammar, with_thoughts
+from localllm.cli.structured import refuse_form_conflicts, require_met, typed_grammar
 from localllm.engine.overflow import Fitted, Message
 from localllm.errors import ContextOverflowError, ModelNotFoundError, UsageError
 from localllm.frontend.answer import Answer
@@ -32,7 +32,6 @@ from localllm.frontend.miss import explain
 from localllm.frontend.opening import Opening
 from localllm.frontend.planning import DEFAULT_PARALLEL
 from localllm.frontend.selection import Selection, is_model
-from localllm.frontend.thinking import begins_in_thought
 from localllm.registry import BUILT_IN
 
 if TYPE_CHECKING:
@@ -158,6 +157,8 @@ def run_command(
     dry_allowed_length: options.DryAllowedLength = None,
     logit_bias: options.LogitBias = None,
     seed: options.Seed = None,
+    think: options.Think = None,
+    show_thoughts: options.ShowThoughts = None,
     n: N = None,
     best_of: BestOf = None,
     beams: Beams = None,
@@ -238,7 +239,7 @@ def run_command(
         dialogue = _dialogue(selection, source, text, system, resumed)
         source = Source(chat=ChatInput(dialogue.for_template))
     if show_prompt:
-        front.output.verbatim(source.render(selection.files.directory))
+        front.output.verbatim(source.render(selection.files.directory, selection.resolved))
         if source.chat is not None and source.chat.add_generation_prompt is None:
             front.output.note("shown as the file has it; to answer it, add_generation_prompt is taken as true")
         return
@@ -261,6 +262,8 @@ def refuse_conflicts(flags: Mapping[str, Any]) -> None:
     refuse_together(flags, "--json", "--jsonl")
     refuse_together(flags, "--jsonl", "--no-stream")
     refuse_together(flags, "--raw", "--messages", "--system")
+    refuse_together(flags, "--raw", "--think", "--show-thoughts")
+    refuse_together(flags, "--show-thoughts", "--json", "--jsonl", "--batch", "--show-prompt")
     refuse_together(flags, "--messages", "--prompt", "--file", "--system")
     for flag in ("--continue", "--session"):
         refuse_together(flags, flag, "--raw", "--messages", "--batch")
@@ -353,23 +356,26 @@ def _answers(
         streams=not flags["no_stream"],
         statistics=flags["stats"],
         logprobs=flags["logprobs"] is not None,
+        shows_thoughts=selection.settings.show_thoughts,
     )
     with attaching(front, selection, Opening(keeps_pages=True), attaches=not flags["no_attach"]) as load:
-        encoder = Encoder.load(selection.files.directory, is_raw=source.chat is None)
+        encoder = Encoder.load(
+            selection.files.directory, selection.resolved, is_raw=source.chat is None, has_form=form is not None
+        )
+        if encoder.effort.note:
+            front.output.note(encoder.effort.note)
         ids = encoder.encode(source)
         engine = load.wait()
         request, fitted = _request(engine, source, encoder, ids, sampling, selection.settings.overflow)
         if fitted.evicted.turns:
             front.output.note(evicted_text(fitted.evicted))
-        why = partial(explain, engine, _given(source, fitted), fitted.prompt_ids, num_out=fitted.floor)
+        why = partial(explain, engine, _given(source, encoder, fitted), fitted.prompt_ids, num_out=fitted.floor)
         printing = replace(printing, evicted=fitted.evicted, explain=why)
-        is_thinking = source.chat is not None and begins_in_thought(engine.tokenizer, request.prompt_ids)
-        request = replace(request, grammar=with_thoughts(form, encoder.tokenizer, encoder.template, request.prompt_ids))
+        thinking = encoder.thinking(request.prompt_ids)
+        request = replace(request, grammar=thinking.grammar(form), shown_ids=thinking.shown_ids)
+        printing = replace(printing, thinking=thinking)
         asked = (front, selection.files, load.service, request, printing, dialogue, keeper)
-        if choice.is_plain:
-            answers = [print_kept(*asked, is_thinking=is_thinking)]
-        else:
-            answers = print_chosen(*asked, choice, is_thinking=is_thinking)
+        answers = [print_kept(*asked)] if choice.is_plain else print_chosen(*asked, choice)
         if form is None:
             _warn_of_cut(front, engine, answers, sampling)
     return answers
@@ -387,12 +393,12 @@ def _warn_of_cut(front: Front, engine: LoadedEngine, answers: Sequence[Answer], 
         front.output.warn(f"{named} cut: the context of {engine.ctx} tokens is full ({larger})")
 
 
-def _given(source: Source, fitted: Fitted) -> ChatInput | None:
+def _given(source: Source, encoder: Encoder, fitted: Fitted) -> ChatInput | None:
     """The chat as the model is given it."""
     from localllm.engine.overflow import without
 
     chat = source.chat
-    return None if chat is None else replace(chat, messages=without(chat.messages, fitted.floor))
+    return None if chat is None else encoder.effort.told(replace(chat, messages=without(chat.messages, fitted.floor)))
 
 
 def _request(
@@ -408,7 +414,8 @@ def _request(
             is_whole = len(messages) == len(chat.messages)
             return ids if is_whole else encoder.encode(Source(chat=replace(chat, messages=messages)))
 
-        return Conversation(chat.messages, encode, policy, "--overflow").request(engine, sampling)
+        conversation = Conversation(chat.messages, encode, policy, "--overflow", opens_turn=chat.opens_turn)
+        return conversation.request(engine, sampling)
     request = Request(ids, sampling, explains_miss=True, grows=policy == "grow")
     try:
         engine.check(request)

@@ -29,7 +29,7 @@ def ps_command(context: typer.Context, as_json: options.AsJson = False) -> None:
     """List the models that the server has loaded.
 
     With the memory that each may come to have by its plan (RESERVED), and until when it stays. A model that has ended
-    was killed, and the next request loads it again.
+    was killed, and the next request loads it again; one that is silent does not answer, as its process was stopped.
     """
     output = front_of(context).output
     told = _asked("GET", "/models", is_needed=False)

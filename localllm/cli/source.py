@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,8 +11,11 @@ from localllm.cli.output import Output
 from localllm.cli.prompt import THIS_COMMAND, argument_text, join_parts, read_input, read_stdin
 from localllm.cli.structured import form_of_stdin
 from localllm.errors import UsageError
+from localllm.frontend.harmony import FINAL, is_harmony
+from localllm.frontend.thinking import AS_IT_DOES, Effort, Thinking, answer_ids, effort_of, thinking_of
 
 if TYPE_CHECKING:
+    from localllm.config import ResolvedSettings
     from localllm.engine.chat_template import ChatInput, ChatTemplate
     from localllm.engine.tokenizer import Tokenizer
 
@@ -24,30 +27,44 @@ class Source:
     raw: str | None = None
     chat: ChatInput | None = None
 
-    def render(self, directory: Path) -> str:
-        """The prompt as the model in `directory` is given it, special tokens written out. Raises TemplateError."""
+    @property
+    def opens_turn(self) -> bool:
+        """As `Request` has it."""
+        return self.chat is not None and self.chat.opens_turn
+
+    def render(self, directory: Path, resolved: ResolvedSettings) -> str:
+        """The prompt as the model in `directory` is given it, special tokens written out. Raises TemplateError, and
+        UsageError where what was typed of --think cannot be had."""
         if self.chat is None:
             return self.raw or ""
         from localllm.engine.chat_template import ChatTemplate
 
-        return ChatTemplate.load(directory).render_chat(self.chat)
+        template = ChatTemplate.load(directory)
+        effort = effort_of(resolved, template, "--think")
+        ends = effort.is_off and self.chat.add_generation_prompt and is_harmony(template)
+        return template.render_chat(effort.told(self.chat)) + (FINAL if ends else "")
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Tokenizer and template of one model, loaded once for any number of prompts."""
+    """Tokenizer and template of one model, loaded once for any number of prompts. has_form: so have their answers."""
 
     tokenizer: Tokenizer
     template: ChatTemplate | None  # None: for raw prompts
+    effort: Effort = AS_IT_DOES
+    has_form: bool = False
 
     @classmethod
-    def load(cls, directory: Path, *, is_raw: bool) -> Encoder:
-        """Raises TokenizerError, and TemplateError unless it is for raw prompts."""
+    def load(cls, directory: Path, resolved: ResolvedSettings, *, is_raw: bool, has_form: bool = False) -> Encoder:
+        """Raises TokenizerError, and TemplateError and UsageError (of --think) unless it is for raw prompts."""
         from localllm.engine.chat_template import ChatTemplate
         from localllm.engine.tokenizer import Tokenizer
 
         tokenizer = Tokenizer.load(directory)
-        return cls(tokenizer, None if is_raw else ChatTemplate.load(directory, tokenizer))
+        if is_raw:
+            return cls(tokenizer, None)
+        template = ChatTemplate.load(directory, tokenizer)
+        return cls(tokenizer, template, effort_of(resolved, template, "--think"), has_form)
 
     def encode(self, source: Source) -> tuple[int, ...]:
         """The prompt's ids. In a raw prompt special tokens are meant; in a message they are text."""
@@ -55,7 +72,13 @@ class Encoder:
 
         if source.chat is None or self.template is None:
             return tuple(self.tokenizer.encode(source.raw or "", special=True, bos=True))
-        return tuple(encode_chat(self.template, self.tokenizer, source.chat))
+        chat, is_final = self.effort.told(source.chat), self.has_form or self.effort.is_off
+        tail = answer_ids(self.template, self.tokenizer, is_final=is_final)
+        return (*encode_chat(self.template, self.tokenizer, chat), *tail)
+
+    def thinking(self, prompt_ids: Sequence[int]) -> Thinking:
+        """How the answer to a prompt is told apart."""
+        return thinking_of(self.template, self.tokenizer, prompt_ids)
 
 
 def read_source(output: Output, text: str | None, flags: Mapping[str, Any], system: str | None) -> Source:

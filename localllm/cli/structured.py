@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,9 @@ from localllm.cli.prompt import argument_text, read_input
 from localllm.engine.grammar.gbnf import is_gbnf
 from localllm.engine.request import Grammar
 from localllm.errors import GrammarError, SchemaError, UsageError
-from localllm.frontend.thinking import THOUGHT_MARKS, begins_in_thought, may_think
 
 if TYPE_CHECKING:
-    from localllm.engine.chat_template import ChatTemplate
     from localllm.engine.events import FinishedEvent
-    from localllm.engine.tokenizer import Tokenizer
 
 FORMS = ("--schema", "--regex", "--grammar")
 _STDIN = Path("-")
@@ -106,18 +103,6 @@ def _grammar_of_file(path: Path, output: Output) -> Grammar:
     if path.suffix in (".lark", ".gbnf"):
         return Grammar("lark" if path.suffix == ".lark" else "gbnf", source)
     return Grammar("gbnf" if is_gbnf(source) else "lark", source)
-
-
-def with_thoughts(
-    grammar: Grammar | None, tokenizer: Tokenizer, template: ChatTemplate | None, prompt_ids: Sequence[int]
-) -> Grammar | None:
-    """The same, behind what the model may think before. template: None where the prompt stands without one."""
-    if grammar is None or template is None:
-        return grammar
-    is_thinking = begins_in_thought(tokenizer, prompt_ids)
-    if not is_thinking and not any(map(may_think, template.sources.values())):
-        return grammar
-    return replace(grammar, thoughts=tuple(THOUGHT_MARKS.items()), is_thinking=is_thinking)
 
 
 def require_met(front: Front, endings: Sequence[FinishedEvent], *, strict: bool) -> None:

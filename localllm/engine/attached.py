@@ -8,25 +8,38 @@ import queue
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from localllm.engine import wire
 from localllm.engine.chat_template import ChatTemplate
-from localllm.engine.checking import encode_prompt, require_fit
+from localllm.engine.checking import encode_prompt, require_fit, require_unchanged
 from localllm.engine.events import Event, FinishedEvent, GrownEvent
 from localllm.engine.facts import EngineFacts, EngineStatus, Recipient, Service
 from localllm.engine.request import Request
 from localllm.engine.tokenizer import Tokenizer
-from localllm.errors import EngineClosedError, EngineGoneError, LocalLLMError, TemplateError
+from localllm.engine.watchdog import Patience, Watchdog
+from localllm.errors import (
+    EngineClosedError,
+    EngineGoneError,
+    EngineStuckError,
+    LocalLLMError,
+    ModelChangedError,
+    TemplateError,
+)
 from localllm.models.config import ModelConfig
 from localllm.models.families import load_config
 
 _CALL_S = 30.0  # for an answer: a grammar is compiled in one second at most, and the engine's threads may be busy
+_LOOK_S = 5.0  # for one that nothing has to be computed for
+_AT_ONCE = getattr(socket, "MSG_DONTWAIT", 0)
+_LOOKS = frozenset({"facts", "status"})
 Call = Callable[[str, Any], Any]
+T = TypeVar("T")
 
 
 class AttachedEngine:
@@ -39,15 +52,32 @@ class AttachedEngine:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        return Tokenizer.load(self._directory)
+        return self._read(Tokenizer.load)
 
     @cached_property
     def config(self) -> ModelConfig:
-        return load_config(self._directory)
+        return self._read(load_config)
 
     @cached_property
     def _template(self) -> ChatTemplate | TemplateError:
-        return ChatTemplate.load_or_why_not(self._directory, self.tokenizer)
+        tokenizer = self.tokenizer
+        return self._read(lambda directory: ChatTemplate.load_or_why_not(directory, tokenizer))
+
+    def _read(self, read: Callable[[Path], T]) -> T:
+        """From the files that the engine over there was loaded from. Raises ModelChangedError where they are others
+        now."""
+        try:
+            return read(self._directory)
+        finally:
+            self.require_unchanged()
+
+    def require_unchanged(self) -> None:
+        """Raises ModelChangedError, and ModelNotFoundError where the files are gone."""
+        require_unchanged(self._directory, self.contents)
+
+    @property
+    def contents(self) -> str:
+        return self._facts.contents
 
     @property
     def template(self) -> ChatTemplate:
@@ -90,17 +120,20 @@ class AttachedEngine:
         return None
 
     def facts(self) -> EngineFacts:
-        """As they are now."""
-        self._facts = wire.read(EngineFacts, self._call("facts", None))
+        """As they are now, or, of an engine that does not answer, as they were."""
+        with contextlib.suppress(EngineStuckError):
+            self._facts = wire.read(EngineFacts, self._call("facts", None))
         return self._facts
 
     def status(self) -> EngineStatus:
+        """Raises EngineStuckError where it does not answer."""
         status: EngineStatus = wire.read(EngineStatus, self._call("status", None))
         return status
 
     def go_on_as(self, other: AttachedEngine) -> None:
-        """The same model has been loaded anew."""
-        self._facts, self._call = other._facts, other._call
+        """The same model has been loaded anew, which may have changed meanwhile."""
+        vars(self).clear()
+        vars(self).update(vars(other))
 
     def grown(self, ctx: int) -> None:
         """The context has become longer."""
@@ -128,6 +161,46 @@ class AttachedStream:
         self._abort(self.request_id)
 
 
+class _Outbox:
+    """What is said over a socket, from any thread: none of them waits for who does not listen."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._lock = threading.Lock()
+        self._unsent: deque[bytes] = deque()
+        self._is_draining = False
+
+    def say(self, data: bytes) -> None:
+        """Where the connection has ended, the thread that reads finds out, and tells."""
+        with self._lock:
+            if not self._is_draining:
+                data = self._unsent_of(data)
+                if not data:
+                    return
+                self._is_draining = True
+                threading.Thread(target=self._drain, name="localllm-say", daemon=True).start()
+            self._unsent.append(data)
+
+    def _unsent_of(self, data: bytes) -> bytes:
+        """What is left of it where the system takes no more at once."""
+        try:
+            return data[self._sock.send(data, _AT_ONCE) :]
+        except BlockingIOError:
+            return data
+        except OSError:
+            return b""
+
+    def _drain(self) -> None:
+        while True:
+            with self._lock:
+                if not self._unsent:
+                    self._is_draining = False
+                    return
+                data = self._unsent.popleft()
+            with contextlib.suppress(OSError):
+                self._sock.sendall(data)
+
+
 def _unheard(_message: wire.Message) -> None:
     """Nobody listens."""
 
@@ -141,23 +214,31 @@ class AttachedService:
         connect: Callable[[], socket.socket],
         hear: Callable[[wire.Message], None] = _unheard,
         why_gone: Callable[[], str] = lambda: "its process has ended",
+        pid: Callable[[], int | None] = lambda: None,
+        kill: Callable[[], None] = lambda: None,
+        patience: Patience = Patience(),  # noqa: B008
     ) -> None:
         """directory: of the model's files. connect: called once, on a thread of this. hear: is given what is told of a
-        load. why_gone: asked when the connection has ended and nobody has closed it."""
+        load. why_gone: asked when the connection has ended and nobody has closed it. pid: of the engine's process, once
+        it is known. kill: ends it, where it does not move on for longer than the patience has it."""
         self._directory = directory
         self._connect = connect
         self._hear = hear
         self._why_gone = why_gone
         self._sock: socket.socket | None = None
+        self._outbox: _Outbox | None = None
         self._engine: AttachedEngine | None = None
         self._failure: BaseException | None = None
         self._settled = threading.Event()
         self._is_closed = self._has_ended = False
         self._lock = threading.Lock()
-        self._sending = threading.Lock()
         self._numbers = itertools.count()
         self._recipients: dict[int, Recipient] = {}
         self._calls: dict[int, queue.SimpleQueue[Any]] = {}
+        self._kill = kill
+        self.is_asked = False  # the other side waits for an answer, and not this one for it
+        self.watchdog = Watchdog(pid, self._waits, self._convict, patience)
+        self._unanswered = -1  # how much had been heard when a look was given up
         self._began = self._load_s = 0.0
         self._thread = threading.Thread(target=self._run, name="localllm-attached", daemon=True)
         self._thread.start()
@@ -196,6 +277,7 @@ class AttachedService:
             if self._has_ended:
                 raise self._failure or EngineClosedError("the engine has been closed", fix="load it again")
             self._recipients[stream.request_id] = stream.events if recipient is None else recipient
+        self.watchdog.begin()
         self._send({"op": "submit", "id": stream.request_id, "request": plain})
         return stream
 
@@ -224,17 +306,25 @@ class AttachedService:
         self._send({"op": "abort", "id": number})
 
     def _call(self, name: str, argument: Any) -> Any:
-        """Raises what it raised over there, and EngineGoneError."""
+        """Raises what it raised over there, and EngineGoneError; EngineStuckError where nothing comes, at once where
+        nothing has come since that was found out."""
+        is_look = name in _LOOKS
+        patience_s = _LOOK_S if is_look else _CALL_S
+        silent = EngineStuckError("the engine does not answer", why=f"it was asked {patience_s:.0f} s ago")
         number, answer = next(self._numbers), queue.SimpleQueue[Any]()
         with self._lock:
             if self._has_ended:
                 raise self._failure or EngineClosedError("the engine has been closed")
+            if is_look and self._unanswered == self.watchdog.num_heard:
+                raise silent
             self._calls[number] = answer
+        self.watchdog.begin()
         self._send({"op": "call", "id": number, "name": name, "argument": argument})
         try:
-            value = answer.get(timeout=_CALL_S)
+            value = answer.get(timeout=patience_s)
         except queue.Empty:
-            raise EngineGoneError("the engine does not answer", why=f"it was asked {_CALL_S:.0f} s ago") from None
+            self._unanswered = self.watchdog.num_heard
+            raise silent from None
         finally:
             with self._lock:
                 self._calls.pop(number, None)
@@ -243,11 +333,33 @@ class AttachedService:
         return value
 
     def _send(self, message: wire.Message) -> None:
-        """Where the connection has ended, the thread that reads finds out, and tells."""
-        sock = self._sock
-        if sock is not None:
-            with contextlib.suppress(OSError), self._sending:
-                sock.sendall(wire.line(message))
+        if self._outbox is not None:
+            self._outbox.say(wire.line(message))
+
+    def say(self, message: wire.Message) -> None:
+        """What is no request, and no question: the answer to one."""
+        self.is_asked = False
+        self.watchdog.begin()
+        self._send(message)
+
+    # Whether it moves on
+
+    def _waits(self) -> bool:
+        """Whether anybody waits for the other side."""
+        if self._sock is None or self._is_closed or self._has_ended or self.is_asked:
+            return False
+        return bool(self._recipients or self._calls or not self._settled.is_set())
+
+    def _convict(self, why: str) -> None:
+        with self._lock:
+            if self._has_ended or self._is_closed:
+                return
+            told = "ask again: it is started anew"
+            self._failure = self._failure or EngineStuckError("the engine does not move on", why=why, fix=told)
+        self._kill()
+        if self._sock is not None:
+            with contextlib.suppress(OSError):  # a process that waits for a disk need not end at once
+                self._sock.shutdown(socket.SHUT_RDWR)
 
     # What is heard
 
@@ -256,6 +368,8 @@ class AttachedService:
         self._began = time.perf_counter()
         try:
             self._sock = self._connect()
+            self._outbox = _Outbox(self._sock)
+            self.watchdog.begin()
         except Exception as error:
             gone = EngineGoneError("the engine's process cannot be reached", why=str(error), fix="ask again")
             self._end(error if isinstance(error, LocalLLMError) else gone)
@@ -263,6 +377,7 @@ class AttachedService:
         try:
             with self._sock, self._sock.makefile("rb") as lines:
                 while data := lines.readline(wire.MOST_BYTES):
+                    self.watchdog.heard()
                     self._take(wire.message(data))
         except OSError:
             pass
@@ -322,6 +437,7 @@ class AttachedService:
             recipient.put(told)
         for call in calls:
             call.put(told)
+        self.watchdog.end()
         self._settled.set()
 
 
@@ -370,19 +486,32 @@ class RevivingService:
         return self._current.is_settled
 
     def submit(self, request: Request, recipient: Recipient | None = None) -> AttachedStream:
-        """Raises as `AttachedService.submit`."""
+        """Raises as `AttachedService.submit`; ModelChangedError where the request was made for what the model was."""
+        contents = "" if self._engine is None else self._engine.contents
         current = self._renewed()
-        self.wait_loaded()
+        engine = self.wait_loaded()
+        if contents and engine is not None and engine.contents != contents:
+            why = "it was written anew, and is loaded anew now"
+            raise ModelChangedError("the model has changed since the question was asked", why=why, fix="ask again")
         return current.submit(request, recipient)
 
     def _renewed(self) -> Mortal:
-        """The service that there is, or another in the place of one that has ended."""
+        """The service that there is, or another in the place of one that has ended, or whose files are others now."""
         with self._lock:
-            if self._current.has_ended and not self._is_closed:
+            if (self._current.has_ended or self._has_changed()) and not self._is_closed:
                 self._is_renewed = True
                 self._current.close()
                 self._current = self._again()
             return self._current
+
+    def _has_changed(self) -> bool:
+        """Raises ModelNotFoundError."""
+        try:
+            if self._engine is not None:
+                self._engine.require_unchanged()
+        except ModelChangedError:
+            return True
+        return False
 
     def wait_ended(self) -> BaseException | None:
         return self._current.wait_ended()

@@ -13,10 +13,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import jinja2.meta
 from jinja2.exceptions import SecurityError
 
 from localllm.engine.template_limits import MAX_DEPTH, Budget, LimitError
@@ -46,6 +48,11 @@ class ChatInput:
     tools: Sequence[Mapping[str, Any]] | None = None
     add_generation_prompt: bool | None = True
     variables: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def opens_turn(self) -> bool:
+        """Whether a prompt for generation ends where the assistant begins to speak."""
+        return self.add_generation_prompt is not False
 
     def __post_init__(self) -> None:
         for name in ("messages", "tools", "add_generation_prompt"):
@@ -144,6 +151,15 @@ class ChatTemplate:
             **chat.variables,
         )
 
+    def asks_for(self, variable: str) -> bool:
+        """Whether it looks at a variable beside the messages."""
+        return variable in self._variables
+
+    @cached_property
+    def _variables(self) -> AbstractSet[str]:
+        trees = (self._environment.parse(source) for source in self.sources.values())
+        return frozenset[str]().union(*map(jinja2.meta.find_undeclared_variables, trees))
+
     def with_marks(self, specials: Collection[str], said: AbstractSet[str]) -> tuple[SpecialMarks, ChatTemplate]:
         """This template, writing marks in place of `specials`. said: the characters that no mark may be."""
         known = self._marked
@@ -201,13 +217,25 @@ def encode_chat(template: ChatTemplate, tokenizer: Tokenizer, chat: ChatInput) -
     said = {char for text in _strings([messages, tools, variables]) for char in set(text)}
     marks, marked = template.with_marks(tokenizer.special_texts, said)
     roles = {name: marks.mark(variables[name]) for name in SPECIAL_ROLES if isinstance(variables.get(name), str)}
-    generation = chat.add_generation_prompt is not False
-    text = marked.render(messages, tools=tools, add_generation_prompt=generation, **{**variables, **roles})
+    text = marked.render(messages, tools=tools, add_generation_prompt=chat.opens_turn, **{**variables, **roles})
     ids = tokenizer.with_bos(tokenizer.encode_pieces(marks.pieces(text)))
     bos = tokenizer.bos_token_id
     while bos is not None and ids[:2] == [bos, bos]:
         ids = ids[1:]
     return ids
+
+
+def end_of_turn_id(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
+    """The token that the template writes behind whatever the assistant says, whether or not somebody speaks then; None
+    where it writes none."""
+    user, said = {"role": "user", "content": "A question."}, "An answer that nobody gives."
+    turn = [user, {"role": "assistant", "content": said}]
+    try:
+        texts = [template.render(turn + more, add_generation_prompt=False) for more in ([], [user])]
+    except TemplateError:
+        return None
+    ends = {tokenizer.leading_token(text.rpartition(said)[2].lstrip()) if said in text else None for text in texts}
+    return ends.pop() if len(ends) == 1 else None
 
 
 def parse_messages_file(text: str) -> ChatInput:

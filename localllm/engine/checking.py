@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+from localllm import hub
 from localllm.engine.chat_template import ChatInput, ChatTemplate, encode_chat
 from localllm.engine.overflow import overflow_error
 from localllm.engine.request import Request, require_ids
 from localllm.engine.tokenizer import Tokenizer
-from localllm.errors import UsageError
+from localllm.errors import ModelChangedError, UsageError
 from localllm.models.config import ModelConfig
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
@@ -19,10 +21,23 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, template: Callable[[], C
     """The ids of a prompt: a text, with the BOS token where the model wants one; ids; or chat messages."""
     if isinstance(prompt, str):
         return tokenizer.encode(prompt, special=True, bos=True)
-    if all(isinstance(item, int) for item in prompt):
+    if not is_chat(prompt):
         return [item for item in prompt if isinstance(item, int)]
     messages = [item for item in prompt if not isinstance(item, int)]
     return encode_chat(template(), tokenizer, ChatInput(messages))
+
+
+def is_chat(prompt: Prompt) -> bool:
+    """Whether it is chat messages: the answer is then a turn of its own."""
+    return not isinstance(prompt, str) and not all(isinstance(item, int) for item in prompt)
+
+
+def require_unchanged(directory: Path, contents: str) -> None:
+    """contents: of the folder, when the first of its files was read; "": nobody looked. Raises ModelChangedError where
+    it has others now, of which some may have been read."""
+    if contents and hub.contents(directory) != contents:
+        why = "they are not what the model was loaded from"
+        raise ModelChangedError(f"the files in {directory} have changed", why=why, fix="ask again: it is loaded anew")
 
 
 def require_fit(request: Request, ctx: int, config: ModelConfig, flags_for: Callable[[int], str]) -> None:

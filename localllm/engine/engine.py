@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
+from collections.abc import Set as SetOf
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -21,8 +22,8 @@ from localllm import hub
 from localllm.cache.kv_format import choose_format
 from localllm.cache.prefix import PrefixCache
 from localllm.engine.beam_search import BeamSearch, Ends, require_room
-from localllm.engine.chat_template import ChatTemplate
-from localllm.engine.checking import Prompt, encode_prompt, require_fit
+from localllm.engine.chat_template import ChatTemplate, end_of_turn_id
+from localllm.engine.checking import Prompt, encode_prompt, is_chat, require_fit, require_unchanged
 from localllm.engine.detokenizer import Detokenizer
 from localllm.engine.draft_loading import DraftModel
 from localllm.engine.drawing import Outcome, Scheduled, compute, num_rows
@@ -92,6 +93,7 @@ class Engine:
         self._template = template
         self.ctx = ctx
         self.load_s = 0.0
+        self.contents = ""
         self.plan = plan
         self.flags_for = flags_for
         self._held = held or ExitStack()
@@ -111,13 +113,15 @@ class Engine:
         self.kv_supply = KVSupply(self.residency, reuse, computed, plan)
         self._limits = limits or Limits()
         self.scheduler = Scheduler(self._limits.within(plan), self._admit)
-        eos = (*model.config.eos_token_ids, tokenizer.eos_token_id)
+        end_of_turn = end_of_turn_id(template, tokenizer) if isinstance(template, ChatTemplate) else None
+        eos = (*model.config.eos_token_ids, tokenizer.eos_token_id, end_of_turn)
         self.speculation = speculating(self.residency, plan)
         self.eos_ids = frozenset(token_id for token_id in eos if token_id is not None)
         looks_ahead = model.device.type != "cpu"  # there the cores are the model's: a thread more made a step longer
         self.grammars = Grammars(tokenizer, self.eos_ids, model.config.vocab_size, looks_ahead=looks_ahead)
         self._request_ids = itertools.count()
         self._aborted: set[int] = set()
+        self.moved: Callable[[], None] = lambda: None  # hears of every block
         self._inboxes: dict[int, deque[Event]] = {}
         # Guards what arrives and the aborted set: to abort what has not been taken in yet is heard all the same.
         self._lock = threading.Lock()
@@ -155,13 +159,14 @@ class Engine:
         changes what the model says, see `engine.kv_probe`; a job's format stays what it began with. speculate: who
         guesses tokens ahead, which changes the speed and no token.
 
-        Raises ModelNotFoundError, CheckpointError, UnsupportedModelError, DoesNotFitError, UsageError; LocalLLMError
-        where a packed model cannot be written.
+        Raises ModelNotFoundError, CheckpointError, ModelChangedError where the files are written meanwhile,
+        UnsupportedModelError, DoesNotFitError, UsageError; LocalLLMError where a packed model cannot be written.
         """
         started, watcher = time.perf_counter(), watcher or Watcher()
         if threads is not None:
             use_threads(threads)
         files = model if isinstance(model, hub.ModelFiles) else hub.locate(str(model))
+        contents = hub.contents(files.directory)
         config = load_config(files.directory)
         tokenizer = Tokenizer.load(files.directory)
         on, of = choose_device(device), choose_dtype(weights if dtype == "auto" and weights in DTYPES else dtype)
@@ -191,11 +196,12 @@ class Engine:
             note=watcher.noting,
         )
         try:
+            require_unchanged(files.directory, contents)
             engine.residency.warm_up(() if kv_probe is None else kv_probe.formats, watcher.measuring)
         except BaseException:  # nobody has the engine yet who would close it
             engine.close()
             raise
-        engine.load_s = time.perf_counter() - started
+        engine.load_s, engine.contents = time.perf_counter() - started, contents
         return engine
 
     def close(self) -> None:
@@ -215,7 +221,8 @@ class Engine:
         Several iterators may be read in turn; their requests run as one batch. Who calls `submit` and `step` himself
         does not use this beside them. A request that cannot run raises with the first event that is asked for.
         """
-        request = Request(tuple(self.encode(prompt)), sampling or SamplingParams(), grammar=grammar)
+        ids = tuple(self.encode(prompt))
+        request = Request(ids, sampling or SamplingParams(), opens_turn=is_chat(prompt), grammar=grammar)
         request_id = self.submit(request)
         inbox = self._inboxes[request_id] = deque[Event]()
         try:
@@ -254,15 +261,17 @@ class Engine:
     def submit(self, request: Request) -> int:
         """Queue a request; its id marks its events. Raises as `check` before anything runs."""
         self.check(request)
-        sampling = request.sampling
+        sampling, detokenizer = request.sampling, self._detokenizer(request)
         sequence = Sequence(
             next(self._request_ids),
             request,
             seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
             ctx=self.ctx,
-            detokenizer=Detokenizer(self.tokenizer, request.shown_ids),
+            detokenizer=detokenizer,
             breaker_ids=breaker_ids(sampling, self.tokenizer.encode),
-            constraint=None if request.grammar is None else self.grammars.constraint(request.grammar),
+            constraint=None
+            if request.grammar is None
+            else self.grammars.constraint(request.grammar, detokenizer.leading_spaces),
         )
         if request.beams > 1:
             ends = Ends(self.eos_ids, self.config.rope_switch_length, self.tokenizer.token_text)
@@ -280,7 +289,11 @@ class Engine:
         require_room(request, self.ctx, self.scheduler.limits)
         if request.grammar is not None:
             require_grammar_alone(request)
-            self.grammars.check(request.grammar)
+            self.grammars.check(request.grammar, self._detokenizer(request).leading_spaces)
+
+    def _detokenizer(self, request: Request) -> Detokenizer:
+        behind = () if request.opens_turn else request.prompt_ids
+        return Detokenizer(self.tokenizer, request.shown_ids, behind)
 
     @property
     def current_plan(self) -> Plan | None:
@@ -365,11 +378,7 @@ class Engine:
         """Of one forward, with the guesses that it is worth."""
         for sequence, _ in scheduled:
             sequence.clock.prefill_started = sequence.clock.prefill_started or time.perf_counter()
-        ids = {sequence.request_id for sequence, _ in scheduled}
-
-        def is_aborted() -> bool:
-            return not ids.isdisjoint(self._aborted)
-
+        is_aborted = self._asked_of({sequence.request_id for sequence, _ in scheduled})
         before, started = dataclasses.replace(self.model.stream.clock), time.perf_counter()
         try:
             scheduled = self.speculation.drafted(scheduled, is_aborted)
@@ -407,7 +416,7 @@ class Engine:
         tell(PrefillEvent(long.request_id, 0, long.num_prompt_tokens))
         try:
             switch = self._kv_probe.run(
-                self.residency, long.token_ids, plan, cancelled=lambda: long.request_id in self._aborted
+                self.residency, long.token_ids, plan, cancelled=self._asked_of({long.request_id})
             )
             if switch is not None:
                 self._use_kv_format(switch)
@@ -451,7 +460,16 @@ class Engine:
         return [] if grown is None else [grown.event]
 
     def _admit(self, sequence: Sequence) -> None:
-        self.kv_supply.admit(sequence, lambda: sequence.request_id in self._aborted)
+        self.kv_supply.admit(sequence, self._asked_of({sequence.request_id}))
+
+    def _asked_of(self, ids: SetOf[int]) -> Callable[[], bool]:
+        """Whether one of these requests was aborted: what is asked between blocks, when it is known that they come."""
+
+        def is_aborted() -> bool:
+            self.moved()
+            return not ids.isdisjoint(self._aborted)
+
+        return is_aborted
 
     def _take(self, sequence: Sequence, chunk: Chunk, outcome: Outcome) -> Iterator[Event]:
         """Tell how far a prompt has come; draw tokens where the chunk reached the sequence's end."""

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 class EngineFacts:
     """How a model was loaded. weights, kv: formats. weight_bytes: of the whole model; 0 where there is no plan. ledger:
     bytes of each owner in each tier; limits: of each tier; bound_by: what a step waits for. streamed_bytes: read from
-    the disk at every step. host_bytes: of the host's memory, what the model has."""
+    the disk at every step. host_bytes: of the host's memory, what the model has. contents: of the files, as
+    `hub.contents` has it, when they were read; "" where nobody looked."""
 
     ctx: int
     weights: str
@@ -32,6 +33,7 @@ class EngineFacts:
     bound_by: str = ""
     streamed_bytes: int = 0
     host_bytes: int = 0
+    contents: str = ""
 
     def held_bytes(self, tier: str) -> int:
         """Of a tier, by the plan."""
@@ -80,6 +82,11 @@ class LoadedEngine(Protocol):
 
     @property
     def weights(self) -> str: ...
+
+    @property
+    def contents(self) -> str:
+        """As `EngineFacts` has it."""
+        ...
 
     @property
     def flags_for(self) -> Callable[[int], str]:

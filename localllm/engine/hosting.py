@@ -7,6 +7,7 @@ import contextlib
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from localllm.engine.request import Request
 from localllm.errors import EngineClosedError, UsageError
 
 _LEAVE_S = 4.0  # in which what is being computed for one that leaves comes to its end, between two blocks
+_MOVE_S = 5.0  # between two signs of life
 _MOST_GUESTS = 64  # a shell's worth of programs; each has two threads here
 
 
@@ -40,6 +42,11 @@ class Guest:
     def say(self, message: wire.Message) -> None:
         """From any thread; returns at once."""
         self._outbox.put(wire.line(message))
+
+    def tell_of_move(self) -> None:
+        """To who waits for an answer, also behind those of others."""
+        if self._streams:
+            self.say({"op": "moved"})
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -173,6 +180,7 @@ class Host:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._guests: set[Guest] = set()
+        self._told_at = 0.0
         self._lock = threading.Lock()
         self.owner_gone = threading.Event()
 
@@ -183,6 +191,17 @@ class Host:
     def listen(self, listener: socket.socket) -> None:
         """Lets others in, until the socket is closed."""
         threading.Thread(target=self._accept, args=(listener,), name="localllm-host", daemon=True).start()
+
+    def tell_of_move(self) -> None:
+        """The engine has come to its next block, of which there are thousands a second. On its thread."""
+        now = time.monotonic()
+        if now - self._told_at < _MOVE_S:
+            return
+        self._told_at = now
+        with self._lock:
+            guests = list(self._guests)
+        for guest in guests:
+            guest.tell_of_move()
 
     def close(self) -> None:
         with self._lock:

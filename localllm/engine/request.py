@@ -115,7 +115,9 @@ class Request:
     """One prompt to continue, or to embed. Ids, not text: templates and tokenizers have done their work.
 
     explains_miss: its last event says where it leaves what was computed before. grows: where the prompt leaves its
-    answer too little room, the engine's context becomes longer, if it can. mask, grammar: what the answer may be.
+    answer too little room, the engine's context becomes longer, if it can. opens_turn: the answer is a turn of a chat
+    and not the rest of the prompt's text: the blank that some tokenizers drop at the beginning of a text is dropped of
+    it. mask, grammar: what the answer may be.
     priority: of requests that wait, those with a higher one are sooner answered. pooling: what is wanted is no answer,
     but the mean of the hidden states behind the last block, or the last one, of length 1. shown_ids: special tokens
     that are written out in the answer's text, where the others say nothing. is_scored: its last event says how likely
@@ -132,6 +134,7 @@ class Request:
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     grows: bool = False
+    opens_turn: bool = False
     explains_miss: bool = False
     mask: TokenMask | None = None
     grammar: Grammar | None = None

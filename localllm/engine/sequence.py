@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Clock:
-    """When things happened, in seconds of `time.perf_counter`."""
+    """When things happened, in seconds of `time.perf_counter`. last_token: of the answer, of which an end-of-sequence
+    token is no part."""
 
     submitted: float = field(default_factory=time.perf_counter)
     prefill_started: float | None = None
@@ -42,16 +43,20 @@ class Clock:
     ran_alone: bool = True  # no step served another request as well
 
     def timings(self, load_s: float, num_computed_tokens: int, num_completion_tokens: int) -> Timings:
-        if self.first_token is None or self.last_token is None or self.prefill_started is None:
+        if self.first_token is None or self.prefill_started is None:
             return Timings(load_s=load_s, split=self.split)
-        decode_s = self.last_token - self.first_token
         return Timings(
             load_s=load_s,
             ttft_s=self.first_token - self.submitted,
-            prefill_tok_s=num_computed_tokens / max(self.first_token - self.prefill_started, 1e-9) or None,
-            decode_tok_s=(num_completion_tokens - 1) / decode_s if decode_s > 0 else None,
+            prefill_tok_s=_rate(num_computed_tokens, self.first_token - self.prefill_started),
+            decode_tok_s=_rate(num_completion_tokens - 1, (self.last_token or self.first_token) - self.first_token),
             split=self.split,
         )
+
+
+def _rate(count: int, seconds: float) -> float | None:
+    """None where nothing was measured: of an answer of one token nothing is behind the first."""
+    return count / seconds if count > 0 and seconds > 0 else None
 
 
 @dataclass
@@ -173,10 +178,10 @@ class Sequence:
         """Take a drawn token in; None for an end-of-sequence token, which is no part of the answer."""
         now = time.perf_counter()
         self.clock.first_token = self.clock.first_token or now
-        self.clock.last_token = now
         if token_id in eos_ids and not self.request.sampling.ignore_eos:
             self.finish_reason = "stop"
             return None
+        self.clock.last_token = now
         self.token_ids.append(token_id)
         text = self._release(self._detokenizer.push(token_id))
         if self.finish_reason is None and self.constraint is not None:

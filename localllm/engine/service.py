@@ -66,6 +66,7 @@ class EngineService:
         self._loaded = threading.Event()
         self._wake = threading.Event()
         self._ended = False
+        self.moved: Callable[[], None] = lambda: None  # hears of every block, on the engine's thread
         self._lock = threading.Lock()
         self._recipients: dict[int, Recipient] = {}
         self._thread = threading.Thread(target=self._run, name="localllm-engine", daemon=True)
@@ -136,6 +137,7 @@ class EngineService:
         assert load is not None
         try:
             self._engine = load()
+            self._engine.moved = lambda: self.moved()
         except BaseException as error:
             self._failure, self._failed_at = error, error.__traceback__
             return

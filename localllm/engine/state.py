@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from localllm.engine.facts import EngineFacts, EngineStatus, SlotFacts
@@ -21,21 +22,18 @@ def facts_of(engine: Engine) -> EngineFacts:
         engine.kv_format.name,
         engine.load_s,
         host_bytes=engine.residency.host_bytes,
+        contents=engine.contents,
     )
     plan = engine.current_plan
     if plan is None:
         return facts
-    return EngineFacts(
-        facts.ctx,
-        facts.weights,
-        facts.kv,
-        facts.load_s,
-        plan.shape.num_bytes,
-        {str(tier): dict(owners) for tier, owners in plan.ledger.items()},
-        {str(tier): count for tier, count in plan.limits.items()},
-        plan.bound_by,
-        plan.streamed_bytes,
-        facts.host_bytes,
+    return replace(
+        facts,
+        weight_bytes=plan.shape.num_bytes,
+        ledger={str(tier): dict(owners) for tier, owners in plan.ledger.items()},
+        limits={str(tier): count for tier, count in plan.limits.items()},
+        bound_by=plan.bound_by,
+        streamed_bytes=plan.streamed_bytes,
     )
 
 

@@ -3,8 +3,9 @@
 Owns which tokens are special, what a byte of a token is, and whether a BOS belongs in front. Knows nothing about chat
 templates, models or sampling.
 
-A token is special if its file flags it so, if tokenizer_config.json gives it a role (bos, eos, ...), or if it has the
-shape of a control token (`<|...|>`, `<s>`): some files forget the flag, and a forgotten flag is a forged role.
+A token is special if its file flags it so, if tokenizer_config.json does, or gives it a role (bos, eos, ...) or a place
+among the additional ones, or if it has the shape of a control token (`<|...|>`, `<s>`): some files forget the flag, and
+a forgotten flag is a forged role. A single character is none but by its flag: everybody types it.
 Other added tokens (`<think>`, `<tool_call>`) are ordinary vocabulary.
 """
 
@@ -22,14 +23,22 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from localllm.engine.tokenizer_files import TokenizerFiles, byte_level_bpe, library_errors, special_roles
-from localllm.engine.tokenizer_limits import MAX_VOCAB
+from localllm.engine.tokenizer_files import (
+    BYTE_ALPHABET,
+    TokenizerFiles,
+    byte_level_bpe,
+    declared_special,
+    library_errors,
+    special_roles,
+)
+from localllm.engine.tokenizer_limits import MAX_ADDED_BYTES, MAX_VOCAB
 from localllm.errors import FETCH_ANEW, TokenizerError
 
 _LONG_TEXT = 1 << 16  # characters, some 20 ms; for these the library lets other threads run
 _CONTROL_SHAPE = re.compile(r"<\|.*\|>|<｜.*｜>|</?s>", re.DOTALL)
 # What the library's regular expressions call white space: Python's \s has four control characters more.
 _WHITE_SPACE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
+_FLAGS = ("single_word", "lstrip", "rstrip")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -71,7 +80,11 @@ class Tokenizer:
         backend.no_padding()
         self.vocab_size = highest + 1
         self.special_tokens = {role: valid_unicode(text) for role, text in special_roles(config).items()}
-        _mark_special(backend, set(self.special_tokens.values()))
+        declared = {valid_unicode(text): flags for text, flags in declared_special(config).items() if len(text) > 1}
+        if (size := sum(map(len, declared))) > MAX_ADDED_BYTES:
+            why = f"{size} characters together; at most {MAX_ADDED_BYTES}"
+            raise TokenizerError(f"{origin}: too many special tokens are declared", why=why, fix=FETCH_ANEW)
+        _mark_special(backend, declared)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         self._added = {index: token.content for index, token in added.items()}
@@ -83,13 +96,25 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
-        """The tokenizer of a model folder. Raises TokenizerError naming the file that is absent, cut or malformed."""
+        """The tokenizer of a model folder, without tokens that its model has no row for: their texts are spelled by
+        others. Raises TokenizerError naming the file that is absent, cut or malformed, or that cannot do without."""
         files = TokenizerFiles(directory)
+        tokenizer, size = cls._of(files), files.num_ids()
+        if size is None or tokenizer.vocab_size <= size:
+            return tokenizer
+        fitting = cls._of(files, size)
+        if fitting.vocab_size > size:
+            why = f"its highest id is {fitting.vocab_size - 1}, and the model has ids 0 to {size - 1}"
+            raise TokenizerError(f"{fitting._origin} does not fit to its model", why=why, fix=FETCH_ANEW)
+        return fitting
+
+    @classmethod
+    def _of(cls, files: TokenizerFiles, size: int | None = None) -> Tokenizer:
         config = files.config()
-        backend = files.serialized() or byte_level_bpe(files, config)
-        origin = str(directory / ("tokenizer.json" if files.has("tokenizer.json") else "vocab.json"))
+        backend = files.serialized(size) or byte_level_bpe(files, config, size)
+        origin = str(files.directory / ("tokenizer.json" if files.has("tokenizer.json") else "vocab.json"))
         with library_errors(f"{origin} cannot be used"):
-            files.add_missing_tokens(backend, config)
+            files.add_missing_tokens(backend, config, size)
             return cls(backend, config, origin=origin)
 
     def encode(self, text: str, *, special: bool = False, bos: bool = False) -> list[int]:
@@ -178,6 +203,11 @@ class Tokenizer:
         index = self._backend.token_to_id(text)
         return None if index is None else int(index)
 
+    def leading_token(self, text: str) -> int | None:
+        """The id of the added token, special or not, that a text begins with; of several, the longest one's."""
+        begins = [index for index, content in self._added.items() if content and text.startswith(content)]
+        return max(begins, key=lambda index: len(self._added[index]), default=None)
+
     def _encode(self, text: str, special: bool) -> tokenizers.Encoding:
         with library_errors(f"{self._origin} cannot encode this text"), self._lock:
             self._backend.encode_special_tokens = not special
@@ -236,26 +266,19 @@ class Tokenizer:
         return token.encode() if self._bytes is None else self._bytes.read(token)
 
 
-def _mark_special(backend: tokenizers.Tokenizer, named: set[str]) -> None:
-    """Flag what is special, and match it in the raw text only: no normalizer may turn a user's text into one."""
-    renewed = [
-        AddedToken(
-            token.content,
-            single_word=token.single_word,
-            lstrip=token.lstrip,
-            rstrip=token.rstrip,
-            normalized=False,
-            special=True,
-        )
-        for _, token in sorted(backend.get_added_tokens_decoder().items())
-        if token.special or token.content in named or _CONTROL_SHAPE.fullmatch(token.content)
-    ]
-    declared = {token.content for token in renewed}
-    renewed += [
-        AddedToken(text, normalized=False, special=True)
-        for text in sorted(named - declared)
-        if backend.token_to_id(text) is not None
-    ]
+def _mark_special(backend: tokenizers.Tokenizer, declared: Mapping[str, Mapping[str, Any]]) -> None:
+    """Flag what is special, and match it in the raw text only: no normalizer may turn a user's text into one.
+
+    declared: text -> flags, which go before those of the backend where there are any.
+    """
+    added = {token.content: token for _, token in sorted(backend.get_added_tokens_decoder().items())}
+    special = [text for text, token in added.items() if token.special or _CONTROL_SHAPE.fullmatch(text)]
+    special += [text for text in declared if text in added or backend.token_to_id(text) is not None]
+    renewed = []
+    for text in dict.fromkeys(special):
+        token, own = added.get(text), declared.get(text)
+        flags = {name: own.get(name) is True if own else getattr(token, name, False) for name in _FLAGS}
+        renewed.append(AddedToken(text, **flags, normalized=False, special=True))
     backend.add_special_tokens(renewed)
 
 
@@ -310,7 +333,7 @@ class _ByteReader:
 
     def read(self, token: str) -> bytes:
         if self._byte_level:
-            values = [_BYTE_OF.get(char) for char in token]
+            values = [BYTE_ALPHABET.get(char) for char in token]
             return token.encode() if None in values else bytes(value for value in values if value is not None)
         if self._fallback and (found := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token)):
             return bytes.fromhex(found[1])
@@ -321,13 +344,3 @@ class _ByteReader:
     def strip_start(self, data: bytes) -> bytes:
         spaces = len(data) - len(data.lstrip(b" "))
         return data[min(spaces, self.leading_spaces) :]
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in for each byte."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [value for value in range(256) if value not in printable]
-    return {chr(value): value for value in printable} | {chr(256 + i): value for i, value in enumerate(others)}
-
-
-_BYTE_OF = _byte_alphabet()

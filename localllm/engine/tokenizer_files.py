@@ -6,15 +6,17 @@ the files, not what the tokens are for.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
+from localllm.engine.tokenizer_fitting import fitted
 from localllm.engine.tokenizer_limits import (
     MAX_ADDED_BYTES,
     MAX_FILE_BYTES,
@@ -27,10 +29,22 @@ from localllm.engine.tokenizer_limits import (
     require_sound_components,
 )
 from localllm.errors import FETCH_ANEW, CheckpointError, LocalLLMError, TokenizerError
+from localllm.models.families import load_config
 from localllm.models.strict_json import JsonLimits, parse_json_object, read_bounded, require_few_values
 
 SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
+_EXTRAS = ("additional_special_tokens", "extra_special_tokens")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-in for each byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [value for value in range(256) if value not in printable]
+    return {chr(value): value for value in printable} | {chr(256 + i): value for i, value in enumerate(others)}
+
+
+BYTE_ALPHABET = _byte_alphabet()
 _TOKEN_ID = re.compile(r"[0-9]{1,9}")
 
 # Qwen2's and Qwen3's words: digits one by one, at most one other character in front of letters.
@@ -68,8 +82,14 @@ class TokenizerFiles:
         """tokenizer_config.json over special_tokens_map.json."""
         return self.json("special_tokens_map.json") | self.json("tokenizer_config.json")
 
-    def serialized(self) -> tokenizers.Tokenizer | None:
-        """The tokenizer in tokenizer.json, or None if there is no such file."""
+    def num_ids(self) -> int | None:
+        """How many the model of this folder has rows for; None where no model is described here."""
+        with suppress(LocalLLMError):
+            return load_config(self.directory).vocab_size
+        return None
+
+    def serialized(self, size: int | None = None) -> tokenizers.Tokenizer | None:
+        """The tokenizer in tokenizer.json, or None if there is no such file. size: without higher ids."""
         name = "tokenizer.json"
         if not self.has(name):
             return None
@@ -80,15 +100,23 @@ class TokenizerFiles:
             require_readable_keys(data)
             require_sound_charsmaps(data)
             require_small_search(data)
+            if size is not None:
+                data = json.dumps(fitted(json.loads(data), size, BYTE_ALPHABET)).encode()
             backend = tokenizers.Tokenizer.from_buffer(data)
             require_sound_components(backend)
             return backend
 
-    def add_missing_tokens(self, backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
-        """Give `backend` the added tokens that only tokenizer_config.json or added_tokens.json declares."""
+    def add_missing_tokens(
+        self, backend: tokenizers.Tokenizer, config: Mapping[str, Any], size: int | None = None
+    ) -> None:
+        """Give `backend` the added tokens that only tokenizer_config.json or added_tokens.json declares.
+
+        size: none with higher ids."""
         declared = _declared_tokens(self, config) or _listed_tokens(self.json("added_tokens.json"))
         present = set(backend.get_added_tokens_decoder())
-        missing = {index: declared[index] for index in sorted(declared.keys() - present)}
+        missing = {
+            index: declared[index] for index in sorted(declared.keys() - present) if size is None or index < size
+        }
         if (size := sum(len(token.content) for token in missing.values())) > MAX_ADDED_BYTES:
             why = f"{size} characters together; at most {MAX_ADDED_BYTES}"
             raise TokenizerError(
@@ -136,8 +164,9 @@ def _as_tokenizer_error() -> Iterator[None]:
         raise TokenizerError(error.what, why=error.why, fix=error.fix) from error
 
 
-def byte_level_bpe(files: TokenizerFiles, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """A byte-level BPE from vocab.json and merges.txt, with the words of the tokenizer_class in `config`."""
+def byte_level_bpe(files: TokenizerFiles, config: Mapping[str, Any], size: int | None = None) -> tokenizers.Tokenizer:
+    """A byte-level BPE from vocab.json and merges.txt, with the words of the tokenizer_class in `config`. size: without
+    higher ids."""
     _require_vocabulary(files)
     kind = config.get("tokenizer_class") or ""
     if kind not in _QWEN2_CLASSES + _GPT2_CLASSES:
@@ -148,6 +177,10 @@ def byte_level_bpe(files: TokenizerFiles, config: Mapping[str, Any]) -> tokenize
         )
     vocab = _read_vocab(files)
     merges = _read_merges(files)
+    if size is not None:
+        with files.naming("vocab.json"):
+            within = fitted({"model": {"vocab": vocab, "merges": merges}, "decoder": "ByteLevel"}, size, BYTE_ALPHABET)
+        vocab, merges = within["model"]["vocab"], within["model"]["merges"]
     with files.naming("merges.txt"):
         model = models.BPE(vocab=vocab, merges=merges)
     backend = tokenizers.Tokenizer(model)
@@ -164,14 +197,35 @@ def byte_level_bpe(files: TokenizerFiles, config: Mapping[str, Any]) -> tokenize
 
 
 def special_roles(config: Mapping[str, Any]) -> dict[str, str]:
-    """Role -> text of the special tokens that tokenizer_config.json names."""
-    roles: dict[str, str] = {}
-    for role in SPECIAL_ROLES:
-        token = config.get(role)
-        text = token.get("content") if isinstance(token, dict) else token
-        if isinstance(text, str) and text:
-            roles[role] = text
-    return roles
+    """Role -> text of the special tokens that tokenizer_config.json names, those with roles of their own included."""
+    named = {**{name: token for name, token in config.items() if name.endswith("_token")}, **_named_extras(config)}
+    return {name: text for name, token in named.items() if (text := _text_of(token))}
+
+
+def declared_special(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Text -> flags of every token that tokenizer_config.json declares special, whatever tokenizer.json says of it; no
+    flags where it has none of its own."""
+    found: dict[str, Mapping[str, Any]] = {text: {} for text in special_roles(config).values()}
+    for key in _EXTRAS:
+        extras = config.get(key)
+        found |= {text: {} for token in (extras if isinstance(extras, list) else ()) if (text := _text_of(token))}
+    decoder = config.get("added_tokens_decoder")
+    for entry in decoder.values() if isinstance(decoder, dict) else ():
+        text = _text_of(entry)
+        if isinstance(entry, dict) and text and (entry.get("special") is True or text in found):
+            found[text] = entry
+    return found
+
+
+def _named_extras(config: Mapping[str, Any]) -> dict[str, Any]:
+    """{"image_token": "<image>"}: as the newer form of tokenizer_config.json has it."""
+    extras = config.get("extra_special_tokens")
+    return extras if isinstance(extras, dict) else {}
+
+
+def _text_of(token: object) -> str:
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else ""
 
 
 def _require_vocabulary(files: TokenizerFiles) -> None:

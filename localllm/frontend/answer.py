@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from localllm.config import format_figure
 from localllm.engine.events import (
@@ -17,6 +17,7 @@ from localllm.engine.events import (
     TokenEvent,
     TokenLogprob,
 )
+from localllm.frontend.thinking import CLOSES, NO_THOUGHTS, OPENS, Thinking, told_apart
 
 
 class Stream(Protocol):
@@ -27,9 +28,18 @@ class Stream(Protocol):
     def abort(self) -> None: ...
 
 
+class Heard(NamedTuple):
+    """More of an answer. text: as it is kept, with the marks of thoughts; said, thought: told apart."""
+
+    text: str = ""
+    said: str = ""
+    thought: str = ""
+
+
 @dataclass
 class Answer:
-    """What has been said so far; complete once `finished` is set."""
+    """What has been said so far; complete once `finished` is set. thinking: how thoughts are told apart. parts: what of
+    it was said before."""
 
     num_prompt_tokens: int
     seed: int | None = None
@@ -37,23 +47,85 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finished: FinishedEvent | None = None
+    thinking: Thinking = NO_THOUGHTS
+
+    def __post_init__(self) -> None:
+        self._splitter = self.thinking.splitter()
+        self._is_in_thought = self.thinking.is_thinking
+        self._said: list[str] = []
+        self._thought: list[str] = []
+        if self.parts and self._splitter is not None:
+            thought, said, _ = told_apart(self.text, is_thinking=self._is_in_thought and not self.thinking.is_harmony)
+            self._thought, self._said = [thought], [said]
+            if not self.thinking.is_harmony:
+                self._splitter.feed(self.text)
 
     @property
     def text(self) -> str:
+        """All of it, as it is kept: with the marks of thoughts."""
         return "".join(self.parts)
 
-    def take(self, event: Event) -> str:
-        """Takes an event in and returns the text that it adds."""
+    @property
+    def said(self) -> str:
+        """The answer alone."""
+        return "".join(self._said)
+
+    @property
+    def thought(self) -> str:
+        """What was thought before it."""
+        return "".join(self._thought)
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether it is, or ended, in a thought."""
+        return self._splitter is not None and self._splitter.is_thinking
+
+    def take(self, event: Event) -> Heard:
+        """Takes an event in and returns what it adds."""
         if isinstance(event, GrownEvent | PrefillEvent):
-            return ""
+            return Heard()
         if isinstance(event, TokenEvent):
             self.token_ids.append(event.token_id)
             if event.logprob is not None:
                 self.logprobs.append(event.logprob)
         else:
             self.finished = event
-        self.parts.append(event.text)
-        return event.text
+        heard = self._told_apart(event.text, is_end=isinstance(event, FinishedEvent))
+        self.parts.append(heard.text)
+        self._said.append(heard.said)
+        self._thought.append(heard.thought)
+        return heard
+
+    def _told_apart(self, text: str, *, is_end: bool) -> Heard:
+        if self._splitter is None:
+            return Heard(text, text)
+        found = self._splitter.feed(text) + (self._splitter.end() if is_end else [])
+        said, thought = ("".join(part for is_thought, part in found if is_thought is which) for which in (False, True))
+        return Heard(self._marked(found) if self.thinking.is_harmony else text, said, thought)
+
+    def _marked(self, found: Iterable[tuple[bool, str]]) -> str:
+        """What is kept of harmony, whose own marks no text may have: thoughts as other models write them."""
+        kept = ""
+        for is_thought, text in found:
+            if is_thought is not self._is_in_thought:
+                kept += f"{OPENS}\n" if is_thought else f"\n{CLOSES}\n\n"
+                self._is_in_thought = is_thought
+            kept += text
+        return kept
+
+
+def silence(answer: Answer) -> str | None:
+    """What is told of an answer that says nothing, as it ended in its thought; None of any other."""
+    finished = answer.finished
+    if finished is None or finished.finish_reason in ("cancelled", "error") or answer.said.strip():
+        return None
+    if not (answer.thought or answer.is_thinking or answer.thinking.is_harmony):
+        return None
+    if finished.finish_reason == "stop":
+        return "the answer is empty: the model said nothing behind what it thought"
+    num_tokens = finished.usage.completion_tokens
+    after = f"after {num_tokens} token{'s' * (num_tokens != 1)}"
+    return f"the answer is empty: it was cut in its thought, {after}; a larger max_tokens or context leaves it room"
 
 
 def statistics(answer: Answer) -> str:

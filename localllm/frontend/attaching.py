@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -137,7 +140,19 @@ def _at_server(selection: Selection, note: Callable[[str], None]) -> AttachedSer
         return None
     from localllm.engine.attached import AttachedService
 
-    return AttachedService(selection.files.directory, lambda: _connect(server, wanted), why_gone=_why_gone)
+    pids: list[int] = []
+
+    def kill() -> None:  # as the server does where its own requests wait
+        with contextlib.suppress(OSError):
+            os.kill(pids[0], signal.SIGKILL)
+
+    return AttachedService(
+        selection.files.directory,
+        lambda: _connect(server, wanted, pids),
+        why_gone=_why_gone,
+        pid=lambda: next(iter(pids), None),
+        kill=kill,
+    )
 
 
 def _own(selection: Selection, telling: Telling) -> EngineProcess:
@@ -166,11 +181,13 @@ def _wanted(selection: Selection) -> dict[str, Any]:
     }
 
 
-def _connect(server: Server, wanted: Mapping[str, Any]) -> socket.socket:
-    """To the engine, when it is loaded. Raises EngineGoneError, and what the server refuses."""
+def _connect(server: Server, wanted: Mapping[str, Any], pids: list[int]) -> socket.socket:
+    """To the engine, when it is loaded. pids: takes its process's id in. Raises EngineGoneError, and what the server
+    refuses."""
     while True:
         try:
             told = server.ask("POST", "/attach", {**wanted, "waits": True})
+            pids.append(int(told["pid"]))
             return connected(Path(told["socket"]))
         except OSError:
             why = "it has ended while it loaded the model"

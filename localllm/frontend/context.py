@@ -37,6 +37,7 @@ _BAR_CELLS = 40
 @dataclass(frozen=True)
 class Conversation:
     """What the model is to be given, and how. policy: the setting `overflow`. floor, looks: as in `fit_turns`.
+    opens_turn: as `Request` has it.
 
     switch: what a policy is chosen with here, "--overflow" or "/set overflow".
     """
@@ -47,6 +48,7 @@ class Conversation:
     switch: str
     floor: int = 0
     looks: bool = False
+    opens_turn: bool = True
 
     def request(self, engine: LoadedEngine, sampling: SamplingParams) -> tuple[Request, Fitted]:
         """What the policy makes of it. Raises ContextOverflowError naming what would fit; TemplateError."""
@@ -58,7 +60,8 @@ class Conversation:
             )
         else:
             fitted = Fitted(tuple(self.encode(self.messages)))
-        request = Request(fitted.prompt_ids, sampling, explains_miss=True, grows=self.policy == "grow")
+        grows = self.policy == "grow"
+        request = Request(fitted.prompt_ids, sampling, grows=grows, opens_turn=self.opens_turn, explains_miss=True)
         try:
             engine.check(request)
         except ContextOverflowError as error:

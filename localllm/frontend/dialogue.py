@@ -16,6 +16,7 @@ from localllm.config import ACCEPTED, Origin, ResolvedSettings, accepted, unknow
 from localllm.errors import UsageError
 from localllm.frontend.exporting import replace_file, write_new
 from localllm.frontend.text_file import read_text_file
+from localllm.frontend.thinking import told_apart
 
 Message = dict[str, Any]
 
@@ -23,7 +24,7 @@ _SET = Origin("flag", "/set")
 # What `/set` may change while a model is loaded.
 SETTABLE = (
     "max_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "frequency_penalty",
-    "presence_penalty", "seed", "stop", "overflow",
+    "presence_penalty", "seed", "stop", "overflow", "think",
 )  # fmt: skip
 
 
@@ -31,7 +32,8 @@ SETTABLE = (
 class Dialogue:
     """Messages in order, the system message apart, and files that wait for the next question.
 
-    opening: the first question without the files in front of it. num_out: how many messages have left the
+    opening: the first question without the files in front of it. thinking: answers that begin in a thought, which the
+    template has opened. num_out: how many messages have left the
     model's context, the first behind the system's; has_room: some were taken back since.
     """
 
@@ -40,6 +42,7 @@ class Dialogue:
     turns: list[Message] = field(default_factory=list)
     attached: list[str] = field(default_factory=list)
     opening: str = ""
+    thinking: list[Message] = field(default_factory=list)
     num_out: int = 0
     has_room: bool = False
 
@@ -54,7 +57,21 @@ class Dialogue:
     @property
     def for_template(self) -> list[Message]:
         """What the chat template is given of all of them."""
-        return joined(self.messages)
+        return self.given(self.messages)
+
+    def given(self, messages: Sequence[Message]) -> list[Message]:
+        """What it is given of these: of earlier answers not what was thought before them."""
+        return joined([self._spoken(message) for message in messages])
+
+    def _spoken(self, message: Message) -> Message:
+        content = message.get("content")
+        if message["role"] != "assistant" or not isinstance(content, str):
+            return message
+        thought, said, _ = told_apart(content, is_thinking=self.begins_in_thought(message))
+        return {**message, "content": said} if thought else message
+
+    def begins_in_thought(self, turn: Message) -> bool:
+        return any(turn is each for each in self.thinking)
 
     def cut(self, length: int) -> None:
         """Takes back what is behind the first `length` turns."""
@@ -72,8 +89,11 @@ class Dialogue:
         self.attached.clear()
         self.turns.append({"role": "user", "content": "\n\n".join(parts)})
 
-    def answer(self, text: str) -> None:
+    def answer(self, text: str, *, is_thinking: bool = False) -> None:
+        """is_thinking: it begins in a thought, which the template has opened."""
         self.turns.append({"role": "assistant", "content": text})
+        if is_thinking:
+            self.thinking.append(self.turns[-1])
 
     @property
     def is_asked(self) -> bool:

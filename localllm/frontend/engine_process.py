@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from localllm.config import Origin
 from localllm.engine import wire
 from localllm.engine.attached import AttachedEngine, AttachedService, AttachedStream
+from localllm.engine.watchdog import Patience
 from localllm.errors import LocalLLMError
 from localllm.frontend.opening import Opening, open_engine
 from localllm.frontend.selection import Selection
@@ -72,7 +73,15 @@ class Hearer:
 class EngineProcess:
     """`Service` of an engine in a process of its own."""
 
-    def __init__(self, selection: Selection, opening: Opening, caps: Caps, hearer: Hearer) -> None:
+    def __init__(
+        self,
+        selection: Selection,
+        opening: Opening,
+        caps: Caps,
+        hearer: Hearer,
+        patience: Patience = Patience(),  # noqa: B008
+    ) -> None:
+        """patience: with a process that does not move on."""
         self._hearer = hearer
         self._own, theirs = socket.socketpair()
         self._process = _context().Process(
@@ -84,7 +93,15 @@ class EngineProcess:
         self.pid: int | None = None
         self._theirs: socket.socket | None = theirs
         self.socket_path: Path | None = None  # at which other programs reach it, once it is loaded
-        self._service = AttachedService(selection.files.directory, self._begin, self._heard, self._why_gone)
+        self._service = AttachedService(
+            selection.files.directory,
+            self._begin,
+            self._heard,
+            self._why_gone,
+            pid=lambda: self.pid,
+            kill=self._kill,
+            patience=patience,
+        )
 
     def grant(self, caps: Caps) -> None:
         """Lets it load with so much."""
@@ -97,6 +114,19 @@ class EngineProcess:
     @property
     def has_ended(self) -> bool:
         return self._service.has_ended
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether it has not moved on for half of the time after which it is ended, though somebody waits."""
+        return self._service.watchdog.is_doubtful and not self.has_ended
+
+    @property
+    def patience(self) -> Patience:
+        return self._service.watchdog.patience
+
+    @patience.setter
+    def patience(self, patience: Patience) -> None:
+        self._service.watchdog.patience = patience
 
     # As `Service` has it
 
@@ -153,12 +183,12 @@ class EngineProcess:
                 self._process.kill()
 
     def _say(self, what: str, caps: Caps) -> None:
-        with contextlib.suppress(OSError):  # it has ended: who reads finds out
-            self._own.sendall(wire.line({"op": what, "caps": wire.plain(caps)}))
+        self._service.say({"op": what, "caps": wire.plain(caps)})
 
     def _heard(self, message: wire.Message) -> None:
         match message["op"]:
             case "foreseen":
+                self._service.is_asked = True
                 self._hearer.foreseen(wire.read(Foreseen, message["foreseen"]))
             case "listening":
                 self.socket_path = Path(message["path"])
@@ -279,6 +309,7 @@ def _host(sock: socket.socket, selection: Selection, opening: Opening) -> None:
             sock.sendall(wire.line({"op": "listening", "path": str(path)}))
         service = EngineService(lambda: _load(selection, opening, tell))
         host = Host(service)
+        service.moved = host.tell_of_move
         if listener is not None:
             host.listen(listener)
         owner.set_result(host.take_owner(sock))

@@ -39,6 +39,7 @@ class Resumed:
         """Puts what was said into an empty dialogue; `system`: the message that was typed in the place of its own."""
         dialogue.system = self.session.system if system is None else system
         dialogue.turns = [turn for turn, _ in self.turns]
+        dialogue.thinking = list(self.thinking)
 
 
 def look_up(teller: Teller, word: str, message: int | None = None) -> Resumed:
@@ -350,14 +351,14 @@ def kept_answer(
         found = answer(hear)
     except BaseException as error:  # the reader of a pipe that is gone, too
         if any(said):
-            dialogue.answer("".join(said))
+            dialogue.answer("".join(said), is_thinking=is_thinking)
             keeper.end_answer(dialogue, None)
         elif isinstance(error, LocalLLMError) and not isinstance(error, UnwrittenError):
             dialogue.take_back_question()
             keeper.sync(dialogue)
         raise
     if found.text or _is_whole(found):
-        dialogue.answer(found.text)
+        dialogue.answer(found.text, is_thinking=is_thinking)
         keeper.end_answer(dialogue, found)
     else:  # stopped before the first word: the question waits for its answer
         keeper.drop_answer()

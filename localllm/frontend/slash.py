@@ -30,6 +30,9 @@ COMMANDS: Mapping[str, Command] = {
     "save": Command("[PATH]", "write the conversation as JSON"),
     "load": Command("PATH", "go on from a conversation in JSON"),
     "set": Command("[KEY VALUE]", "show or change the settings of the next answers; `-`: as at first"),
+    "think": Command(
+        "[on|off|LEVEL]", "how much is thought before the next answers: low, medium, high; `-`: as at first"
+    ),
     "show": Command("", "model, context, system message and settings"),
     "stats": Command("[on|off]", "rates and times of the last answer, or after each: copy, compute, sample, wait"),
     "tokens": Command("", "how full the context is, and of what"),

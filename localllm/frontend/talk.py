@@ -6,7 +6,7 @@ Knows engines, dialogues and the history. Knows no terminal: what an answer look
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +24,11 @@ from localllm.frontend.context import (
     offer_policies,
     text_of,
 )
-from localllm.frontend.dialogue import Dialogue, Message, joined
+from localllm.frontend.dialogue import Dialogue, Message
 from localllm.frontend.keeping import Keeper, kept_answer
 from localllm.frontend.miss import NEW, Explanation, explain
 from localllm.frontend.selection import Selection
-from localllm.frontend.thinking import begins_in_thought
+from localllm.frontend.thinking import NO_THOUGHTS, Effort, Thinking, answer_ids, effort_of, thinking_of
 
 if TYPE_CHECKING:
     from localllm.cache.miss import CacheMiss
@@ -44,15 +44,21 @@ _SWITCH = "/set overflow"  # what a policy is chosen with in a chat
 @dataclass(frozen=True)
 class Asked:
     """A question on its way. evicted: what left the context for it. explain: why its prompt was not found whole. said:
-    the beginning of the answer, which is gone on with: the last num_said_ids of the prompt. is_thinking: the answer
-    begins in a thought, which the template has opened."""
+    the beginning of the answer, which is gone on with: the last num_said_ids of the prompt. thinking: how thoughts are
+    told apart. note: what is to be told of a setting, once."""
 
     request: Request
     evicted: Evicted
     explain: Callable[[CacheMiss], Explanation]
     said: str = ""
     num_said_ids: int = 0
-    is_thinking: bool = False
+    thinking: Thinking = NO_THOUGHTS
+    note: str = ""
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether the answer begins in a thought, which the template has opened."""
+        return self.thinking.is_thinking and not self.thinking.is_harmony
 
     def told_of_cache(self, finished: FinishedEvent) -> str:
         """How much of the prompt was found among what was computed before, and why not more."""
@@ -75,13 +81,14 @@ class Talk:
     def __init__(
         self, files: ModelFiles, engine: LoadedEngine, dialogue: Dialogue, keeper: Keeper, extra: Mapping[str, Any]
     ) -> None:
-        _ = engine.template  # raises TemplateError where there is none to talk through
+        template = engine.template  # raises TemplateError where there is none to talk through
         self.files = files
         self.engine = engine
         self.dialogue = dialogue
         self.keeper = keeper
         self._extra = extra
         self._meter = Meter()
+        self._note = effort_of(dialogue.resolved, template, "--think").note  # raises UsageError
 
     @property
     def policy(self) -> str:
@@ -123,22 +130,37 @@ class Talk:
     def _asked(self, said: str) -> Asked:
         from localllm.engine.chat_template import ChatInput
 
-        dialogue, tail = self.dialogue, self.engine.tokenizer.encode(said) if said else []
+        dialogue, tokenizer = self.dialogue, self.engine.tokenizer
+        tail = answer_ids(self.engine.template, tokenizer, said, is_final=self._effort.is_off)
         sampling = Selection(self.files, dialogue.resolved).sampling(self._extra)
 
         def encode(messages: Sequence[Message]) -> list[int]:
             return [*self.encode(messages), *tail]
 
         conversation = Conversation(
-            dialogue.messages, encode, self.policy, _SWITCH, dialogue.num_out, looks=dialogue.has_room
+            dialogue.messages,
+            encode,
+            self.policy,
+            _SWITCH,
+            dialogue.num_out,
+            looks=dialogue.has_room,
+            opens_turn=not said,
         )
         request, fitted = conversation.request(self.engine, sampling)
         dialogue.leave(fitted.floor)
-        given = ChatInput(joined(without(dialogue.messages, fitted.floor)))
+        given = self._effort.told(ChatInput(dialogue.given(without(dialogue.messages, fitted.floor))))
         why = partial(explain, self.engine, given, request.prompt_ids, num_out=fitted.floor)
-        in_front = request.prompt_ids[: len(request.prompt_ids) - len(tail)]
-        is_thinking = begins_in_thought(self.engine.tokenizer, in_front)
-        return Asked(request, fitted.evicted, why, said, len(tail), is_thinking)
+        num_said = len(tail) if said else 0
+        in_front = request.prompt_ids[: len(request.prompt_ids) - num_said]
+        thinking = thinking_of(self.engine.template, tokenizer, in_front, said)
+        request = replace(request, shown_ids=thinking.shown_ids)
+        note, self._note = self._note, ""
+        return Asked(request, fitted.evicted, why, said, num_said, thinking, note)
+
+    @property
+    def _effort(self) -> Effort:
+        """How much is to be thought now. Raises UsageError."""
+        return effort_of(self.dialogue.resolved, self.engine.template, "/think")
 
     def answer(self, asked: Asked, show: Callable[[Callable[[str], None]], Answer]) -> Answer:
         """The answer that `show` brings about, kept as `kept_answer` has it. Raises the error that ended it."""
@@ -168,7 +190,7 @@ class Talk:
     def usage(self) -> ContextUsage:
         """Who has how much of the context now."""
         num_out = self.dialogue.num_out if self.policy == "evict" else 0
-        given = without(self.dialogue.messages, num_out)
+        given = self.dialogue.given(without(self.dialogue.messages, num_out))
         tokenize = self.engine.tokenizer.encode
 
         def count(text: str) -> int:
@@ -176,7 +198,7 @@ class Talk:
 
         try:
             used = len(self.encode(given)) if given else 0
-        except TemplateError:  # of a system message alone, which some templates refuse
+        except (TemplateError, UsageError):  # of a system message alone, which some templates refuse
             used = count("".join(text_of(message) for message in given))
         return context_usage(given, used, self.engine.ctx, count, num_out)
 
@@ -189,7 +211,25 @@ class Talk:
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """The ids of a prompt."""
-        return self.engine.encode(joined(messages))
+        given, effort = self.dialogue.given(messages), self._effort
+        if not effort.variables:
+            return self.engine.encode(given)
+        from localllm.engine.chat_template import ChatInput, encode_chat
+
+        return encode_chat(self.engine.template, self.engine.tokenizer, effort.told(ChatInput(given)))
+
+    def think(self, effort: str) -> str:
+        """Changes how much is thought before the next answers, "-" as at first; what is to be told of it. "": as it is.
+        Raises UsageError for what this model cannot be had to, SettingsError."""
+        if effort:
+            before = self.dialogue.resolved
+            self.dialogue.set("think", effort)
+            try:
+                _ = self._effort
+            except LocalLLMError:
+                self.dialogue.resolved = before
+                raise
+        return f"thinking: {self.dialogue.resolved.settings.think or 'as the model does'}"
 
 
 def mended_in_chat(error: LocalLLMError) -> LocalLLMError:

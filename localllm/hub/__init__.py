@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from localllm.hub import installed as _installed
-from localllm.hub.installed import InstalledModel, ModelDescription, ModelFiles
+from localllm.hub.installed import InstalledModel, ModelDescription, ModelFiles, contents, current
 from localllm.hub.names import understand
 from localllm.hub.packed import PackedWeights
 from localllm.hub.progress import Progress, PullProgress
@@ -27,6 +27,8 @@ __all__ = [
     "Progress",
     "PullProgress",
     "RetryPolicy",
+    "contents",
+    "current",
     "describe",
     "list_models",
     "locate",

@@ -5,7 +5,9 @@ Reads config.json as plain JSON for a few numbers to show; what they mean to the
 
 from __future__ import annotations
 
+import hashlib
 import os
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -77,6 +79,42 @@ class ModelDescription:
     context: int | None = None
     dtype: str | None = None
     packed: tuple[PackedWeights, ...] = ()
+
+
+def current(files: ModelFiles) -> ModelFiles:
+    """The same model as it is on this disk now: another snapshot where a later commit of its revision was pulled."""
+    if files.repo is None:
+        return files
+    cache = RepoCache(files.directory.parents[2], files.repo)
+    by_entry = files.entry is not None and files.name == files.entry.name
+    revision = files.entry.revision if by_entry and files.entry else files.name.partition("@")[2] or "main"
+    commit = cache.commit_of(revision)
+    if commit in (None, files.revision) or cache.missing(commit):
+        return files
+    return replace(files, directory=cache.snapshot(commit), revision=commit)
+
+
+def contents(directory: Path) -> str:
+    """All that a model is read from, by its place, names, sizes and times, in 32 hexadecimal digits: a look at the
+    folder, not into the files. Raises ModelNotFoundError where it is gone."""
+    folder = directory.resolve()
+    found = [str(folder)]
+    try:
+        for place in (folder, folder / "additional_chat_templates"):
+            entries = sorted(os.scandir(place), key=lambda entry: entry.name) if place.is_dir() else []
+            for path, state in ((entry.path, entry.stat()) for entry in entries if _is_read(entry.name)):
+                # Of what a time was set back to, the time of that tells.
+                found.append(f"{path} {state.st_ino} {state.st_size} {state.st_mtime_ns} {state.st_ctime_ns}")
+    except OSError as error:
+        fix = f"ls -l {shlex.quote(str(directory))}"
+        raise ModelNotFoundError(f"the model in {directory} cannot be read", why=str(error), fix=fix) from None
+    if len(found) == 1:
+        raise ModelNotFoundError(f"the model in {directory} is gone", why="its files are not there any more")
+    return hashlib.blake2b("\n".join(found).encode(errors="surrogateescape"), digest_size=16).hexdigest()
+
+
+def _is_read(name: str) -> bool:
+    return name.endswith((".safetensors", ".json", ".jinja", ".model", ".txt"))
 
 
 def find(name: str, registry: Registry, hub: HubSettings, *, needs_config: bool) -> ModelFiles:

@@ -109,13 +109,14 @@ class CheckpointBlocks:
         return self.checkpoint.read_fused(fused, parts, (matrix.in_features,), self._weight_dtype(matrix))
 
     def _weight_dtype(self, matrix: Matrix) -> torch.dtype:
-        """The format's own where it has one `weight`, else as stored, for the format to quantize."""
+        """The format's own where it has one `weight`, else as stored, fp32 at most, for the format to quantize."""
         own = _own_dtype(matrix, self.recipe)
         if own is not None:
             return own
         fused = f"{matrix.stored}.weight"
         stored = [fused] if self.checkpoint.has(fused) else _named(matrix.parts, "weight")
-        return reduce(torch.promote_types, map(self.checkpoint.dtype, stored))
+        found = reduce(torch.promote_types, map(self.checkpoint.dtype, stored))
+        return torch.float32 if found == torch.float64 else found
 
     def _finite(self, stored: str, tensor: Tensor) -> Tensor:
         with self._blaming(stored):

@@ -8,6 +8,7 @@ Knows no architecture: the caller says which tensors it wants and of which shape
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from localllm.errors import FETCH_ANEW, CheckpointError
 from localllm.models.fields import show
-from localllm.models.safetensors_file import SafetensorsFile, TensorSpec, allocate
+from localllm.models.safetensors_file import SafetensorsFile, allocate
+from localllm.models.safetensors_header import TensorSpec
 from localllm.models.strict_json import JsonLimits, read_json_object
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -25,8 +27,11 @@ _INDEX_LIMITS = JsonLimits(size_bytes=32 << 20, containers=1000, elements=1_000_
 _MAX_SHARDS = 4096
 _PREFIXES = ("model.", "language_model.model.", "model.language_model.", "")
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight")
-# Constants that older versions of transformers stored, and computed again when they loaded them.
-_BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+# What changes an answer where a model has it: a config.json that knows nothing of it belongs to other weights.
+_DECIDES = re.compile(
+    r"model\.layers\.\d+\.(?:self_attn\.(?:(?:[qkvo]|qkv)_proj|[qk]_norm)|mlp\.(?:gate|up|down|gate_up)_proj|\w*layernorm)"
+    r"\.(?:weight|bias)|lm_head\.bias|model\.norm\.bias"
+)
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".npz")
 
 
@@ -132,14 +137,14 @@ class Checkpoint:
         return any(mine != other for mine, other in pairs)
 
     def unused(self) -> tuple[str, ...]:
-        """Names never asked for, without the head (it may be tied), constants and, if multimodal, what is not text."""
+        """Names never asked for of what a decoder computes with; without the head, which may be tied, and, if
+        multimodal, what is not text. Constants and other strays decide nothing."""
         multimodal = "language_model." in self._prefix
         return tuple(
             plain
             for plain, stored in self._stored.items()
             if plain not in self._asked
-            and plain != HEAD
-            and not plain.endswith(_BUFFERS)
+            and _DECIDES.fullmatch(plain)
             and (not multimodal or stored.startswith(self._prefix))
         )
 
@@ -227,11 +232,13 @@ def _open_shards(directory: Path, weight_map: Mapping[str, str]) -> dict[str, Sa
             why = f"{INDEX} needs it: shard {number} of {len(shards)}"
             raise CheckpointError(f"{directory / shard} is missing", why=why, fix=FETCH_ANEW)
         files[shard] = SafetensorsFile.open(directory / shard)
-    for name, shard in weight_map.items():
-        if name not in files[shard].specs:
-            why = f"{INDEX} promises it; the shard holds {len(files[shard].specs)} others"
+    found = {name: files[shard] for name, shard in weight_map.items() if name in files[shard].specs}
+    stored = {name for file in files.values() for name in file.specs}
+    for name, shard in weight_map.items():  # one that is nowhere may not be needed
+        if name not in found and name in stored:
+            why = f"{INDEX} promises it there, and another shard has it; it holds {len(files[shard].specs)} others"
             raise CheckpointError(f"{directory / shard} lacks the tensor {show(name)}", why=why, fix=FETCH_ANEW)
-    return {name: files[shard] for name, shard in weight_map.items()}
+    return found
 
 
 def _nothing_to_read(directory: Path) -> CheckpointError:

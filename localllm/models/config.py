@@ -12,7 +12,7 @@ from localllm.layers.rope_config import RopeConfig, RopeKind
 
 Activation = Literal["silu", "gelu_tanh", "gelu"]
 NormPlacement = Literal["pre", "post", "sandwich"]
-StoredDtype = Literal["bfloat16", "float16", "float32"]
+StoredDtype = Literal["bfloat16", "float16", "float32", "float64"]
 
 __all__ = ["Activation", "ModelConfig", "NormPlacement", "RopeConfig", "RopeKind", "StoredDtype"]
 

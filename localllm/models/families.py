@@ -48,7 +48,9 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
     "gelu_python": "gelu",
 }
-_DTYPES: dict[str, StoredDtype] = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32"}
+_DTYPES: dict[str, StoredDtype] = {
+    "bfloat16": "bfloat16", "float16": "float16", "float32": "float32", "float64": "float64",
+}  # fmt: skip
 
 
 def _every_layer_full(_: Fields, layers: int) -> tuple[str, ...]:
@@ -363,7 +365,7 @@ def _activation(fields: Fields) -> Activation:
 
 def _dtype(fields: Fields) -> StoredDtype | None:
     name = fields.optional_text("dtype") or fields.optional_text("torch_dtype")
-    if name is None:
+    if name is None or name == "auto":  # as the tensors are
         return None
     if name.removeprefix("torch.") not in _DTYPES:
         raise _unsupported(fields.source, f"the dtype {show(name)}", ", ".join(_DTYPES))

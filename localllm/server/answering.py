@@ -14,7 +14,7 @@ from types import TracebackType
 
 from localllm.engine.events import Event, FinishedEvent, TokenEvent, TokenLogprob
 from localllm.engine.facts import AnswerStream, Service
-from localllm.errors import EngineGoneError
+from localllm.errors import EngineGoneError, EngineStuckError
 from localllm.frontend.choices import MAX_ANSWERS
 from localllm.server.asking import Asked
 from localllm.server.failures import RequestError
@@ -204,8 +204,8 @@ class Answers:
         while num_open:
             try:
                 arrived = await self._mail.take(silence_s)
-            except EngineGoneError:
-                if self._renewed is None:
+            except EngineGoneError as error:
+                if self._renewed is None or isinstance(error, EngineStuckError):  # it might be stuck in this very one
                     raise
                 renewed, self._renewed = self._renewed, None
                 self._submit(await renewed())

@@ -14,7 +14,15 @@ from localllm.engine.request import Grammar, Pooling, Request, SamplingParams, r
 from localllm.engine.tokenizer_files import SPECIAL_ROLES
 from localllm.errors import ContextOverflowError, GrammarError, UsageError
 from localllm.frontend.choices import seeded
-from localllm.frontend.thinking import Splitter, begins_in_thought, has_thought, may_think
+from localllm.frontend.harmony import is_harmony
+from localllm.frontend.thinking import (
+    LEVEL,
+    SWITCHES,
+    Splitter,
+    begins_in_thought,
+    effort_variables,
+    has_thought,
+)
 from localllm.server.choosing import NO_CHOICE, Choosing
 from localllm.server.failures import RequestError, too_long
 from localllm.server.tools.calling import Toolset
@@ -96,6 +104,7 @@ def prepare(ask: Ask, engine: LoadedEngine) -> Asked:
     first = Request(
         ids,
         sampling,
+        opens_turn=isinstance(ask.prompt, ChatInput) and ask.prompt.opens_turn and not ask.said,
         grammar=ask.grammar,
         priority=ask.priority,
         pooling=ask.pooling,
@@ -107,6 +116,8 @@ def prepare(ask: Ask, engine: LoadedEngine) -> Asked:
     )
     try:
         if manner is not None:
+            if ask.said and not is_thinking:
+                manner = replace(manner, splits=False)  # no thought comes: all of it is the rest of what was said
             may_still_think = is_thinking or not (ask.effort == "none" or has_thought(engine.tokenizer, ids))
             grammar = manner.grammar(ask.grammar, ask.grammar_field, is_thinking=is_thinking, may_think=may_still_think)
             first = replace(first, grammar=grammar, shown_ids=manner.shown_ids)
@@ -145,7 +156,10 @@ def _manner(ask: Ask, engine: LoadedEngine) -> Manner | None:
     """None for a prompt that is no conversation."""
     if not isinstance(ask.prompt, ChatInput):
         return None
-    is_begun = bool(ask.said) or (ask.grammar is not None and ask.tools is None)
+    is_said_alone = ask.tools is None and (ask.grammar is not None or ask.effort == "none")
+    is_begun = bool(ask.said) or is_said_alone
+    if ask.effort == "none" and ask.tools is not None and is_harmony(engine.template):
+        raise _no_effort("none", ask.effort_field, "with tools, this model always thinks")
     return manner_of(engine.template, engine.tokenizer, ask.prompt.messages, ask.tools, is_begun=is_begun)
 
 
@@ -234,7 +248,7 @@ def chat_of(
 ) -> ChatInput:
     """As the model's template knows it: few have a role of their own for developers. Raises RequestError for variables
     that it would not even look at."""
-    if effort == usual_effort and not _mentions(engine, "reasoning_effort", "enable_thinking"):
+    if effort == usual_effort and not any(map(engine.template.asks_for, (LEVEL, *SWITCHES))):
         effort = None
     variables = _variables(engine, chat.variables, effort, effort_field)
     if _mentions(engine, "developer"):
@@ -255,25 +269,23 @@ def _variables(engine: LoadedEngine, given: Mapping[str, Any], effort: str | Non
         raise RequestError(400, "chat_template_kwargs is too large", why=why, param="chat_template_kwargs")
     if effort is None:
         return dict(given)
-    if effort not in ("none", "on") and _mentions(engine, "reasoning_effort"):
-        return {"reasoning_effort": effort, **given}
-    if _mentions(engine, "enable_thinking"):
-        return {"enable_thinking": effort != "none", **given}
-    thinks = _thinks(engine)
-    if effort == ("on" if thinks else "none"):
-        return dict(given)
-    why = "as its chat template has it, this model " + ("always thinks" if thinks else "does not think")
+    wanted = "off" if effort == "none" else effort
+    if wanted not in ("on", "off") and not engine.template.asks_for(LEVEL):
+        wanted = "on" if any(map(engine.template.asks_for, SWITCHES)) else wanted
+    try:
+        return {**effort_variables(engine.template, wanted), **given}
+    except UsageError as error:
+        raise _no_effort(effort, effort_field, error.why) from None
+
+
+def _no_effort(effort: str, effort_field: str, why: str) -> RequestError:
     what = f"{effort_field!r}: thinking cannot be had so ({effort!r})"
-    raise RequestError(400, what, why=why, param=effort_field, name="unsupported_value")
+    return RequestError(400, what, why=why, param=effort_field, name="unsupported_value")
 
 
 def _no_variable(name: str, why: str) -> RequestError:
     param = f"chat_template_kwargs.{name}"[:200]
     return RequestError(400, f"{param!r} cannot be honoured", why=why, param=param, name="unsupported_value")
-
-
-def _thinks(engine: LoadedEngine) -> bool:
-    return any(map(may_think, engine.template.sources.values()))
 
 
 def _mentions(engine: LoadedEngine, *words: str) -> bool:

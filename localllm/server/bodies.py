@@ -26,8 +26,10 @@ from localllm.server.failures import RequestError
 # A prompt of 131,072 tokens of English has half a megabyte. The loop waits while a body is parsed: 1 ms for the largest
 # that is text, 0.3 s for one of nothing but the smallest parts.
 MAX_BODY_BYTES = 4 << 20
-# What is too large is read so far, and let go: a client that is still sending would not see the reply.
+# What is too large is read so far, as long as it comes without a pause, and let go: a client that is still sending
+# would not see the reply.
 _MOST_READ_BYTES = 64 << 20
+_PAUSE_S = 0.25
 _BODY_S = 30.0  # for all of it to arrive
 # A body of four MiB has room for two million. To tell of each takes 7 s and a GiB, while the loop waits.
 _MOST_MISTAKES = 1000
@@ -168,16 +170,21 @@ async def read_bytes(request: Request) -> bytes:
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced[:20]) > _MOST_READ_BYTES:
         raise _too_large()
-    data, num_bytes = bytearray(), 0
+    data, num_bytes, loop = bytearray(), 0, asyncio.get_running_loop()
+    until = loop.time() + _BODY_S
     try:
-        async with asyncio.timeout(_BODY_S):
+        async with asyncio.timeout_at(until) as limit:
             async for piece in request.stream():
                 num_bytes += len(piece)
                 if num_bytes <= MAX_BODY_BYTES:
                     data += piece
                 elif num_bytes > _MOST_READ_BYTES:
                     break
+                else:
+                    limit.reschedule(min(until, loop.time() + _PAUSE_S))
     except TimeoutError:
+        if num_bytes > MAX_BODY_BYTES:
+            raise _too_large() from None
         why = f"{num_bytes} bytes came in {_BODY_S:.0f} s"
         raise RequestError(408, "the body did not arrive", why=why, headers={"connection": "close"}) from None
     if num_bytes > MAX_BODY_BYTES:

@@ -10,12 +10,14 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from localllm.errors import (
+    BusyError,
     ContextOverflowError,
     DoesNotFitError,
     EngineClosedError,
     EngineGoneError,
     GrammarError,
     LocalLLMError,
+    ModelChangedError,
     ModelNotFoundError,
     TemplateError,
     TokenizerError,
@@ -95,8 +97,12 @@ def failure_of(error: BaseException) -> Failure:
             return Failure(400, _sentence(error), "invalid_value")
         case EngineClosedError():
             return Failure(503, "the server is shutting down", "shutting_down")
+        case BusyError():
+            return Failure(503, _sentence(error), "overloaded", headers={"retry-after": str(RETRY_S)})
         case EngineGoneError():
             return Failure(503, _sentence(error), "engine_gone", headers={"retry-after": str(RETRY_S)})
+        case ModelChangedError():
+            return Failure(503, _sentence(error), "model_changed", headers={"retry-after": str(RETRY_S)})
         case DoesNotFitError():
             return Failure(503, _sentence(error), "does_not_fit", headers=_NO_RETRY)
         case LocalLLMError():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 
@@ -47,6 +47,12 @@ def _of_an_object(schema: object) -> object:
 
 
 ArgumentsSchema = Annotated[dict[str, Any], BeforeValidator(_of_an_object)]
+
+# Of a call that was made; nothing, where it had none.
+CallText = Annotated[
+    str | None, Field(description="JSON of an object; null and an empty text are one without members.")
+]
+CallObject = dict[str, Any] | Literal[""] | None
 
 # Nothing of what is not served yet.
 Nothing = Annotated[list[Any], Field(max_length=0)] | None

@@ -14,7 +14,7 @@ import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -24,6 +24,7 @@ from localllm.server.logbook import IGNORED_HEADER, note_failure
 from localllm.server.replying import Json
 
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^:\[\]\s]+)(?::(?P<port>\d{1,5}))?")
+_ABSOLUTE = re.compile(rb"https?://(?P<host>[^/?#]*)(?P<path>/[^?#]*)?", re.IGNORECASE)
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 _HTTP_PORT = 80  # of which clients say nothing
 _CONTAINERS_HOST = "host.docker.internal"  # as containers call the machine they run on
@@ -127,6 +128,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        _use_origin_form(scope)
         headers = Headers(scope=scope)
         origin = headers.get("origin")
         is_allowed = origin is not None and self._admission.allows_origin(origin)
@@ -138,6 +140,7 @@ class Guard:
             await send(message)
 
         try:
+            _require_one_length(headers)
             hosts = headers.getlist("host")
             self._admission.require_host(hosts[0] if len(hosts) == 1 else None)
             self._admission.require_origin(origin)
@@ -152,6 +155,27 @@ class Guard:
             await reply(scope, receive, with_headers)
             return
         await self._app(scope, receive, with_headers)
+
+
+def _use_origin_form(scope: Scope) -> None:
+    """Of a request in absolute form, as proxies are asked, the address that it names counts, and no Host header (RFC
+    9112, 3.2.2)."""
+    parts = _ABSOLUTE.fullmatch(scope.get("raw_path", b""))
+    if parts is None:
+        return
+    scope["raw_path"] = parts["path"] or b"/"
+    scope["path"] = unquote(scope["raw_path"].decode("ascii", "replace"))
+    others = [(name, value) for name, value in scope["headers"] if name != b"host"]
+    scope["headers"] = [(b"host", parts["host"]), *others]
+
+
+def _require_one_length(headers: Headers) -> None:
+    """Two lengths of one body: what a proxy takes for the next request may be this one's (RFC 9112, 6.1). Raises
+    RequestError."""
+    if "transfer-encoding" in headers and "content-length" in headers:
+        why = "it has a Content-Length and a Transfer-Encoding"
+        headers_back = {"connection": "close"}
+        raise RequestError(400, "the body has two lengths", why=why, name="invalid_request", headers=headers_back)
 
 
 def _preflight(headers: Headers) -> dict[str, str]:

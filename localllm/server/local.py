@@ -14,8 +14,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from typing_extensions import TypedDict
 
 from localllm import __version__
-from localllm.engine.facts import EngineFacts, EngineStatus
-from localllm.errors import LocalLLMError, ModelNotFoundError
+from localllm.engine.facts import EngineStatus, LoadedEngine
+from localllm.errors import EngineStuckError, LocalLLMError, ModelNotFoundError
 from localllm.frontend.engine_process import EngineProcess
 from localllm.server.bodies import Body
 from localllm.server.endpoint import Call, Endpoint
@@ -24,7 +24,7 @@ from localllm.server.fields import KeepAlive, keep_seconds
 from localllm.server.replying import Json
 from localllm.server.served import Served
 
-State = Literal["loading", "loaded", "ended"]
+State = Literal["loading", "loaded", "silent", "ended"]
 
 _WHAT_IS_LOADED = "localllm ps"
 
@@ -44,10 +44,11 @@ class AttachBody(Body):
 
 
 class Attached(TypedDict):
-    """socket: of the engine; "" where nobody waited for it."""
+    """socket: of the engine; "" where nobody waited for it. pid: of its process."""
 
     name: str
     socket: str
+    pid: int | None
 
 
 class ModelBody(Body):
@@ -56,8 +57,8 @@ class ModelBody(Body):
 
 
 class Row(TypedDict):
-    """A model that is loaded or on its way, or whose engine has ended: the next request loads it again. memory: bytes
-    by tier, of the plan. expires_at: in seconds since 1970."""
+    """A model that is loaded or on its way, whose engine does not answer ("silent"), or has ended: the next request
+    loads it again. memory: bytes by tier, of the plan. expires_at: in seconds since 1970."""
 
     name: str
     state: State
@@ -100,8 +101,8 @@ def endpoints(urls: list[str], stop: Callable[[], None]) -> tuple[Endpoint, ...]
     """urls: at which others reach the server. stop: ends it."""
 
     async def rows(call: Call, _body: None) -> Json:
-        models = [await _row(call, each) for each in call.pool.models if each.service is not None]
-        reply: Rows = {"version": __version__, "urls": urls, "models": models}
+        models = await asyncio.gather(*(_row(call, each) for each in call.pool.models if each.service is not None))
+        reply: Rows = {"version": __version__, "urls": urls, "models": list(models)}
         return Json(reply)
 
     async def end(_call: Call, _body: ModelBody) -> Json:
@@ -139,12 +140,12 @@ async def attach(call: Call, body: AttachBody) -> Response:
     if (other := await _other_settings(served, body.settings)) is not None:
         raise _refused(other)
     if not body.waits:
-        return Json(Attached(name=served.name, socket=""))
+        return Json(Attached(name=served.name, socket="", pid=None))
     await served.ready()
     service = served.service
     if not isinstance(service, EngineProcess) or service.socket_path is None:
         raise _refused("the engine of the server cannot be reached from outside")
-    return Json(Attached(name=served.name, socket=str(service.socket_path)))
+    return Json(Attached(name=served.name, socket=str(service.socket_path), pid=service.pid))
 
 
 async def _other_settings(served: Served, wanted: Mapping[str, Any]) -> str | None:
@@ -200,13 +201,23 @@ async def _row(call: Call, served: Served) -> Row:
     if engine is None:
         return row
     try:
-        told: tuple[EngineFacts, EngineStatus] = await asyncio.to_thread(lambda: (engine.facts(), engine.status()))
+        status, facts = await asyncio.to_thread(lambda: (_status(engine), engine.facts()))
     except LocalLLMError:
         return row if served.engine_if_loaded is engine else {**row, "state": "ended", "pid": None, "expires_at": None}
-    facts, status = told
     row["weights"], row["kv"], row["ctx"] = facts.weights, facts.kv, facts.ctx
     row["weight_bytes"] = facts.weight_bytes
     row["memory"] = {tier: facts.held_bytes(tier) for tier in facts.ledger}
     row["limits"] = dict(facts.limits)
-    row["running"], row["waiting"] = len(status.running), status.num_waiting
+    if status is None:
+        row["state"] = "silent"
+    else:
+        row["running"], row["waiting"] = len(status.running), status.num_waiting
     return row
+
+
+def _status(engine: LoadedEngine) -> EngineStatus | None:
+    """None where it does not answer. Raises EngineGoneError."""
+    try:
+        return engine.status()
+    except EngineStuckError:
+        return None

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
@@ -10,13 +13,15 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from localllm import __version__
-from localllm.engine.chat_template import ChatInput
+from localllm.engine.chat_template import ChatInput, ChatTemplate
 from localllm.engine.facts import EngineStatus
 from localllm.engine.request import require_ids
+from localllm.engine.tokenizer_files import TokenizerFiles, special_roles
 from localllm.errors import LocalLLMError, TemplateError
 from localllm.server.asking import told_chat
 from localllm.server.bodies import Body
 from localllm.server.endpoint import Call, Endpoint
+from localllm.server.failures import busy
 from localllm.server.fields import MAX_MESSAGES
 from localllm.server.openai.messages import Message, chat_messages
 from localllm.server.openai.tools import Tools, chosen
@@ -101,9 +106,15 @@ class Prompt(TypedDict):
 
 
 async def health(call: Call, _body: None) -> Json:
-    """503 while the model is being loaded. One that has left, as nobody asked for it, is as good as loaded."""
+    """503 while the model is being loaded, and while one's engine does not move on. One that has left, as nobody asked
+    for it, is as good as loaded."""
     if call.pool.is_starting:
         call.pool.first.engine()
+    stuck = next((each for each in call.pool.models if each.is_doubtful), None)
+    if stuck is not None:
+        raise busy(
+            f"the engine of {stuck.name} does not move on", "somebody waits for it, and it says nothing", "stuck"
+        )
     reply: Health = {"status": "ok"}
     return Json(reply)
 
@@ -117,31 +128,46 @@ async def metrics(call: Call, _body: None) -> Response:
 
 
 async def props(call: Call, _body: None) -> Json:
+    """Of a model that has left: as it was, and that it sleeps. It is not loaded for a question like this."""
     served = call.pool.first
-    engine = served.engine()  # which is not loaded for a question like this
-    sampling, tokenizer = served.sampling(), engine.tokenizer
+    engine = served.engine_if_loaded
+    if engine is None and (call.pool.is_starting or served.is_loading):
+        served.engine()
+    sampling, directory = served.sampling(), served.selection.files.directory
+    ctx, weights = (served.was.ctx, served.was.weights) if engine is None else (engine.ctx, engine.weights)
+    template, tokens = await served.off_loop(lambda: _files_say(directory) if engine is None else _says(engine))
     names = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "frequency_penalty")
     params = {name: getattr(sampling, name) for name in (*names, "presence_penalty", "max_tokens")}
     reply: Props = {
-        "default_generation_settings": {"n_ctx": engine.ctx, "params": params},
+        "default_generation_settings": {"n_ctx": ctx, "params": params},
         "total_slots": served.capacity.parallel,
         "model_alias": served.name,
-        "chat_template": _template_source(engine),
-        "bos_token": tokenizer.bos_token or "",
-        "eos_token": tokenizer.eos_token or "",
-        "build_info": f"localllm {__version__}, {engine.weights}",
+        "chat_template": template,
+        "bos_token": tokens.get("bos_token", ""),
+        "eos_token": tokens.get("eos_token", ""),
+        "build_info": f"localllm {__version__}, {weights}",
         "modalities": {"vision": False, "audio": False},
-        "is_sleeping": False,
+        "is_sleeping": engine is None,
     }
     return Json(reply)
 
 
-def _template_source(engine: LoadedEngine) -> str:
-    """ "" where the model has none."""
+def _says(engine: LoadedEngine) -> tuple[str, Mapping[str, str]]:
+    """Its chat template, "" where it has none, and its special tokens by their roles."""
+    tokens = engine.tokenizer.special_tokens
     try:
-        return next(iter(engine.template.sources.values()))
+        return next(iter(engine.template.sources.values())), tokens
     except TemplateError:
-        return ""
+        return "", tokens
+
+
+def _files_say(directory: Path) -> tuple[str, Mapping[str, str]]:
+    """As `_says`, of a model that is not loaded; nothing where its files are gone or broken."""
+    tokens: Mapping[str, str] = {}
+    with suppress(LocalLLMError):
+        tokens = special_roles(TokenizerFiles(directory).config())
+        return next(iter(ChatTemplate.load(directory).sources.values())), tokens
+    return "", tokens
 
 
 async def slots(call: Call, _body: None) -> Json:
@@ -158,7 +184,7 @@ async def slots(call: Call, _body: None) -> Json:
             {
                 "id": index,
                 "id_task": None if slot is None else slot.request_id,
-                "n_ctx": 0 if engine is None else engine.ctx,
+                "n_ctx": served.was.ctx if engine is None else engine.ctx,
                 "is_processing": slot is not None,
                 "n_prompt_tokens": 0 if slot is None else slot.num_prompt_tokens,
                 "n_prompt_tokens_processed": 0 if slot is None else slot.num_read,

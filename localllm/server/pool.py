@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import difflib
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
@@ -23,18 +23,19 @@ from localllm.frontend.warm_files import keep_warm
 from localllm.offload.machine_memory import free_bytes
 from localllm.server.failures import RequestError, busy
 from localllm.server.metrics import Metrics
-from localllm.server.served import Capacity, Served
+from localllm.server.served import Capacity, Served, own_name
 from localllm.server.trials import Trials
 
 if TYPE_CHECKING:
     from localllm.engine.facts import EngineFacts, Service
     from localllm.engine.request import Pooling
-    from localllm.hub import InstalledModel
+    from localllm.hub import InstalledModel, ModelFiles
 
 T = TypeVar("T")
 
 _PREPARING_THREADS = 2  # templates and tokenizers, while the loop goes on; as many again look at the disk
 _SHARE = 0.9  # of the memory that is free when the server starts, as a model by itself would take
+_AT_REST_S = 0.5  # for which files that were written are left alone, before they are read
 _LOOK_S = 0.2  # between two looks at a model that is to leave: programs that use it by its own socket may
 _MOST_KEPT_S = 1e9  # thirty years: what is longer is for good, and may be more than a clock can tell
 _ROOM_S = 600.0  # for which a model waits for those before it to be done
@@ -84,15 +85,15 @@ class Pool:
         self.pooling: Pooling = pooling
         self.started_at = time.time()
         self.idle_s = idle_s
-        self.first = Served(self, first, aliases)
-        self.models = [self.first, *(Served(self, selection) for selection in also)]
-        for each in self.models:
-            each.keep_s = idle_s
+        self._note = note
+        self.models: list[Served] = []
+        self.first = self._added(first, aliases)
+        for each in also:
+            self._added(each)
         self._ram_bytes = int(_SHARE * free_bytes())
         self._on_demand = on_demand
         self._resolved = resolved
         self._launch = launch
-        self._note = note
         self._turn = asyncio.Lock()  # of who loads, in the order in which they came
         self._loads: dict[Served, asyncio.Task[None]] = {}
         self._timers: dict[Served, asyncio.TimerHandle] = {}
@@ -120,13 +121,16 @@ class Pool:
             return known
         return self._added(selection)
 
-    def _added(self, selection: Selection) -> Served:
-        directory = selection.files.directory
-        served = next((each for each in self.models if each.selection.files.directory == directory), None)
+    def _added(self, selection: Selection, aliases: Sequence[str] = ()) -> Served:
+        files = selection.files
+        served = next((each for each in self.models if each.is_of(files)), None)
         if served is None:
-            served = Served(self, selection)
+            taken = {name.casefold() for each in self.models for name in each.names}
+            served = Served(self, selection, aliases, taken)
             served.keep_s = self.idle_s
             self.models.append(served)
+            if served.name != (own := own_name(selection)):
+                self._note(f"{files.directory} is called {served.name} here: {own} is another model")
         return served
 
     async def model(self, name: str | None, keep_s: float | None = None) -> Served:
@@ -191,7 +195,7 @@ class Pool:
             return []
         known = {each.selection.files.directory for each in self.models}
         rows = [row for row in hub.list_models() if row.directory is not None and not row.partial_bytes]
-        return [row for row in rows if row.directory not in known]
+        return [row for row in rows if row.directory not in known and self.known(row.name) is None]
 
     def _installed(self, name: str) -> Selection | None:
         """A client's word is no path to look at: names of models that are on this disk alone."""
@@ -255,9 +259,43 @@ class Pool:
         async with self._turn:
             if self._is_closed:
                 raise EngineClosedError("the server is shutting down")
+            if served.engine_if_loaded is not None and await self.has_changed(served):
+                await self._put_away(served)
             if served.is_leaving or served.engine_if_loaded is None:
                 served.is_leaving = False
                 await self._load(served)
+
+    async def has_changed(self, served: Served) -> bool:
+        """As `House` has it. Of a replica: no."""
+        engine = served.engine_if_loaded
+        if engine is None or not engine.contents or not self._on_demand:
+            return False
+        return await self._contents(served) != engine.contents
+
+    async def _contents(self, served: Served) -> str:
+        files = served.selection.files
+        return await self.off_loop(lambda: hub.contents(hub.current(files).directory))
+
+    async def _put_away(self, served: Served) -> None:
+        """Unloads what was loaded from files that are others now: when those have come to rest, and nothing is asked of
+        it. Raises RequestError where that takes too long."""
+        served.is_leaving = True
+        try:
+            contents = ""
+            while contents != (contents := await self._contents(served)):
+                await asyncio.sleep(_AT_REST_S)
+            await self._until_idle(served, lambda: self._still_answers(served))
+            self._note(f"the files of {served.name} have changed: it is loaded anew")
+            keep_s = served.keep_s
+            await self.unload(served)
+            served.keep_s = keep_s
+        finally:
+            served.is_leaving = False
+
+    async def _still_answers(self, served: Served) -> RequestError:
+        return busy(
+            f"{served.name} has changed on the disk", "answers of what it was are still being written", "loading"
+        )
 
     async def _load(self, served: Served) -> None:
         while self._ending:
@@ -265,6 +303,8 @@ class Pool:
         if served.service is not None:  # it has ended, or was never loaded
             await asyncio.to_thread(served.service.close)
             served.service = None
+        if self._on_demand:
+            served.selection = await self.on_disk(lambda: self._selected(hub.current(served.selection.files)))
         loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Foreseen]()
 
         def foreseen(what: Foreseen) -> None:
@@ -284,10 +324,15 @@ class Pool:
             await asyncio.shield(asyncio.to_thread(service.close))
             raise
         self._has_begun |= served is self.first
+        served.was = await self._facts(served)
         left, self._left = self._left, []
         for victim, weights in left:  # not before: the disk was the other's
             self._begin(self._keep_warm(victim, weights))
         self.left_alone(served)
+
+    def _selected(self, files: ModelFiles) -> Selection:
+        """With what the model's files recommend now. Raises CheckpointError."""
+        return with_defaults(self._resolved, files)
 
     def _stopped(self, served: Served) -> Exception:
         """Why a load came to nothing that nobody else has ended."""
@@ -330,17 +375,27 @@ class Pool:
         victim = next((each for each in oldest if are_idle[each]), oldest[0])
         victim.is_leaving = True
         facts = await self._facts(victim)
-        until = time.monotonic() + _ROOM_S
-        while not await self._is_idle(victim):
-            if time.monotonic() > until:
-                victim.is_leaving = False
-                raise busy(f"there is no room for {served.name}", await self._shortage(what, others))
-            await asyncio.sleep(_LOOK_S)
+        try:
+            await self._until_idle(victim, lambda: self._no_room(served, what, others))
+        except RequestError:
+            victim.is_leaving = False
+            raise
         held = format_bytes(facts.held_bytes("ram"), 2)
         self._note(f"{victim.name} makes room for {served.name}: {held} of memory")
         await self.unload(victim)
         victim.is_leaving = False
         self._left.append((victim, facts.weights))
+
+    async def _until_idle(self, served: Served, refusal: Callable[[], Awaitable[RequestError]]) -> None:
+        """Raises the refusal where that takes too long."""
+        until = time.monotonic() + _ROOM_S
+        while not await self._is_idle(served):
+            if time.monotonic() > until:
+                raise await refusal()
+            await asyncio.sleep(_LOOK_S)
+
+    async def _no_room(self, served: Served, what: Foreseen, others: Sequence[Served]) -> RequestError:
+        return busy(f"there is no room for {served.name}", await self._shortage(what, others))
 
     async def _shortage(self, what: Foreseen, others: Sequence[Served]) -> str:
         """In numbers."""

@@ -5,11 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from localllm.errors import BugError, EngineClosedError, EngineGoneError, GrammarError, LocalLLMError
+from localllm.engine.facts import EngineFacts
+from localllm.errors import (
+    BugError,
+    EngineClosedError,
+    EngineGoneError,
+    GrammarError,
+    LocalLLMError,
+    ModelChangedError,
+    ModelNotFoundError,
+)
+from localllm.frontend.engine_process import EngineProcess
 from localllm.frontend.selection import Selection, told_of
 from localllm.registry import BUILT_IN
 from localllm.server.answering import Answers
@@ -21,6 +31,7 @@ from localllm.server.trials import Trials
 if TYPE_CHECKING:
     from localllm.engine.facts import LoadedEngine, Service
     from localllm.engine.request import Pooling, Request, SamplingParams
+    from localllm.hub import ModelFiles
 
 T = TypeVar("T")
 
@@ -57,6 +68,10 @@ class House(Protocol):
         """Returns when it is loaded. Raises what keeps it from that."""
         ...
 
+    async def has_changed(self, served: Served) -> bool:
+        """Whether its files are others than those that it was loaded from. Raises ModelNotFoundError."""
+        ...
+
     def left_alone(self, served: Served) -> None:
         """Its last answer has ended."""
         ...
@@ -67,12 +82,17 @@ class House(Protocol):
 class Served:
     """One model, loaded or not."""
 
-    def __init__(self, house: House, selection: Selection, aliases: Sequence[str] = ()) -> None:
-        """aliases: more names for it."""
+    def __init__(
+        self, house: House, selection: Selection, aliases: Sequence[str] = (), taken: Collection[str] = ()
+    ) -> None:
+        """aliases: more names for it. taken: names of others, in small letters."""
         self.house = house
         self.selection = selection
-        entry = selection.files.entry
-        self.names = tuple(dict.fromkeys((_name(selection), *aliases, *(entry.aliases if entry else ()))))
+        entry = None if _is_pinned(selection) else selection.files.entry
+        wanted = dict.fromkeys((own_name(selection), *aliases, *(entry.aliases if entry else ())))
+        free = [name for name in wanted if name.casefold() not in taken]
+        self.names = tuple(free if own_name(selection) in free else [_longer_name(selection, taken), *free])
+        self.was = EngineFacts(0, "", "")  # as it was last loaded
         self.num_open = 0  # answers that were asked for and have not ended
         self.service: Service | None = None
         self.is_leaving = False  # it makes room for another as soon as nothing is asked of it
@@ -93,7 +113,15 @@ class Served:
 
     def has(self, name: str) -> bool:
         """Whether the model is called so, in letters of whatever size."""
-        return name.casefold() in {each.casefold() for each in (*self.names, self.selection.files.repo or self.name)}
+        repo = None if _is_pinned(self.selection) else self.selection.files.repo
+        return name.casefold() in {each.casefold() for each in (*self.names, repo or self.name)}
+
+    def is_of(self, files: ModelFiles) -> bool:
+        """Whether it is that model, of whatever commit."""
+        own = self.selection.files
+        return own.directory == files.directory or (
+            own.repo is not None and (own.repo, own.name) == (files.repo, files.name)
+        )
 
     @property
     def evicts(self) -> bool:
@@ -103,6 +131,11 @@ class Served:
     @property
     def is_loading(self) -> bool:
         return self.service is not None and not self.service.is_settled
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether its engine has not moved on for long though somebody waits for it."""
+        return isinstance(self.service, EngineProcess) and self.service.is_doubtful
 
     @property
     def engine_if_loaded(self) -> LoadedEngine | None:
@@ -128,12 +161,13 @@ class Served:
         self.last_used = time.monotonic()
         try:
             async with asyncio.timeout(LOAD_WAIT_S):
-                while self.is_leaving or self.engine_if_loaded is None:  # who came before may have unloaded it again
+                # Who came before may have unloaded it again.
+                while self.is_leaving or self.engine_if_loaded is None or await self.house.has_changed(self):
                     await self.load()
         except TimeoutError:
             why = f"it has taken {LOAD_WAIT_S:.0f} s so far"
             raise busy(f"{self.name} is being loaded", why, "loading") from None
-        except (RequestError, EngineClosedError, EngineGoneError):
+        except (RequestError, EngineClosedError, EngineGoneError, ModelChangedError, ModelNotFoundError):
             raise
         except Exception as error:
             known = told_of(error, self.selection.files, self.selection.resolved)
@@ -225,11 +259,23 @@ class Served:
         return self.house.off_loop(work)
 
 
-def _name(selection: Selection) -> str:
+def own_name(selection: Selection) -> str:
     """A folder's own, without where it is."""
     files = selection.files
     is_folder = files.repo is None and files.name != BUILT_IN
     return files.directory.absolute().name if is_folder else files.name
+
+
+def _longer_name(selection: Selection, taken: Collection[str]) -> str:
+    """With as many of the folders that it is in as tell it apart."""
+    parts = selection.files.directory.absolute().parts[1:]
+    names = ("/".join(parts[-count:]) for count in range(2, len(parts) + 1))
+    return next((name for name in names if name.casefold() not in taken), str(selection.files.directory.absolute()))
+
+
+def _is_pinned(selection: Selection) -> bool:
+    """Whether it is a revision that was asked for by name: other names are another's."""
+    return selection.files.repo is not None and "@" in selection.files.name
 
 
 def _gone(what: str, error: LocalLLMError) -> RequestError:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from localllm.errors import EngineGoneError
-from localllm.frontend.answer import Answer
+from localllm.frontend.answer import Answer, silence
 from localllm.frontend.context import evicted_text
 from localllm.frontend.keeping import Resumed
 from localllm.frontend.talk import Asked, Talk
@@ -35,7 +35,6 @@ class Answering:
         self._stops = threading.Event()
         self.pace = Pace()
         self._asked: Asked | None = None
-        self._thinking: list[Turn] = []  # answers that begin in a thought
         self._ending: tuple[Turn, str] = {}, ""  # the latest answer that is not whole, and why
         self.last: Answer | None = None
         self.tok_s: float | None = None  # of the last answer of the model that is loaded
@@ -46,14 +45,11 @@ class Answering:
 
     def resume(self, resumed: Resumed) -> None:
         """What is known of a kept conversation's answers."""
-        self._thinking = list(resumed.thinking)
         if resumed.is_cut:
             self._ending = resumed.turns[-1][0], f"interrupted: {self._goes_on}"
 
     def settle(self, talk: Talk, turn: Turn) -> None:
         """The last answer has become a turn of the conversation."""
-        if self._asked is not None and self._asked.is_thinking:
-            self._thinking.append(turn)
         if ending := self._ending_now(talk):
             self._ending = turn, ending
 
@@ -61,11 +57,6 @@ class Answering:
         """Why the last of them ends where it does; of an answer that is whole nothing."""
         turn, ending = self._ending
         return ending if turns and turns[-1] is turn else ""
-
-    def thinking_among(self, turns: Sequence[Turn]) -> frozenset[int]:
-        """Which of them are answers that begin in a thought."""
-        known = {id(turn) for turn in self._thinking}
-        return frozenset(index for index, turn in enumerate(turns) if id(turn) in known)
 
     def _ending_now(self, talk: Talk) -> str:
         """Why the last answer ends where it does, and what can be done about it; "" where it is whole."""
@@ -114,7 +105,10 @@ class Answering:
         if asked.evicted.turns:
             self._post(Told(evicted_text(asked.evicted)))
         self._post(AnswerBegan(asked.said, asked.is_thinking))
-        answer = Answer(len(asked.request.prompt_ids), asked.request.sampling.seed, [asked.said])
+        if asked.note:
+            self._post(Told(asked.note))
+        said = [asked.said] if asked.said else []
+        answer = Answer(len(asked.request.prompt_ids), asked.request.sampling.seed, said, thinking=asked.thinking)
         try:
             talk.answer(asked, lambda hear: self._heard(service, asked, answer, hear, count))
         finally:
@@ -134,6 +128,8 @@ class Answering:
         if finished.ctx is not None:  # blocks may have moved, the context grown
             with suppress(EngineGoneError):
                 self._post(ModelReady(facts_of(talk.files.name, talk.engine)))
+        if self.last is not None and (empty := silence(self.last)) is not None:
+            self._post(Told(empty, "warning"))
         if (fullness := talk.fullness(finished)) is not None:
             self._post(Told(fullness.text, "warning" if fullness.is_full else "information"))
 

@@ -23,6 +23,7 @@ COMMANDS: Mapping[str, Command] = {
     "export": Command("PATH", "write the conversation as Markdown (.md) or with all its branches (.json)"),
     "load": SHARED["load"],
     "set": SHARED["set"],
+    "think": SHARED["think"],
     "show": Command("", "model, context, system message and settings"),
     "stats": Command("", "rates and times of the last answer"),
     **{name: SHARED[name] for name in ("tokens", "cache")},

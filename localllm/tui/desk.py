@@ -281,8 +281,20 @@ class Desk:
         self._kept.use_model(selection.model_name)
         self._is_another = True
 
+    @property
+    def shows_thoughts(self) -> bool:
+        return self._resolved.settings.show_thoughts
+
     def set(self, key: str, value: str) -> None:
         self.note(f"{key} = {shown_setting(self._dialogue.set(key, value))}")
+
+    def think(self, effort: str) -> None:
+        if self._talk is not None:
+            self.note(self._talk.think(effort))
+        elif effort:  # whether a model can be had so is known when it is there
+            self.set("think", effort)
+        else:
+            self.tell_settings("think")
 
     def system(self, text: str) -> None:
         if text:
@@ -418,7 +430,7 @@ class Desk:
                 self._dialogue.system,
                 tuple(self._attached),
                 self.answering.ending_of(turns),
-                self.answering.thinking_among(turns),
+                frozenset(i for i, turn in enumerate(turns) if self._dialogue.begins_in_thought(turn)),
             )
         )
 

@@ -46,7 +46,7 @@ def follow(stream: AnswerStream, answer: Answer, hear: Callable[[str], None], po
     for events in _batches(stream, pace):
         words = []
         for event in events:
-            text = answer.take(event)
+            text = answer.take(event).text
             hear(text)
             words.append(text)
             if isinstance(event, TokenEvent):

@@ -6,7 +6,6 @@ import asyncio
 import json
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,8 +29,8 @@ from localllm.server.local import Doors
 from localllm.server.local import endpoints as local_endpoints
 from localllm.server.pool import Pool
 from localllm.server.served import Capacity, Served
+from tests.patience import PATIENCE_S, wait_for
 
-PATIENCE_S = 20.0
 OWL = [{"role": "user", "content": "A tale about an owl, please."}]
 
 
@@ -101,27 +100,20 @@ class Running:
         wait_for(lambda: self.is_idle and not self.served.num_open)
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Fails where it takes long."""
-    until = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.0005)
-
-
 def num_cancelled(server: Running) -> float:
     """Answers that nobody waited for."""
     return server.pool.metrics.registry.get_sample_value("localllm_answers_total", {"reason": "cancelled"}) or 0
 
 
-async def begin(pool: Pool, begun: threading.Event) -> None:
-    """As `localllm serve` does: the server answers while the model is loaded. begun: set when that is on its way."""
+async def begin(pool: Pool, begun: threading.Event, settled: threading.Event) -> None:
+    """As `localllm serve` does: the server answers while the model is loaded. begun: set when that is on its way.
+    settled: when it is loaded, or cannot be."""
 
     async def load() -> None:
         try:
             await pool.load(pool.first)
         finally:
-            begun.set()
+            settled.set()
 
     loading = asyncio.ensure_future(load())
     loading.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -172,21 +164,21 @@ def running(
     port = int(sock.getsockname()[1])
     admission = Admission((port,), key_digest=None if key is None else key_digest(key))
     stops: list[Callable[[], None]] = []
-    begun = threading.Event()
+    begun, settled = threading.Event(), threading.Event()
     outer = create_app(pool, admission, log=log.append, with_metrics=with_metrics)
     app = Doors(outer, create_router(local_endpoints([], lambda: stops[0]()), pool))
-    arguments = (app, [sock], stops.append, pool.stop, lambda: begin(pool, begun))
+    arguments = (app, [sock], stops.append, pool.stop, lambda: begin(pool, begun, settled))
     thread = threading.Thread(target=serve, args=arguments, daemon=True)
     thread.start()
     try:
         assert begun.wait(PATIENCE_S)
         if load is None:
-            wait_for(lambda: pool.first.engine_if_loaded is not None)
-        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            assert settled.wait(PATIENCE_S)
+        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S) as client:
             yield Running(port, pool, log, client)
     finally:
         stops[0]()
-        thread.join(10)
+        thread.join(PATIENCE_S)
         pool.close()
 
 
@@ -200,7 +192,7 @@ class Raw:
 
     def __post_init__(self) -> None:
         self.sock = socket.socket()
-        self.sock.settimeout(20)
+        self.sock.settimeout(PATIENCE_S)
         if self.receive_bytes is not None:
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self.receive_bytes)
         self.sock.connect(("127.0.0.1", self.port))

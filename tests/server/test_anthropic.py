@@ -67,6 +67,22 @@ def test_the_library_gets_a_whole_message(client: anthropic.Anthropic) -> None:
     assert (message.stop_reason, message.stop_sequence, message.usage.output_tokens) == ("max_tokens", None, 12)
 
 
+def nulls(value: Any) -> set[str]:
+    """The names of what is null in it."""
+    if isinstance(value, list):
+        return set().union(*map(nulls, value))
+    if not isinstance(value, dict):
+        return set()
+    return {name for name, each in value.items() if each is None}.union(*map(nulls, value.values()))
+
+
+def test_what_there_is_nothing_of_is_left_out(server: Running) -> None:
+    """Some clients take a list or nothing, and no null; originally these two are null until an answer has ended."""
+    replies = [server.post(PATH, RAW).json(), *server.events(PATH, {**RAW, "stream": True})]
+    assert set().union(*map(nulls, replies)) == {"stop_reason", "stop_sequence"}
+    assert replies[0]["content"][0].keys() == {"type", "text"}
+
+
 def test_an_answer_that_ends_by_itself_has_ended_its_turn(client: anthropic.Anthropic) -> None:
     begun = [*OWL, {"role": "assistant", "content": "The end."}]
     message = client.messages.create(**{**GREEDY, "messages": begun}, stop_sequences=["never said"])

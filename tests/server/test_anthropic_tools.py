@@ -193,6 +193,18 @@ def test_the_library_runs_tools_and_sends_their_results(
     )
 
 
+@pytest.mark.parametrize("nothing", [{"input": None}, {"input": ""}, {}], ids=str)
+def test_a_call_without_arguments_goes_back_as_one_with_none_in_it(server: Running, nothing: Any) -> None:
+    def num_tokens(given: dict[str, Any]) -> int:
+        use = {"type": "tool_use", "id": "toolu_1", "name": "clock", **given}
+        said = [*OWL, {"role": "assistant", "content": [use]}, {"role": "user", "content": [RESULT]}]
+        reply = server.post(f"{PATH}/count_tokens", {"messages": said})
+        assert reply.status_code == 200, reply.text
+        return int(reply.json()["input_tokens"])
+
+    assert num_tokens(nothing) == num_tokens({"input": {}})
+
+
 def test_a_result_that_is_an_error_is_told_as_one(server: Running) -> None:
     counts = [
         server.post(f"{PATH}/count_tokens", {"messages": conversation({**RESULT, **more}), "tools": ANTHROPIC_TOOLS})

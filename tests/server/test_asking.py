@@ -18,6 +18,7 @@ from localllm.errors import UsageError
 from localllm.server import served
 from localllm.server.asking import Ask, Asked, chat_of, joined, prepare, prompt_ids
 from localllm.server.failures import RequestError
+from localllm.server.tools.calling import Tool, Toolset
 from tests.server.support import OWL, Running, running
 
 CHAT = ChatInput(messages=OWL)
@@ -161,6 +162,8 @@ def telling(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
         ("{{ reasoning_effort }}", "none", {}, {}),
         ("{{ enable_thinking }}", "high", {}, {"enable_thinking": True}),
         ("{{ enable_thinking }}", "none", {}, {"enable_thinking": False}),
+        ("{{ thinking }}", "none", {}, {"thinking": False}),
+        ("{{ messages[0].thinking }}<think>", "on", {}, {}),
         ("{{ enable_thinking }}", "none", {"enable_thinking": True}, {"enable_thinking": True}),
         ("{{ enable_thinking }}{{ reasoning_effort }}", "none", {}, {"enable_thinking": False}),
         ("{{ enable_thinking }}{{ reasoning_effort }}", "on", {}, {"enable_thinking": True}),
@@ -196,6 +199,18 @@ def test_the_effort_of_those_who_ask_for_none_is_told_where_there_are_several(
 ) -> None:
     telling(template)
     assert chat_of(CHAT, engine, "high", usual_effort="high").variables == told
+
+
+def test_harmony_begins_with_what_is_said_where_nothing_is_to_be_thought(
+    engine: Engine, telling: Callable[[str], None]
+) -> None:
+    telling("<|start|>assistant{# <|channel|>final<|message|> #}")
+    final = engine.tokenizer.encode("<|channel|>final<|message|>", special=True)
+    plain, silent = (prepare(Ask(CHAT, effort=effort), engine).requests[0].prompt_ids for effort in (None, "none"))
+    assert silent == (*plain, *final)
+    tools = Toolset((Tool("look", "Looks."),), ("look",))
+    with pytest.raises(RequestError, match="cannot be had so"):
+        prepare(Ask(CHAT, effort="none", tools=tools), engine)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +269,8 @@ def test_developers_speak_as_the_system_where_a_template_knows_no_other(
         ("", "", False, False),
         ("<think>\n", "", True, True),
         ("<think>\n", "Hm", True, True),
-        ("<think>\n", "Hm</think>So", False, True),
+        ("<think>\n", "Hm</think>So", False, False),
+        ("{# <think> #}", "So", False, False),
         ("", "<think>Hm", True, False),
         ("{# <think> #}", "", False, True),
     ],

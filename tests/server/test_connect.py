@@ -23,8 +23,9 @@ from localllm.frontend.connections import CONNECTIONS, YOUR_KEY, Target, names
 from localllm.frontend.serving import ask_models
 from localllm.hub.names import TINY_DIRECTORY
 from tests.cli_support import run_cli, write_checkpoint
+from tests.patience import PATIENCE_S
 from tests.server.claims import environments
-from tests.server.support import PATIENCE_S, Running, running
+from tests.server.support import Running, running
 from tests.server.test_other_clients import installed, interpreter
 from tests.server.tools_support import ANTHROPIC_TOOLS, OPENAI_TOOLS
 
@@ -205,7 +206,7 @@ def test_langchain_tells_a_tale_by_what_is_printed(server: Running, tmp_path: Pa
     printed = parts("langchain", "--url", server.url)[-1]
     environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
     command = [interpreter(installed("langchain-openai")), "-c", printed]
-    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=3 * PATIENCE_S)
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=PATIENCE_S)
     assert ended.returncode == 0, ended.stderr
     assert len(ended.stdout) > 10
 
@@ -217,14 +218,14 @@ def test_the_ai_sdk_tells_a_tale_by_what_is_printed(server: Running, tmp_path: P
     (tmp_path / "node_modules").symlink_to(place / "node_modules")
     environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
     command = ["node", "--preserve-symlinks", tale]
-    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=3 * PATIENCE_S)
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=PATIENCE_S)
     assert ended.returncode == 0, ended.stderr
     assert len(ended.stdout) > 10
 
 
 def streamed(url: str, key: str, body: dict[str, Any]) -> list[Any]:
     headers = {"authorization": f"Bearer {key}"}
-    with httpx2.stream("POST", url, json=body, headers=headers, timeout=60) as reply:
+    with httpx2.stream("POST", url, json=body, headers=headers, timeout=PATIENCE_S) as reply:
         assert reply.status_code == 200, reply.read()
         lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line.startswith("data: ")]
     return [json.loads(line) for line in lines if line != "[DONE]"]
@@ -260,7 +261,7 @@ def test_what_open_webui_asks_is_answered(server: Running) -> None:
     said = streamed(f"{url}/chat/completions", key, {"model": "tiny", "messages": [TALE], "stream": True})
     assert said[-1]["choices"][0]["finish_reason"] == "length"
     title = {"model": "tiny", "messages": [TALE], "stream": False, "max_completion_tokens": 50}
-    assert httpx2.post(f"{url}/chat/completions", json=title, timeout=60).status_code == 200
+    assert httpx2.post(f"{url}/chat/completions", json=title, timeout=PATIENCE_S).status_code == 200
 
 
 def test_what_aider_asks_is_answered(server: Running) -> None:

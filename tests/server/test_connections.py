@@ -8,7 +8,6 @@ import json
 import logging
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +22,7 @@ from localllm.server import listening, replying
 from localllm.server.answering import Mail, Piece
 from localllm.server.served import Capacity
 from tests.cli_support import write_checkpoint
+from tests.patience import PATIENCE_S
 from tests.server.conftest import Connect
 from tests.server.support import OWL, Raw, Running, num_cancelled, running, wait_for
 
@@ -105,7 +105,7 @@ def leave_in(connect: Connect, server: Running, phase: str, steps: Steps, *, str
     steps.all = 0
     raw.close()
     for other in others:
-        time.sleep(0.05)
+        wait_for(lambda: {sequence.request_id for sequence in server.engine.scheduler.sequences} <= known)
         other.close()
 
 
@@ -217,20 +217,19 @@ def test_a_body_that_does_not_arrive_is_given_up(
 def test_who_says_nothing_does_not_stay(connect: Connect, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "_HEADERS_S", 0.2)
     silent, slow = connect(server), connect(server)
-    slow.send(b"GET /v1/models HTTP/1.1\r\nhost: ")
-    started = time.monotonic()
-    assert silent.read_all() == b"" and slow.read_all() == b""
-    assert time.monotonic() - started < 5
+    with contextlib.suppress(ConnectionError):  # where it comes too late for its half
+        slow.send(b"GET /v1/models HTTP/1.1\r\nhost: ")
+        assert slow.read_all() == b""
+    assert silent.read_all() == b""
 
 
 def test_who_was_answered_stays_and_who_then_says_half_of_something_does_not(
     connect: Connect, server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listening, "_HEADERS_S", 0.2)
     idle, half = kept(connect, server), kept(connect, server)
+    monkeypatch.setattr(listening, "_HEADERS_S", 0.2)
     half.send(b"GET /v1/models HTTP/1.1\r\nhost: ")
     assert half.read_all() == b""
-    time.sleep(0.2)
     assert is_open(idle.sock)
 
 
@@ -397,7 +396,7 @@ def test_a_server_that_loads_says_so_and_lists_its_model_at_once(
     loaded = threading.Event()
 
     def load() -> Engine:
-        loaded.wait(20)
+        loaded.wait(PATIENCE_S)
         return Engine.load("tiny")
 
     with running(load=load) as server:

@@ -211,6 +211,39 @@ def test_two_hosts_are_none(connect: Connect, server: Running) -> None:
     assert raw.read_until(b"\r\n").split()[1] in (b"400", b"403")
 
 
+@pytest.mark.parametrize(
+    ("target", "host", "status"),
+    [
+        ("http://127.0.0.1:{port}/v1/models", "proxy.test", 200),
+        ("HTTP://localhost:{port}/health?x=1", "127.0.0.1:{port}", 200),
+        ("http://127.0.0.1:{port}", "127.0.0.1:{port}", 200),
+        ("http://evil.test/v1/models", "127.0.0.1:{port}", 403),
+        ("http://127.0.0.1:{port}@evil.test/v1/models", "127.0.0.1:{port}", 403),
+        ("http://evil.test@127.0.0.1:{port}/v1/models", "127.0.0.1:{port}", 403),
+        ("http:///v1/models", "127.0.0.1:{port}", 403),
+        ("ftp://127.0.0.1:{port}/v1/models", "127.0.0.1:{port}", 404),
+    ],
+)
+def test_a_request_in_absolute_form_is_for_the_address_that_it_names(
+    connect: Connect, server: Running, target: str, host: str, status: int
+) -> None:
+    raw = connect(server)
+    head = f"GET {target} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n"
+    raw.send(head.replace("{port}", str(server.port)).encode())
+    assert int(raw.read_all().split()[1]) == status
+
+
+def test_a_body_of_two_lengths_is_refused_and_the_connection_ends(connect: Connect, server: Running) -> None:
+    raw = connect(server)
+    own = f"host: 127.0.0.1:{server.port}\r\n"
+    raw.send(
+        f"POST /tokenize HTTP/1.1\r\n{own}content-length: 6\r\ntransfer-encoding: chunked\r\n\r\n"
+        f"0\r\n\r\nGET /health HTTP/1.1\r\n{own}\r\n".encode()
+    )
+    said = raw.read_all()
+    assert said.count(b"HTTP/1.1") == 1 and said.split()[1] == b"400" and b"two lengths" in said
+
+
 def test_two_hosts_are_none_for_the_guard_either() -> None:
     own = (b"host", b"127.0.0.1:1")
     scope = {"type": "http", "method": "GET", "path": "/", "headers": [own, own]}

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from localllm.server.served import Capacity
+from tests.patience import PATIENCE_S
 from tests.server.support import Raw, Running, running
 
 # Which fields of the dialects' replies are what is said, and why it ended.
@@ -73,7 +74,7 @@ def answer(server: Running, asked: Asked, *, stays: bool) -> Any:
         if asked.goes_after_s is not None and not stays:
             time.sleep(asked.goes_after_s)
             return None
-        raw.sock.settimeout(600)
+        raw.sock.settimeout(PATIENCE_S)
         head, _, data = raw.read_all().partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200"), (asked, data)
     return said(data.decode())

@@ -6,7 +6,6 @@ import json
 import math
 import re
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -19,6 +18,7 @@ from localllm import hub
 from tests.fake_hub import FakeHub
 from tests.fake_hub import serve as serve_hub
 from tests.hub.support import PIECE, REPO, single_model
+from tests.patience import PATIENCE_S, wait_for
 from tests.server.support import OWL, Running
 
 GREEDY = {"temperature": 0, "num_predict": 20}
@@ -42,7 +42,7 @@ def client(connected: ollama.Client, server: Running) -> ollama.Client:
 
 @pytest.fixture(scope="module")
 def raw_connected(shared_server: Running) -> Iterator[httpx2.Client]:
-    with httpx2.Client(base_url=shared_server.url, timeout=60) as client:
+    with httpx2.Client(base_url=shared_server.url, timeout=PATIENCE_S) as client:
         yield client
 
 
@@ -484,15 +484,12 @@ def test_a_repository_that_is_not_there_is_an_error(client: ollama.Client, fake:
 
 
 def test_a_pull_ends_with_its_reader_and_keeps_what_was_fetched(raw: httpx2.Client, fake: FakeHub) -> None:
-    fake.repositories[REPO] = single_model(32 * PIECE)  # 6 s of it
-    fake.seconds_per_chunk = 0.05
+    fake.repositories[REPO] = single_model(32 * PIECE)  # half a minute of it
+    fake.seconds_per_chunk = 0.25
     with raw.stream("POST", "/api/pull", json={"model": REPO}) as reply:
         next(line for line in reply.iter_lines() if "model.safetensors" in line)
         assert pull_threads()
-    until = time.monotonic() + 5
-    while pull_threads():
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_for(lambda: not pull_threads())
     kept = fake.sent_bytes("model.safetensors")
     assert 0 < kept < 32 * PIECE
     fake.seconds_per_chunk = 0

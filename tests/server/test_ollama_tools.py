@@ -96,6 +96,18 @@ def test_a_result_is_of_the_call_of_its_tool_or_of_the_next_one(server: Running,
     assert server.post("/api/chat", {**body, "options": {"num_predict": 1}}).status_code == 200
 
 
+@pytest.mark.parametrize("nothing", [{"arguments": ""}, {"arguments": None}, {}], ids=str)
+def test_a_call_without_arguments_goes_back_as_one_with_none_in_it(server: Running, nothing: Any) -> None:
+    def num_tokens(arguments: dict[str, Any]) -> int:
+        called = {"role": "assistant", "tool_calls": [{"function": {"name": "clock", **arguments}}]}
+        body = {**CHAT, "messages": [*OWL, called, NOON], "stream": False, "options": {"num_predict": 1}}
+        reply = server.post("/api/chat", body)
+        assert reply.status_code == 200, reply.text
+        return int(reply.json()["prompt_eval_count"])
+
+    assert num_tokens(nothing) == num_tokens({"arguments": {}})
+
+
 @pytest.mark.supports("ollama", "/api/chat", "tools: refused: a result of a call that never was")
 @pytest.mark.parametrize(
     ("messages", "where"),

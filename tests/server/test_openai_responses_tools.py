@@ -106,6 +106,17 @@ def test_calls_and_results_go_back_as_items(client: openai.OpenAI) -> None:
     assert reply.output_text and reply.usage and first.usage and reply.usage.input_tokens > first.usage.input_tokens
 
 
+@pytest.mark.parametrize("nothing", [{"arguments": ""}, {"arguments": "null"}, {"arguments": None}, {}], ids=str)
+def test_a_call_without_arguments_goes_back_as_one_with_none_in_it(server: Running, nothing: Any) -> None:
+    def num_tokens(arguments: dict[str, Any]) -> int:
+        call = {"type": "function_call", "call_id": "call_1", "name": "clock", **arguments}
+        reply = server.post(PATH, {"input": [USER, call, RESULT], "tools": FUNCTIONS, "max_output_tokens": 1})
+        assert reply.status_code == 200, reply.text
+        return int(reply.json()["usage"]["input_tokens"])
+
+    assert num_tokens(nothing) == num_tokens({"arguments": "{}"})
+
+
 @pytest.mark.supports("openai", "/v1/responses", "tools: refused: a result of a call that never was")
 @pytest.mark.parametrize(
     ("items", "param"),

@@ -204,6 +204,17 @@ def test_the_result_of_a_call_goes_back(client: openai.OpenAI) -> None:
     assert before and after and after.prompt_tokens > before.prompt_tokens and more.choices[0].message.content
 
 
+@pytest.mark.parametrize("nothing", [{"arguments": ""}, {"arguments": "null"}, {"arguments": None}, {}], ids=str)
+def test_a_call_without_arguments_goes_back_as_one_with_none_in_it(server: Running, nothing: Any) -> None:
+    def num_tokens(arguments: dict[str, Any]) -> int:
+        said = {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "clock", **arguments}}]}
+        reply = server.post(PATH, {"messages": [*OWL, said, RESULT], "tools": OPENAI_TOOLS, "max_tokens": 1})
+        assert reply.status_code == 200, reply.text
+        return int(reply.json()["usage"]["prompt_tokens"])
+
+    assert num_tokens(nothing) == num_tokens({"arguments": "{}"})
+
+
 def test_an_answer_with_calls_goes_back_as_the_library_has_it(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {**GREEDY, "tools": OPENAI_TOOLS, "tool_choice": NAMED}
     plain: Any = client.chat.completions.create(**asked).choices[0].message
@@ -320,6 +331,21 @@ def test_an_answer_is_an_object_where_json_is_wanted(client: openai.OpenAI) -> N
         assert isinstance(json.loads(reply.message.content or ""), dict)
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "json_object", "schema": ANSWER},
+        {"type": "json_schema", "schema": ANSWER},
+        {"type": "json_schema", "name": "answer", "strict": True, "schema": ANSWER},
+        {"type": "json_schema", "json_schema": {"schema": ANSWER}},
+    ],
+    ids=["any object with a schema", "without the wrapper", "flat", "without a name"],
+)
+def test_a_schema_may_stand_where_llama_cpps_clients_write_it(server: Running, form: dict[str, Any]) -> None:
+    reply = server.post(PATH, {**GREEDY, "response_format": form})
+    validate(json.loads(reply.json()["choices"][0]["message"]["content"]), ANSWER)
+
+
 def test_text_is_what_an_answer_is_anyway(client: openai.OpenAI) -> None:
     told = [client.chat.completions.create(**{**GREEDY, "max_tokens": 6}, **more).choices[0].message.content
             for more in ({}, {"response_format": {"type": "text"}})]  # fmt: skip
@@ -379,6 +405,10 @@ def test_an_answer_that_is_no_call_has_the_form_that_it_has_to_have(client: open
          "response_format", "'not'"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "a b", "schema": {}}}},
          "response_format.json_schema.name", "pattern"),
+        ({"response_format": {"type": "json_object", "schema": {"not": {}}}}, "response_format", "'not'"),
+        ({"response_format": {"type": "json_object", "schema": 3}}, "response_format.schema", ""),
+        ({"response_format": {"type": "json_schema", "schema": {}, "colour": "red"}},
+         "response_format.json_schema.colour", ""),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "Field required"),
         ({"response_format": {"type": "json_object"}, "grammar": 'root ::= "a"'}, "grammar", "together"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs", ""),

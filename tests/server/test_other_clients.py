@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.server.claims import checks_of, script_of, scripted
-from tests.server.support import PATIENCE_S, Running
+from tests.server.support import Running
 
 
 def installed(name: str) -> Path:
@@ -39,7 +40,7 @@ def test_a_client_understands_the_server(
     # Nothing of the settings, keys and files of whoever runs the tests.
     environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "LLM_USER_PATH": str(tmp_path)}
     command = [interpreter(place), script_of(client), server.url]
-    ended = subprocess.run(command, env=environment, cwd=place, capture_output=True, text=True, timeout=3 * PATIENCE_S)
+    ended = subprocess.run(command, env=environment, cwd=place, capture_output=True, text=True, timeout=PATIENCE_S)
     assert ended.returncode == 0, ended.stderr
     told = json.loads(ended.stdout)
     assert list(told) == checks_of(client)

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,11 +19,13 @@ import pytest
 from localllm.engine.engine import Engine
 from localllm.engine.facts import EngineStatus
 from localllm.engine.request import SamplingParams
+from localllm.engine.watchdog import Patience, Watchdog
 from localllm.errors import DoesNotFitError, EngineGoneError
 from localllm.frontend.engine_process import Caps, EngineProcess, Foreseen
 from localllm.server import pool as pools
 from localllm.server.served import Capacity, Served
 from tests.cli_support import write_checkpoint
+from tests.patience import PATIENCE_S
 from tests.server.support import OWL, Running, running, wait_for
 
 CHAT = "/v1/chat/completions"
@@ -101,11 +104,11 @@ def test_a_model_that_answers_is_waited_for_and_then_makes_room(processes: Runni
             lines = stream.iter_lines()
             next(lines)
             waiting = threads.submit(said, processes, "other")
-            wait_for(lambda: processes.served.is_leaving)
+            wait_for(lambda: processes.served.is_leaving or waiting.done())
             behind = threads.submit(said, processes, "tiny")  # it does not keep the other from its turn
             rest = list(lines)
         assert rest[-2] == "data: [DONE]" or "data: [DONE]" in rest
-        assert waiting.result(60) == texts["other"] and behind.result(60) == texts["tiny"]
+        assert waiting.result(PATIENCE_S) == texts["other"] and behind.result(PATIENCE_S) == texts["tiny"]
 
 
 def test_where_no_room_comes_the_refusal_has_the_numbers(processes: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,9 +152,9 @@ def test_a_request_of_which_nothing_was_said_is_asked_anew_where_its_engine_is_k
     long = {**TEXT, "prompt": "owl " * 900, "model": "tiny", "logit_bias": BIAS}
     with ThreadPoolExecutor() as threads:
         asked = threads.submit(processes.post, "/v1/completions", long)
-        wait_for(lambda: not processes.is_idle)
+        wait_for(lambda: not processes.is_idle or asked.done())
         kill(processes, "tiny")
-        reply = asked.result(60)
+        reply = asked.result(PATIENCE_S)
     assert reply.status_code == 200 and reply.json()["usage"]["completion_tokens"] == 8
 
 
@@ -164,7 +167,7 @@ def test_an_engine_that_is_killed_while_it_loads_is_loaded_anew(processes: Runni
         asked = threads.submit(said, processes, "other")
         wait_for(lambda: isinstance(served.service, EngineProcess) and served.service.pid is not None)
         kill(processes, "other")
-        assert asked.result(60) == texts["other"]
+        assert asked.result(PATIENCE_S) == texts["other"]
 
 
 def test_who_waits_behind_an_answer_whose_engine_is_killed_keeps_no_other_model_from_its_turn(
@@ -179,11 +182,11 @@ def test_who_waits_behind_an_answer_whose_engine_is_killed_keeps_no_other_model_
         lines = stream.iter_lines()
         next(lines)
         behind = threads.submit(said, server, "tiny")
-        wait_for(lambda: server.served.num_open == 2)
+        wait_for(lambda: server.served.num_open == 2 or behind.done())
         waiting = threads.submit(said, server, "other")
-        wait_for(lambda: server.served.is_leaving)
+        wait_for(lambda: server.served.is_leaving or waiting.done())
         kill(server, "tiny")
-        assert waiting.result(30) == texts["other"] and behind.result(30) == texts["tiny"]
+        assert waiting.result(PATIENCE_S) == texts["other"] and behind.result(PATIENCE_S) == texts["tiny"]
 
 
 def test_a_model_that_would_never_fit_is_refused_before_another_leaves(other: Path) -> None:
@@ -236,7 +239,7 @@ def test_who_asks_a_model_while_it_is_looked_at_whether_it_may_leave_is_answered
     def status(engine: Engine) -> EngineStatus:
         found = seen(engine)
         looked.set()
-        released.wait(20)
+        released.wait(PATIENCE_S)
         return found
 
     with running() as server:
@@ -283,6 +286,178 @@ def test_who_waits_for_a_model_that_is_unloaded_as_soon_as_it_is_loaded_has_it_l
     assert said(processes, "tiny") == texts["tiny"] and unloaded == ["tiny"]
 
 
+@pytest.mark.parametrize("phase", ["before anything was said", "in mid answer"])
+def test_an_engine_that_does_not_move_is_ended_and_who_waits_is_told(
+    processes: Running, texts: dict[str, str], phase: str
+) -> None:
+    said(processes, "tiny")
+    stopped = process_of(processes, "tiny")
+    assert stopped.pid is not None
+    with ThreadPoolExecutor() as threads:
+        if phase == "in mid answer":
+            with processes.client.stream("POST", "/v1/completions", json={**ENDLESS, "model": "tiny"}) as stream:
+                lines = stream.iter_lines()
+                next(lines)
+                hold(stopped)
+                told = "".join(lines)
+            assert "does not move on" in told and "[DONE]" not in told
+        else:
+            hold(stopped)
+            waiting = threads.submit(processes.post, "/v1/completions", {**TEXT, "model": "tiny"})
+            wait_for(lambda: processes.get("/health").status_code == 503 or waiting.done())
+            assert not waiting.done()
+            refused = waiting.result(60)
+            assert refused.status_code == 503 and "retry-after" in refused.headers
+            assert "neither computed nor read" in refused.json()["error"]["message"]
+    assert said(processes, "tiny") == texts["tiny"] and processes.get("/health").status_code == 200
+    assert process_of(processes, "tiny").pid != stopped.pid and not psutil.pid_exists(stopped.pid)
+
+
+def hold(process: EngineProcess) -> None:
+    """It does not move any more, and is soon found out."""
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    process.patience = Patience(still_s=2.0)
+
+
+def test_an_engine_that_does_not_move_while_it_loads_is_ended_and_the_model_loaded_anew(
+    processes: Running, texts: dict[str, str]
+) -> None:
+    said(processes, "tiny")
+    served = processes.pool.known("other")
+    assert served is not None
+    with ThreadPoolExecutor() as threads:
+        asked = threads.submit(said, processes, "other")
+        wait_for(lambda: isinstance(served.service, EngineProcess) and served.service.pid is not None)
+        hold(process_of(processes, "other"))
+        assert asked.result(60) == texts["other"]
+
+
+def test_an_engine_that_is_stopped_keeps_no_other_request_waiting(other: Path, texts: dict[str, str]) -> None:
+    with running(in_processes=True, also=[other]) as server, ThreadPoolExecutor() as threads:
+        said(server, "other")
+        stopped = process_of(server, "tiny")
+        assert stopped.pid is not None
+        os.kill(stopped.pid, signal.SIGSTOP)
+        # More than its socket takes: whoever says it must not wait for the engine.
+        many = [threads.submit(server.post, "/v1/completions", {"prompt": [4000] * 900, "n": 8}) for _ in range(6)]
+        wait_for(lambda: server.served.num_open == 48)
+        assert said(server, "other") == texts["other"]
+        stopped.patience = Patience(still_s=1.0)
+        assert {each.result(60).status_code for each in many} == {503}
+
+
+def test_an_engine_that_computes_without_end_is_ended_and_one_that_comes_from_block_to_block_is_not() -> None:
+    convicted, efforts = list[str](), iter(range(1 << 30))
+    watchdog = Watchdog(lambda: os.getpid(), lambda: True, convicted.append, Patience(still_s=0.05, hung_s=0.3))
+    watchdog._effort = lambda: (float(next(efforts)), 0)  # type: ignore[method-assign]
+    for _ in range(200):
+        watchdog.heard()
+        time.sleep(0.002)
+    assert not convicted
+    watchdog.begin()
+    wait_for(lambda: bool(convicted))
+    assert "without coming to the end of a block" in convicted[0]
+
+
+@pytest.fixture(scope="module")
+def changing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Path]]:
+    """A server of a folder that others write in."""
+    folder = write_checkpoint(tmp_path_factory.mktemp("changing") / "teller")
+    with running(folder, in_processes=True) as server:
+        yield server, folder
+
+
+def test_a_model_that_is_written_anew_is_loaded_anew_with_all_that_belongs_to_it(
+    changing: tuple[Running, Path],
+) -> None:
+    server, folder = changing
+    write_checkpoint(folder)
+    long = {**TEXT, "prompt": "once upon a time there was a fox " * 10}
+    first, again = (server.post("/v1/completions", long).json() for _ in range(2))
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    write_checkpoint(folder, seed=1)
+    (folder / "chat_template.jinja").write_text("another: {{ messages[0].content }}")
+    (folder / "generation_config.json").write_text('{"top_k": 7}')
+    anew = server.post("/v1/completions", long).json()
+    assert anew["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert anew["choices"][0]["text"] != first["choices"][0]["text"]
+    assert said(server, "teller") == _text_of(str(folder))
+    prompt = server.post("/apply-template", {"messages": OWL}).json()["prompt"]
+    assert prompt.endswith("another: A tale about an owl, please.")
+    assert server.get("/props").json()["default_generation_settings"]["params"]["top_k"] == 7
+    assert "the files of teller have changed: it is loaded anew" in server.log
+    (folder / "chat_template.jinja").write_text("a third: {{ messages[0].content }}")
+    assert "a third: " in server.post("/apply-template", {"messages": OWL}).json()["prompt"]
+    (folder / "chat_template.jinja").unlink()
+
+
+def test_an_answer_that_is_being_written_is_not_cut_where_the_model_changes(changing: tuple[Running, Path]) -> None:
+    server, folder = changing
+    write_checkpoint(folder)
+    said(server, "teller")
+    endless = {**ENDLESS, "max_tokens": 400}
+    with ThreadPoolExecutor() as threads:
+        with server.client.stream("POST", "/v1/completions", json=endless) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            write_checkpoint(folder, seed=1)
+            waiting = threads.submit(said, server, "teller")
+            rest = list(lines)
+        assert "data: [DONE]" in rest and waiting.result(60) == _text_of(str(folder))
+
+
+def test_a_model_whose_files_are_gone_is_told_as_gone_and_answers_when_they_are_back(
+    changing: tuple[Running, Path],
+) -> None:
+    server, folder = changing
+    said(server, "teller")
+    pid = process_of(server, "teller").pid
+    away = folder.rename(folder.with_name("away"))
+    refused = server.post("/v1/completions", TEXT)
+    assert refused.status_code == 404 and "is gone" in refused.json()["error"]["message"]
+    away.rename(folder)
+    assert server.post("/v1/completions", TEXT).status_code == 200 and process_of(server, "teller").pid == pid
+
+
+def test_a_model_of_which_a_half_is_there_is_told_with_the_reason_and_loaded_when_it_is_whole(
+    changing: tuple[Running, Path],
+) -> None:
+    server, folder = changing
+    said(server, "teller")
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    refused = server.post("/v1/completions", TEXT)
+    assert refused.status_code == 503 and "is cut short" in refused.json()["error"]["message"]
+    (folder / "model.safetensors").write_bytes(weights)
+    assert server.post("/v1/completions", TEXT).status_code == 200
+
+
+def test_models_of_one_folder_name_have_different_names_and_each_answers_by_its_own(tmp_path: Path) -> None:
+    folders = [write_checkpoint(tmp_path / place / "model", seed=seed) for seed, place in enumerate("abc")]
+    with running(folders[0], also=[folders[1], folders[2], folders[1]]) as server:
+        ids = [each["id"] for each in server.get("/v1/models").json()["data"]]
+        assert ids[:3] == ["model", "b/model", "c/model"] and len(set(ids)) == len(ids)
+        for name, folder in zip(ids, folders, strict=False):
+            assert said(server, name) == _text_of(str(folder))
+        assert f"{folders[1]} is called b/model here: model is another model" in server.log
+        assert {each["name"] for each in server.get("/api/tags").json()["models"]} >= {f"{name}:latest" for name in ids}
+
+
+def test_a_revision_that_is_served_by_its_name_is_not_what_the_plain_name_means(
+    own_folders: None, tmp_path: Path
+) -> None:
+    snapshots = tmp_path / "hub" / "models--maker--teller" / "snapshots"
+    for seed, letter in enumerate("ab"):
+        write_checkpoint(snapshots / (letter * 40), seed=seed)
+    (refs := snapshots.parent / "refs").mkdir()
+    (refs / "main").write_text("a" * 40)
+    (refs / "dev").write_text("b" * 40)
+    with running("maker/teller@dev") as server:
+        for name, letter in (("maker/teller@dev", "b"), ("maker/teller", "a")):
+            assert said(server, name) == _text_of(str(snapshots / (letter * 40)))
+
+
 def test_a_model_is_unloaded_behind_the_request_that_says_so(other: Path) -> None:
     with running(in_processes=True, also=[other]) as server:
         for path, body in (
@@ -303,6 +478,14 @@ def test_a_model_is_unloaded_behind_the_request_that_says_so(other: Path) -> Non
 
 
 def test_a_model_that_nobody_asks_for_is_unloaded_after_its_time() -> None:
+    with running(in_processes=True) as server:
+        awake = server.get("/props").json()
+        server.post("/api/generate", {"model": "tiny", "keep_alive": 0})
+        wait_for(lambda: server.served.service is None)
+        asleep = server.get("/props")
+        assert asleep.status_code == 200 and asleep.json() == {**awake, "is_sleeping": True}
+        assert not awake["is_sleeping"] and "message" in awake["chat_template"]
+        assert server.get("/health").status_code == 200 and server.get("/slots").json()[0]["n_ctx"] == 1024
     with running(in_processes=True, idle_s=0.2) as server:
         wait_for(lambda: server.served.service is None)
         assert server.post(CHAT, {"messages": OWL, "max_tokens": 1, "keep_alive": -1}).status_code == 200
@@ -382,14 +565,14 @@ def test_the_server_answers_whenever_an_engine_is_killed(processes: Running, tex
             assert served is not None
             if isinstance(served.service, EngineProcess) and served.service.pid is not None:
                 os.kill(served.service.pid, signal.SIGKILL)
-            busy.result(60)
+            busy.result(PATIENCE_S)
         assert said(processes, name) == texts[name]
 
 
 def _ended(server: Running, body: dict[str, Any]) -> None:
     """Whatever comes of it."""
     with (
-        httpx2.Client(base_url=server.url, timeout=60) as client,
+        httpx2.Client(base_url=server.url, timeout=PATIENCE_S) as client,
         client.stream("POST", "/v1/completions", json=body) as reply,
     ):
         reply.read()
@@ -410,5 +593,10 @@ def test_a_model_that_was_pulled_is_loaded_by_its_name_and_no_half_of_one(tmp_pa
         assert ids == ["tiny", "maker/teller"]
         assert server.post("/v1/completions", {**TEXT, "model": "Maker/teller"}).json()["model"] == "Maker/teller"
         assert sorted(loaded(server)) == ["maker/teller", "tiny"]
+        later = write_checkpoint(snapshot.with_name("c" * 40), seed=1)
+        (refs / "main").write_text("c" * 40)
+        ids = [each["id"] for each in server.get("/v1/models").json()["data"]]
+        assert ids[:2] == ["tiny", "maker/teller"] and ids.count("maker/teller") == 1
+        assert said(server, "maker/teller") == _text_of(str(later))
         refused = server.post("/v1/completions", {**TEXT, "model": "maker/half"})
         assert refused.status_code == 404 and "'maker/half' is not served here" in refused.json()["error"]["message"]

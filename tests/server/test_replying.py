@@ -86,9 +86,9 @@ def test_where_the_client_goes_the_work_has_ended_before_that_is_told() -> None:
 
     async def work() -> None:
         try:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         finally:
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0)
             did.append("tidied up")
 
     async def receive() -> dict[str, str]:

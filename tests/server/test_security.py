@@ -608,7 +608,7 @@ def test_metrics_are_served_where_they_are_asked_for(hermit: Running) -> None:
     statuses: list[int] = []
 
     async def receive() -> None:
-        await asyncio.sleep(60)  # the client stays
+        await asyncio.Event().wait()  # the client stays
 
     async def send(message: Any) -> None:
         statuses.extend([message["status"]] if "status" in message else [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from localllm import hub
 from localllm.engine.grammar.compiled import Grammars
 from localllm.engine.request import Grammar
 from localllm.engine.tokenizer import Tokenizer
+from localllm.frontend import harmony
 from localllm.server.failures import RequestError
-from localllm.server.tools import harmony
 from localllm.server.tools.calling import Tool, Toolset, toolset
 from localllm.server.tools.grammars import tools_lark
 from localllm.server.tools.syntaxes import GENERIC, SYNTAXES
@@ -134,8 +135,36 @@ def test_what_is_only_read_of_a_tool_is_not_in_its_grammar(tokenizer: Tokenizer)
     assert "Of the book." not in lark and '"title"' in lark and "Arguments" not in lark
 
 
-def test_a_schema_to_which_no_call_can_be_held_is_refused_with_its_tool(tokenizer: Tokenizer) -> None:
-    tools = toolset([TOOLS[0], Tool("find", "", {"properties": {"a": {"not": {}}}})], must_call=True)
+FIND = Tool("find", "", {"properties": {"a": {"not": {}}}})
+
+
+@pytest.mark.parametrize("family", BY_NAME)
+@pytest.mark.parametrize("choice", [{"must_call": True}, {"one_call": True}], ids=str)
+def test_a_tool_to_which_no_call_can_be_held_takes_any_object_and_the_others_what_they_say(
+    grammars: Grammars, tokenizer: Tokenizer, family: str, choice: dict[str, Any]
+) -> None:
+    if family == "harmony" and tokenizer.token_id(harmony.CHANNEL) is None:
+        pytest.skip("every model of harmony has its marks as tokens")
+    lark = lark_of(family, tokenizer, toolset([FIND, *TOOLS], **choice))
+    for call in (("find", '{"a": 1, "b": [{}]}'), WARM):
+        assert meets(grammars, tokenizer, lark, written(family, call))
+    for call in (("find", "[1]"), ("weather", '{"unit": "K"}')):
+        assert not meets(grammars, tokenizer, lark, written(family, call))
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        toolset([TOOLS[0], FIND], must_call=True, only=["find"], one_call=True),
+        toolset([FIND], must_call=True),
+        toolset([*TOOLS, replace(FIND, strict=True)]),
+    ],
+    ids=["named", "alone", "strict"],
+)
+def test_a_schema_to_which_no_call_can_be_held_is_refused_where_one_has_to_be(
+    tokenizer: Tokenizer, tools: Toolset
+) -> None:
     with pytest.raises(RequestError) as caught:
         lark_of("hermes", tokenizer, tools)
+    assert f"tools[{len(tools.tools) - 1}]" in caught.value.what
     assert caught.value.param == "tools" and "'find'" in caught.value.what and "'not'" in caught.value.why

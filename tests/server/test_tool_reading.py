@@ -29,6 +29,15 @@ def hermes(*arguments: Any, name: str = "weather") -> str:
 
 UNIT = ("call", "weather"), ("arguments", '{"unit": "C"}')
 NOON = ("call", "clock"), ("arguments", "{}")
+# How models write that a call has no arguments.
+NOTHING = (
+    "",
+    ', "arguments": null',
+    ', "arguments": ""',
+    ', "arguments": "null"',
+    ', "arguments": "{}"',
+    ', "arguments": {}',
+)
 MISTRAL_LIST = '[TOOL_CALLS] [{"name": "weather", "arguments": {"unit": "C"}, "id": "abcdefghi"}'
 
 # family, what the model says, what that comes to
@@ -45,6 +54,19 @@ RECORDED: list[tuple[str, str, Sequence[Part]]] = [
     ("hermes", hermes({"unit": 'a } "<tool_call>" \\'}),
      [("call", "weather"), ("arguments", json.dumps({"unit": 'a } "<tool_call>" \\'}))]),
     ("generic", hermes({"unit": "C"}) * 2, [*UNIT, *UNIT]),
+    *((family, f'<tool_call>{{"name": "clock"{none}}}</tool_call>', NOON)
+      for family in ("hermes", "generic") for none in NOTHING),
+    *(("hermes", f'<tool_call>{{{none[2:]}, "name": "clock"}}</tool_call>', NOON) for none in NOTHING if none),
+    ("hermes", '<tool_call>{"type": "function", "function": {"name": "clock", "arguments": ""}}', NOON),
+    ("hermes", '<tool_call>[{"name": "clock", "arguments": null}, {"name": "clock"}]</tool_call>', [*NOON, *NOON]),
+    *(("mistral-list", f'[TOOL_CALLS] [{{"name": "clock"{none}}}]', NOON) for none in NOTHING),
+    *(("llama", f'{before}{{"name": "clock"{none.replace("arguments", "parameters")}}}', NOON)
+      for before in ("", "<|python_tag|>") for none in NOTHING),
+    *(("mistral", f"[TOOL_CALLS]clock{none}", NOON)
+      for none in ("", "[ARGS]", "[ARGS]null", '[ARGS] ""', "[CALL_ID]Ab3[ARGS]", "[ARGS]{}")),
+    *(("mistral", f'[TOOL_CALLS]clock{none}[TOOL_CALLS]weather[ARGS]{{"unit": "C"}}', [*NOON, *UNIT])
+      for none in ("", "[ARGS]", "[ARGS]null", '[ARGS]""', "[ARGS] {}")),
+    *(("harmony", HARMONY_CALL.replace("weather", "clock") + none, NOON) for none in ("", " ", "null", '""', "{}")),
     ("mistral", '[TOOL_CALLS]weather[ARGS]{"unit": "C"}[TOOL_CALLS]clock[CALL_ID]Ab3[ARGS]{}', [*UNIT, *NOON]),
     ("mistral", 'Let me look.[TOOL_CALLS]weather[ARGS] {"unit": "C"}', [("text", "Let me look."), *UNIT]),
     ("mistral-list", MISTRAL_LIST + "]", UNIT),
@@ -75,6 +97,8 @@ TEXTS: list[tuple[str, str]] = [
     ("hermes", "<tool_call>"),
     ("mistral", '[TOOL_CALLS]nobody[ARGS]{"unit": "C"}'),
     ("mistral", "[TOOL_CALLS] and what they are"),
+    ("mistral", "[TOOL_CALLS]nobody"),
+    ("mistral", "[TOOL_CALLS]nobody[ARGS]null"),
     ("mistral-list", "[TOOL_CALLS] [1, 2]"),
     ("llama", '{"unit": "C"} is an object, and no call'),
     ("llama", '{"name": "Ada", "born": 1815}'),
@@ -144,8 +168,8 @@ def test_the_pieces_in_which_it_comes_make_no_difference(
 
 
 _MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<|channel|>", "<|message|>",
-          "<|end|>", "<|start|>", '{"name": "weather", "arguments": {', '"unit": "C"', "}", "}}", "[", "]", '"', "\\",
-          "\n", " ", "weather", "final", "analysis", "to=functions.clock", "a", ";", ","]  # fmt: skip
+          "<|end|>", "<|start|>", '{"name": "weather", "arguments": {', '"unit": "C"', "}", "}}", "[", "]", "null",
+          '""', '"', "\\", "\n", " ", "weather", "final", "analysis", "to=functions.clock", "a", ";", ","]  # fmt: skip
 
 
 @given(

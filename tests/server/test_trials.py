@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,9 +12,12 @@ from typing import Any
 import httpx2
 import pytest
 
+from localllm.engine.attached import AttachedEngine
+from localllm.engine.request import Request
 from localllm.errors import ContextOverflowError, GrammarError
 from localllm.server.served import Capacity
-from localllm.server.trials import Trials
+from localllm.server.trials import AT_ONCE, Trials
+from tests.patience import PATIENCE_S
 from tests.server.support import OWL, Running, running
 
 CHAT = "/v1/chat/completions"
@@ -32,19 +36,30 @@ def exploding(number: int) -> dict[str, Any]:
 
 
 def told(server: Running, body: dict[str, Any]) -> httpx2.Response:
-    with httpx2.Client(base_url=server.url, timeout=60) as client:
+    with httpx2.Client(base_url=server.url, timeout=PATIENCE_S) as client:
         return client.post(CHAT, json=body)
 
 
-def test_a_plain_chat_does_not_wait_for_grammars_that_explode(processes: Running) -> None:
+def test_a_plain_chat_does_not_wait_for_grammars_that_explode(
+    processes: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told(processes, ASKED)
+    check, tried, answered = AttachedEngine.check, itertools.count(), threading.Event()
+
+    def check_in_turn(engine: AttachedEngine, request: Request) -> None:
+        if request.grammar is not None and next(tried) >= AT_ONCE:
+            answered.wait(PATIENCE_S)
+        check(engine, request)
+
+    monkeypatch.setattr(AttachedEngine, "check", check_in_turn)
     with ThreadPoolExecutor(8) as threads:
         refusals = [threads.submit(told, processes, exploding(number)) for number in range(8)]
         replies = [told(processes, ASKED) for _ in range(3)]
-        num_waiting = sum(not each.done() for each in refusals)  # half a second of the CPU each, two at once
+        num_waiting = sum(not each.done() for each in refusals)
+        answered.set()
         refused = [each.result() for each in refusals]
     assert all(reply.status_code == 200 for reply in replies)
-    assert num_waiting >= 4
+    assert num_waiting >= 8 - AT_ONCE
     assert {reply.status_code for reply in refused} == {400}
     assert all(reply.json()["error"]["code"] == "invalid_grammar" for reply in refused)
 
@@ -54,7 +69,7 @@ def test_what_is_wrong_with_one_request_is_not_told_to_another_of_the_same_gramm
 
     def too_long() -> None:
         begun.set()
-        may_end.wait(20)
+        may_end.wait(PATIENCE_S)
         raise ContextOverflowError("the prompt is too long")
 
     async def asked() -> None:
@@ -63,7 +78,7 @@ def test_what_is_wrong_with_one_request_is_not_told_to_another_of_the_same_gramm
 
         trials = Trials(off_loop)
         first = asyncio.create_task(trials.check("a grammar", too_long))
-        await asyncio.to_thread(begun.wait, 20)
+        await asyncio.to_thread(begun.wait, PATIENCE_S)
         others = [asyncio.create_task(trials.check("a grammar", lambda: checked.append("one"))) for _ in range(2)]
         await asyncio.sleep(0)
         may_end.set()
@@ -83,7 +98,7 @@ def test_a_grammar_that_is_refused_is_refused_to_all_who_ask_for_it() -> None:
 
     def refuse() -> None:
         num_tried.append(1)
-        may_end.wait(20)
+        may_end.wait(PATIENCE_S)
         raise GrammarError("the grammar explodes", why="it does", fix="make it simpler")
 
     async def asked() -> list[BaseException | None]:

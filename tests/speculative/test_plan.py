@@ -28,8 +28,10 @@ from localllm.models.families import parse_config
 from localllm.models.shapes import shipped_shapes
 from localllm.offload.device_costs import CardRates
 from localllm.offload.device_search import CardMemory, DeviceSearch
+from localllm.offload.format_rates import FormatRates
 from localllm.offload.guessing import gain, rate, skipped, slow, staging_s
 from localllm.offload.plan import GIB, Costs, Memory, Plan, Rates
+from localllm.offload.profile import Profile
 from localllm.offload.search import Search
 from localllm.quant.recipe import RECIPES
 from tests.cli_support import run_cli
@@ -125,6 +127,9 @@ def planned(*options: str) -> list[dict[str, Any]]:
 
 
 def test_the_plan_tells_what_each_who_guesses_would_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = dict.fromkeys(RECIPES, FormatRates(RATES.matrix_gbs, RATES.compute_gops, 0))  # of no busy machine
+    profile = Profile("this machine", dram_read_gbs=RATES.matrix_gbs, disk_read_gbs=RATES.disk_gbs, formats=rates)
+    monkeypatch.setattr(planning, "kept_profile", lambda: profile)
     # What the tests before have left in this process is no part of what a program holds.
     monkeypatch.setattr(psutil.Process, "memory_info", lambda _: SimpleNamespace(rss=400 << 20, vms=1 << 30))
     usual = planned()

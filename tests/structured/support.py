@@ -8,13 +8,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
 
 from localllm import Engine, Request, SamplingParams
 from localllm.engine.grammar.constraint import Constraint
+from localllm.engine.grammar.definition import defined
 from localllm.engine.request import Grammar
 from localllm.engine.tokenizer import Tokenizer
 
+BYTES = LLTokenizer("byte")
 PROMPT = "Once upon a time there was an owl."
 _MOST_TOKENS = 300
 _CLOSING = ('"', "]", "}", '",', '"]', '"}')
@@ -26,6 +29,13 @@ def json_schema(schema: Any) -> Grammar:
 
 def accepts(constraint: Constraint, tokenizer: Tokenizer, text: str) -> bool:
     return constraint.is_met(tokenizer.encode(text))
+
+
+def takes(grammar: Grammar, text: str) -> bool:
+    """Whether an answer may be that text, whatever tokens it is made of."""
+    matcher, said = LLMatcher(BYTES, defined(grammar), log_level=0), list(text.encode())
+    is_begun = matcher.validate_tokens(said) == len(said)
+    return is_begun and matcher.consume_tokens(said) and matcher.is_accepting()
 
 
 def allowed(constraint: Constraint, said: Sequence[int], size: int) -> Tensor:

@@ -160,7 +160,7 @@ def test_real_tokenizers_write_what_the_grammar_says(
     assert tokenizer.eos_token_id is not None
     size = tokenizer.vocab_size + 100
     grammars = Grammars(tokenizer, {tokenizer.eos_token_id}, size)
-    constraint = grammars.constraint(PERSON)
+    constraint = grammars.constraint(PERSON, tokenizer.leading_spaces)
     said = list(constraint.forced([]))
     assert tokenizer.decode(said).startswith('{"') or said == []
     assert accepts(constraint, tokenizer, OWL), "also with the blank that the tokenizer puts in front"
@@ -174,7 +174,8 @@ def test_real_tokenizers_write_what_the_grammar_says(
 def test_a_text_that_begins_with_a_blank_keeps_it(shared_data: Callable[[str], Path], tried_here: None) -> None:
     """Some tokenizers drop one when they decode: there the tokens have it twice."""
     tokenizer = Tokenizer.load(shared_data("tokenizers/phi-3-mini"))
-    constraint, said = Grammars(tokenizer, {0}, tokenizer.vocab_size).constraint(Grammar("regex", " a")), list[int]()
+    grammars, said = Grammars(tokenizer, {0}, tokenizer.vocab_size), list[int]()
+    constraint = grammars.constraint(Grammar("regex", " a"), tokenizer.leading_spaces)
     while not constraint.has_ended(said):
         said.append(int(allowed(constraint, said, tokenizer.vocab_size).nonzero()[0]))
     assert tokenizer.decode(said) == " a"

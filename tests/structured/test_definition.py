@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 import resource
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from localllm.engine.grammar import definition, trial
+from localllm.engine.grammar.compiled import Grammars
 from localllm.engine.grammar.definition import defined
+from localllm.engine.grammar.schema import checked
 from localllm.engine.grammar.trial import CPU_S
 from localllm.engine.request import Grammar, GrammarKind
-from localllm.errors import GrammarError
+from localllm.engine.tokenizer import Tokenizer
+from localllm.errors import BusyError, GrammarError
+from localllm.hub.names import TINY_DIRECTORY
+from localllm.server.failures import failure_of
 from tests.structured.support import json_schema
 
 
@@ -126,7 +133,13 @@ REFUSED: list[tuple[GrammarKind, str, str]] = [
     ("json_schema", '{"maxlength": 3}', "'maxlength' is not supported, but 'maxLength' is (#/maxlength)"),
     ("json_schema", '{"uniqueitems": true}', "'uniqueitems' is not supported (#/uniqueitems)"),
     ("json_schema", '{"x-guidance": {"lenient": true}}', "'x-guidance' is not supported"),
-    ("json_schema", '{"format": "regex"}', "'format' 'regex' is not supported"),
+    ("json_schema", '{"nullable": "yes"}', "'nullable' is a text, and must be true or false (#/nullable)"),
+    ("json_schema", '{"$ref": "#/$defs/a", "$defs": {"a": {"not": {}}}}', "'not' is not supported (#/$defs/a/not)"),
+    (
+        "json_schema",
+        '{"$ref": "#/$defs/a/$defs/b", "$defs": {"a": {"$defs": {"b": {"if": {}}}}}}',
+        "'if' is not supported (#/$defs/a/$defs/b/if)",
+    ),
     ("json_schema", '{"minItems": -1}', "'minItems' must be a whole number"),
     ("json_schema", '{"minLength": 1000000000}', "'minLength' is more than 1000000"),
     ("json_schema", '{"multipleOf": 0.01}', "'multipleOf' is enforced for whole numbers alone"),
@@ -137,7 +150,9 @@ REFUSED: list[tuple[GrammarKind, str, str]] = [
         '{"allOf": [{"exclusiveMaximum": 0}, {"minimum": -0.5}]}',
         "'exclusiveMaximum' of 0 is not enforced",
     ),
-    ("json_schema", '{"pattern": "(?=a)b"}', "'pattern' at #/pattern"),
+    ("json_schema", '{"pattern": "(?=a)b"}', "'pattern' looks around (#/pattern)"),
+    ("json_schema", '{"pattern": "[(]a(?!x)"}', "'pattern' looks around (#/pattern)"),
+    ("json_schema", '{"pattern": "(a)\\\\1"}', "'pattern' refers back to a group (#/pattern)"),
     ("json_schema", '{"pattern": "[a-z&&[^b]]"}', "'pattern' has an operator in a class"),
     ("json_schema", '{"pattern": "a\\\\u0001b"}', "'pattern' wants a control character"),
     ("json_schema", '{"const": 1e300}', "'const' has a number beyond 9007199254740992"),
@@ -213,10 +228,55 @@ def test_what_explodes_is_refused_before_it_costs_a_second(kind: GrammarKind, as
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < CPU_S + 0.4
 
 
+def test_a_busy_machine_is_not_the_fault_of_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What gets no CPU in time is not refused, and may be asked for again."""
+    tokenizer = Tokenizer.load(TINY_DIRECTORY)
+    grammars, grammar = Grammars(tokenizer, {2}, tokenizer.vocab_size), Grammar("regex", "a")
+    with monkeypatch.context() as patched, pytest.raises(BusyError) as busy:
+        patched.setattr(definition, "_PATIENCE_S", 0.0)
+        grammars.check(grammar)
+    assert "this machine is busy" in busy.value.why and failure_of(busy.value).status == 503
+    grammars.check(grammar)
+
+
+def test_a_trial_that_somebody_else_ends_is_not_the_fault_of_a_grammar(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    killed = tmp_path / "killed.py"
+    killed.write_text("import os\nos.kill(os.getpid(), 9)\n")
+    monkeypatch.setattr(trial, "__file__", str(killed))
+    with pytest.raises(BusyError, match="could not be tried out") as busy:
+        defined(Grammar("regex", "a"))
+    assert "SIGKILL" in busy.value.why
+
+
 @pytest.mark.usefixtures("tried_here")
 def test_what_a_schema_only_notes_is_no_part_of_the_grammar() -> None:
     noted = {"default": nested_list(130), "examples": [nested_list(90)], "title": "t", "x-of-mine": 1, "$comment": "c"}
     assert defined(json_schema({"type": "null", **noted})) == defined(json_schema({"type": "null"}))
+
+
+@pytest.mark.usefixtures("tried_here")
+def test_what_nothing_refers_to_is_no_part_of_the_grammar() -> None:
+    unused: dict[str, Any] = {
+        "a": {"not": {}},
+        "b": {"$ref": "#/$defs/c"},
+        "c": {"$ref": "#/$defs/b", "uniqueItems": True},
+        "d": {"$ref": "http://localhost/elsewhere"},
+        "e": 3,
+    }
+    used = {"type": "array", "items": {"$ref": "#/$defs/f/properties/g"}}
+    holder = {"properties": {"g": {"type": "null"}}, "definitions": {"h": {"propertyNames": {}}}}
+    whole = {**used, "$defs": {**unused, "f": holder}, "definitions": {"i": {"contains": {}}}}
+    assert checked(json.dumps(whole)).schema["$defs"].keys() == {"f", "_any"}
+    defined(json_schema(whole))
+
+
+@pytest.mark.usefixtures("tried_here")
+@pytest.mark.parametrize("name", ["int32", "regex", "uri-reference", "phone", "a format of mine"])
+def test_a_format_that_is_not_known_says_nothing(name: str) -> None:
+    for schema in ({"type": "string", "maxLength": 3}, {"type": "integer"}, {}):
+        assert defined(json_schema({**schema, "format": name})) == defined(json_schema(schema))
 
 
 @pytest.mark.parametrize("source", ["(a+)+$", "(x+x+)+y", "(.*a){20}b", "(a|b)*a(a|b){40}"])

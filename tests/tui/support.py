@@ -14,6 +14,7 @@ from typing import Any
 from textual.pilot import Pilot
 
 from localllm.config import load_settings
+from localllm.engine.chat_template import ChatTemplate
 from localllm.engine.events import FinishedEvent, PrefillEvent, Timings, TokenEvent, Usage
 from localllm.engine.facts import EngineFacts
 from localllm.engine.request import Request
@@ -38,6 +39,19 @@ class FakeTokenizer:
     def encode(self, text: str, **_: Any) -> list[int]:
         return [ord(character) for character in text]
 
+    special_ids: frozenset[int] = frozenset()
+    special_texts: frozenset[str] = frozenset()
+    bos_token_id: int | None = None
+
+    def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> list[int]:
+        return self.encode("".join(text for text, _ in pieces))
+
+    def with_bos(self, ids: list[int]) -> list[int]:
+        return ids
+
+    def token_id(self, text: str) -> int | None:
+        return None
+
     def decode(self, ids: Sequence[int], **_: Any) -> str:
         return "".join(map(chr, ids))
 
@@ -46,7 +60,7 @@ class FakeTokenizer:
 class FakeEngine:
     ctx: int = 4096
     current_plan: Any = None
-    template: str = "a template"
+    template: ChatTemplate = field(default_factory=lambda: ChatTemplate("a template"))
     weights: str = "int4-g64"
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
     config: Any = field(default_factory=lambda: SimpleNamespace(longest_context=8192))

@@ -10,6 +10,7 @@ from textual.binding import Binding
 from textual.pilot import Pilot
 from textual.widgets import Input
 
+from localllm.engine.chat_template import ChatTemplate
 from localllm.errors import ContextOverflowError, DoesNotFitError
 from localllm.frontend.keeping import look_up
 from localllm.history import History, history_file
@@ -233,6 +234,7 @@ async def test_an_answer_is_continued_where_it_ends() -> None:
         await until(pilot, lambda: texts(app)[-1][1] == "It was a fox." and not app.chat.is_answering)
         assert len(texts(app)) == 2
         assert "".join(map(chr, service.requests[-1].prompt_ids)).endswith("<assistant>It was a")
+        assert [request.opens_turn for request in service.requests] == [True, False]
         service.answers.append("")
         await pilot.press("f6")
         await until(pilot, lambda: "nothing was added" in shown(app))
@@ -317,6 +319,23 @@ async def test_the_conversation_is_saved_and_exported(tmp_path: Path) -> None:
 
 
 # The rest of the screen
+
+
+async def test_how_much_is_thought_is_changed_and_thoughts_stay_unfolded_where_they_are_to_be_shown() -> None:
+    service = FakeService(["<think>Perhaps.</think>A fox.", ["<think>Perhaps", " not"]])
+    service.engine.template = ChatTemplate("{{ enable_thinking }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    app = chat_app(service, show_thoughts=True)
+    async with running(app) as pilot:
+        await say(pilot, "Who is there?")
+        assert app.chat.query_one(Thought).is_open
+        app.chat.take_command("/think off")
+        await until(pilot, lambda: "thinking: off" in shown(app))
+        app.chat.take_command("/think low")
+        await until(pilot, lambda: "/think low cannot be had" in shown(app))
+        await say(pilot, "Who else?")
+        await until(pilot, lambda: "the answer is empty" in shown(app))
+        prompts = ["".join(map(chr, request.prompt_ids)) for request in service.requests]
+        assert prompts[1].startswith("False") and "Perhaps" not in prompts[1] and "A fox." in prompts[1]
 
 
 async def test_thoughts_are_folded_when_the_answer_begins_and_unfold() -> None:

@@ -25,6 +25,9 @@ _SHARED_BY = 16
 _LIMITS = {"max_lexer_states": 100_000, "verbose_errors": False}  # 200 MB of states at most
 
 
+_Key = tuple[Grammar, int | None]  # with the spaces that are dropped in front
+
+
 @dataclass
 class _Compiled:
     definition: str
@@ -43,7 +46,7 @@ class Grammars:
         """size: of the model's logits. looks_ahead: the CPU has time for what may follow while the model computes."""
         self._tokenizer, self._eos_ids, self._size = tokenizer, eos_ids, size
         self._vocabulary: Vocabulary | None = None
-        self._kept: OrderedDict[Grammar, _Compiled | GrammarError] = OrderedDict()
+        self._kept: OrderedDict[_Key, _Compiled | GrammarError] = OrderedDict()
         self._lock = threading.Lock()
         self._worker = Worker() if looks_ahead else None
         self._making = threading.Lock()  # the vocabulary: once
@@ -52,29 +55,31 @@ class Grammars:
         """How many are kept."""
         return len(self._kept)
 
-    def check(self, grammar: Grammar) -> None:
-        """Compiles it, where it is not kept or was used often. Takes up to a second. Raises GrammarError for one that
-        cannot be honoured, as often as it is asked for."""
-        kept = self._found(grammar)
+    def check(self, grammar: Grammar, leading_spaces: int | None = 0) -> None:
+        """Compiles it, where it is not kept or was used often. Takes up to a second. leading_spaces: that decoding
+        drops of the answer, as `Detokenizer.leading_spaces` has it. Raises GrammarError for one that cannot be
+        honoured, as often as it is asked for."""
+        key = (grammar, leading_spaces)
+        kept = self._found(key)
         if isinstance(kept, GrammarError):
             raise GrammarError(kept.what, why=kept.why, fix=kept.fix)
         if kept is None:
             try:
                 vocabulary = self._of_model()
-                definition = defined(grammar, leading_spaces=vocabulary.leading_spaces)
-                self._keep(grammar, _Compiled(definition, _matcher(vocabulary, definition)))
+                definition = defined(grammar, leading_spaces=leading_spaces or 0)
+                self._keep(key, _Compiled(definition, _matcher(vocabulary, definition)))
             except GrammarError as error:
-                self._keep(grammar, GrammarError(error.what, why=error.why, fix=error.fix))
+                self._keep(key, GrammarError(error.what, why=error.why, fix=error.fix))
                 raise
         elif kept.num_answers >= _SHARED_BY:
-            self._keep(grammar, _Compiled(kept.definition, _matcher(self._of_model(), kept.definition)))
+            self._keep(key, _Compiled(kept.definition, _matcher(self._of_model(), kept.definition)))
 
-    def constraint(self, grammar: Grammar) -> Constraint:
+    def constraint(self, grammar: Grammar, leading_spaces: int | None = 0) -> Constraint:
         """For one answer. Raises as `check`."""
-        self.check(grammar)
-        kept = self._found(grammar)
+        self.check(grammar, leading_spaces)
+        kept = self._found((grammar, leading_spaces))
         if not isinstance(kept, _Compiled):  # others came in between, and it was the oldest
-            return self.constraint(grammar)
+            return self.constraint(grammar, leading_spaces)
         kept.num_answers += 1
         return Constraint(kept.matcher, self._size, self._worker, kept.retire)
 
@@ -89,21 +94,21 @@ class Grammars:
                 self._vocabulary = Vocabulary(self._tokenizer, self._eos_ids, self._size)
             return self._vocabulary
 
-    def _found(self, grammar: Grammar) -> _Compiled | GrammarError | None:
+    def _found(self, key: _Key) -> _Compiled | GrammarError | None:
         with self._lock:
-            if grammar in self._kept:
-                self._kept.move_to_end(grammar)
-            return self._kept.get(grammar)
+            if key in self._kept:
+                self._kept.move_to_end(key)
+            return self._kept.get(key)
 
-    def _keep(self, grammar: Grammar, compiled: _Compiled | GrammarError) -> None:
+    def _keep(self, key: _Key, compiled: _Compiled | GrammarError) -> None:
         with self._lock:
-            self._kept[grammar] = compiled
-            self._kept.move_to_end(grammar)
+            self._kept[key] = compiled
+            self._kept.move_to_end(key)
             while len(self._kept) > MAX_KEPT or (len(self._kept) > 1 and self._num_bytes() > MAX_KEPT_BYTES):
                 self._kept.popitem(last=False)
 
     def _num_bytes(self) -> int:
-        return sum(len(each.source) for each in self._kept)
+        return sum(len(grammar.source) for grammar, _ in self._kept)
 
 
 def _matcher(vocabulary: Vocabulary, definition: str) -> LLMatcher:

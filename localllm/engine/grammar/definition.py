@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,10 +20,14 @@ from localllm.engine.grammar.gbnf import as_lark
 from localllm.engine.grammar.pattern import has_surrogate, parse_error
 from localllm.engine.grammar.schema import CheckedSchema, checked
 from localllm.engine.request import Grammar
-from localllm.errors import GrammarError, LocalLLMError
+from localllm.errors import BusyError, GrammarError, LocalLLMError
 
 MAX_SOURCE = 64 << 10  # characters; of a JSON Schema see schema.py
-_PATIENCE_S = 10.0  # for a process that gets no CPU
+# For the whole process, which needs 0.6 s of the CPU: it is done by then with a fortieth of a core. Less than what the
+# server waits for an answer of its engine.
+_PATIENCE_S = 25.0
+# What ends a process from outside. What it does itself has other signals: of its timer, its memory and its stack.
+_FROM_OUTSIDE = frozenset({-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP})
 _NAMES = {"json_schema": "JSON Schema", "regex": "regular expression", "lark": "Lark grammar", "gbnf": "GBNF grammar"}
 # A blank or a line with its indentation: what is written by people and by `json.dumps`, and never a page of blanks. No
 # \u in strings: with it a key can be spelt in two ways, and one of them would be held to another schema.
@@ -44,7 +49,8 @@ def defined(grammar: Grammar, *, leading_spaces: int = 0) -> str:
     """Takes a few milliseconds in this process, and at most half a second in another.
 
     leading_spaces: that decoding drops of an answer, as `Tokenizer.leading_spaces` has it. Raises GrammarError, naming
-    what cannot be honoured; LocalLLMError where no process can be started.
+    what cannot be honoured; BusyError where the process gets no CPU or is killed; LocalLLMError where none can be
+    started.
     """
     name = _NAMES[grammar.kind]
     if grammar.kind == "json_schema":
@@ -116,7 +122,8 @@ def _tried(
 
 
 def tried_apart(grammar: Grammar, asked: dict[str, Any]) -> dict[str, str]:
-    """What `trial.tried` tells, in a process of its own. Raises GrammarError where that meets its limits."""
+    """What `trial.tried` tells, in a process of its own. Raises GrammarError where that meets its limits, which are of
+    what it did: a busy machine changes nothing about them. Raises as `defined` for the rest."""
     try:
         process = subprocess.run(
             [sys.executable, "-P", trial.__file__],
@@ -126,19 +133,19 @@ def tried_apart(grammar: Grammar, asked: dict[str, Any]) -> dict[str, str]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise _exploding(grammar, f"{_PATIENCE_S:.0f} s") from None
+        why = f"this machine is busy: in {_PATIENCE_S:.0f} s it gave the process less than {trial.CPU_S} s of the CPU"
+        raise BusyError("the grammar could not be tried out", why=why, fix="ask again") from None
     except OSError as error:
         why = error.strerror or str(error)
         raise LocalLLMError("the grammar cannot be tried out", why=f"no process can be started: {why}") from error
+    if process.returncode in _FROM_OUTSIDE:
+        why = f"its process was ended by {signal.Signals(-process.returncode).name}, as a system does without memory"
+        raise BusyError("the grammar could not be tried out", why=why, fix="ask again")
     if process.returncode:
-        raise _exploding(grammar, f"{trial.CPU_S} s, or the memory, that it may take")
+        what = f"compiling it takes more than the {trial.CPU_S} s of the CPU, or the memory, that it may take"
+        raise GrammarError(f"the {_NAMES[grammar.kind]} explodes", why=what, fix="make it simpler")
     told: dict[str, str] = json.loads(process.stdout)
     return told
-
-
-def _exploding(grammar: Grammar, limit: str) -> GrammarError:
-    why = f"compiling it takes more than the {limit}"
-    return GrammarError(f"the {_NAMES[grammar.kind]} explodes", why=why, fix="make it simpler")
 
 
 def _refuse_schema(schema: CheckedSchema, message: str) -> NoReturn:

@@ -1,7 +1,7 @@
 """Formats of texts that an answer can be held to.
 
-Dates and times have patterns of their own: llguidance's take the 29th of February of any year and a 60th second at any
-time, which a validator refuses.
+Dates, times and durations have patterns of their own: llguidance's take the 29th of February of any year and a 60th
+second at any time, which a validator refuses, and digits without end.
 """
 
 from __future__ import annotations
@@ -15,12 +15,26 @@ _DAY = "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]
 _LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)"
 _DATE = f"({_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
 _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
-_PATTERNS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
+_COUNT = "[0-9]{1,16}"
+_CLOCK = f"T({_COUNT}H({_COUNT}M({_COUNT}S)?)?|{_COUNT}M({_COUNT}S)?|{_COUNT}S)"
+_DAYS = f"({_COUNT}Y({_COUNT}M({_COUNT}D)?)?|{_COUNT}M({_COUNT}D)?|{_COUNT}D)"
+_PATTERNS = {
+    "date": f"^{_DATE}$",
+    "time": f"^{_TIME}$",
+    "date-time": f"^{_DATE}T{_TIME}$",
+    "duration": f"^P({_DAYS}({_CLOCK})?|{_CLOCK}|{_COUNT}W)$",
+}
+# Characters: of RFC 5321 and 1035, and what browsers and servers take of an address.
+_LONGEST = {"email": 254, "hostname": 253, "uri": 2048}
 
 
 def with_pattern(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema with the pattern in place of the format, where it has one of those."""
-    pattern = _PATTERNS.get(schema.get("format", ""))
+    """A schema with the pattern in place of the format, where it has one of those, or with the most characters that one
+    of the others has."""
+    name = schema.get("format", "")
+    if name in _LONGEST:
+        return {**schema, "maxLength": min(schema.get("maxLength", _LONGEST[name]), _LONGEST[name])}
+    pattern = _PATTERNS.get(name)
     if pattern is None:
         return schema
     without = without_format(schema)

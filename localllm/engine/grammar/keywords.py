@@ -12,11 +12,13 @@ ANNOTATIONS = frozenset({
 })  # fmt: skip
 ONE = ("additionalProperties", "items")
 SEVERAL = ("prefixItems", "items", "anyOf", "allOf", "oneOf")
-NAMED = ("properties", "patternProperties", "$defs", "definitions")
+DEFINITIONS = ("$defs", "definitions")
+NAMED = ("properties", "patternProperties", *DEFINITIONS)
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 SUPPORTED = frozenset({*ONE, *SEVERAL, *NAMED, *COUNTS, *BOUNDS,
-                       "type", "enum", "const", "required", "multipleOf", "pattern", "format", "$ref"})  # fmt: skip
+                       "type", "enum", "const", "required", "multipleOf", "pattern", "format", "$ref",
+                       "nullable"})  # fmt: skip
 TYPES = frozenset({"null", "boolean", "object", "array", "number", "integer", "string"})
 
 Steps = tuple[str, ...]

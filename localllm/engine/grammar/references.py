@@ -6,11 +6,11 @@ is `id`, may be an anchor, and counts for nothing beside `$ref`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import quote, unquote, urldefrag, urljoin
 
-from localllm.engine.grammar.keywords import Steps, parts
+from localllm.engine.grammar.keywords import DEFINITIONS, Steps, parts
 
 _LEGACY = ("draft-04", "draft-06", "draft-07")
 
@@ -30,6 +30,7 @@ class References:
         self._bases: dict[Steps, str] = {}
         self._roots: dict[str, Steps] = {"": ()}
         self._anchors: dict[tuple[str, str], Steps] = {}
+        self._parts: dict[Steps, Any] = {}
         rest: list[tuple[Steps, Any, str]] = [((), schema, "")]
         while rest:
             steps, part, base = rest.pop()
@@ -37,6 +38,26 @@ class References:
                 base = self._noted(steps, part, base)
                 rest += [((*steps, *way), each, base) for way, each in parts(part)]
             self._bases[steps] = base
+            self._parts[steps] = part
+
+    def used(self) -> set[Steps]:
+        """The ways to the definitions of the document that it leads to, and to what holds them."""
+        seen, rest = set[Steps](), list[Steps]([()])
+        while rest:
+            steps = rest.pop()
+            if steps not in seen:
+                seen.add(steps)
+                rest += self._led_to(steps, self._parts[steps])
+        at = ((steps, index) for steps in seen for index, step in enumerate(steps) if step in DEFINITIONS)
+        return {steps[: index + 2] for steps, index in at}
+
+    def _led_to(self, steps: Steps, part: Any) -> Iterator[Steps]:
+        if isinstance(part, Mapping):
+            yield from ((*steps, *way) for way, _ in parts(part) if way[0] not in DEFINITIONS)
+            reference = part.get("$ref")
+            target = self.target(steps, reference) if isinstance(reference, str) else None
+            if target is not None:
+                yield target
 
     def target(self, steps: Steps, reference: str) -> Steps | None:
         """The way to the schema that one at `steps` refers to; None where the document has none there."""

@@ -20,6 +20,7 @@ from localllm.engine.grammar.keywords import (
     ANNOTATIONS,
     BOUNDS,
     COUNTS,
+    DEFINITIONS,
     NAMED,
     ONE,
     SEVERAL,
@@ -28,6 +29,7 @@ from localllm.engine.grammar.keywords import (
     Steps,
     mapped,
 )
+from localllm.engine.grammar.numbers import with_ends
 from localllm.engine.grammar.pattern import has_control, has_surrogate, parse_error, why_not
 from localllm.engine.grammar.references import References, pointer
 from localllm.errors import GrammarError
@@ -41,7 +43,7 @@ _DRAFTS = re.compile(r"https?://json-schema\.org/(draft-0[467]|draft/2019-09|dra
 _TOLD = 8  # of what is refused
 _MOST_EXACT = 2**53  # llguidance has numbers as doubles: beyond it, and with more digits, it writes others
 _MOST_DIGITS = 15
-_ENFORCED = SUPPORTED | {"$schema"}  # by which the library knows the draft
+_ENFORCED = SUPPORTED - {"nullable"} | {"$schema"}  # by which the library knows the draft
 
 # What llguidance says of a keyword that it cannot enforce as it stands, and whose fault that is.
 _COMPLAINTS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -97,7 +99,10 @@ class CheckedSchema:
         self._refused: list[str] = []
         self._num_schemas = 0
         self._references = References(schema)
+        self._used = self._references.used()
         self._bounds: list[tuple[str, float, str]] = []  # keyword, value, place
+        self._multiples: list[int] = []
+        self._named: list[float] = []  # other numbers
         walked: dict[str, Any] = self._walked(schema, (), 0)
         self._require_closed_zero()
         if self._refused:
@@ -107,11 +112,12 @@ class CheckedSchema:
                 why=f"{'; '.join(self._refused[:_TOLD])}{more}",
                 fix="write it otherwise, or check the answer for it; docs/structured.md has what is supported",
             )
-        self.schema: dict[str, Any] = mapped(walked, with_pattern)
-        self._require_end()
-        close(self.schema)
+        closed: dict[str, Any] = mapped(walked, with_pattern)
+        self._require_end(closed)
+        close(closed)
+        self.schema = self._with_ends(closed)
         has_one_of = "oneOf" in self.places
-        self.opened: dict[str, Any] | None = mapped(walked, with_pattern) if has_one_of else None
+        self.opened = self._with_ends(mapped(walked, with_pattern)) if has_one_of else None
         self.by_the_letter: dict[str, Any] | None = mapped(walked, without_format) if has_one_of else None
 
     def refuse(self, message: str) -> NoReturn:
@@ -140,13 +146,16 @@ class CheckedSchema:
         if nesting > MAX_NESTING:
             raise _nested()
         if isinstance(schema, bool):
-            return schema
+            return {} if schema else False
         if not isinstance(schema, dict):
             self._refuse(_place(steps), f"is {_kind(schema)}, and must be a schema")
             return schema
         self._require_few_left(schema, _place(steps))
         walked = {key: self._keyword(key, value, steps, nesting) for key, value in schema.items()}
-        return {key: value for key, value in walked.items() if key in _ENFORCED}
+        found = {key: value for key, value in walked.items() if key in _ENFORCED}
+        if found.get("format") not in FORMATS:
+            found.pop("format", None)
+        return _or_null(found) if schema.get("nullable") is True and not self._refused else found
 
     def _keyword(self, key: str, value: Any, steps: Steps, nesting: int) -> Any:
         at = _place((*steps, key))
@@ -164,6 +173,8 @@ class CheckedSchema:
             for pattern in value:
                 if why := why_not(pattern):
                     self._refuse(at, why, key)
+        if key in DEFINITIONS and isinstance(value, dict):
+            value = {name: each for name, each in value.items() if (*steps, key, name) in self._used}
         if key in NAMED and isinstance(value, dict):
             return {name: self._walked(each, (*steps, key, name), nesting + 2) for name, each in value.items()}
         if key in SEVERAL and isinstance(value, list):
@@ -201,6 +212,7 @@ class CheckedSchema:
             self._refuse(at, f"must be a number of at most {_MOST_EXACT}", key)
         else:
             self._bounds.append((key, value, at))
+            self._named.append(value)
         return value
 
     def _require_closed_zero(self) -> None:
@@ -220,6 +232,8 @@ class CheckedSchema:
             self._refuse(
                 at, "is enforced for whole numbers alone: of others, validators find quotients that differ", key
             )
+        else:
+            self._multiples.append(value)
         return value
 
     def _type(self, key: str, value: Any, at: str) -> Any:
@@ -233,10 +247,13 @@ class CheckedSchema:
     def _text(self, key: str, value: Any, at: str) -> Any:
         if not isinstance(value, str):
             self._refuse(at, f"is {_kind(value)}, and must be a text", key)
-        elif key == "format" and value not in FORMATS:
-            self._refuse(at, f"{value[:40]!r} is not supported; {', '.join(FORMATS)} are", key)
         elif key == "pattern" and (why := why_not(value)):
             self._refuse(at, why, key)
+        return value
+
+    def _flag(self, key: str, value: Any, at: str) -> Any:
+        if not isinstance(value, bool):
+            self._refuse(at, f"is {_kind(value)}, and must be true or false", key)
         return value
 
     def _names(self, key: str, value: Any, at: str) -> Any:
@@ -252,6 +269,7 @@ class CheckedSchema:
             self._refuse(at, "has a control character, which an answer cannot have", key)
         if not all(map(_is_exact, parts)):
             self._refuse(at, f"has a number beyond {_MOST_EXACT}, or of more than {_MOST_DIGITS} digits", key)
+        self._named += (part for part in parts if isinstance(part, float))
         return value
 
     def _require_few_left(self, schema: Mapping[str, Any], place: str) -> None:
@@ -261,8 +279,11 @@ class CheckedSchema:
             why = "is enforced where at most one property more than `required` has is wanted"
             self._refuse(f"{place}/minProperties", why, "minProperties")
 
-    def _require_end(self) -> None:
-        if (place := endless(self.schema)) is not None:
+    def _with_ends(self, schema: dict[str, Any]) -> dict[str, Any]:
+        return with_ends(schema, self._multiples, self._named)
+
+    def _require_end(self, schema: dict[str, Any]) -> None:
+        if (place := endless(schema)) is not None:
             raise GrammarError(
                 "the JSON Schema never ends",
                 why=f"what meets {place} has to hold itself, without end",
@@ -278,7 +299,23 @@ _CHECKS: dict[str, Callable[[CheckedSchema, str, Any, str], Any]] = {
     "multipleOf": CheckedSchema._multiple,
     "type": CheckedSchema._type,
     "required": CheckedSchema._names,
+    "nullable": CheckedSchema._flag,
 }
+
+
+def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """The same beside null, as OpenAPI's `nullable` means it, whatever else it asks for."""
+    outside = {key: value for key, value in schema.items() if key in ("$schema", *DEFINITIONS)}
+    rest = {key: value for key, value in schema.items() if key not in outside}
+    if not rest:
+        return schema
+    if not rest.keys().isdisjoint(("$ref", "allOf", "anyOf", "oneOf")):
+        return {**outside, "anyOf": [rest, {"type": "null"}]}
+    given = rest.get("type", [])
+    types = {"type": list(dict.fromkeys([*([given] if isinstance(given, str) else given), "null"]))} if given else {}
+    values = {"enum": [*rest["enum"], None]} if "enum" in rest else {}
+    const = {"enum": [rest.pop("const"), None]} if "const" in rest and not values else {}
+    return {**outside, **rest, **types, **values, **const}
 
 
 def _place(steps: Steps) -> str:

@@ -29,6 +29,8 @@ def main() -> None:
     """Reads {grammars, proof} and writes {grammar}, {error} or {stuck}. proof: what has to be a grammar, too."""
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    import llguidance  # noqa: F401 - from a cold disk this takes as long as a grammar, whose fault it is not
+
     signal.setitimer(signal.ITIMER_PROF, CPU_S)
     asked = json.load(sys.stdin)
     threading.stack_size(_STACK_BYTES)

@@ -22,7 +22,6 @@ class Vocabulary:
             why = "the tokenizer of this model decodes a token by its neighbours: what one adds to a text is not known"
             raise GrammarError("this model's answers cannot be held to a grammar", why=why, fix="take another model")
         self.size = size
-        self.leading_spaces = tokenizer.leading_spaces
         ends = sorted(token_id for token_id in eos_ids if token_id < size)
         # A model without one gets an id behind its own: a grammar may end there, and no token says so.
         tokens = _Tokens(tokenizer, size, ends or [size])

@@ -23,6 +23,7 @@ from localllm.server.fields import (
     OF_A_REPLY,
     TEXT_ONLY,
     ArgumentsSchema,
+    CallObject,
     Count,
     KeepAlive,
     Label,
@@ -89,7 +90,7 @@ class ToolUseBlock(Body):
     type: Literal["tool_use"]
     id: Annotated[str, Field(min_length=1)]
     name: Annotated[str, Field(min_length=1)]
-    input: dict[str, Any]
+    input: CallObject = None
     cache_control: CacheControl = None
     caller: Annotated[DirectCaller | None, OF_A_REPLY] = None
 

@@ -110,7 +110,7 @@ def _thinking(thought: str) -> ReplyBlock:
 
 
 def _text(text: str) -> ReplyBlock:
-    return {"type": "text", "text": text, "citations": None}
+    return {"type": "text", "text": text}
 
 
 def _tool_use(call: CallPiece) -> ReplyBlock:

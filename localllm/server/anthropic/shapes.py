@@ -22,7 +22,6 @@ class Usage(TypedDict):
 class ReplyText(TypedDict):
     type: Literal["text"]
     text: str
-    citations: None
 
 
 class ReplyThinking(TypedDict):

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from localllm.server.bodies import Body, Ignored
-from localllm.server.fields import OF_A_REPLY, TEXT_ONLY, ArgumentsSchema, Label, Nothing, Number
+from localllm.server.fields import OF_A_REPLY, TEXT_ONLY, ArgumentsSchema, CallObject, Label, Nothing, Number
 from localllm.server.tools.calling import MAX_TOOLS, OpenCalls, Tool, Toolset, call_of, toolset
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
@@ -36,7 +36,7 @@ def tools_of(given: Sequence[FunctionTool] | None) -> Toolset | None:
 
 class CalledFunction(Body):
     name: Annotated[str, Field(min_length=1)]
-    arguments: dict[str, Any]
+    arguments: CallObject = None
     index: Annotated[Number | None, OF_A_REPLY] = None
 
 

@@ -21,6 +21,7 @@ from localllm.engine.facts import EngineFacts
 from localllm.errors import CheckpointError, ModelNotFoundError, TemplateError
 from localllm.frontend.selection import sampling_defaults
 from localllm.frontend.thinking import may_think
+from localllm.models.safetensors_header import tensors_of
 from localllm.server.bodies import OnlyFalse
 from localllm.server.endpoint import Call, Endpoint
 from localllm.server.failures import RequestError
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 _SPOKEN = "0.13.0"  # the version of Ollama whose interface this is: some clients want a later one than they found
 _NEVER = "2999-12-31T23:59:59Z"  # when the model is unloaded
-_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}
 _PARAMETERS = {"repetition_penalty": "repeat_penalty"}  # as Ollama calls them
 
 
@@ -270,13 +271,10 @@ def _details(pool: Pool, model: ModelDescription) -> Details:
 
 def _parameter_count(model: ModelDescription) -> int:
     """As the files have them; 0 where these cannot be read."""
-    from localllm.models.safetensors_file import SafetensorsFile  # which loads torch
-
     count = 0
     with suppress(CheckpointError):
         for path in _files(model).directory.glob("*.safetensors"):
-            with SafetensorsFile.open(path) as file:
-                count += sum(math.prod(spec.shape) for spec in file.specs.values())
+            count += sum(math.prod(spec.shape) for spec in tensors_of(path).values())
     return count
 
 

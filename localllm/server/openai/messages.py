@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from localllm.server.bodies import Body
-from localllm.server.fields import CACHES_ITSELF, OF_A_REPLY, TEXT_ONLY, Labels, Nothing, Number
+from localllm.server.fields import CACHES_ITSELF, OF_A_REPLY, TEXT_ONLY, CallText, Labels, Nothing, Number
 from localllm.server.openai.tools import FunctionType
 from localllm.server.tools.calling import OpenCalls, call_of
 
@@ -30,7 +30,7 @@ class TextPart(Body):
 
 class CalledFunction(Body):
     name: Annotated[str, Field(min_length=1)]
-    arguments: str
+    arguments: CallText = None
     # Which openai's library adds to what it has parsed.
     parsed_arguments: Annotated[dict[str, Any] | None, OF_A_REPLY] = None
 

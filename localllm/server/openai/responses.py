@@ -20,6 +20,7 @@ from localllm.server.fields import (
     MAX_MESSAGES,
     NOT_KEPT,
     OF_A_REPLY,
+    CallText,
     Count,
     KeepAlive,
     Label,
@@ -40,13 +41,14 @@ from localllm.server.openai.tools import (
     BY_TYPE,
     Function,
     FunctionType,
+    Name,
     NamedSchema,
     ObjectFormat,
     TextFormat,
     schema_form,
 )
 from localllm.server.replying import EVENT_STREAM, collected, event, evicted_header, streamed, whole
-from localllm.server.structured import ANY_OBJECT, StructuredOutputs, grammar_of, one_grammar
+from localllm.server.structured import StructuredOutputs, grammar_of, one_grammar
 from localllm.server.tools.calling import MAX_TOOLS, OpenCalls, Toolset, call_of, toolset
 from localllm.server.tools.foreign import ForeignTool
 
@@ -99,7 +101,7 @@ class InputCall(Body):
     type: Literal["function_call"]
     call_id: Annotated[str, Field(min_length=1)]
     name: Annotated[str, Field(min_length=1)]
-    arguments: str
+    arguments: CallText = None
     parsed_arguments: Annotated[dict[str, Any] | None, OF_A_REPLY] = None
     id: Annotated[Label | None, OF_A_REPLY] = None
     status: Annotated[Label | None, OF_A_REPLY] = None
@@ -144,6 +146,7 @@ class AllowedChoice(Body):
 
 class SchemaFormat(NamedSchema):
     type: Literal["json_schema"]
+    name: Name
 
 
 class TextOptions(Body):
@@ -335,10 +338,8 @@ def _functions(body: ResponsesBody) -> list[FunctionTool]:
 
 def _form(body: ResponsesBody) -> Grammar | None:
     match body.text and body.text.format:
-        case SchemaFormat(schema_=schema):
+        case SchemaFormat(schema_=schema) | ObjectFormat(schema_=schema):
             return schema_form(schema)
-        case ObjectFormat():
-            return ANY_OBJECT
     return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, StringConstraints, Tag
+from pydantic import BeforeValidator, Field, StringConstraints, Tag, model_validator
 
 from localllm.engine.request import Grammar
 from localllm.server.bodies import Body, Ignored, told_apart
@@ -96,20 +96,32 @@ class TextFormat(Body):
     type: Literal["text"]
 
 
+Schema = Annotated[dict[str, Any] | None, Field(alias="schema", description="Without one, any object fits.")]
+
+
 class ObjectFormat(Body):
     type: Literal["json_object"]
+    schema_: Schema = None
 
 
 class NamedSchema(Body):
-    name: Name
+    name: Name | None = None
     description: Annotated[Label | None, Ignored("the model is not told of the form")] = None
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema", description="Without one, any object fits.")] = None
+    schema_: Schema = None
     strict: Annotated[bool | None, Field(description="A schema is held to in any case.")] = None
 
 
 class SchemaFormat(Body):
     type: Literal["json_schema"]
-    json_schema: NamedSchema
+    json_schema: Annotated[NamedSchema, Field(description="What it has may stand beside `type` as well.")]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _wrapped(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or "json_schema" in given or "schema" not in given:
+            return given
+        rest = {key: value for key, value in given.items() if key != "type"}
+        return {"type": given["type"], "json_schema": rest}
 
 
 _FORMATS = {"text": "TextFormat", "json_object": "ObjectFormat", "json_schema": "SchemaFormat"}
@@ -128,7 +140,7 @@ def form_of(given: ResponseFormat | None) -> Grammar | None:
         case SchemaFormat():
             return schema_form(given.json_schema.schema_)
         case ObjectFormat():
-            return ANY_OBJECT
+            return schema_form(given.schema_)
     return None
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from localllm.server.failures import RequestError
+from localllm.server.tools.json_text import arguments_of
 
 MAX_TOOLS = 128
 
@@ -81,20 +81,15 @@ def toolset(
     return Toolset(tuple(tools), tuple(only or names), must_call, one_call) if names else None
 
 
-def call_of(call_id: str, name: str, arguments: str | Mapping[str, Any]) -> dict[str, Any]:
-    """A call that was made, as chat templates want it: with arguments as an object, where they are one."""
+def call_of(call_id: str, name: str, arguments: str | Mapping[str, Any] | None) -> dict[str, Any]:
+    """A call that was made, as chat templates want it: with arguments as an object, where they are one or nothing."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": _object_of(arguments)}}
 
 
-def _object_of(arguments: str | Mapping[str, Any]) -> Any:
+def _object_of(arguments: str | Mapping[str, Any] | None) -> Any:
     """What was cut, or is none for another reason, stays the text that it is."""
-    if isinstance(arguments, Mapping):
-        return dict(arguments)
-    try:
-        value = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        return arguments
-    return value if isinstance(value, dict) else arguments
+    found = arguments_of(arguments)
+    return arguments if found is None else found
 
 
 class OpenCalls:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 
 from localllm.engine.grammar.schema import checked
 from localllm.errors import GrammarError
+from localllm.frontend import harmony
 from localllm.server.failures import RequestError
-from localllm.server.tools import harmony
+from localllm.server.structured import ANY_OBJECT
 from localllm.server.tools.calling import Tool, Toolset
 from localllm.server.tools.syntaxes import Syntax
 
@@ -43,7 +44,7 @@ def tools_lark(syntax: Syntax, tools: Toolset, token_id: TokenId, answer: str | 
     rules = [
         f"calls: {marks.lark(written.first)} call{last}",
         *_calls("call", written.begins, marks, choices),
-        *(f"arguments{i}: %json {_schema_of(i, tool)}" for i, tool in enumerate(choices)),
+        *(f"arguments{i}: %json {_schema_of(tools, tool)}" for i, tool in enumerate(choices)),
     ]
     if answer is not None:
         rules.append(f"answer: %json {_compact(answer)}")
@@ -121,13 +122,16 @@ def _text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 
-def _schema_of(index: int, tool: Tool) -> str:
-    """Raises RequestError, naming the tool, for one to which no call can be held."""
+def _schema_of(tools: Toolset, tool: Tool) -> str:
+    """Any object, of a tool to which no call can be held; one that has to be, as there is no other to call or it is
+    strict, is refused. Raises RequestError, naming the tool."""
     is_said = not tool.parameters or "properties" in tool.parameters  # what it takes
     try:
         return _compact(json.dumps(tool.schema if is_said else {"type": "object", **tool.parameters}))
     except GrammarError as error:
-        what = f"tools[{index}], {tool.name!r}: {error.what}"
+        if not tool.strict and not (tools.must_call and len(tools.choices) == 1):
+            return _compact(ANY_OBJECT.source)
+        what = f"tools[{tools.tools.index(tool)}], {tool.name!r}: {error.what}"
         raise RequestError(400, what, why=error.why, fix=error.fix, param="tools", name="invalid_grammar") from None
 
 

@@ -1,6 +1,5 @@
-"""Harmony, the format of gpt-oss: an answer is several messages, each with a channel, and a call is one of them.
+"""Harmony, the format of gpt-oss, where a call is one of an answer's messages.
 
-    <|channel|>analysis<|message|>a thought<|end|><|start|>assistant<|channel|>final<|message|>what is said
     <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}
 
 Source: https://cookbook.openai.com/articles/openai-harmony.
@@ -9,19 +8,13 @@ Source: https://cookbook.openai.com/articles/openai-harmony.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
-from localllm.server.tools.json_text import NAME, dumped, loaded
+from localllm.frontend.harmony import Messages, Step, is_thought
+from localllm.server.tools.json_text import NAME, arguments_of, dumped
 from localllm.server.tools.parts import Kind, Part
 
-CHANNEL, MESSAGE, END, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>"
-MARKS = (CHANNEL, MESSAGE, END, START, CONSTRAIN)
-
-_ENDS = (END, START, CHANNEL)  # of a message; a model that forgets one begins the next
-_HEADER_BEGINS = (CHANNEL, MESSAGE, START, CONSTRAIN, "assistant", "to=")
-_MOST_HEADER = 512  # characters
 _CALLED = re.compile(rf"to=(?:functions\.)?({NAME})")
-_NAMED_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
 class HarmonyReader:
@@ -31,7 +24,7 @@ class HarmonyReader:
         """names, streams: as `CallReader` has them. is_final: the prompt ends within a message that is said."""
         self._names = names
         self._streams = streams
-        self._pending = ""
+        self._messages = Messages(is_open=is_final)
         self._kind: Kind | None = "text" if is_final else None  # of the message that is open; None: it has only begun
         self._arguments: list[str] = []  # of a call that may still prove to be none
         self._said: set[Kind] = set()  # of which there was a message before
@@ -41,62 +34,35 @@ class HarmonyReader:
         return self._kind == "thought"
 
     def feed(self, text: str) -> list[Part]:
-        self._pending += text
-        parts: list[Part] = []
-        while self._pending and self._step(parts):
-            pass
-        return parts
+        return self._read(self._messages.feed(text), is_cut=False)
 
     def end(self, *, is_cut: bool) -> list[Part]:
-        rest, self._pending = self._pending, ""
+        return self._read(self._messages.end(), is_cut=is_cut)
+
+    def _read(self, steps: Iterable[Step], *, is_cut: bool) -> list[Part]:
         parts: list[Part] = []
-        if self._kind is None:
-            return parts
-        self._say(parts, rest)
-        self._close(parts, is_cut=is_cut)
+        for step, text in steps:
+            if step == "header":
+                self._open(parts, text)
+            elif step == "text":
+                self._say(parts, text)
+            else:
+                self._close(parts, is_cut=is_cut)
         return parts
 
-    def _step(self, parts: list[Part]) -> bool:
-        return self._read_header(parts) if self._kind is None else self._read_message(parts)
-
-    def _read_header(self, parts: list[Part]) -> bool:
-        text = self._pending.lstrip()
-        header, found, rest = text.partition(MESSAGE)
-        is_header = any(text.startswith(each) or each.startswith(text) for each in _HEADER_BEGINS)
-        if not is_header or len(header) > _MOST_HEADER:
-            self._kind = "text"
-        elif found:
-            self._open(parts, header)
-            self._pending = rest
-        else:
-            return False
-        return True
-
     def _open(self, parts: list[Part], header: str) -> None:
-        called, channel = _CALLED.search(header), _NAMED_CHANNEL.search(header)
+        called = _CALLED.search(header)
         if called is not None and called[1] in self._names:
             self._kind, self._arguments = "call", []
             self._name = called[1]
             if self._streams:
                 parts.append(("call", self._name))
             return
-        self._kind = "thought" if channel is not None and channel[1] == "analysis" else "text"
-        if self._kind in self._said:
+        self._kind = "thought" if is_thought(header) else "text"
+        if header and self._kind in self._said:
             parts.append((self._kind, "\n\n"))
-        self._said.add(self._kind)
-
-    def _read_message(self, parts: list[Part]) -> bool:
-        text = self._pending
-        at = min((text.find(mark) for mark in _ENDS if mark in text), default=-1)
-        if at < 0:
-            held = max(n for mark in _ENDS for n in range(len(mark)) if text.endswith(mark[:n]))
-            self._say(parts, text[: len(text) - held])
-            self._pending = text[len(text) - held :]
-            return False
-        self._say(parts, text[:at])
-        self._close(parts, is_cut=False)
-        self._pending = text[at:].removeprefix(END)
-        return True
+        if header:
+            self._said.add(self._kind)
 
     def _say(self, parts: list[Part], text: str) -> None:
         if not text or self._kind is None:
@@ -112,9 +78,9 @@ class HarmonyReader:
         """Of the open message: what was held back."""
         if self._kind == "call" and not self._streams:
             text = "".join(self._arguments)
-            arguments = loaded(text or "{}")
-            if isinstance(arguments, dict) or is_cut:
-                told = dumped(arguments) if isinstance(arguments, dict) else text
+            arguments = arguments_of(text)
+            if arguments is not None or is_cut:
+                told = text if arguments is None else dumped(arguments)
                 parts += [("call", self._name), ("arguments", told)]
             else:
                 parts.append(("text", text))

@@ -69,6 +69,15 @@ def loaded(text: str) -> Any:
     return value
 
 
+def arguments_of(value: Any) -> dict[str, Any] | None:
+    """What a call is made with, as an object or as its text: null, and nothing, are an object without anything in it.
+    None for what is neither."""
+    if isinstance(value, str):
+        said = loaded(value) if value.strip() not in ("", "null") else {}
+        return arguments_of(said) if isinstance(said, str) else said if isinstance(said, dict) else None
+    return {} if value is None else value if isinstance(value, dict) else None
+
+
 def partial_object(text: str) -> dict[str, Any]:
     """What there is of an object whose text may have been cut."""
     try:
@@ -89,10 +98,8 @@ def _call_of(value: Any, names: Collection[str]) -> Call | None:
         return None
     said: dict[str, Any] = value["function"] if isinstance(value.get("function"), dict) else value
     name = said.get("name")
-    arguments: Any = next((said[key] for key in _ARGUMENTS if key in said), {})
-    if isinstance(arguments, str):
-        arguments = loaded(arguments)
-    if not (isinstance(name, str) and name in names and isinstance(arguments, dict)):
+    arguments = arguments_of(next((said[key] for key in _ARGUMENTS if key in said), None))
+    if not (isinstance(name, str) and name in names and arguments is not None):
         return None
     return name, dumped(arguments)
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from localllm.engine.request import Grammar
-from localllm.frontend.thinking import THOUGHT_MARKS, may_think
+from localllm.frontend.harmony import FINAL, is_harmony
+from localllm.frontend.thinking import THOUGHT_MARKS, special_among, splits_off_thoughts
 from localllm.server.failures import RequestError
-from localllm.server.tools import harmony
 from localllm.server.tools.calling import Toolset
 from localllm.server.tools.grammars import tools_lark
 from localllm.server.tools.parts import Reader, ThoughtReader
 from localllm.server.tools.prompting import has_calls, told
-from localllm.server.tools.syntaxes import HARMONY, Syntax, is_harmony, syntax_of
+from localllm.server.tools.syntaxes import HARMONY, Syntax, syntax_of
 
 if TYPE_CHECKING:
     from localllm.engine.chat_template import ChatInput, ChatTemplate
@@ -42,14 +42,8 @@ class Manner:
     @property
     def shown_ids(self) -> frozenset[int]:
         """Special tokens by which the answer is told apart."""
-        marks = [*(self.syntax.special if self.syntax else ()), *(self._thought_marks if self.splits else ())]
-        return frozenset(
-            index for mark in marks if (index := self.tokenizer.token_id(mark)) in self.tokenizer.special_ids
-        )
-
-    @property
-    def _thought_marks(self) -> Sequence[str]:
-        return [mark for pair in THOUGHT_MARKS.items() for mark in pair]
+        thoughts = [mark for pair in THOUGHT_MARKS.items() for mark in pair] if self.splits else []
+        return special_among(self.tokenizer, [*(self.syntax.special if self.syntax else ()), *thoughts])
 
     def told(self, chat: ChatInput) -> ChatInput:
         """As its template wants it."""
@@ -105,10 +99,9 @@ def manner_of(
     is_begun: bool,
 ) -> Manner:
     """is_begun: what is said begins with the answer, or did so before: no thought and no call is in front of it."""
-    splits = any(map(may_think, template.sources.values()))
+    splits = splits_off_thoughts(template, tokenizer)
     if is_harmony(template):
-        tail = f"{harmony.CHANNEL}final{harmony.MESSAGE}" if is_begun else ""
-        return Manner(tokenizer, tools, HARMONY, splits=False, tail=tail)
+        return Manner(tokenizer, tools, HARMONY, splits=False, tail=FINAL if is_begun else "")
     if tools is None and not has_calls(messages):
         return Manner(tokenizer, None, None, splits)
     no_tools = () if "tool_use" in template.sources else None

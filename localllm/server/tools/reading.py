@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
-from localllm.server.tools.json_text import NAME, Call, ValueEnd, calls_of, dumped, loaded
+from localllm.server.tools.json_text import NAME, Call, ValueEnd, arguments_of, calls_of, dumped
 from localllm.server.tools.parts import Part, Says
 
 _MOST_BLANKS = 256  # that are held back because a call might follow
@@ -20,9 +20,12 @@ _KEYS = frozenset({"name", "function", "type", "id", "arguments", "parameters"})
 # The beginning of a call, as far as it tells that it is one: {"name" ..., [{"name" ..., or name[ARGS]{
 _OBJECT = re.compile(r'\s*(?:\[\s*)?\{\s*"([^"\\]{0,40})"')
 _NAMED = re.compile(rf"\s*({NAME})(?:\[CALL_ID\][\w-]*)?\[ARGS\]\s*(?=\{{)")
+# One without arguments: name[ARGS]null, or the next one right behind it, or the end.
+_ALONE = re.compile(rf'\s*({NAME})(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\]\s*(?:null|"")|(?:\[ARGS\])?\s*(?=\[TOOL_CALLS\]))')
+_LAST_ALONE = re.compile(rf"\s*({NAME})(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\])?\s*")
 _UNDECIDED = re.compile(
     r'\s{0,64}(?:(?:\[\s{0,64})?(?:\{\s{0,64}(?:"[^"\\]{0,40})?)?'
-    r"|[a-zA-Z0-9_.-]{1,128}(?:\[CALL_ID\][\w-]{0,64})?(?:\[[A-Z_]{0,7}\]?)?\s{0,64})"
+    r"|[a-zA-Z0-9_.-]{1,128}(?:\[CALL_ID\][\w-]{0,64})?(?:\[[A-Z_]{0,10}\]?)?\s{0,64}(?:\[[A-Z_]{0,10}|nu?l?l?|\")?)"
 )
 # All of it in front of the arguments.
 _HEAD = re.compile(
@@ -190,6 +193,9 @@ class HeldBody:
     def feed(self, text: str) -> tuple[list[Part], str | None]:
         if self._value is None:
             head = "".join(self._pieces) + text
+            if (alone := _ALONE.match(head)) and alone[1] in self._names:
+                self.has_called = True
+                return [*_parts_of((alone[1], "{}"))], head[alone.end() :]
             start = _value_start(head)
             if start is None:
                 self._pieces = [head]
@@ -215,15 +221,16 @@ class HeldBody:
             parts, _ = StreamedBody("", self._names).feed(whole)
             if parts:
                 return parts
+        elif self._value is None and (alone := _LAST_ALONE.fullmatch(whole)) and alone[1] in self._names:
+            return [*_parts_of((alone[1], "{}"))]
         return [("text", self._before + whole)]
 
     def _calls(self, text: str) -> list[Call] | None:
         named = _NAMED.match(text)
         if named is None:
             return calls_of(text, self._names)
-        arguments = loaded(text[named.end() :])
-        is_call = named[1] in self._names and isinstance(arguments, dict)
-        return [(named[1], dumped(arguments))] if is_call else None
+        arguments = arguments_of(text[named.end() :])
+        return None if arguments is None or named[1] not in self._names else [(named[1], dumped(arguments))]
 
 
 class StreamedBody:

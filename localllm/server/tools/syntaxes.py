@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from localllm.errors import TemplateError
-from localllm.server.tools import harmony
+from localllm.frontend.harmony import MARKS as HARMONY_MARKS
+from localllm.frontend.harmony import SIGNS
 from localllm.server.tools.calling import Tool
 from localllm.server.tools.harmony import HarmonyReader
 from localllm.server.tools.parts import Reader, Says, ThoughtReader
@@ -55,7 +56,7 @@ class Syntax:
     def special(self) -> tuple[str, ...]:
         """Marks that a tokenizer may have as special tokens."""
         if self.marks is None:
-            return harmony.MARKS
+            return HARMONY_MARKS
         more = ("[ARGS]", "[CALL_ID]") if "[TOOL_CALLS]" in self.marks.opens else ()
         return (*self.marks.opens, *filter(None, [self.marks.closes]), *more)
 
@@ -79,7 +80,7 @@ HARMONY = Syntax(
     "harmony",
     Written("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", one=True),
     None,
-    signs=("<|channel|>", "<|message|>"),
+    signs=SIGNS,
     one_at_a_time=True,
 )
 SYNTAXES = (
@@ -119,11 +120,6 @@ def syntax_of(template: ChatTemplate) -> Syntax:
         if all(sign in source for sign in syntax.signs) and not any(word in source for word in syntax.strangers):
             return syntax if knows_tools(template) else GENERIC
     return GENERIC
-
-
-def is_harmony(template: ChatTemplate) -> bool:
-    """Whether answers are messages with channels, also of a model that is told of no tools."""
-    return any(all(sign in source for sign in HARMONY.signs) for source in template.sources.values())
 
 
 def knows_tools(template: ChatTemplate) -> bool:

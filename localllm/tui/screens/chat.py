@@ -88,7 +88,7 @@ class ChatScreen(Screen[None]):
 
     def compose(self) -> ComposeResult:
         yield Static("", id="title")
-        yield Transcript(self.desk.key_names)
+        yield Transcript(self.desk.key_names, shows_thoughts=self.desk.shows_thoughts)
         yield Activity()
         yield Notice()
         yield Writing(self._draft, self.desk.key_names)

@@ -107,6 +107,9 @@ class SlashCommands:
         key, value = slash.setting(text)
         self._desk.do(lambda: self._desk.set(key, value) if value else self._desk.tell_settings(key))
 
+    def do_think(self, effort: str) -> None:
+        self._desk.do(lambda: self._desk.think(effort))
+
     def do_show(self, _: str) -> None:
         self._desk.do(self._desk.tell_all)
 

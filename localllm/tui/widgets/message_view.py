@@ -99,10 +99,19 @@ class AnswerView(Clear, MessageView):
     AnswerView { layout: vertical; }
     """
 
-    def __init__(self, index: int, turn: Turn | None, *, is_thinking: bool = False, ending: str = "") -> None:
-        """is_thinking: it begins in a thought, which the prompt has opened. ending: as `end_with` would have it."""
+    def __init__(
+        self,
+        index: int,
+        turn: Turn | None,
+        *,
+        is_thinking: bool = False,
+        shows_thoughts: bool = False,
+        ending: str = "",
+    ) -> None:
+        """is_thinking: it begins in a thought, which the prompt has opened. shows_thoughts: they are not folded.
+        ending: as `end_with` would have it."""
         super().__init__(index, turn)
-        self._is_thinking = is_thinking
+        self._is_thinking, self._shows_thoughts = is_thinking, shows_thoughts
         self._splitter = Splitter(is_thinking=is_thinking)
         self._said: list[str] = []
         self._thought: Thought | None = None
@@ -123,7 +132,7 @@ class AnswerView(Clear, MessageView):
         if self.turn is not None:
             thought, answer = split(self.text, is_thinking=self._is_thinking)
             if thought.strip():
-                self._thought = Thought(thought)
+                self._thought = Thought(thought, stays_open=self._shows_thoughts)
                 yield self._thought
             self._document = Document(visible(answer))
         yield self._document
@@ -167,7 +176,7 @@ class AnswerView(Clear, MessageView):
         for is_thought, text in parts:
             if is_thought:
                 if self._thought is None:
-                    self._thought = Thought(is_open=True)
+                    self._thought = Thought(is_live=True, stays_open=self._shows_thoughts)
                     await self.mount(self._thought, before=self._document)
                 await self._thought.hear(text)
             else:

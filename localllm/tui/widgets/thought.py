@@ -16,7 +16,7 @@ from localllm.tui.widgets.document import Document
 
 
 class Thought(Clear, Vertical):
-    """Open while it is being written, folded after."""
+    """Open while it is being written, and after that where it is to stay so; else folded."""
 
     DEFAULT_CSS = """
     Thought {
@@ -32,13 +32,13 @@ class Thought(Clear, Vertical):
     """
     is_open = reactive(False)
 
-    def __init__(self, text: str = "", *, is_open: bool = False) -> None:
+    def __init__(self, text: str = "", *, is_live: bool = False, stays_open: bool = False) -> None:
         super().__init__()
         self._fold = _Fold()
         self._document = Document(visible(text))
         self._num_words = len(text.split())
-        self._is_thinking = is_open
-        self.set_reactive(Thought.is_open, is_open)
+        self._is_thinking, self._stays_open = is_live, stays_open
+        self.set_reactive(Thought.is_open, is_live or stays_open)
 
     def compose(self) -> ComposeResult:
         yield self._fold
@@ -57,7 +57,7 @@ class Thought(Clear, Vertical):
     async def end(self) -> None:
         """The answer begins, or goes on."""
         if self._is_thinking:
-            self._is_thinking = self.is_open = False
+            self._is_thinking, self.is_open = False, self._stays_open
             self._refold()
             await self._document.end()
 

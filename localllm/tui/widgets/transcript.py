@@ -31,8 +31,9 @@ class Transcript(Clear, VerticalScroll, can_focus=False):
     }
     """
 
-    def __init__(self, key_names: KeyNames) -> None:
+    def __init__(self, key_names: KeyNames, *, shows_thoughts: bool = False) -> None:
         super().__init__()
+        self._shows_thoughts = shows_thoughts
         self._turns: list[Turn] = []
         self._first = 0  # of the turns that are mounted
         self._last = 0  # behind them
@@ -98,7 +99,7 @@ class Transcript(Clear, VerticalScroll, can_focus=False):
         """A new answer behind the last message; `hear` it."""
         await self.drop_answer()
         await self._to_end()
-        self._live = AnswerView(len(self._turns), None, is_thinking=is_thinking)
+        self._live = AnswerView(len(self._turns), None, is_thinking=is_thinking, shows_thoughts=self._shows_thoughts)
         await self.mount(self._live)
         self.anchor()
         return self._live
@@ -113,7 +114,13 @@ class Transcript(Clear, VerticalScroll, can_focus=False):
         turn = self._turns[index]
         if turn["role"] != "assistant":
             return QuestionView(index, turn)
-        return AnswerView(index, turn, is_thinking=index in self._thinking, ending=self._ending_of(index))
+        return AnswerView(
+            index,
+            turn,
+            is_thinking=index in self._thinking,
+            shows_thoughts=self._shows_thoughts,
+            ending=self._ending_of(index),
+        )
 
     def _ending_of(self, index: int) -> str:
         return self._ending if index == len(self._turns) - 1 else ""

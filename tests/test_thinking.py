@@ -1,0 +1,317 @@
+"""Models that think before they answer, at the command line: the answer alone is printed, apart from the thought."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localllm.engine.chat_template import ChatTemplate
+from localllm.engine.request import Grammar
+from localllm.errors import UsageError
+from localllm.frontend.thinking import Thinking, effort_variables
+from localllm.hub.names import TINY_DIRECTORY
+from tests.cli_support import Result, run_cli
+from tests.speaker import EFFORT, KEEPING, OPENING, SWITCHED, THINKS, write_speaker
+
+THOUGHT, ANSWER = "Hm, an owl.", "Once upon a time."
+TEMPLATES = {"switched": SWITCHED, "opening": OPENING, "effort": EFFORT, "keeping": KEEPING}
+HARMONY = (
+    "{% if reasoning_effort is defined %}<|start|>system<|message|>Reasoning: {{ reasoning_effort }}<|end|>{% endif %}"
+    "{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}<|channel|>final{% endif %}"
+    "<|message|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+HARMONY_SAID = f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistant<|channel|>final<|message|>{ANSWER}"
+
+
+@pytest.fixture(scope="module")
+def thinkers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models that think and answer always the same, by what their templates know of it."""
+    folder = tmp_path_factory.mktemp("thinkers")
+    return {name: write_speaker(folder / name, THINKS, template) for name, template in TEMPLATES.items()}
+
+
+@pytest.fixture(params=["switched", "opening"])
+def thinker(request: pytest.FixtureRequest, thinkers: dict[str, Path]) -> Path:
+    return thinkers[request.param]
+
+
+@pytest.fixture
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LOCALLLM_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "home"
+
+
+def run(model: Path | str, *arguments: str | Path) -> Result:
+    return run_cli("run", model, "-p", "A tale, please.", *arguments)
+
+
+def prompt_of(model: Path | str, *arguments: str | Path) -> str:
+    result = run(model, *arguments, "--show-prompt")
+    assert result.code == 0, result.err
+    return result.out.decode()
+
+
+@pytest.mark.parametrize("how", [(), ("--no-stream",), ("--best-of", "2"), ("--beams", "2"), ("--stats",)])
+def test_the_answer_alone_goes_to_stdout(thinker: Path, how: tuple[str, ...]) -> None:
+    result = run(thinker, *how)
+    assert (result.code, result.out.decode()) == (0, f"{ANSWER}\n"), result.err
+    assert THOUGHT not in result.err
+
+
+def test_of_several_answers_each_is_printed_alone(thinker: Path) -> None:
+    assert run(thinker, "--n", "2").out.decode() == f"{ANSWER}\n---\n{ANSWER}\n"
+
+
+@pytest.mark.parametrize("how", [(), ("--n", "2"), ("--best-of", "2"), ("--beams", "2"), ("--beams", "2", "--n", "2")])
+def test_json_has_what_was_thought_beside_the_text(thinker: Path, how: tuple[str, ...]) -> None:
+    told = run(thinker, "--json", *how).json
+    for answer in told.get("answers", [told])[:1] if "--beams" in how else told.get("answers", [told]):
+        assert (answer["text"], answer["reasoning"]) == (ANSWER, THOUGHT)
+        assert len(answer["token_ids"]) == answer["usage"]["completion_tokens"]
+
+
+@pytest.mark.parametrize("how", [(), ("--n", "2")])
+def test_each_event_tells_them_apart(thinker: Path, how: tuple[str, ...]) -> None:
+    lines = [json.loads(line) for line in run(thinker, "--jsonl", *how).out.splitlines()]
+    first = [line for line in lines if line.get("index", 0) == 0]
+    assert "".join(line.get("text", "") for line in first) == ANSWER
+    assert "".join(line.get("reasoning", "") for line in first) == THOUGHT
+    assert first[-1]["type"] == "finish"
+
+
+def test_an_answer_without_a_thought_has_no_reasoning() -> None:
+    result = run_cli("run", "tiny", "-p", "Hi.", "--max-tokens", "3", "--json")
+    assert "reasoning" not in result.json
+
+
+def test_a_job_gives_answers_without_thoughts(thinker: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b", "max_tokens": 1}\n')
+    result = run_cli("run", thinker, "--batch", tmp_path / "prompts.jsonl")
+    first, second = map(json.loads, result.out.splitlines())
+    assert (first["text"], first["reasoning"]) == (ANSWER, THOUGHT)
+    assert second["text"] == "" and "1 of 2 answers are empty" in result.err
+
+
+def test_what_is_thought_is_shown_on_stderr_where_that_is_asked_for(thinker: Path) -> None:
+    for how in ((), ("--no-stream",), ("--n", "2")):
+        result = run(thinker, "--show-thoughts", *how)
+        assert f"{THOUGHT}\n" in result.err and THOUGHT not in result.out.decode()
+
+
+@pytest.mark.parametrize("how", [("--json",), ("--jsonl",), ("--show-prompt",), ("--raw",)])
+def test_show_thoughts_is_refused_where_it_would_show_nothing(thinker: Path, how: tuple[str, ...]) -> None:
+    result = run(thinker, "--show-thoughts", *how)
+    assert result.code == 2 and "--show-thoughts" in result.err
+
+
+def test_a_raw_prompt_has_all_of_its_answer(thinkers: dict[str, Path]) -> None:
+    model = thinkers["switched"]
+    assert run(model, "--raw").out.decode() == f"{''.join(THINKS)}\n"
+    assert "reasoning" not in run(model, "--raw", "--json").json
+    assert run(model, "--raw", "--think", "on").code == 2
+
+
+def test_an_answer_that_is_cut_in_its_thought_is_empty_and_that_is_told(thinkers: dict[str, Path]) -> None:
+    for name, most in (("switched", "3"), ("opening", "1")):
+        for how in ((), ("--no-stream",), ("--beams", "2")):
+            result = run(thinkers[name], "--max-tokens", most, *how)
+            assert (result.code, result.out) == (0, b""), result.err
+            assert "the answer is empty: it was cut in its thought" in result.err
+        told = run(thinkers[name], "--max-tokens", most, "--json")
+        assert (told.json["text"], told.json["reasoning"]) == ("", THOUGHT) and "is empty" in told.err
+
+
+def test_a_model_that_ends_in_its_thought_has_said_nothing(tmp_path: Path) -> None:
+    model = write_speaker(tmp_path / "model", ["<think>", "Hm."], SWITCHED)
+    result = run(model)
+    assert result.out == b"" and "said nothing behind what it thought" in result.err
+
+
+def test_the_form_is_the_answers_and_not_the_thoughts(thinker: Path, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"enum": ["a fox", "an owl"]}')
+    result = run(thinker, "--schema", schema, "--strict")
+    assert result.code == 0 and json.loads(result.out) in ("a fox", "an owl"), result.err
+    told = run(thinker, "--schema", schema, "--json").json
+    assert json.loads(told["text"]) in ("a fox", "an owl") and told["reasoning"] == THOUGHT
+    cut = run(thinker, "--schema", schema, "--strict", "--max-tokens", "2")
+    assert (cut.code, cut.out) == (7, b"")
+
+
+# What is asked of the template
+
+
+@pytest.mark.parametrize(
+    ("name", "think", "ending"),
+    [
+        ("switched", "on", "<|assistant|>"),
+        ("switched", "off", "<think>\n\n</think>\n\n"),
+        ("opening", "on", "<think>\n"),
+        ("effort", "off", "<think>\n\n</think>\n\n"),
+        ("effort", "high", "<|assistant|>"),
+    ],
+)
+def test_think_reaches_the_template(thinkers: dict[str, Path], name: str, think: str, ending: str) -> None:
+    prompt = prompt_of(thinkers[name], "--think", think)
+    assert prompt.endswith(ending)
+    assert ("Reasoning: high" in prompt) is (think == "high")
+
+
+@pytest.mark.parametrize(("name", "think"), [("switched", "low"), ("opening", "off"), ("opening", "high")])
+def test_what_a_template_has_no_switch_for_is_refused(thinkers: dict[str, Path], name: str, think: str) -> None:
+    for how in ((), ("--show-prompt",)):
+        result = run(thinkers[name], "--think", think, *how)
+        assert result.code == 2 and f"--think {think} cannot be had from this model" in result.err
+
+
+def test_a_model_that_does_not_think_is_not_made_to() -> None:
+    assert run_cli("run", "tiny", "-p", "Hi.", "--think", "on").code == 2
+    assert run_cli("run", "tiny", "-p", "Hi.", "--max-tokens", "2", "--think", "off").code == 0
+
+
+def test_a_setting_that_a_model_has_no_use_for_is_told_of(
+    thinkers: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCALLLM_THINK", "off")
+    assert prompt_of(thinkers["switched"]).endswith("</think>\n\n")
+    result = run(thinkers["opening"])
+    assert result.code == 0 and "think = off (LOCALLLM_THINK) changes nothing" in result.err
+    monkeypatch.setenv("LOCALLLM_THINK", "often")
+    assert run(thinkers["opening"]).code == 2
+
+
+def test_thoughts_are_shown_by_a_setting(thinkers: dict[str, Path], own_home: Path) -> None:
+    (own_home / "config").mkdir(parents=True)
+    (own_home / "config" / "config.toml").write_text("show_thoughts = true\n")
+    assert f"{THOUGHT}\n" in run(thinkers["switched"]).err
+    assert run(thinkers["switched"], "--json").code == 0
+
+
+def test_a_messages_file_goes_before_a_setting_and_a_flag_before_both(
+    thinkers: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "messages.json"
+    asked = {"enable_thinking": True, "add_generation_prompt": True}
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi."}], **asked}))
+
+    def closes(*arguments: str) -> bool:
+        given = ("run", thinkers["switched"], "--messages", path, "--show-prompt", *arguments)
+        return b"</think>" in run_cli(*given).out
+
+    monkeypatch.setenv("LOCALLLM_THINK", "off")
+    assert not closes() and closes("--think", "off")
+
+
+def test_a_job_asks_the_template_too(thinkers: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+
+    def prompt_tokens(think: str) -> int:
+        result = run_cli("run", thinkers["switched"], "--batch", tmp_path / "prompts.jsonl", "--think", think)
+        return int(result.json["usage"]["prompt_tokens"])
+
+    assert prompt_tokens("off") > prompt_tokens("on")
+
+
+# What of it the next question has in front
+
+
+@pytest.mark.parametrize("name", ["switched", "opening", "keeping"])
+def test_the_next_question_has_no_thoughts_in_front(thinkers: dict[str, Path], own_home: Path, name: str) -> None:
+    for most in ("40", "3" if name == "switched" else "1"):  # whole, and cut in its thought
+        first = run(thinkers[name], "--max-tokens", most)
+        assert first.code == 0, first.err
+        prompt = run_cli("run", thinkers[name], "-c", "-p", "And then?", "--show-prompt").out.decode()
+        assert THOUGHT not in prompt and prompt.count(ANSWER) == (most == "40") and "And then?" in prompt
+
+
+def test_a_plain_chat_tells_them_apart_and_changes_how_much_is_thought(thinkers: dict[str, Path]) -> None:
+    lines = "Hi.\n/think off\nHi.\n/think low\n/think -\n/think\n"
+    result = run_cli("chat", thinkers["switched"], "--plain", stdin=lines.encode())
+    assert result.out.decode() == f"{ANSWER}\n{ANSWER}\n" and THOUGHT not in result.err
+    for told in ("thinking: off", "error: /think low cannot be had", "fix:   /think on", "thinking: as the model does"):
+        assert told in result.err
+    shown = run_cli("chat", thinkers["switched"], "--plain", "--show-thoughts", stdin=b"Hi.\n")
+    assert THOUGHT in shown.err and shown.out.decode() == f"{ANSWER}\n"
+    cut = run_cli("chat", thinkers["opening"], "--plain", "--max-tokens", "1", stdin=b"Hi.\n")
+    assert cut.out == b"" and "the answer is empty" in cut.err
+    assert run_cli("chat", thinkers["opening"], "--plain", "--think", "off", stdin=b"Hi.\n").code == 2
+
+
+def test_a_chat_that_is_gone_on_with_shows_its_last_answer_alone(thinkers: dict[str, Path], own_home: Path) -> None:
+    run_cli("chat", thinkers["opening"], "--plain", stdin=b"Hi.\n")
+    resumed = run_cli("chat", "--resume", "--plain", stdin=b"")
+    assert ANSWER in resumed.err and THOUGHT not in resumed.err
+
+
+# Harmony
+
+
+@pytest.fixture
+def harmony(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model whose answers are in the format of gpt-oss, and whatever form is asked for the same."""
+    model = tmp_path / "harmony"
+    shutil.copytree(TINY_DIRECTORY, model)
+    (model / "chat_template.jinja").write_text(HARMONY)
+    said = Grammar("lark", f"start: {json.dumps(HARMONY_SAID)}")
+    monkeypatch.setattr(Thinking, "grammar", lambda _self, _form: said)
+    return model
+
+
+def test_harmony_is_told_apart(harmony: Path, own_home: Path) -> None:
+    result = run(harmony, "--show-thoughts")
+    assert (result.code, result.out.decode()) == (0, f"{ANSWER}\n") and f"{THOUGHT}\n" in result.err
+    told = run(harmony, "--json").json
+    assert (told["text"], told["reasoning"]) == (ANSWER, THOUGHT)
+    prompt = run_cli("run", harmony, "-c", "-p", "And then?", "--show-prompt").out.decode()
+    assert THOUGHT not in prompt and f"<|channel|>final<|message|>{ANSWER}<|end|>" in prompt
+    cut = run(harmony, "--max-tokens", "12")
+    assert cut.out == b"" and "the answer is empty" in cut.err
+
+
+def test_harmony_thinks_as_much_as_is_asked_for(harmony: Path) -> None:
+    assert "Reasoning: low" in prompt_of(harmony, "--think", "low")
+    assert prompt_of(harmony, "--think", "off").endswith("<|start|>assistant<|channel|>final<|message|>")
+    assert prompt_of(harmony, "--think", "on").endswith("<|start|>assistant")
+
+
+# Real templates
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("Qwen-Qwen3-0.6B", {"on": {"enable_thinking": True}, "off": {"enable_thinking": False}}),
+        ("HuggingFaceTB-SmolLM3-3B", {"on": {"enable_thinking": True}, "off": {"enable_thinking": False}}),
+        ("openai-gpt-oss-120b", {"on": {}, "off": {}, "low": {"reasoning_effort": "low"}}),
+        ("Qwen-Qwen2.5-7B-Instruct", {"off": {}}),
+    ],
+)
+def test_real_templates_are_told_what_they_know(
+    shared_data: Callable[[str], Path], name: str, known: dict[str, dict[str, Any]]
+) -> None:
+    template = ChatTemplate(shared_data(f"chat_templates/jinja/{name}.jinja").read_text(encoding="utf-8"))
+    for effort in ("on", "off", "low"):
+        if effort in known:
+            assert effort_variables(template, effort) == known[effort]
+        else:
+            with pytest.raises(UsageError):
+                effort_variables(template, effort)
+
+
+@pytest.mark.parametrize(
+    ("source", "effort", "told"),
+    [
+        ("{{ thinking }}", "off", {"thinking": False}),
+        ("{{ messages[0].thinking }}<think>", "on", {}),
+        ("{{ enable_thinking }}{{ reasoning_effort }}", "low", {"reasoning_effort": "low"}),
+        ("{% if reasoning_effort == 'none' %}{% endif %}[THINK]", "off", {"reasoning_effort": "none"}),
+    ],
+)
+def test_a_template_is_told_by_the_name_that_it_has_for_it(source: str, effort: str, told: dict[str, Any]) -> None:
+    assert effort_variables(ChatTemplate(source), effort) == told
