@@ -96,7 +96,7 @@ def check_options() -> None:
         stop=[word],
         keep_alive="5m",
     )
-    assert told.invoke(USER).content == chat_text().partition(word)[0].rstrip()
+    assert told.invoke(USER).content == chat_text().partition(word)[0]
 
 
 @supports("langchain-ollama", "/api/chat", "tools: calls that the model chooses to make")
