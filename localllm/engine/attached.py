@@ -132,8 +132,7 @@ class AttachedEngine:
 
     def go_on_as(self, other: AttachedEngine) -> None:
         """The same model has been loaded anew, which may have changed meanwhile."""
-        vars(self).clear()
-        vars(self).update(vars(other))
+        self.__dict__ = dict(vars(other))  # at once: other threads read it, and what they still read is the old one's
 
     def grown(self, ctx: int) -> None:
         """The context has become longer."""
@@ -377,8 +376,10 @@ class AttachedService:
         try:
             with self._sock, self._sock.makefile("rb") as lines:
                 while data := lines.readline(wire.MOST_BYTES):
-                    self.watchdog.heard()
-                    self._take(wire.message(data))
+                    message = wire.message(data)
+                    is_answer = message["op"] in ("answered", "refused")
+                    self.watchdog.heard(has_moved=not (is_answer and self._recipients))
+                    self._take(message)
         except OSError:
             pass
         except BaseException as error:
