@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 from localllm.engine import wire
 from localllm.engine.chat_template import ChatTemplate
-from localllm.engine.checking import encode_prompt, require_fit, require_unchanged
+from localllm.engine.checking import encode_prompt, require_fit, require_same, require_unchanged
 from localllm.engine.events import Event, FinishedEvent, GrownEvent
 from localllm.engine.facts import EngineFacts, EngineStatus, Recipient, Service
 from localllm.engine.request import Request
@@ -491,9 +491,8 @@ class RevivingService:
         contents = "" if self._engine is None else self._engine.contents
         current = self._renewed()
         engine = self.wait_loaded()
-        if contents and engine is not None and engine.contents != contents:
-            why = "it was written anew, and is loaded anew now"
-            raise ModelChangedError("the model has changed since the question was asked", why=why, fix="ask again")
+        if engine is not None:
+            require_same(contents, engine.contents)
         return current.submit(request, recipient)
 
     def _renewed(self) -> Mortal:

@@ -401,6 +401,22 @@ def changing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running
         yield server, folder
 
 
+def test_a_prompt_of_what_a_model_was_is_not_answered_by_what_it_is(changing: tuple[Running, Path]) -> None:
+    server, folder = changing
+    said(server, "teller")
+    process = process_of(server, "teller")
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    with ThreadPoolExecutor() as threads:
+        asked = threads.submit(server.post, "/v1/completions", TEXT)
+        wait_for(lambda: process._service._recipients)
+        write_checkpoint(folder, seed=1)
+        os.kill(process.pid, signal.SIGKILL)
+        refused = asked.result(PATIENCE_S)
+    assert refused.status_code == 503 and refused.json()["error"]["code"] == "model_changed"
+    said(server, "teller")
+
+
 def test_a_model_that_is_written_anew_is_loaded_anew_with_all_that_belongs_to_it(
     changing: tuple[Running, Path],
 ) -> None:
