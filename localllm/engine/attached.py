@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 from localllm.engine import wire
 from localllm.engine.chat_template import ChatTemplate
-from localllm.engine.checking import encode_prompt, require_fit, require_unchanged
+from localllm.engine.checking import encode_prompt, require_fit, require_same, require_unchanged
 from localllm.engine.events import Event, FinishedEvent, GrownEvent
 from localllm.engine.facts import EngineFacts, EngineStatus, Recipient, Service
 from localllm.engine.request import Request
@@ -132,8 +132,7 @@ class AttachedEngine:
 
     def go_on_as(self, other: AttachedEngine) -> None:
         """The same model has been loaded anew, which may have changed meanwhile."""
-        vars(self).clear()
-        vars(self).update(vars(other))
+        self.__dict__ = dict(vars(other))  # at once: other threads read it, and what they still read is the old one's
 
     def grown(self, ctx: int) -> None:
         """The context has become longer."""
@@ -377,8 +376,10 @@ class AttachedService:
         try:
             with self._sock, self._sock.makefile("rb") as lines:
                 while data := lines.readline(wire.MOST_BYTES):
-                    self.watchdog.heard()
-                    self._take(wire.message(data))
+                    message = wire.message(data)
+                    is_answer = message["op"] in ("answered", "refused")
+                    self.watchdog.heard(has_moved=not (is_answer and self._recipients))
+                    self._take(message)
         except OSError:
             pass
         except BaseException as error:
@@ -490,9 +491,8 @@ class RevivingService:
         contents = "" if self._engine is None else self._engine.contents
         current = self._renewed()
         engine = self.wait_loaded()
-        if contents and engine is not None and engine.contents != contents:
-            why = "it was written anew, and is loaded anew now"
-            raise ModelChangedError("the model has changed since the question was asked", why=why, fix="ask again")
+        if engine is not None:
+            require_same(contents, engine.contents)
         return current.submit(request, recipient)
 
     def _renewed(self) -> Mortal:

@@ -40,6 +40,14 @@ def require_unchanged(directory: Path, contents: str) -> None:
         raise ModelChangedError(f"the files in {directory} have changed", why=why, fix="ask again: it is loaded anew")
 
 
+def require_same(asked: str, loaded: str) -> None:
+    """Contents of the files that a request was made for, and of those that the engine was loaded from. Raises
+    ModelChangedError."""
+    if asked and loaded != asked:
+        why = "it was written anew, and is loaded anew now"
+        raise ModelChangedError("the model has changed since the question was asked", why=why, fix="ask again")
+
+
 def require_fit(request: Request, ctx: int, config: ModelConfig, flags_for: Callable[[int], str]) -> None:
     """flags_for: with which a longer context fits. Raises ContextOverflowError or UsageError for a request that cannot
     run in a context of so many tokens."""

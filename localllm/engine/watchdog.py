@@ -41,7 +41,7 @@ class Watchdog:
         self._pid = pid
         self._waits = waits
         self._convict = convict
-        self._num_heard = 0
+        self._num_heard = self._num_moves = 0
         self._still_s = self._hung_s = 0.0
         self._begun, self._over = threading.Event(), threading.Event()
         threading.Thread(target=self._run, name="localllm-watchdog", daemon=True).start()
@@ -60,9 +60,11 @@ class Watchdog:
         """Somebody waits from now on."""
         self._begun.set()
 
-    def heard(self) -> None:
-        """The process has said something, whatever it was. Of one thread."""
+    def heard(self, *, has_moved: bool = True) -> None:
+        """The process has said something. has_moved: what it is waited for comes nearer by it, as it does not by the
+        answer to another question, for which no block has to be computed. Of one thread."""
         self._num_heard += 1
+        self._num_moves += has_moved
 
     def end(self) -> None:
         self._over.set()
@@ -80,13 +82,13 @@ class Watchdog:
 
     def _watch(self) -> str:
         """As long as somebody waits; why the process is convicted, or ""."""
-        num_heard, effort, looked_at = self._num_heard, None, time.monotonic()
+        num_moves, effort, looked_at = self._num_moves, None, time.monotonic()
         while not self._over.wait(look_s := min(_LOOK_S, self.patience.still_s / _LOOKS)) and self._waits():
             now = time.monotonic()
             # Not more than was looked at: a machine that slept, or this process that was stopped, has seen nothing.
             passed_s, looked_at = min(now - looked_at, 2 * look_s), now
-            if num_heard != self._num_heard:
-                num_heard, effort = self._num_heard, None
+            if num_moves != self._num_moves:
+                num_moves, effort = self._num_moves, None
                 self._still_s = self._hung_s = 0.0
                 continue
             before, effort = effort, self._effort()

@@ -9,16 +9,22 @@ import hashlib
 import os
 import shlex
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from localllm.errors import CheckpointError, ModelNotFoundError
-from localllm.hub.names import TINY_DIRECTORY, ModelReference, pull_command, understand, without_config
+from localllm.hub.names import MODEL_FILES, TINY_DIRECTORY, ModelReference, pull_command, understand, without_config
 from localllm.hub.packed import PackedSource, PackedWeights, fingerprint, own_bytes, packed_sources
-from localllm.hub.repo_cache import RepoCache, read_json
+from localllm.hub.repo_cache import INDEX, RepoCache, read_json
 from localllm.hub.settings import HubSettings
 from localllm.registry import BUILT_IN, REPO_ID, RUNNABLE_MODEL_TYPES, ModelEntry, Registry
+
+# Of a model's folder, beside weights and templates.
+_READ = frozenset({
+    *MODEL_FILES, "generation_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", INDEX,
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -102,9 +108,11 @@ def contents(directory: Path) -> str:
     try:
         for place in (folder, folder / "additional_chat_templates"):
             entries = sorted(os.scandir(place), key=lambda entry: entry.name) if place.is_dir() else []
-            for path, state in ((entry.path, entry.stat()) for entry in entries if _is_read(entry.name)):
-                # Of what a time was set back to, the time of that tells.
-                found.append(f"{path} {state.st_ino} {state.st_size} {state.st_mtime_ns} {state.st_ctime_ns}")
+            for entry in filter(_is_read, entries):
+                with suppress(FileNotFoundError):  # a link that leads nowhere, or one that has gone since it was listed
+                    state = entry.stat()
+                    # Of what a time was set back to, the time of that tells.
+                    found.append(f"{entry.path} {state.st_ino} {state.st_size} {state.st_mtime_ns} {state.st_ctime_ns}")
     except OSError as error:
         fix = f"ls -l {shlex.quote(str(directory))}"
         raise ModelNotFoundError(f"the model in {directory} cannot be read", why=str(error), fix=fix) from None
@@ -113,8 +121,9 @@ def contents(directory: Path) -> str:
     return hashlib.blake2b("\n".join(found).encode(errors="surrogateescape"), digest_size=16).hexdigest()
 
 
-def _is_read(name: str) -> bool:
-    return name.endswith((".safetensors", ".json", ".jinja", ".model", ".txt"))
+def _is_read(entry: os.DirEntry[str]) -> bool:
+    """Not what a training writes beside a model, again and again."""
+    return entry.name in _READ or entry.name.endswith((".safetensors", ".jinja"))
 
 
 def find(name: str, registry: Registry, hub: HubSettings, *, needs_config: bool) -> ModelFiles:

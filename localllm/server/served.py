@@ -7,8 +7,10 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from localllm.engine.checking import require_same
 from localllm.engine.facts import EngineFacts
 from localllm.errors import (
     BugError,
@@ -226,7 +228,8 @@ class Served:
         for ask, each in zip(asks, prepared, strict=True):
             await self._try_out(ask, each.requests[0], engine)
         count = self.house.metrics.count_answer
-        return Answers(self._loaded_service(), joined(prepared), closed, count, self._renewed)
+        renewed = partial(self._renewed, engine.contents)
+        return Answers(self._loaded_service(), joined(prepared), closed, count, renewed)
 
     async def _noticed(self) -> None:
         """Until the server knows that the engine is gone, which who writes to it may be told before who reads."""
@@ -244,9 +247,10 @@ class Served:
         except GrammarError as error:
             raise no_form(ask, error) from None
 
-    async def _renewed(self) -> Service:
-        """Of an engine whose process has ended. Raises as `ready`."""
-        await self.ready()
+    async def _renewed(self, contents: str) -> Service:
+        """Of an engine whose process has ended. contents: of the files that the request was made for. Raises as
+        `ready`; ModelChangedError where they are others now."""
+        require_same(contents, (await self.ready()).contents)
         return self._loaded_service()
 
     def _loaded_service(self) -> Service:

@@ -14,7 +14,7 @@ from localllm.errors import (
     ModelNotFoundError,
     UsageError,
 )
-from localllm.hub import describe, list_models, locate, remove
+from localllm.hub import contents, describe, list_models, locate, remove
 from localllm.hub.repo_cache import RepoCache
 from tests.fake_hub import COMMIT, Fault
 from tests.hub.support import PIECE, REPO, REPOSITORY, assert_whole, make_folder, other_tools_snapshot
@@ -133,3 +133,25 @@ def test_a_list_loads_only_the_constants_of_huggingface_hub(tmp_path):
     )
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HOME": str(tmp_path)}
     assert subprocess.check_output([sys.executable, "-c", code], env=environment) == b"set()\n"
+
+
+def test_the_contents_of_a_folder_are_what_a_model_is_read_from(tmp_path):
+    folder = tmp_path
+    (folder / "config.json").write_text("{}")
+    before = contents(folder)
+    (folder / "log.txt").write_text("a step of a training")
+    (folder / "trainer_state.json").write_text("{}")
+    assert contents(folder) == before
+    for name in ("config.json", "merges.txt", "chat_template.jinja", "model-00001-of-00001.safetensors"):
+        (folder / name).write_text("{ }")
+        assert contents(folder) != before
+        before = contents(folder)
+    (folder / "merges.txt").unlink()
+    assert contents(folder) != before
+
+
+def test_a_link_that_leads_nowhere_keeps_no_model_from_being_loaded(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    before = contents(tmp_path)
+    (tmp_path / "added_tokens.json").symlink_to("nowhere")  # as an unfinished download leaves it
+    assert contents(tmp_path) == before

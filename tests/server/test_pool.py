@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,12 +16,15 @@ import httpx2
 import psutil
 import pytest
 
+from localllm.engine import wire
+from localllm.engine.attached import AttachedService
 from localllm.engine.engine import Engine
-from localllm.engine.facts import EngineStatus
-from localllm.engine.request import SamplingParams
+from localllm.engine.facts import EngineFacts, EngineStatus
+from localllm.engine.request import Request, SamplingParams
 from localllm.engine.watchdog import Patience, Watchdog
-from localllm.errors import DoesNotFitError, EngineGoneError
+from localllm.errors import DoesNotFitError, EngineGoneError, EngineStuckError
 from localllm.frontend.engine_process import Caps, EngineProcess, Foreseen
+from localllm.hub.names import TINY_DIRECTORY
 from localllm.server import pool as pools
 from localllm.server.served import Capacity, Served
 from tests.cli_support import write_checkpoint
@@ -348,16 +351,46 @@ def test_an_engine_that_is_stopped_keeps_no_other_request_waiting(other: Path, t
 
 
 def test_an_engine_that_computes_without_end_is_ended_and_one_that_comes_from_block_to_block_is_not() -> None:
-    convicted, efforts = list[str](), iter(range(1 << 30))
+    convicted, num_looks, moves = list[str](), 0, True
     watchdog = Watchdog(lambda: os.getpid(), lambda: True, convicted.append, Patience(still_s=0.05, hung_s=0.3))
-    watchdog._effort = lambda: (float(next(efforts)), 0)  # type: ignore[method-assign]
-    for _ in range(200):
-        watchdog.heard()
-        time.sleep(0.002)
-    assert not convicted
+
+    def effort() -> tuple[float, int]:
+        nonlocal num_looks
+        num_looks += 1
+        watchdog.heard(has_moved=moves)
+        return float(num_looks), 0
+
+    watchdog._effort = effort  # type: ignore[method-assign]
     watchdog.begin()
+    wait_for(lambda: num_looks == 200)
+    assert not convicted
+    moves = False
     wait_for(lambda: bool(convicted))
     assert "without coming to the end of a block" in convicted[0]
+    watchdog.end()
+
+
+def test_an_engine_that_hangs_is_ended_also_where_its_process_answers_other_questions() -> None:
+    ours, theirs = socket.socketpair()
+
+    def hang() -> None:
+        say, lines = theirs.makefile("wb", buffering=0), theirs.makefile("rb")
+        say.write(wire.line({"op": "loaded", "facts": wire.plain(EngineFacts(64, "fp32", "fp32"))}))
+        for message in map(wire.message, lines):
+            if message["op"] == "call":
+                say.write(wire.line({"op": "answered", "id": message["id"], "value": wire.plain(EngineStatus())}))
+
+    threading.Thread(target=hang, daemon=True).start()
+    patience = Patience(still_s=0.05, hung_s=0.3)
+    service = AttachedService(TINY_DIRECTORY, lambda: ours, pid=os.getpid, kill=theirs.close, patience=patience)
+    service.watchdog._effort = lambda: None  # type: ignore[method-assign]
+    engine = service.wait_loaded()
+    assert engine is not None
+    stream = service.submit(Request((1,), SamplingParams(max_tokens=2)))
+    with pytest.raises(EngineStuckError, match="does not move on"):
+        wait_for(lambda: not engine.status())
+    with pytest.raises(EngineStuckError, match="does not move on"):
+        list(stream)
 
 
 @pytest.fixture(scope="module")
@@ -366,6 +399,22 @@ def changing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running
     folder = write_checkpoint(tmp_path_factory.mktemp("changing") / "teller")
     with running(folder, in_processes=True) as server:
         yield server, folder
+
+
+def test_a_prompt_of_what_a_model_was_is_not_answered_by_what_it_is(changing: tuple[Running, Path]) -> None:
+    server, folder = changing
+    said(server, "teller")
+    process = process_of(server, "teller")
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    with ThreadPoolExecutor() as threads:
+        asked = threads.submit(server.post, "/v1/completions", TEXT)
+        wait_for(lambda: process._service._recipients)
+        write_checkpoint(folder, seed=1)
+        os.kill(process.pid, signal.SIGKILL)
+        refused = asked.result(PATIENCE_S)
+    assert refused.status_code == 503 and refused.json()["error"]["code"] == "model_changed"
+    said(server, "teller")
 
 
 def test_a_model_that_is_written_anew_is_loaded_anew_with_all_that_belongs_to_it(
