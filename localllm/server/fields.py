@@ -54,6 +54,9 @@ CallText = Annotated[
 ]
 CallObject = dict[str, Any] | Literal[""] | None
 
+TopK = Annotated[
+    int, Field(ge=-1, le=2**31 - 1, description="-1, 0: all."), AfterValidator(lambda top_k: max(0, top_k))
+]
 # Nothing of what is not served yet.
 Nothing = Annotated[list[Any], Field(max_length=0)] | None
 Label = Annotated[str, Field(max_length=10_000)]

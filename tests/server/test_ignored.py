@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from localllm.server.bodies import NO_EFFECT
+from localllm.server.openai.messages import Message, chat_messages
 from tests.server.support import OWL, Running
 
 HEADER = "x-ignored-fields"
@@ -189,3 +190,28 @@ def test_the_document_says_which_fields_have_no_effect_and_why(server: Running) 
     for field in ("num_thread", "store", "cache_control", "client_metadata", "summary"):
         found = [each["properties"][field] for each in schemas.values() if field in each.get("properties", {})]
         assert any(own.get("description", "").startswith(f"{NO_EFFECT}: ") for own in found), field
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT),
+        ("/v1/completions", TEXT),
+        ("/v1/responses", ASKED),
+        ("/v1/messages", MESSAGES),
+    ],
+)
+def test_a_top_k_of_minus_one_is_all_tokens(server: Running, path: str, body: dict[str, Any]) -> None:
+    reply = server.post(path, {**body, "top_k": -1})
+    assert reply.status_code == 200, reply.text
+    assert server.post(path, {**body, "top_k": -2}).status_code == 400
+
+
+def test_what_was_thought_is_given_back_by_either_of_its_names(server: Running) -> None:
+    told = [
+        chat_messages([Message.model_validate({"role": "assistant", "content": "Tuwhoo.", name: "An owl."})])
+        for name in ("reasoning", "reasoning_content")
+    ]
+    assert told[0] == told[1] and told[0][0]["reasoning_content"] == "An owl."
+    messages = [*OWL, {"role": "assistant", "content": "Tuwhoo.", "reasoning": "An owl."}, *OWL]
+    assert server.post("/v1/chat/completions", {**CHAT, "messages": messages}).status_code == 200

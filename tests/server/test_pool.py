@@ -309,7 +309,7 @@ def test_an_engine_that_does_not_move_is_ended_and_who_waits_is_told(
             waiting = threads.submit(processes.post, "/v1/completions", {**TEXT, "model": "tiny"})
             wait_for(lambda: processes.get("/health").status_code == 503 or waiting.done())
             assert not waiting.done()
-            refused = waiting.result(60)
+            refused = waiting.result(PATIENCE_S)
             assert refused.status_code == 503 and "retry-after" in refused.headers
             assert "neither computed nor read" in refused.json()["error"]["message"]
     assert said(processes, "tiny") == texts["tiny"] and processes.get("/health").status_code == 200
@@ -333,7 +333,7 @@ def test_an_engine_that_does_not_move_while_it_loads_is_ended_and_the_model_load
         asked = threads.submit(said, processes, "other")
         wait_for(lambda: isinstance(served.service, EngineProcess) and served.service.pid is not None)
         hold(process_of(processes, "other"))
-        assert asked.result(60) == texts["other"]
+        assert asked.result(PATIENCE_S) == texts["other"]
 
 
 def test_an_engine_that_is_stopped_keeps_no_other_request_waiting(other: Path, texts: dict[str, str]) -> None:
@@ -347,7 +347,7 @@ def test_an_engine_that_is_stopped_keeps_no_other_request_waiting(other: Path, t
         wait_for(lambda: server.served.num_open == 48)
         assert said(server, "other") == texts["other"]
         stopped.patience = Patience(still_s=1.0)
-        assert {each.result(60).status_code for each in many} == {503}
+        assert {each.result(PATIENCE_S).status_code for each in many} == {503}
 
 
 def test_an_engine_that_computes_without_end_is_ended_and_one_that_comes_from_block_to_block_is_not() -> None:
@@ -453,7 +453,7 @@ def test_an_answer_that_is_being_written_is_not_cut_where_the_model_changes(chan
             write_checkpoint(folder, seed=1)
             waiting = threads.submit(said, server, "teller")
             rest = list(lines)
-        assert "data: [DONE]" in rest and waiting.result(60) == _text_of(str(folder))
+        assert "data: [DONE]" in rest and waiting.result(PATIENCE_S) == _text_of(str(folder))
 
 
 def test_a_model_whose_files_are_gone_is_told_as_gone_and_answers_when_they_are_back(

@@ -47,6 +47,7 @@ class Message(Body):
     content: str | list[TextPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
+    reasoning: Annotated[str | None, Field(description="Another name of reasoning_content.")] = None
     refusal: None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -78,7 +79,9 @@ def chat_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 def _chat_message(where: str, message: Message, calls: OpenCalls) -> dict[str, Any]:
     told: dict[str, Any] = {"role": message.role, "content": joined_text(message.content)}
-    told |= {name: value for name in ("name", "reasoning_content") if (value := getattr(message, name)) is not None}
+    thought = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    named = {"name": message.name, "reasoning_content": thought}
+    told |= {name: value for name, value in named.items() if value is not None}
     if message.tool_call_id is not None:
         return {**told, "tool_call_id": message.tool_call_id, "name": calls.answered(where, message.tool_call_id)}
     calls.settled(where)

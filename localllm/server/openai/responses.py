@@ -31,6 +31,7 @@ from localllm.server.fields import (
     Seed,
     Share,
     Temperature,
+    TopK,
     overlaid,
 )
 from localllm.server.openai.messages import refuse_other_parts
@@ -234,7 +235,7 @@ class ResponsesBody(Body):
     max_output_tokens: Count | None = None
     temperature: Temperature | None = None
     top_p: Share | None = None
-    top_k: Annotated[int | None, Field(ge=0, le=2**31 - 1)] = None
+    top_k: TopK | None = None
     min_p: Share | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None

@@ -30,6 +30,7 @@ from localllm.server.fields import (
     Share,
     Stop,
     Temperature,
+    TopK,
     overlaid,
 )
 from localllm.server.logprobs import ContentLogprob
@@ -107,7 +108,7 @@ class GenerationBody(ChoosingBody):
     prompt_cache_key: Annotated[Label | None, CACHES_ITSELF] = None
     prompt_cache_retention: Annotated[Label | None, CACHES_ITSELF] = None
     prompt_cache_options: Annotated[PromptCacheOptions | None, CACHES_ITSELF] = None
-    top_k: Annotated[int | None, Field(ge=0, le=2**31 - 1)] = None
+    top_k: TopK | None = None
     min_p: Share | None = None
     typical_p: Share | None = None
     repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100)] = None
