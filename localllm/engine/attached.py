@@ -25,7 +25,7 @@ from localllm.errors import EngineClosedError, EngineGoneError, LocalLLMError, T
 from localllm.models.config import ModelConfig
 from localllm.models.families import load_config
 
-_CALL_S = 30.0  # for an answer: a grammar is compiled in one second at most, and the engine's threads may be busy
+_CALL_S = 120.0  # for an answer, which takes a second at most: a machine may be busy, a process may be stopped
 Call = Callable[[str, Any], Any]
 
 
@@ -234,7 +234,8 @@ class AttachedService:
         try:
             value = answer.get(timeout=_CALL_S)
         except queue.Empty:
-            raise EngineGoneError("the engine does not answer", why=f"it was asked {_CALL_S:.0f} s ago") from None
+            why = f"it was asked {_CALL_S:.0f} s ago; its process has been stopped, or this machine is very busy"
+            raise EngineGoneError("the engine does not answer", why=why, fix="localllm ps") from None
         finally:
             with self._lock:
                 self._calls.pop(number, None)

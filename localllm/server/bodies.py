@@ -18,7 +18,8 @@ from localllm.server.failures import RequestError
 MAX_BODY_BYTES = 4 << 20
 # What is too large is read so far, and let go: a client that is still sending would not see the reply.
 _MOST_READ_BYTES = 64 << 20
-_BODY_S = 30.0  # for all of it to arrive
+_BODY_S = 30.0  # for a body to arrive, and as many more as it has of these bytes
+_LEAST_BYTES_S = 16 << 10
 # A body of four MiB has room for two million. To tell of each takes 7 s and a GiB, while the loop waits.
 _MOST_MISTAKES = 1000
 _MOST_NAMED = 200  # characters of a field's name
@@ -104,15 +105,17 @@ async def read_bytes(request: Request) -> bytes:
         raise _too_large()
     data, num_bytes = bytearray(), 0
     try:
-        async with asyncio.timeout(_BODY_S):
+        async with asyncio.timeout(_BODY_S) as limit:
+            until_s = limit.when() or 0.0
             async for piece in request.stream():
                 num_bytes += len(piece)
+                limit.reschedule(until_s + num_bytes / _LEAST_BYTES_S)
                 if num_bytes <= MAX_BODY_BYTES:
                     data += piece
                 elif num_bytes > _MOST_READ_BYTES:
                     break
     except TimeoutError:
-        why = f"{num_bytes} bytes came in {_BODY_S:.0f} s"
+        why = f"{num_bytes} bytes came in {_BODY_S + num_bytes / _LEAST_BYTES_S:.0f} s"
         raise RequestError(408, "the body did not arrive", why=why, headers={"connection": "close"}) from None
     if num_bytes > MAX_BODY_BYTES:
         raise _too_large()
