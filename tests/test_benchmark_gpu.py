@@ -21,6 +21,7 @@ from benchmarks.peers_protocol import REPOSITORY, UnavailableError
 from localllm.models.families import parse_config
 from localllm.models.layout import model_bytes
 from localllm.quant.recipe import RECIPES
+from tests.patience import PATIENCE_S
 
 MISSING = ("platformdirs", "textual", "httpx2", "bitsandbytes")  # what a machine with a GPU may lack
 
@@ -35,7 +36,7 @@ def result(tmp_path: Path) -> dict[str, Any]:
     command = ["-m", "benchmarks.gpu", "--device", "cpu", "--small", "--rounds", "1", "--out", str(out)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LOCALLLM")}
     environment |= {"PYTHONPATH": f"{site}:{REPOSITORY}", "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, *command], env=environment, cwd=REPOSITORY, check=True, timeout=300)
+    subprocess.run([sys.executable, *command], env=environment, cwd=REPOSITORY, check=True, timeout=PATIENCE_S)
     found: dict[str, Any] = json.loads((out / "gpu.json").read_text(encoding="utf-8"))
     return found
 

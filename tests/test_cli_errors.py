@@ -13,6 +13,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.cli_support import REPOSITORY, ask, run_cli
+from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.usefixtures("own_folders")
 
@@ -292,6 +293,8 @@ def test_a_config_that_cannot_run_is_refused_before_torch_is_loaded(model: Path,
         f"code = dispatch(['run', {str(tmp_path / 'other')!r}, '-p', 'x'], Interrupts())\n"
         "print(code, 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=REPOSITORY)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, cwd=REPOSITORY
+    )
     assert done.stdout.split() == ["1", "False"]
     assert "mamba" in done.stderr

@@ -12,6 +12,7 @@ import pytest
 
 from tests.cli_support import start_cli, write_checkpoint
 from tests.fake_hub import FakeHub, serve
+from tests.patience import PATIENCE_S
 
 NAME = "maker/model"
 Run = Callable[..., subprocess.CompletedProcess[bytes]]
@@ -31,7 +32,7 @@ def run(tmp_path: Path, hub: FakeHub) -> Run:
 
     def ran(*arguments: str) -> subprocess.CompletedProcess[bytes]:
         with start(tmp_path, hub, *arguments) as process:
-            out, errors = process.communicate(timeout=60)
+            out, errors = process.communicate(timeout=PATIENCE_S)
         return subprocess.CompletedProcess(arguments, process.returncode, out, errors)
 
     return ran
@@ -66,7 +67,7 @@ def test_a_pull_that_is_interrupted_says_how_to_go_on_and_goes_on(run: Run, hub:
         assert process.stderr is not None
         process.stderr.readline()
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=2) == 130
+        assert process.wait(timeout=PATIENCE_S) == 130
         assert f"localllm pull {NAME}".encode() in process.stderr.read()
     hub.seconds_per_chunk = 0.0
     assert run("pull", NAME).returncode == 0

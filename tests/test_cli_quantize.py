@@ -25,9 +25,9 @@ from localllm.models.families import load_config
 from localllm.models.packed import PackedModel
 from localllm.quant.recipe import RECIPES, recipe
 from tests.cli_support import Result, run_cli, start_cli, write_checkpoint
+from tests.patience import PATIENCE_S
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
-START_S = 60.0  # torch's import on a loaded machine
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +189,7 @@ def test_an_interrupted_conversion_keeps_what_is_done_and_goes_on(tmp_path: Path
         while b"40%" not in process.stderr.readline():
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=START_S)
+        out, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, out) == (130, b"")
     assert re.search(rb"what was packed is kept. To go on: localllm quantize \S+ --weights int4-g64\n$", err)
     directory = place(model, "int4-g64")
@@ -209,7 +209,7 @@ def test_a_conversion_by_another_process_is_waited_for(model: Path, tmp_path: Pa
         assert process.stderr is not None
         assert process.stderr.readline() == f"process {os.getpid()} is packing it; waiting for that\n".encode()
     with process:
-        out, _ = process.communicate(timeout=START_S)
+        out, _ = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, json.loads(out)["was_packed"]) == (0, False)
 
 
@@ -220,7 +220,7 @@ def test_a_full_disk_is_exit_code_four_with_numbers(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
 
     with start(tmp_path, "quantize", model, preexec_fn=small_disk) as process:
-        out, err = process.communicate(timeout=START_S)
+        out, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, out) == (4, b"")
     assert re.search(rb"why: .*[\d.]+ \w+ more are needed, [\d.]+ \w+ are free", err)
     assert not list(tmp_path.rglob("*.tmp"))
@@ -364,7 +364,7 @@ def test_ctrl_c_during_a_first_use_leaves_and_keeps_what_is_done(tmp_path: Path)
         assert process.stderr is not None
         assert b"packing" in process.stderr.readline()
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=START_S)
+        out, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, out) == (130, b"")
     assert err.decode() == "interrupted; what was packed is kept. To go on: the same command\n"
     assert not (place(model, "int4-g64") / "index.json").exists()

@@ -39,6 +39,7 @@ from tests.packed_support import (
     read_all,
     small_checkpoint,
 )
+from tests.patience import PATIENCE_S
 from tests.thinning import every_other
 
 NUM_BLOCKS = 10
@@ -453,7 +454,7 @@ def test_who_waits_hears_of_whom_and_how_far_that_one_is(checkpoint, target, who
     thread = threading.Thread(target=lambda: pack(checkpoint, target, waiting=heard.append, progress=progress))
     with exclusive(target, lambda _: None):
         thread.start()
-        assert done.wait(10)
+        assert done.wait(PATIENCE_S)
     thread.join()
     assert heard[0] == str(os.getpid())
     assert 0 < heard[1][0] < heard[1][1]  # type: ignore[index]

@@ -35,6 +35,7 @@ from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_linear import Activations, PackedMatrix, float_bits
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.kv_page import PageLayout
+from tests.patience import PATIENCE_S
 
 HOST_ISAS = cpu_isa.host_isas()
 pytestmark = pytest.mark.skipif(not cpu_linear.is_available(), reason="no CPU kernel runs on this machine")
@@ -321,7 +322,7 @@ def test_a_team_that_is_smaller_than_was_asked_for_waits_for_nobody(limit: dict[
         "print(Int8().linear(torch.ones(1, 64), Int8().quantize(torch.ones(48, 64)), 48, None).sum().item())"
     )
     command = [sys.executable, "-c", program]
-    result = subprocess.run(command, env={**os.environ, **limit}, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, env={**os.environ, **limit}, capture_output=True, text=True, timeout=PATIENCE_S)
     assert (result.stdout, result.stderr) == ("3072.0\n", "")
 
 

@@ -15,6 +15,7 @@ from localllm.cli import share_cores
 from localllm.kernels import cpu_calibrate, cpu_gemv, cpu_jit, cpu_linear
 from localllm.kernels.cpu_ir import Kernel
 from localllm.kernels.cpu_tape import Tape
+from tests.patience import PATIENCE_S
 
 needs_kernels = pytest.mark.skipif(not cpu_linear.is_available(), reason="no CPU kernel runs on this machine")
 
@@ -59,7 +60,7 @@ def test_where_llvm_refuses_the_kernels_torch_multiplies(tmp_path: Path) -> None
     )
     environment = {**os.environ, "LOCALLLM_CACHE": str(tmp_path)}
     command = [sys.executable, "-c", program]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     assert (result.stdout, result.stderr) == ("3072.0\n", "")
 
 

@@ -46,7 +46,6 @@ def test_every_figure_of_a_device_is_measured_kept_and_read_back() -> None:
     context, rates = figures.pop("context_bytes"), figures.pop("formats")["int4-g64"]
     assert (context, rates.pop("workspace_bytes")) == (0, 0)  # of a CPU, which has no memory of its own to count
     assert all(value > 0 for value in (*figures.values(), *rates.values())), profile
-    assert device.launch_s < 1e-3 and device.hop_s < 1e-2
     assert kept_profile() == profile
     assert measured(profile) == (profile, [])
 

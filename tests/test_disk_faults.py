@@ -25,6 +25,7 @@ from localllm.offload.plan import Memory, Rates
 from localllm.offload.search import Search
 from tests.cli_support import run_cli
 from tests.packed_support import pack, small_checkpoint
+from tests.patience import PATIENCE_S
 from tests.test_device_placement import Packed
 from tests.thinning import every_other
 
@@ -209,7 +210,12 @@ def test_a_disk_that_is_full_while_a_model_is_packed_to_be_streamed_is_exit_code
     command = [sys.executable, "-m", "localllm", "run", str(directory), "-p", "A fox", "--weights", "int4-g32", "--raw"]
     environ = {**os.environ, "LOCALLLM_CACHE": str(tmp_path / "cache"), "LOCALLLM_HOME": str(tmp_path / "home")}
     done = subprocess.run(
-        [*command, "--ram", "2GiB"], env=environ, preexec_fn=small_disk, capture_output=True, text=True, timeout=120
+        [*command, "--ram", "2GiB"],
+        env=environ,
+        preexec_fn=small_disk,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     assert (done.returncode, done.stdout) == (4, "")
     assert "does not fit" in done.stderr and "are free" in done.stderr and "Traceback" not in done.stderr

@@ -32,6 +32,7 @@ from localllm.errors import (
 from localllm.layers.mlp import MLP
 from localllm.offload.plan import Memory
 from tests.checkpoints import write_checkpoint
+from tests.patience import PATIENCE_S
 
 CTX = 128
 
@@ -379,7 +380,7 @@ def test_the_service_serves_many_threads_at_once(service: EngineService, engine:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE_S)
     assert answers == {i: tokens(list(engine.generate(list(ids("hello")), params[i]))) for i in range(12)}
 
 
@@ -587,5 +588,5 @@ def test_the_engine_runs_without_what_it_does_not_need(directory: Path) -> None:
         f"engine = Engine.load({str(directory)!r}, device='cpu')\n"
         "print(len(list(engine.generate([1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True)))))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
     assert (done.returncode, done.stdout.strip()) == (0, "7"), done.stderr

@@ -28,6 +28,7 @@ from localllm.frontend.opening import Opening
 from localllm.frontend.selection import Selection, locate, with_defaults
 from localllm.frontend.sockets import connected
 from tests.cli_support import environment
+from tests.patience import PATIENCE_S
 from tests.server.support import wait_for
 
 STORY = "Once upon a time"
@@ -241,9 +242,9 @@ def test_what_it_would_come_to_is_said_before_it_loads_and_again_with_other_caps
         arrived.release()
 
     process = EngineProcess(selection(), Opening(), Caps(ram=1 << 20), Hearer(hear))
-    assert arrived.acquire(timeout=60) and told[0].error is not None and not process.is_settled
+    assert arrived.acquire(timeout=PATIENCE_S) and told[0].error is not None and not process.is_settled
     process.foresee(Caps(ram=800 << 20))
-    assert arrived.acquire(timeout=60) and told[1].is_easy and told[1].limits["ram"] == 800 << 20
+    assert arrived.acquire(timeout=PATIENCE_S) and told[1].is_easy and told[1].limits["ram"] == 800 << 20
     process.grant(Caps(ram=800 << 20))
     engine = process.wait_loaded()
     assert engine is not None and engine.facts().limits["ram"] == 800 << 20
@@ -255,7 +256,7 @@ def test_a_load_that_is_stopped_is_given_up_at_once(moment: str) -> None:
     arrived = threading.Event()
     process = EngineProcess(selection(), Opening(), Caps(), Hearer(lambda _foreseen: arrived.set()))
     if moment == "while it waits for room":
-        assert arrived.wait(60)
+        assert arrived.wait(PATIENCE_S)
     process.stop()
     assert process.wait_loaded(60) is None and process.is_settled
     process.close()

@@ -22,6 +22,7 @@ import pytest
 from localllm.engine.tokenizer import Tokenizer
 from localllm.engine.tokenizer_files import library_errors
 from localllm.errors import TokenizerError
+from tests.patience import PATIENCE_S
 
 GROWTH_BYTES = 896 << 20  # the promise is 1 GiB
 LIMIT_S = 5.0  # of the processor, on all threads: the clock on the wall also counts what else is running
@@ -197,7 +198,11 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     root = tmp_path_factory.mktemp("tokenizers")
     folders = [write(root / str(number), files) for number, files in enumerate(HOSTILE.values())]
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, *map(str, folders)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", CHILD, *map(str, folders)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
     shutil.rmtree(root)  # half a gigabyte
     found = [Outcome(*json.loads(line)) for line in done.stdout.splitlines()]
@@ -252,12 +257,12 @@ def test_other_threads_run_while_a_long_text_is_encoded(shared_data: Callable[[s
     tokenizer = Tokenizer.load(shared_data("tokenizers/qwen2.5-0.5b-instruct"))
     text = "once upon a time " * 100_000
     worker = threading.Thread(target=tokenizer.encode, args=(text,))
-    longest, last = 0.0, time.perf_counter()
+    turns = 0
     worker.start()
     while worker.is_alive():
         time.sleep(0.001)
-        longest, last = max(longest, time.perf_counter() - last), time.perf_counter()
-    assert longest < 0.4
+        turns += 1
+    assert turns > 20  # one or two, where the library keeps the interpreter to itself
 
 
 def test_thirty_thousand_added_tokens_are_ready_in_time(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from localllm.offload.machine_memory import LEAST_ADDRESS_SPACE_BYTES
 from localllm.offload.plan import Memory, Rates
 from localllm.offload.search import Search
 from tests.packed_support import pack, small_checkpoint
+from tests.patience import PATIENCE_S
 from tests.test_device_placement import Packed
 
 MIB = 1 << 20
@@ -196,7 +197,7 @@ def test_where_the_address_space_ends_under_a_running_engine_the_process_lives_o
     script = f"import pathlib; from tests.test_memory_pressure import live_on; live_on({kind!r}, pathlib.Path.cwd())"
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
     command = [sys.executable, "-c", script]
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
 
 
@@ -205,7 +206,7 @@ def run_within(address_space_bytes: int, *arguments: str) -> subprocess.Complete
         resource.setrlimit(resource.RLIMIT_AS, (address_space_bytes, address_space_bytes))
 
     command = [sys.executable, "-m", "localllm", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, preexec_fn=limit, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, preexec_fn=limit, timeout=PATIENCE_S)
 
 
 @pytest.mark.parametrize("size_mib", [700, LEAST_ADDRESS_SPACE_BYTES // MIB - 1])

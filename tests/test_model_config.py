@@ -13,6 +13,7 @@ import pytest
 from localllm.errors import CheckpointError, UnsupportedModelError
 from localllm.models.config import ModelConfig
 from localllm.models.families import FAMILIES, load_config, parse_config
+from tests.patience import PATIENCE_S
 
 # file: type, vocab, hidden, intermediate, layers, heads, kv heads, head dim, rotary dim, positions, tied, eos
 SHAPES: dict[str, tuple[Any, ...]] = {
@@ -443,4 +444,4 @@ def test_a_broken_generation_config_is_named(tmp_path):
 
 def test_reading_a_config_imports_no_torch():
     check = "import sys, localllm.models.families; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", check], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", check], check=True, timeout=PATIENCE_S)

@@ -25,6 +25,7 @@ from localllm.offload.profile import Profile
 from localllm.offload.search import Search
 from localllm.quant.recipe import RECIPES
 from tests.packed_support import small_checkpoint
+from tests.patience import PATIENCE_S
 from tests.thinning import one_in
 
 FAMILIES = ["llama", "qwen2", "gemma2"]
@@ -215,7 +216,7 @@ def test_a_closed_engine_leaves_no_file_and_no_thread_behind(directory: Path) ->
         assert threading.active_count() > before[0]
         stream = capped.model.stream
     for reader in stream._readers:  # type: ignore[attr-defined]
-        reader.join(5)
+        reader.join(PATIENCE_S)
     assert (threading.active_count(), len([*Path("/proc/self/fd").iterdir()])) == before
 
 

@@ -30,6 +30,7 @@ from localllm.models.decoder import Decoder
 from localllm.models.families import parse_config
 from localllm.models.load import load_decoder
 from localllm.quant.recipe import recipe
+from tests.patience import PATIENCE_S
 
 VOCAB, CTX, ANSWER = 160, 512, 5
 SHAPE: dict[str, Any] = {
@@ -298,7 +299,7 @@ def test_a_request_is_given_up_while_its_pages_come_from_the_disk(
         reads.append(len(arguments[0]))
         aborting = Thread(target=of.abort, args=(request_id,))
         aborting.start()
-        aborting.join(10)
+        aborting.join(PATIENCE_S)
         assert not aborting.is_alive(), "who gives a request up waits for the disk"
         return read(tier, *arguments)
 
@@ -318,7 +319,7 @@ def test_a_page_is_copied_for_the_disk_once(folder: Path, monkeypatch: pytest.Mo
     assert of.prefix is not None and of.prefix.disk is not None
     of.prefix.disk._queue_bytes = 4 * of.prefix._payload_bytes(1)
     goes_on, is_kept = Event(), DiskTier._is_kept
-    monkeypatch.setattr(DiskTier, "_is_kept", lambda *page: goes_on.wait(10) and is_kept(*page))
+    monkeypatch.setattr(DiskTier, "_is_kept", lambda *page: goes_on.wait(PATIENCE_S) and is_kept(*page))
     ask(of, tokens(500, seed=1))
     assert sorted(copies) == list(range(len(copies))) and len(copies) <= 5
     goes_on.set()

@@ -24,6 +24,7 @@ from localllm.quant.int8 import Int8
 from localllm.quant.nf4 import NF4, MissingBitsandbytesError
 from localllm.quant.recipe import ALIASES, DEFAULT, RECIPES, recipe
 from localllm.quant.weight_format import WeightFormat
+from tests.patience import PATIENCE_S
 
 GROUPS = (32, 64, 128)
 INT4 = [Int4(group, how) for group in GROUPS for how in ("hqq", "rtn")]
@@ -357,7 +358,7 @@ def test_bitsandbytes_is_imported_in_silence_and_fetches_nothing() -> None:
         "print('bitsandbytes' in sys.modules, 'kernels' in sys.modules)"
     )
     pytest.importorskip("bitsandbytes")
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S)
     assert (result.stdout, result.stderr) == ("True False\n", "")
 
 
@@ -365,7 +366,7 @@ def test_the_formats_are_known_without_importing_bitsandbytes() -> None:
     program = (
         "import sys; from localllm.quant.recipe import RECIPES; print([m for m in sys.modules if 'bitsandb' in m])"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S)
     assert (result.stdout, result.stderr) == ("[]\n", "")
 
 

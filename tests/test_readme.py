@@ -13,6 +13,7 @@ import pytest
 
 from localllm.hub.names import TINY_DIRECTORY
 from tests.cli_support import REPOSITORY, Result, environment, run_cli
+from tests.patience import PATIENCE_S
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 pytestmark = pytest.mark.skipif(
@@ -29,7 +30,7 @@ def test_the_python_example_prints_a_tale(tmp_path: Path, known_machine: Callabl
     known_machine(tmp_path / "cache")
     command = [sys.executable, "-c", example]
     result = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment(tmp_path)
+        command, capture_output=True, text=True, timeout=PATIENCE_S, cwd=tmp_path, env=environment(tmp_path)
     )
     assert (result.returncode, result.stderr) == (0, "")
     assert len(result.stdout) > 100

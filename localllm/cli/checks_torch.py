@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tempfile
 import warnings
@@ -13,12 +12,15 @@ from typing import TYPE_CHECKING
 
 from localllm.cli.findings import Finding, fail, ok, sm_name, warn
 from localllm.cli.remedies import TRITON, install_compiler, install_python_headers, install_torch
+from localllm.kernels.child import run_within
 
 if TYPE_CHECKING:
     from localllm.offload.nvml import Gpu
 
 _TESTED = (2, 11), (2, 14)
-_PROBE_SECONDS = 20.0  # it takes half a second where nothing is wrong
+# It takes half a second where nothing is wrong.
+_PROBE_CPU_S = 20.0
+_PROBE_SECONDS = 300.0
 _USE_FP32 = "export LOCALLLM_DTYPE=fp32"
 
 # Below each: what a card lacks. Triton 3.7 compiles for all of them, but multiplies matrices without tensor cores below
@@ -136,11 +138,9 @@ def probe_triton(capability: int) -> str:
     with tempfile.TemporaryDirectory() as cache:
         environment["TRITON_CACHE_DIR"] = cache
         try:
-            child = subprocess.run(
-                command, env=environment, capture_output=True, text=True, errors="replace", timeout=_PROBE_SECONDS
-            )
-        except subprocess.TimeoutExpired:
-            return f"no answer within {_PROBE_SECONDS:.0f} seconds"
+            child = run_within(command, environment, cpu_s=_PROBE_CPU_S, wait_s=_PROBE_SECONDS)
+        except TimeoutError as error:
+            return f"no answer within {error}"
     if child.returncode == 0:
         return ""
     lines = [line.strip() for line in child.stderr.splitlines() if line.strip()]

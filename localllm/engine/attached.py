@@ -34,7 +34,7 @@ from localllm.errors import (
 from localllm.models.config import ModelConfig
 from localllm.models.families import load_config
 
-_CALL_S = 30.0  # for an answer: a grammar is compiled in one second at most, and the engine's threads may be busy
+_CALL_S = 120.0  # for an answer, which takes a second at most: a machine may be busy, a process may be stopped
 _LOOK_S = 5.0  # for one that nothing has to be computed for
 _AT_ONCE = getattr(socket, "MSG_DONTWAIT", 0)
 _LOOKS = frozenset({"facts", "status"})

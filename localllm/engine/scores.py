@@ -6,6 +6,7 @@ import statistics
 from collections import defaultdict
 
 from localllm.engine.events import FinishedEvent
+from localllm.offload import other_work
 from localllm.offload.corrections import Term
 from localllm.offload.plan import Plan
 from localllm.offload.profile import keep, kept_profile
@@ -21,12 +22,15 @@ class Scores:
     """The answers of one engine that ran alone, each from its beginning to its end under one plan."""
 
     def __init__(self) -> None:
+        self._seen = other_work.counted()
         self._ratios: dict[tuple[str, Term], list[float]] = defaultdict(list)
 
     def take(self, answer: FinishedEvent, plan: Plan | None, plain_s: float | None = None) -> None:
-        """An answer that came to its end. One under no plan, or one whose plan knew too little, is not counted.
+        """An answer that came to its end. One under no plan, one whose plan knew too little, and one that was
+        written beside other programs' work is not counted.
         plain_s: of a step without guesses, where the answer had some."""
-        if plan is None or not _is_telling(plan):
+        before, self._seen = self._seen, other_work.counted()
+        if plan is None or not _is_telling(plan) or other_work.is_much(other_work.others(before, self._seen)):
             return
         usage, timings, costs = answer.usage, answer.timings, plan.costs
         is_plain = answer.speculation is None or not answer.speculation.drafted

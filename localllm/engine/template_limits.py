@@ -45,7 +45,7 @@ class Budget:
         if time.monotonic() > self._look_at:
             left_s = self._used_up_at - time.thread_time()  # a system call, which takes much longer than to look above
             if left_s <= 0:
-                raise LimitError(f"it took more than {TIME_LIMIT_S:g} s of the processor")
+                raise LimitError(f"it ran longer than {TIME_LIMIT_S:g} s")
             self._look_at = time.monotonic() + left_s
 
     def charge(self, size: int) -> None:

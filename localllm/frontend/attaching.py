@@ -32,6 +32,7 @@ _OF_ENGINES = (
 )  # fmt: skip
 _CHOSEN = ("flag", "environment", "file")
 _MENDING = " To mend it: "  # as `server.failures` writes it
+_HEARD_S = 30.0  # for what it answers at once
 _AGAIN_S = 0.5  # between two questions whether a model is loaded
 
 
@@ -98,7 +99,7 @@ def named_at_server(word: str) -> str | None:
     none."""
     server = Server.find()
     try:
-        told = None if server is None else server.ask("POST", "/find", {"model": word}, timeout_s=5.0)
+        told = None if server is None else server.ask("POST", "/find", {"model": word}, timeout_s=_HEARD_S)
     except (OSError, ServerRefusedError):
         return None
     return None if told is None else str(told["name"])
@@ -131,7 +132,10 @@ def _at_server(selection: Selection, note: Callable[[str], None]) -> AttachedSer
         return None
     wanted = _wanted(selection)
     try:
-        server.ask("POST", "/attach", {**wanted, "waits": False}, timeout_s=5.0)
+        server.ask("POST", "/attach", {**wanted, "waits": False}, timeout_s=_HEARD_S)
+    except TimeoutError:
+        note(f"the running server is not used: it has not answered for {_HEARD_S:.0f} s; this machine may be very busy")
+        return None
     except OSError:  # it was killed: what it left says nothing
         return None
     except ServerRefusedError as error:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from urllib.error import HTTPError, URLError
 from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
-_PATIENCE_S = 1.0
+_PATIENCE_S = 10.0  # where nobody listens, that is known at once
 _MOST_BYTES = 1 << 20
 
 

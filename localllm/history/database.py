@@ -18,7 +18,7 @@ from localllm.errors import HistoryError
 from localllm.history import schema
 from localllm.history.records import clean
 
-PATIENCE_S = 2.0  # how long a transaction of another process is waited for; theirs take milliseconds
+PATIENCE_S = 10.0  # how long a transaction of another process is waited for; theirs take milliseconds
 _PAUSE_S = 0.01
 _UNHEARD_S = 0.02  # how long SQLite itself waits, in which no Ctrl-C is heard
 # Every page is read when the file is opened, 1 ms for 1 MB; a larger file's only after it was found damaged at work.

@@ -29,8 +29,9 @@ MAX_BODY_BYTES = 4 << 20
 # What is too large is read so far, as long as it comes without a pause, and let go: a client that is still sending
 # would not see the reply.
 _MOST_READ_BYTES = 64 << 20
+_BODY_S = 30.0  # for a body to arrive, and as many more as it has of these bytes
+_LEAST_BYTES_S = 16 << 10
 _PAUSE_S = 0.25
-_BODY_S = 30.0  # for all of it to arrive
 # A body of four MiB has room for two million. To tell of each takes 7 s and a GiB, while the loop waits.
 _MOST_MISTAKES = 1000
 _MOST_NAMED = 200  # characters of a field's name
@@ -176,16 +177,18 @@ async def read_bytes(request: Request) -> bytes:
         async with asyncio.timeout_at(until) as limit:
             async for piece in request.stream():
                 num_bytes += len(piece)
+                ends = until + num_bytes / _LEAST_BYTES_S
                 if num_bytes <= MAX_BODY_BYTES:
                     data += piece
+                    limit.reschedule(ends)
                 elif num_bytes > _MOST_READ_BYTES:
                     break
                 else:
-                    limit.reschedule(min(until, loop.time() + _PAUSE_S))
+                    limit.reschedule(min(ends, loop.time() + _PAUSE_S))
     except TimeoutError:
         if num_bytes > MAX_BODY_BYTES:
             raise _too_large() from None
-        why = f"{num_bytes} bytes came in {_BODY_S:.0f} s"
+        why = f"{num_bytes} bytes came in {_BODY_S + num_bytes / _LEAST_BYTES_S:.0f} s"
         raise RequestError(408, "the body did not arrive", why=why, headers={"connection": "close"}) from None
     if num_bytes > MAX_BODY_BYTES:
         raise _too_large()

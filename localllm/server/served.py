@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LOAD_WAIT_S = 120.0  # for which a request waits for its model; libraries give up after 60 to 600 s of silence
-_NOTICED_S = 1.0  # from the death of a process to the end of its socket it is milliseconds
+_NOTICED_S = 30.0  # from the death of a process to the end of its socket it is milliseconds, but on a busy machine
 
 
 @dataclass(frozen=True)

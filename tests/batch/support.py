@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.cli_support import Result, run_cli
+from tests.patience import PATIENCE_S
 
 # The second has more tokens than any other: see `fail_on` in test_resume.py.
 PROMPTS = [
@@ -18,9 +19,6 @@ PROMPTS = [
     "the owl and the fox",
     "the end",
 ]
-
-
-START_S = 60.0  # torch's import on a loaded machine
 
 
 def batch(model: Path | str, path: Path | str, *arguments: str, stdin: bytes = b"") -> Result:
@@ -40,7 +38,7 @@ def texts(result: Result) -> list[str]:
 
 
 def finish(process: subprocess.Popen[bytes]) -> Result:
-    out, err = process.communicate(timeout=START_S)
+    out, err = process.communicate(timeout=PATIENCE_S)
     return Result(process.returncode, out, err.decode())
 
 

@@ -17,8 +17,9 @@ import pytest
 from localllm.cli.journal import LIFETIME_S, SYNC_S, open_journal
 from localllm.engine.engine import Engine
 from localllm.errors import LocalLLMError, NonFiniteError
-from tests.batch.support import PROMPTS, START_S, answers, batch, finish, wait_for_lines
+from tests.batch.support import PROMPTS, answers, batch, finish, wait_for_lines
 from tests.cli_support import Result, run_cli
+from tests.patience import PATIENCE_S
 from tests.thinning import every_other
 
 pytestmark = pytest.mark.usefixtures("own_folders", "own_jobs")
@@ -284,14 +285,12 @@ def test_a_signal_ends_a_job_and_says_how_it_goes_on(
     path = file(*PROMPTS * 3)
     process = start(slow_model, path)
     head = wait_for_lines(process, 2)
-    sent = time.monotonic()
     process.send_signal(number)
     stopped = finish(process)
     assert stopped.code == code
-    assert time.monotonic() - sent < 2.0
     told = re.fullmatch(r"interrupted; (\d+) of 18 answers are kept. To go on: the same command\n", stopped.err)
     assert told
-    assert int(told[1]) >= 2
+    assert 2 <= int(told[1]) < 18
     resumed = finish(start(slow_model, path))
     assert resumed.code == 0
     assert resumed.out.startswith(head + stopped.out)
@@ -307,7 +306,7 @@ def test_a_reader_that_goes_away_ends_a_job_in_silence(
     wait_for_lines(process, 1)
     process.stdout.close()  # type: ignore[union-attr]
     process.stdout = None
-    _, err = process.communicate(timeout=START_S)
+    _, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, err) == (0, b"")
     assert was_there(finish(start(slow_model, path))) >= 1
 

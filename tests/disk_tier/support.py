@@ -12,12 +12,12 @@ from typing import Any
 from localllm.cache.disk import DiskTier
 from localllm.cache.page_file import HEADER_BYTES, PAGE_TOKENS, PageKey
 from localllm.cache.page_folder import PageFile, name_of, scan
+from tests.patience import PATIENCE_S
 
 ROOT = bytes(range(32))
 ABOUT = {"model": "org/model", "weights": "int4-g64"}
 PAGE_BYTES = 3000  # no whole number of anything
 FILE_BYTES = HEADER_BYTES + PAGE_BYTES
-PATIENCE_S = 20.0
 
 
 def page(parent: bytes, seed: int) -> PageKey:

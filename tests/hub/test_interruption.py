@@ -32,6 +32,7 @@ from tests.hub.support import (
     single_model,
     start_pull,
 )
+from tests.patience import PATIENCE_S
 from tests.thinning import one_in
 
 # Interruption
@@ -105,7 +106,7 @@ def test_a_killed_pull_is_taken_up_where_it_was(fake, hub, fetch, monkeypatch, s
     fake.on_bytes = lambda total: reached.set() if total >= share * 16 * PIECE else None
 
     def kill(process: subprocess.Popen[bytes]) -> None:
-        assert reached.wait(20)
+        assert reached.wait(PATIENCE_S)
         process.send_signal(signal.SIGKILL)
 
     kill_and_finish(fake, hub, fetch, monkeypatch, kill)
@@ -239,6 +240,6 @@ def test_a_pull_that_waits_names_the_process_that_it_waits_for(fake, hub, regist
     thread = threading.Thread(target=lambda: pull(REPO, registry=registry, hub=hub, progress=progress))
     with RepoCache(hub.cache_dir, REPO).exclusive(lambda _: None):
         thread.start()
-        assert waited.wait(10)
+        assert waited.wait(PATIENCE_S)
     thread.join()
     assert notes[0] == f"process {os.getpid()} is fetching it"

@@ -21,6 +21,7 @@ from localllm.hub.packed import packed_directory, packed_recipes, packed_root, s
 from localllm.registry import Registry
 from tests.fake_hub import COMMIT
 from tests.hub.support import REPO, REPOSITORY, make_folder, names_in, other_tools_snapshot
+from tests.patience import PATIENCE_S
 
 CONFIG = '{"model_type": "llama"}'
 SHARDED = "maker/sharded"
@@ -398,9 +399,9 @@ def test_who_waits_for_a_deletion_begins_in_a_new_folder(registry, hub):
         held.enter_context(exclusive(directory, lambda _: None))
         waiting = Thread(target=convert)
         waiting.start()
-        assert begun.wait(5)
+        assert begun.wait(PATIENCE_S)
         shutil.rmtree(directory)
-    waiting.join(5)
+    waiting.join(PATIENCE_S)
     assert names_in(directory) == {"block"}
 
 

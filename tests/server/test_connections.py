@@ -8,6 +8,7 @@ import json
 import logging
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -212,6 +213,19 @@ def test_a_body_that_does_not_arrive_is_given_up(
     half = connect(server)
     half.post(CHAT, b'{"messages": [', content_length="1000")
     assert b" 408 " in half.read_until(b"\r\n")
+
+
+def test_a_body_that_comes_slowly_but_steadily_is_waited_for(
+    connect: Connect, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("localllm.server.bodies._BODY_S", 0.3)
+    monkeypatch.setattr("localllm.server.bodies._LEAST_BYTES_S", 0.1)  # so that the first byte is good for ten seconds
+    body = json.dumps({"messages": OWL, "max_tokens": 1}).encode()
+    slow = connect(server)
+    slow.post(CHAT, body[:60], content_length=str(len(body)))
+    time.sleep(0.6)
+    slow.send(body[60:])
+    assert b" 200 " in slow.read_until(b"\r\n")
 
 
 def test_who_says_nothing_does_not_stay(connect: Connect, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -403,7 +403,6 @@ def test_a_bulky_variable_is_refused_while_an_answer_goes_on(
     reply = ask(curious, path, {"chat_template_kwargs": {"documents": BULKY[value]}})
     assert reply.status_code == 400
     assert value == "deep lists" or reply.json()["error"]["param"] == "chat_template_kwargs"
-    assert reply.elapsed.total_seconds() < 5
     assert b"[DONE]" in listener.read_until(b"[DONE]")
 
 

@@ -23,9 +23,9 @@ from localllm.frontend.keeping import Resumed
 from localllm.frontend.selection import Selection, locate, with_defaults
 from localllm.tui.app import ChatApp, Start
 from localllm.tui.loading import Post
+from tests.patience import PATIENCE_S
 
 _OF_PLANS = ("ledger", "limits", "bound_by", "streamed_bytes")
-PATIENCE_S = 15.0  # a loaded machine
 
 
 def pieces(text: str, length: int = 4) -> list[str]:

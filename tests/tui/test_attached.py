@@ -19,6 +19,7 @@ from textual.pilot import Pilot
 from localllm.tui.app import ChatApp
 from localllm.tui.loading import serve_attached
 from tests.cli_support import run_cli, start_cli
+from tests.patience import PATIENCE_S
 from tests.server.support import wait_for
 from tests.server.test_cli_serve import Served
 from tests.tui.support import chat_app, running, say, send, shown, until
@@ -44,7 +45,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Beside]:
             yield Beside(process, json.loads(run_cli("ps", "--json").out)["models"][0]["pid"])
         finally:
             process.send_signal(signal.SIGINT)
-            process.wait(20)
+            process.wait(PATIENCE_S)
 
 
 @asynccontextmanager
@@ -73,7 +74,7 @@ def test_the_chat_loads_the_model_itself_where_the_server_has_ended(server: Besi
     async def chat() -> None:
         async with talking() as (app, pilot):
             server.process.send_signal(signal.SIGINT)
-            server.process.wait(20)
+            server.process.wait(PATIENCE_S)
             await send(pilot, "And then?")
             await until(pilot, lambda: "no server answers any more" in shown(app))
             await until(pilot, lambda: app.chat.num_turns == 4 and not app.chat.is_answering)

@@ -15,9 +15,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
+
 CODE = """
 import time
+from localllm.tui import background as background_module
 from localllm.tui.background import Background
+background_module._PATIENCE_S = %r
 background = Background()
 time.sleep(0.05)
 found = background.is_light({"COLORFGBG": %r})
@@ -40,10 +44,15 @@ ATTRIBUTES = b"\x1b[?64;1;2c"
 )
 def test_the_terminal_is_asked_and_what_is_typed_meanwhile_is_kept(answer: bytes, colours: str, found: str) -> None:
     ours, theirs = pty.openpty()
-    child = subprocess.Popen([sys.executable, "-c", CODE % colours], stdin=theirs, stdout=theirs, close_fds=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", CODE % (PATIENCE_S if answer else 0.3, colours)],
+        stdin=theirs,
+        stdout=theirs,
+        close_fds=True,
+    )
     os.close(theirs)
     text = b""
-    end = time.monotonic() + 20
+    end = time.monotonic() + PATIENCE_S
     while b"\x1b[c" not in text:
         assert time.monotonic() < end
         text += os.read(ours, 1000)
@@ -51,7 +60,7 @@ def test_the_terminal_is_asked_and_what_is_typed_meanwhile_is_kept(answer: bytes
     while b")" not in text:
         assert time.monotonic() < end
         text += os.read(ours, 1000)
-    assert child.wait(10) == 0
+    assert child.wait(PATIENCE_S) == 0
     assert found in text.decode()
 
 
@@ -68,7 +77,7 @@ def test_an_answer_that_comes_late_is_the_theme_and_stands_nowhere(tmp_path: Pat
 
     def wait_for(what: bytes) -> None:
         nonlocal text
-        end = time.monotonic() + 30
+        end = time.monotonic() + PATIENCE_S
         while what not in text:
             assert time.monotonic() < end, text[-500:]
             if select.select([ours], [], [], 0.1)[0]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from textual.binding import Binding
+from textual.command import CommandList
 from textual.pilot import Pilot
 from textual.widgets import Input
 
@@ -433,7 +435,8 @@ async def test_the_palette_does_what_a_command_does() -> None:
     async with running(app) as pilot:
         await say(pilot, "one")
         await pilot.press("ctrl+p", *"/clear")
-        await pilot.pause(0.3)
+        found = partial(app.screen.query_one, CommandList)
+        await until(pilot, lambda: found().highlighted == 0 and "/clear" in str(found().get_option_at_index(0).prompt))
         await pilot.press("enter")
         await until(pilot, lambda: app.chat.num_turns == 0)
 

@@ -13,6 +13,7 @@ from localllm.engine.service import RequestStream
 from localllm.frontend.answer import Answer
 from localllm.tui import following
 from localllm.tui.following import Pace, follow
+from tests.patience import PATIENCE_S
 from tests.tui.support import FakeService, chat_app, running, until
 
 
@@ -35,14 +36,14 @@ def test_an_answer_is_drawn_as_often_as_a_fifth_of_a_core_allows(
 
 def test_the_end_of_an_answer_is_not_waited_for_as_its_words_are() -> None:
     stream, pace = RequestStream(0, lambda _: None), Pace()
-    pace.interval_s = 5.0
+    pace.interval_s = PATIENCE_S
     end = FinishedEvent(0, "stop", Usage(1, 0, 2), Timings())
     stream.events.put(TokenEvent(0, 1, "one"))
     threading.Timer(0.1, lambda: stream.events.put(TokenEvent(0, 2, "two"))).start()
     threading.Timer(0.2, lambda: stream.events.put(end)).start()
     answer, began = Answer(1), time.monotonic()
     follow(stream, answer, lambda _: None, lambda _: True, pace)
-    assert answer.text == "onetwo" and answer.finished is end and time.monotonic() - began < 2.0
+    assert answer.text == "onetwo" and answer.finished is end and time.monotonic() - began < PATIENCE_S
 
 
 @pytest.mark.usefixtures("home")

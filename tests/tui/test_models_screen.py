@@ -22,6 +22,7 @@ from localllm.tui.screens.models import ModelsScreen
 from localllm.tui.widgets.model_details import ModelDetails
 from localllm.tui.widgets.model_table import ModelTable
 from localllm.tui.widgets.transfer_list import TransferView
+from tests.patience import PATIENCE_S
 from tests.tui.support import FakeService, chat_app, running, say, send, shown, texts, until
 
 pytestmark = pytest.mark.usefixtures("home", "machine")
@@ -167,7 +168,7 @@ async def test_rows_are_there_before_their_verdicts(monkeypatch: pytest.MonkeyPa
 
     def judge(name: str, resolved: Any, say: Callable[[str], None]) -> Verdict:
         say("measuring the disk")
-        gate.wait(10)
+        gate.wait(PATIENCE_S)
         return Verdict("fits")
 
     monkeypatch.setattr("localllm.frontend.verdict.judge", judge)

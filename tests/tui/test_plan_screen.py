@@ -25,6 +25,7 @@ from localllm.tui.loading import serve
 from localllm.tui.replanning import NOW, Bounds, Wish
 from localllm.tui.screens.plan import PlanScreen
 from localllm.tui.widgets.key_bar import KeyBar
+from tests.patience import PATIENCE_S
 from tests.tui.support import FakeService, chat_app, running, say, shown, texts, until
 
 pytestmark = pytest.mark.usefixtures("home")
@@ -80,13 +81,13 @@ class FakePlanning:
         if self.measures:
             say(self.measures)
         self.wishes.append(wish)
-        assert self.gate.wait(10)
+        assert self.gate.wait(PATIENCE_S)
         if self.error is not None and wish != NOW:
             raise self.error
         return Considered(self._planned(wish), self._advise)
 
     def _advise(self) -> list[str]:
-        assert self.advice_gate.wait(10)
+        assert self.advice_gate.wait(PATIENCE_S)
         return list(self.advice)
 
     def why_wait(self, *, measures: bool) -> str:

@@ -17,12 +17,12 @@ import pytest
 from localllm.history import History
 from tests.cli_support import write_checkpoint
 from tests.history_support import said
+from tests.patience import PATIENCE_S
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed"),
 ]
-PATIENCE_S = 40.0
 
 
 class Tmux:

@@ -21,6 +21,7 @@ from localllm.tui.app import ChatApp
 from localllm.tui.messages import BackgroundSaid
 from localllm.tui.screens.chats import ChatsScreen
 from localllm.tui.terminal import TerminalParser, TerminalWriter
+from tests.patience import PATIENCE_S
 from tests.tui.support import FakeService, chat_app, running, send, texts, until
 
 BEGIN, END = "\x1b[200~", "\x1b[201~"
@@ -130,7 +131,7 @@ def test_what_is_written_to_a_terminal_that_is_gone_holds_nobody_up(where: str) 
 
     writing = threading.Thread(target=write_and_stop, daemon=True)
     writing.start()
-    writing.join(10)
+    writing.join(PATIENCE_S)
     assert not writing.is_alive()
 
 

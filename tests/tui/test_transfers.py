@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-import time
+import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from localllm.tui import transfers
 from localllm.tui.transfers import State, Transfer, TransferMoved, Transfers
 from tests.fake_hub import FakeHub, serve
 from tests.hub.support import PIECE, QUICK, REPO, assert_whole, single_model
+from tests.patience import PATIENCE_S
 
 SETTINGS = ResolvedSettings()
 
@@ -33,7 +34,7 @@ class Told:
 
     def until(self, state: State, least_bytes: int = 0) -> Transfer:
         while True:
-            message = self.messages.get(timeout=20)
+            message = self.messages.get(timeout=PATIENCE_S)
             assert isinstance(message, TransferMoved)
             transfer = message.transfer
             if transfer.state == state and transfer.step.done >= least_bytes:
@@ -117,16 +118,18 @@ def test_a_conversion_that_was_stopped_goes_on_and_is_whole(
     told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "cache"))
-    hear = transfers._Run._hear
+    hear, stopped = transfers._Run._hear, threading.Event()
 
-    def slowly(run: transfers._Run, step: transfers.Step) -> None:
+    def held(run: transfers._Run, step: transfers.Step) -> None:
         hear(run, step)
-        time.sleep(0.03)  # without which the conversion may end before it can be stopped
+        if step.done:
+            stopped.wait(PATIENCE_S)  # without which the conversion may end before it can be stopped
 
     monkeypatch.setattr(transfers, "_PAUSE_S", 0.0)
-    monkeypatch.setattr(transfers._Run, "_hear", slowly)
+    monkeypatch.setattr(transfers._Run, "_hear", held)
     told.transfers.pack("tiny", "int8", SETTINGS)
     told.transfers.pause(told.until("running", least_bytes=1))
+    stopped.set()
     paused = told.until("paused")
     assert packed_recipes(hub.locate("tiny")) == []
     told.transfers.resume(paused)

@@ -23,9 +23,9 @@ from localllm.engine.request import Grammar
 from localllm.errors import BusyError, GrammarError, LocalLLMError
 
 MAX_SOURCE = 64 << 10  # characters; of a JSON Schema see schema.py
-# For the whole process, which needs 0.6 s of the CPU: it is done by then with a fortieth of a core. Less than what the
+# For the whole process, which needs 0.6 s of the CPU: it is done by then with a hundredth of a core. Less than what the
 # server waits for an answer of its engine.
-_PATIENCE_S = 25.0
+_PATIENCE_S = 100.0
 # What ends a process from outside. What it does itself has other signals: of its timer, its memory and its stack.
 _FROM_OUTSIDE = frozenset({-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP})
 _NAMES = {"json_schema": "JSON Schema", "regex": "regular expression", "lark": "Lark grammar", "gbnf": "GBNF grammar"}

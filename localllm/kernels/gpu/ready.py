@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 import sysconfig
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 import torch
 
 from localllm.config import user_directories
+from localllm.kernels.child import run_within
 
 LEAST_CAPABILITY = (8, 0)  # below, bf16 is emulated, and Triton has no tensor cores
 WRONG = "WRONG:"  # begins what the check says of a kernel
@@ -29,7 +29,10 @@ WRONG = "WRONG:"  # begins what the check says of a kernel
 _failures: dict[str, str] = {}
 _RETRY_S = 3600.0  # a check that did not get to its end is not repeated at every start
 _FOR_EVER = 1e18  # forgotten
-_SECONDS = 300.0  # two hundred variants take a tenth of a second to half a second each
+# Two hundred variants take a tenth of a second to half a second of the processor each. What hangs without using it is
+# given up as well, in a time in which a machine that is busy gets there.
+_CPU_S = 300.0
+_WAIT_S = 1800.0
 
 
 @cache
@@ -79,15 +82,13 @@ def check(device: torch.device) -> str:
     return found
 
 
-def _checked(device: torch.device, seconds: float = _SECONDS) -> str:
+def _checked(device: torch.device) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "localllm.kernels.gpu.check", str(device)]
     try:
-        child = subprocess.run(
-            command, env=environment, capture_output=True, text=True, errors="replace", timeout=seconds, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return f"their check gave no answer within {seconds:.0f} seconds"
+        child = run_within(command, environment, cpu_s=_CPU_S, wait_s=_WAIT_S)
+    except TimeoutError as error:
+        return f"their check gave no answer within {error}"
     if child.returncode == 0:
         return ""
     lines = [line.strip() for line in (child.stdout + child.stderr).splitlines() if line.strip()]
