@@ -55,8 +55,8 @@ clients: $(VENV)/.installed-dev
 # what cannot be installed fails no test, and those that need it are skipped.
 $(VENV)/clients/%/.installed: tests/server/clients/%.txt | $(VENV)/.installed-dev
 	@echo "installing the client $*"
-	@$(BIN)/python -m venv --clear --without-pip $(@D)
-	@$(BIN)/python -m pip --python $(@D)/bin/python install --quiet --no-compile --only-binary :all: -r $< \
+	@$(BIN)/python -m venv --clear --without-pip $(@D) \
+		&& $(BIN)/python -m pip --python $(@D)/bin/python install --quiet --no-compile --only-binary :all: -r $< \
 		&& touch $@ || { rm -rf $(@D); echo "the client $* cannot be installed: its tests will be skipped" >&2; }
 
 $(VENV)/clients/%/.installed: tests/server/clients/%.json | $(VENV)/.installed-dev

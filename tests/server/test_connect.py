@@ -341,7 +341,7 @@ def run_agent(name: str, words: Sequence[str], server: Running, owl: Path, **mor
         cwd=owl.parent,
         capture_output=True,
         text=True,
-        timeout=6 * PATIENCE_S,
+        timeout=PATIENCE_S,
         stdin=subprocess.DEVNULL,
     )
     assert ended.returncode == 0, (ended.stdout, ended.stderr, server.log)

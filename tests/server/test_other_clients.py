@@ -35,7 +35,7 @@ def interpreter(environment: Path) -> str:
 def test_a_client_understands_the_server(
     server: Running, calls: Callable[..., None], client: Path, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
-    calls({name: {"unit": "C"} for name in ("weather", "Degrees")})
+    calls({"weather": {"unit": "C"}, "Degrees": {"unit": "C"}})
     place = installed(client.stem)
     # Nothing of the settings, keys and files of whoever runs the tests.
     environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "LLM_USER_PATH": str(tmp_path)}

@@ -179,7 +179,10 @@ def check_an_unknown_model() -> None:
 
 @supports("langchain-openai", "/v1/chat/completions", "refused: what cannot be honoured, by name")
 def check_what_cannot_be_honoured() -> None:
-    assert "tools" in raised(openai.BadRequestError, lambda: CHAT.bind(tools=[{"type": "mcp"}]).invoke(USER)).message
+    assert (
+        "tools"
+        in raised(openai.BadRequestError, lambda: CHAT.bind(tools=[{"type": "frobnicate"}]).invoke(USER)).message
+    )
 
 
 @supports("langchain-openai", "/v1/chat/completions", "tools: a call that is required")
