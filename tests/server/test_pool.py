@@ -305,10 +305,11 @@ def test_an_engine_that_does_not_move_is_ended_and_who_waits_is_told(
                 told = "".join(lines)
             assert "does not move on" in told and "[DONE]" not in told
         else:
-            hold(stopped)
+            hold(stopped, still_s=8.0)
             waiting = threads.submit(processes.post, "/v1/completions", {**TEXT, "model": "tiny"})
             wait_for(lambda: processes.get("/health").status_code == 503 or waiting.done())
             assert not waiting.done()
+            stopped.patience = Patience(still_s=1.0)
             refused = waiting.result(PATIENCE_S)
             assert refused.status_code == 503 and "retry-after" in refused.headers
             assert "neither computed nor read" in refused.json()["error"]["message"]
@@ -316,11 +317,11 @@ def test_an_engine_that_does_not_move_is_ended_and_who_waits_is_told(
     assert process_of(processes, "tiny").pid != stopped.pid and not psutil.pid_exists(stopped.pid)
 
 
-def hold(process: EngineProcess) -> None:
-    """It does not move any more, and is soon found out."""
+def hold(process: EngineProcess, *, still_s: float = 2.0) -> None:
+    """It does not move any more, and is found out after that time."""
     assert process.pid is not None
     os.kill(process.pid, signal.SIGSTOP)
-    process.patience = Patience(still_s=2.0)
+    process.patience = Patience(still_s=still_s)
 
 
 def test_an_engine_that_does_not_move_while_it_loads_is_ended_and_the_model_loaded_anew(
