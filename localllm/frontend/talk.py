@@ -220,12 +220,14 @@ class Talk:
 
     def think(self, effort: str) -> str:
         """Changes how much is thought before the next answers, "-" as at first; what is to be told of it. "": as it is.
-        Raises UsageError for what this model cannot be had to, SettingsError."""
+        Raises UsageError for what is no such choice, and for what this model cannot be had to."""
         if effort:
             before = self.dialogue.resolved
-            self.dialogue.set("think", effort)
             try:
+                self.dialogue.set("think", effort)
                 _ = self._effort
+            except SettingsError as error:
+                raise UsageError(f"/think knows no {effort[:80]!r}", why=error.why, fix="/think on") from None
             except LocalLLMError:
                 self.dialogue.resolved = before
                 raise
