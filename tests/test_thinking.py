@@ -231,10 +231,16 @@ def test_the_next_question_has_no_thoughts_in_front(thinkers: dict[str, Path], o
 
 
 def test_a_plain_chat_tells_them_apart_and_changes_how_much_is_thought(thinkers: dict[str, Path]) -> None:
-    lines = "Hi.\n/think off\nHi.\n/think low\n/think maybe\n/think -\n/think\n"
+    lines = "Hi.\n/think off\nHi.\n/think low\n/set think high\n/think maybe\n/think -\n/think\n"
     result = run_cli("chat", thinkers["switched"], "--plain", stdin=lines.encode())
     assert result.out.decode() == f"{ANSWER}\n{ANSWER}\n" and THOUGHT not in result.err
-    for told in ("thinking: off", "error: /think low cannot be had", "fix:   /think on", "thinking: as the model does"):
+    for told in (
+        "thinking: off",
+        "error: /think low cannot be had",
+        "error: /think high cannot be had",
+        "fix:   /think on",
+        "thinking: as the model does",
+    ):
         assert told in result.err
     assert "error: /think knows no 'maybe'" in result.err and "/set" not in result.err
     shown = run_cli("chat", thinkers["switched"], "--plain", "--show-thoughts", stdin=b"Hi.\n")

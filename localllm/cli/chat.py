@@ -383,11 +383,13 @@ class Chat:
 
     def _do_set(self, text: str) -> None:
         key, value = slash.setting(text)
-        if value:
+        if key == "think" and value:
+            self._do_think(value)
+        elif value:
             self._output.note(f"{key} = {self.dialogue.set(key, value)}")
-            return
-        for name in self.dialogue.settable(key):
-            self._output.note(f"{name} = {shown_setting(getattr(self.dialogue.resolved.settings, name))}")
+        else:
+            for name in self.dialogue.settable(key):
+                self._output.note(f"{name} = {shown_setting(getattr(self.dialogue.resolved.settings, name))}")
 
     def _do_think(self, effort: str) -> None:
         self._output.note(self._talk.think(effort))

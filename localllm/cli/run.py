@@ -373,6 +373,8 @@ def _answers(
         why = partial(explain, engine, _given(source, encoder, fitted), fitted.prompt_ids, num_out=fitted.floor)
         printing = replace(printing, evicted=fitted.evicted, explain=why)
         thinking = encoder.thinking(request.prompt_ids)
+        if flags["show_thoughts"] and not thinking.splits:
+            front.output.note("--show-thoughts: this model's chat template knows no thoughts, and none are shown")
         request = replace(request, grammar=thinking.grammar(form), shown_ids=thinking.shown_ids)
         printing = replace(printing, thinking=thinking)
         asked = (front, selection.files, load.service, request, printing, dialogue, keeper)

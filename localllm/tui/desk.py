@@ -286,7 +286,10 @@ class Desk:
         return self._resolved.settings.show_thoughts
 
     def set(self, key: str, value: str) -> None:
-        self.note(f"{key} = {shown_setting(self._dialogue.set(key, value))}")
+        if key == "think" and self._talk is not None:
+            self.think(value)
+        else:
+            self.note(f"{key} = {shown_setting(self._dialogue.set(key, value))}")
 
     def think(self, effort: str) -> None:
         if self._talk is not None:
