@@ -31,6 +31,7 @@ from localllm.offload.floors import MemoryFloor
 from localllm.offload.format_rates import FormatRates, format_rates
 from localllm.offload.host_buffer import give_back_freed
 from localllm.offload.plan import Rates
+from localllm.present import nearest_folder
 from localllm.quant.weight_format import WeightFormat
 
 _VERSION = 3
@@ -273,9 +274,7 @@ def _path() -> Path:
 
 
 def _disk_number() -> int:
-    folder = user_directories().cache
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    return existing.stat().st_dev
+    return nearest_folder(user_directories().cache).stat().st_dev
 
 
 def _cpu_name() -> str:
