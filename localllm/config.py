@@ -322,11 +322,28 @@ def user_directories(environ: Mapping[str, str] = os.environ) -> UserDirectories
     from platformdirs import PlatformDirs
 
     platform = PlatformDirs("localllm", appauthor=False)
-    return UserDirectories(platform.user_config_path, platform.user_data_path, own_cache or platform.user_cache_path)
+
+    def folder(kind: str) -> Path:
+        try:
+            return below_home(Path(getattr(platform, f"user_{kind}_path")))
+        except RuntimeError:  # there is no home
+            return below_home(Path("~", kind))
+
+    return UserDirectories(folder("config"), folder("data"), own_cache or folder("cache"))
+
+
+def below_home(path: Path) -> Path:
+    """The path; of a user who has no home one where nothing is, and nothing can be made: no folder `~` of this one."""
+    return Path(os.devnull) / path if path.parts[:1] == ("~",) else path
 
 
 def _folder(environ: Mapping[str, str], name: str) -> Path | None:
-    return Path(environ[name]).expanduser().absolute() if environ.get(name) else None
+    if not environ.get(name):
+        return None
+    try:
+        return Path(environ[name]).expanduser().absolute()
+    except RuntimeError:  # ~ of nobody
+        return below_home(Path(environ[name]))
 
 
 def load_settings(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from localllm.errors import SettingsError
+from localllm.present import is_there
 
 _LIMIT_BYTES = 1 << 20
 
@@ -23,13 +24,14 @@ class TomlFile:
 
     @classmethod
     def read(cls, path: Path) -> TomlFile:
-        """The file's content; empty where there is no file. Raises SettingsError where it is unreadable or not TOML."""
+        """The file's content; empty where there is none, or none can be: its folder is a file, or is not to be entered.
+        Raises SettingsError where it is unreadable or not TOML."""
         try:
             with path.open("rb") as file:
                 raw = file.read(_LIMIT_BYTES + 1)
-        except FileNotFoundError:
-            return cls(path, "", {})
         except (OSError, ValueError) as error:
+            if not is_there(path):
+                return cls(path, "", {})
             raise SettingsError(f"{path} cannot be read", why=str(error), fix=f"ls -l {path}") from None
         if len(raw) > _LIMIT_BYTES:
             raise SettingsError(f"{path} is too large", why=f"more than {_LIMIT_BYTES} bytes", fix=f"ls -l {path}")

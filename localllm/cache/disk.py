@@ -46,6 +46,7 @@ from localllm.cache.page_folder import (
 from localllm.cache.page_index import PageIndex, Place
 from localllm.cache.page_readers import num_leading, read_first
 from localllm.config import format_bytes
+from localllm.present import is_file, is_folder
 
 QUEUE_BYTES = 256 << 20  # of pages that wait to be written: 4000 tokens of Mistral 7B in INT8
 _PAUSE_S = 60.0  # after a disk refused to be written to
@@ -147,7 +148,7 @@ class DiskTier:
     def has_under(self, root: bytes, digest: bytes) -> bool:
         """Whether another root has this page as one of its first."""
         place = PageFile(name_of(root), name_of(digest), name_of(root), 0, 0)
-        return (self._directory / place.path).is_file()
+        return is_file(self._directory / place.path)
 
     def read(self, keys: Sequence[PageKey], into: Sequence[memoryview]) -> int:
         """Reads a chain's pages side by side, and returns how many of the first ones are whole and verified.
@@ -328,7 +329,7 @@ class DiskTier:
 
     def _make_folder(self) -> None:
         folder = self._directory / self._name
-        if self._has_folder and not folder.is_dir():
+        if self._has_folder and not is_folder(folder):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
         if not self._has_folder:
             make_folder(self._directory, self._name, self._about)

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localllm.config import user_directories
+from localllm.present import is_link, nearest_folder
 
 PAGE_TOKENS = 64
 MOST_BYTES = 8 << 30  # where nobody asked for more: 130 thousand tokens of Mistral 7B in INT8
@@ -99,7 +100,7 @@ def default_limit_bytes(directory: Path, held_bytes: int) -> int:
 def free_bytes(directory: Path) -> int:
     """On the disk that `directory` is, or will be, on; 0 where that cannot be known."""
     with suppress(OSError):
-        return shutil.disk_usage(next(path for path in (directory, *directory.parents) if path.exists())).free
+        return shutil.disk_usage(nearest_folder(directory)).free
     return 0
 
 
@@ -233,7 +234,7 @@ def quarantine(directory: Path, file: PageFile) -> None:
 
 def _quarantined(directory: Path) -> list[os.DirEntry[str]]:
     folder = directory / _QUARANTINE
-    if folder.is_symlink():
+    if is_link(folder):
         return []
     return [e for e in _entries(folder) if _QUARANTINED.fullmatch(e.name) and e.is_file(follow_symlinks=False)]
 

@@ -15,6 +15,7 @@ from localllm.cli.remedies import raise_cgroup_limit
 from localllm.config import format_bytes, format_figure
 from localllm.frontend.plan_picture import when_measured
 from localllm.offload.machine_memory import ROOT, SELF_CGROUP, memory_limits
+from localllm.present import nearest_folder
 
 _GIB = 1 << 30
 _RAM_WANTED_BYTES = 4 * _GIB
@@ -94,7 +95,7 @@ def check_disk() -> Finding:
     from localllm.hub import HubSettings
 
     folder = HubSettings.from_environment().cache_dir
-    usage = shutil.disk_usage(_existing(folder))
+    usage = shutil.disk_usage(nearest_folder(folder))
     detail = f"{format_bytes(usage.free)} free of {format_bytes(usage.total)} under {folder}"
     if usage.free < _DISK_WANTED_BYTES:
         return warn(f"{detail}: too little for the larger models", "localllm list")
@@ -110,7 +111,7 @@ def check_packed() -> Finding:
     if refused:
         return fail(refused, _NO_ROOM_FIX)
     taken = sum(model.size_bytes for source in packed_sources() for model in source.models)
-    free = shutil.disk_usage(_existing(folder)).free
+    free = shutil.disk_usage(nearest_folder(folder)).free
     detail = f"{format_bytes(taken)} of packed weights in {folder}, {format_bytes(free)} free there"
     if free < _PACKED_WANTED_BYTES:
         return warn(f"{detail}: too little for a model of 7 billion parameters", _NO_ROOM_FIX)
@@ -170,16 +171,12 @@ def disk_speed(folder: Path) -> tuple[float, str] | None:
 
 def _refusal_to_write(folder: Path) -> str:
     """Why no file can be made in it, or in what exists above it; "" where one can."""
-    existing = _existing(folder)
+    existing = nearest_folder(folder)
     try:
         with tempfile.TemporaryFile(dir=existing):
             return ""
     except OSError as error:
         return f"{existing} cannot be written: {error.strerror}"
-
-
-def _existing(folder: Path) -> Path:
-    return next(path for path in (folder, *folder.parents) if path.exists())
 
 
 def _address_space_limits() -> tuple[int | None, int | None]:

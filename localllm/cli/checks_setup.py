@@ -9,6 +9,7 @@ from localllm.cli.output import Output
 from localllm.config import load_settings, user_directories
 from localllm.errors import LocalLLMError
 from localllm.frontend.origins import with_origins
+from localllm.present import is_file
 
 
 def check_python() -> Finding:
@@ -41,14 +42,14 @@ def check_settings() -> Finding:
     except LocalLLMError as error:
         with_origins(error, resolved)
         return fail(f"{error.what}: {error.why}", error.fix)
-    return ok(f"{file}{'' if file.is_file() else ' (none: defaults)'}")
+    return ok(f"{file}{'' if is_file(file) else ' (none: defaults)'}")
 
 
 def check_token() -> Finding:
     """Whether there is a token; never what it is."""
-    from huggingface_hub import get_token
+    from localllm.hub.settings import found_token
 
-    return ok("set" if get_token() else "none: open models only")
+    return ok("set" if found_token() else "none: open models only")
 
 
 def check_network() -> Finding:

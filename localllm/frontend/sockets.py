@@ -14,6 +14,7 @@ from pathlib import Path
 
 from localllm.config import user_directories
 from localllm.errors import LocalLLMError
+from localllm.present import is_there
 
 _MOST_PATH = 90  # characters: a socket's address has room for 104 to 108 bytes, and names are put behind
 IS_SUPPORTED = hasattr(socket, "AF_UNIX") and sys.platform != "win32"
@@ -41,7 +42,7 @@ def server_socket() -> Path:
 def found_server() -> Path | None:
     """The same, where something is there, in a folder that nobody else could have put it into."""
     path = server_socket()
-    return path if path.exists() and _is_own(path.parent) else None
+    return path if is_there(path) and _is_own(path.parent) else None
 
 
 def _is_own(folder: Path) -> bool:

@@ -18,7 +18,7 @@ from urllib.parse import quote, urljoin, urlsplit
 import localllm
 from localllm.errors import AccessError, DownloadError, LocalLLMError, ModelNotFoundError
 from localllm.hub.names import pull_command
-from localllm.hub.settings import HubSettings, RetryPolicy
+from localllm.hub.settings import HubSettings, RetryPolicy, found_token
 
 if TYPE_CHECKING:
     import httpx2
@@ -73,7 +73,7 @@ class HubClient:
         self.repo = repo
         self.resume_command = pull_command(name)
         self._origin = _origin(hub.endpoint)
-        self._token = hub.token or _found_token()
+        self._token = hub.token or found_token()
 
     def file_url(self, commit: str, file_name: str) -> str:
         return f"{self.hub.endpoint}/{self.repo}/resolve/{commit}/{quote(file_name)}"
@@ -252,12 +252,6 @@ def _origin(url: str) -> tuple[str, str, int]:
     except ValueError:
         port = None
     return parts.scheme.lower(), (parts.hostname or "").lower(), port or {"http": 80, "https": 443}.get(parts.scheme, 0)
-
-
-def _found_token() -> str | None:
-    from huggingface_hub import constants, get_token
-
-    return None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else get_token()
 
 
 def _one_line(error: Exception) -> str:

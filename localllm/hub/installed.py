@@ -19,6 +19,7 @@ from localllm.hub.names import MODEL_FILES, TINY_DIRECTORY, ModelReference, pull
 from localllm.hub.packed import PackedSource, PackedWeights, fingerprint, own_bytes, packed_sources
 from localllm.hub.repo_cache import INDEX, RepoCache, read_json
 from localllm.hub.settings import HubSettings
+from localllm.present import is_file, is_folder
 from localllm.registry import BUILT_IN, REPO_ID, RUNNABLE_MODEL_TYPES, ModelEntry, Registry
 
 # Of a model's folder, beside weights and templates.
@@ -139,7 +140,7 @@ def find(name: str, registry: Registry, hub: HubSettings, *, needs_config: bool)
     why = f"{cache.folder} is absent"
     if commit is not None and absent:
         why = f"{absent[0]} and {len(absent) - 1} more are absent" if len(absent) > 1 else f"{absent[0]} is absent"
-    elif cache.folder.is_dir():
+    elif is_folder(cache.folder):
         why = (
             f"{cache.partial_bytes()} bytes of unfinished files are kept"
             if cache.partial_bytes()
@@ -179,7 +180,7 @@ def installed(registry: Registry, hub: HubSettings) -> Iterator[InstalledModel]:
         if isinstance(origin, str):
             entry = registry.by_repo(origin)
             yield InstalledModel(f"{origin}@{commit}", None, 0, origin, commit, entry=entry, packed=models)
-        elif (origin / "config.json").is_file():
+        elif is_file(origin / "config.json"):
             model_type = _text(_config(origin), "model_type")
             yield InstalledModel(str(origin), origin, folder_bytes(origin), model_type=model_type, packed=models)
         else:
@@ -199,7 +200,7 @@ def _marked(source: PackedSource, hub: HubSettings) -> tuple[PackedWeights, ...]
     """The source's packed models, as orphans where their checkpoint is gone or is not what it was."""
     if isinstance(source.origin, str):
         cache = RepoCache(hub.cache_dir, source.origin)
-        is_current = cache.snapshot(source.key).is_dir() and not cache.missing(source.key)
+        is_current = is_folder(cache.snapshot(source.key)) and not cache.missing(source.key)
     else:
         try:
             is_current = fingerprint(source.origin) == source.key
@@ -213,7 +214,7 @@ def _checkpoints(registry: Registry, hub: HubSettings) -> Iterator[InstalledMode
         model_type = _text(_config(TINY_DIRECTORY), "model_type")
         entry = registry.find(BUILT_IN)
         yield InstalledModel(BUILT_IN, TINY_DIRECTORY, folder_bytes(TINY_DIRECTORY), None, None, model_type, 0, entry)
-    for folder in sorted(hub.cache_dir.glob("models--*--*")) if hub.cache_dir.is_dir() else []:
+    for folder in sorted(hub.cache_dir.glob("models--*--*")) if is_folder(hub.cache_dir) else []:
         repo = folder.name.removeprefix("models--").replace("--", "/", 1)
         if REPO_ID.fullmatch(repo):
             yield from _of_repository(RepoCache(hub.cache_dir, repo), registry.by_repo(repo))
@@ -231,7 +232,7 @@ def _of_repository(cache: RepoCache, entry: ModelEntry | None) -> Iterator[Insta
             size = folder_bytes(snapshot)
             yield InstalledModel(name, snapshot, size, cache.repo, commit, model_type, partial_bytes, entry)
             partial_bytes = 0
-    if not whole and (partial_bytes or cache.manifest("").parent.is_dir()):
+    if not whole and (partial_bytes or is_folder(cache.manifest("").parent)):
         name = entry.name if entry else cache.repo
         yield InstalledModel(name, None, 0, cache.repo, None, None, own_bytes(cache.blobs), entry)
 

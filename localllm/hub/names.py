@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from localllm import present
 from localllm.errors import ModelNotFoundError
 from localllm.registry import BUILT_IN, REPO_ID, REVISION, ModelEntry, Registry
 
@@ -60,9 +60,9 @@ def understand(name: str, registry: Registry) -> ModelReference:
     if _spelled_as_path(name):
         return _directory(name)
     folder = Path(name)
-    if any(_exists(folder / mark, Path.is_file) for mark in MODEL_FILES):
+    if any(present.is_file(folder / mark) for mark in MODEL_FILES):
         return ModelReference(name, directory=folder)
-    passed_over = folder if _exists(folder, Path.is_dir) else None
+    passed_over = folder if present.is_folder(folder) else None
     entry = registry.find(name)
     if entry is not None:
         return ModelReference(entry.name, None, entry.repo, entry.revision, entry, passed_over)
@@ -97,23 +97,16 @@ def _directory(name: str) -> ModelReference:
         path = Path(name).expanduser()
     except RuntimeError:  # ~nobody
         path = Path(name)
-    if _exists(path, Path.is_dir):
+    if present.is_folder(path):
         return ModelReference(name, directory=path)
-    is_there = _exists(path, Path.exists)
+    is_there = present.is_there(path)
     why = "it is a file; a model is a folder with config.json" if is_there else "there is no such folder"
     raise ModelNotFoundError(f"no model in {name[:200]!r}", why=why, fix="localllm list --all")
 
 
 def _refuse_gguf(name: str) -> None:
-    if name.casefold().endswith(".gguf") and _exists(Path(name), Path.is_file):
+    if name.casefold().endswith(".gguf") and present.is_file(Path(name)):
         raise ModelNotFoundError(f"{name[:200]!r} is a GGUF file", why=GGUF_IS_NOT_READ, fix="localllm list --all")
-
-
-def _exists(path: Path, kind: Callable[[Path], bool]) -> bool:
-    try:
-        return kind(path)
-    except OSError:  # a name too long, a folder that may not be entered
-        return False
 
 
 def _unknown(name: str, registry: Registry, passed_over: Path | None) -> UnknownModelError:
@@ -129,5 +122,5 @@ def _unknown(name: str, registry: Registry, passed_over: Path | None) -> Unknown
 
 def without_config(folder: Path) -> str:
     """Why a folder without config.json is no model."""
-    has_gguf = any(_exists(path, Path.is_file) for path in folder.glob("*.gguf"))
+    has_gguf = any(present.is_file(path) for path in folder.glob("*.gguf"))
     return "it has no config.json" + (f"; {GGUF_IS_NOT_READ}" if has_gguf else "")

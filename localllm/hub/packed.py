@@ -26,6 +26,7 @@ from localllm.config import user_directories
 from localllm.errors import CheckpointError, LocalLLMError, UsageError
 from localllm.hub.exclusive import LOCK, exclusive, unread
 from localllm.hub.repo_cache import COMMIT, INDEX
+from localllm.present import is_file, is_folder, is_link
 from localllm.registry import REPO_ID
 
 if TYPE_CHECKING:
@@ -94,9 +95,7 @@ def packed_recipes(files: ModelFiles) -> list[str]:
 
 def is_whole(directory: Path) -> bool:
     """Whether the packed model in a folder was finished; False too where nobody may look."""
-    with suppress(OSError):
-        return (directory / PACKED_INDEX).is_file()
-    return False
+    return is_file(directory / PACKED_INDEX)
 
 
 def packed_models(files: ModelFiles) -> tuple[PackedWeights, ...]:
@@ -197,7 +196,7 @@ def _model(directory: Path) -> PackedWeights:
 
 def own_bytes(folder: Path) -> int:
     """Bytes of the plain files in a folder that would be freed with it: links count nothing."""
-    if folder.is_symlink() or not folder.is_dir():
+    if is_link(folder) or not is_folder(folder):
         return 0
     states = []
     for path in folder.rglob("*"):

@@ -13,6 +13,7 @@ from localllm.hub.names import ModelReference, understand
 from localllm.hub.packed import PackedWeights, own_bytes, remove_packed
 from localllm.hub.repo_cache import RepoCache
 from localllm.hub.settings import HubSettings
+from localllm.present import is_folder, is_link
 from localllm.registry import BUILT_IN, Registry
 
 
@@ -39,11 +40,11 @@ def remove(
         raise _not_in_the_cache(name, reference, packed)
     cache = RepoCache(hub.cache_dir, reference.repo)
     commit = cache.commit_of(reference.revision) if "@" in name else None
-    is_here = cache.folder.is_dir() and (commit is not None or "@" not in name)
+    is_here = is_folder(cache.folder) and (commit is not None or "@" not in name)
     if packed and not is_here:
         confirm(0, packed_bytes)
         return remove_packed(packed)
-    if not is_here and not cache.folder.is_symlink():
+    if not is_here and not is_link(cache.folder):
         why = f"{cache.folder} does not hold it"
         raise ModelNotFoundError(f"{name} is not on this disk", why=why, fix="localllm list")
     confirm(_checkpoint_bytes(cache, commit), packed_bytes)

@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from localllm.errors import CheckpointError
+from localllm.present import is_file, is_folder
 
 COMMIT = re.compile(r"[0-9a-f]{7,64}")
 DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
@@ -58,7 +59,7 @@ class RepoCache:
         """Branch and tag names with the commit that each stood for."""
         root = self.folder / "refs"
         found = {}
-        for path in sorted(root.rglob("*")) if root.is_dir() else []:
+        for path in sorted(root.rglob("*")) if is_folder(root) else []:
             commit = None if path.name.startswith(".") else _read_ref(path)
             if commit:
                 found[path.relative_to(root).as_posix()] = commit
@@ -66,7 +67,7 @@ class RepoCache:
 
     def commit_of(self, revision: str) -> str | None:
         """The commit that `revision` stands for on this disk."""
-        if COMMIT.fullmatch(revision) and self.snapshot(revision).is_dir():
+        if COMMIT.fullmatch(revision) and is_folder(self.snapshot(revision)):
             return revision
         return _read_ref(self.folder / "refs" / revision)
 
@@ -104,7 +105,7 @@ class RepoCache:
 
     def _listed_sizes(self, commit: str) -> Mapping[str, int] | None:
         path = self.manifest(commit)
-        if not path.is_file():
+        if not is_file(path):
             return None
         with suppress(CheckpointError):
             files = read_json(path).get("files")

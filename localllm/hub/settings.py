@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from localllm.config import below_home
+
 
 @dataclass(frozen=True)
 class RetryPolicy:
@@ -35,4 +37,19 @@ class HubSettings:
         """As huggingface_hub reads HF_HOME, HF_HUB_CACHE, HF_ENDPOINT and HF_HUB_OFFLINE."""
         from huggingface_hub import constants
 
-        return cls(Path(constants.HF_HUB_CACHE), constants.ENDPOINT, offline or constants.HF_HUB_OFFLINE, token)
+        return cls(
+            below_home(Path(constants.HF_HUB_CACHE)), constants.ENDPOINT, offline or constants.HF_HUB_OFFLINE, token
+        )
+
+
+def found_token() -> str | None:
+    """As huggingface_hub finds it; None too where its file lies in a folder that is none, or is not to be entered."""
+    from huggingface_hub import constants, get_token
+
+    if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN:
+        return None
+    try:
+        token: str | None = get_token()
+    except (NotADirectoryError, PermissionError):
+        return None
+    return token

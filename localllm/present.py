@@ -1,0 +1,28 @@
+"""Whether something is there for this process: neither what is absent, nor what lies behind a file, or a folder that it
+may not enter. `Path.exists` and its like raise in the last case."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def is_there(path: Path) -> bool:
+    return os.path.exists(path)  # noqa: PTH110
+
+
+def is_file(path: Path) -> bool:
+    return os.path.isfile(path)  # noqa: PTH113
+
+
+def is_folder(path: Path) -> bool:
+    return os.path.isdir(path)  # noqa: PTH112
+
+
+def is_link(path: Path) -> bool:
+    return os.path.islink(path)  # noqa: PTH114
+
+
+def nearest_folder(path: Path) -> Path:
+    """The path, or of those above it the first that is a folder: what is made there will be on its disk."""
+    return next(each for each in (path.absolute(), *path.absolute().parents) if is_folder(each))
