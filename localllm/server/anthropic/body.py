@@ -31,6 +31,7 @@ from localllm.server.fields import (
     Share,
     StopText,
     Temperature,
+    TopK,
 )
 from localllm.server.structured import StructuredOutputs, grammar_of, json_grammar, one_grammar
 from localllm.server.tools.calling import MAX_TOOLS, OpenCalls, Tool, Toolset, call_of, toolset
@@ -278,7 +279,7 @@ class MessagesBody(PromptBody):
     stop_sequences: Annotated[list[StopText] | None, Field(max_length=MAX_STOPS)] = None
     temperature: Temperature | None = None
     top_p: Share | None = None
-    top_k: Annotated[int | None, Field(ge=0, le=2**31 - 1)] = None
+    top_k: TopK | None = None
     metadata: Annotated[Metadata | None, NOT_KEPT] = None
     service_tier: Annotated[Literal["auto", "standard_only"] | None, Ignored("there is one tier here")] = None
 

@@ -20,15 +20,14 @@ from localllm.engine.chat_template import ChatTemplate
 from localllm.engine.facts import EngineFacts
 from localllm.errors import CheckpointError, ModelNotFoundError, TemplateError
 from localllm.frontend.selection import sampling_defaults
-from localllm.frontend.thinking import may_think
 from localllm.server.bodies import OnlyFalse
+from localllm.server.capabilities import capabilities
 from localllm.server.endpoint import Call, Endpoint
 from localllm.server.failures import RequestError
 from localllm.server.ollama.shapes import NamedBody, tagged, time_text
 from localllm.server.pool import Pool
 from localllm.server.replying import Json
 from localllm.server.served import Served
-from localllm.server.tools.syntaxes import knows_tools
 
 if TYPE_CHECKING:
     from localllm.hub import InstalledModel, ModelDescription, ModelFiles
@@ -201,7 +200,7 @@ def _shown(pool: Pool, name: str) -> Shown:
         else template.sources.get("default") or next(iter(template.sources.values())),
         "details": _details(pool, model),
         "model_info": _model_info(model),
-        "capabilities": _capabilities(template),
+        "capabilities": capabilities(_files(model).directory),
         "modified_at": _modified_at(model),
     }
     if model.entry is not None:
@@ -308,15 +307,6 @@ def _template(files: ModelFiles) -> ChatTemplate | None:
         return ChatTemplate.load(files.directory)
     except TemplateError:
         return None
-
-
-def _capabilities(template: ChatTemplate | None) -> list[str]:
-    """What clients look for before they ask for it."""
-    if template is None:
-        return ["completion"]
-    thinks = any(map(may_think, template.sources.values()))
-    told = [*(["tools"] if knows_tools(template) else []), *(["thinking"] if thinks else [])]
-    return ["completion", *told]
 
 
 def _shown_number(value: float) -> str:

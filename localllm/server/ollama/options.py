@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 
 from localllm.engine.request import SamplingParams
 from localllm.server.bodies import Body, Ignored, OnlyTrue
-from localllm.server.fields import NUM_CTX, Count, Penalty, Seed, Share, Stop, Temperature, overlaid
+from localllm.server.fields import NUM_CTX, Count, LastN, Penalty, Seed, Share, Stop, Temperature, TopK, overlaid
 from localllm.server.served import Served
 
 _AT_START = Ignored("it is chosen when the server starts: --threads, --vram, --weights, --kv")
@@ -25,7 +25,7 @@ class Options(Body):
         int | None, Field(ge=-2, le=2**31 - 1, description="Longest answer in tokens; -1, -2: to the context's end.")
     ] = None
     temperature: Temperature | None = None
-    top_k: Annotated[int | None, Field(ge=-1, le=2**31 - 1, description="-1, 0: all.")] = None
+    top_k: TopK | None = None
     top_p: Share | None = None
     min_p: Share | None = None
     typical_p: Share | None = None
@@ -34,10 +34,7 @@ class Options(Body):
     repeat_penalty: Annotated[float | None, Field(ge=0.01, le=100)] = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repeat_last_n: Annotated[
-        int | None,
-        Field(ge=-1, le=2**31 - 1, description="Penalties look at so many of the last tokens; 0: none, -1: all."),
-    ] = None
+    repeat_last_n: LastN | None = None
     penalize_newline: OnlyTrue | None = None
     mirostat: Annotated[int | None, Field(ge=0, le=0)] = None
     mirostat_tau: Annotated[float | None, _NO_MIROSTAT] = None
@@ -68,10 +65,11 @@ class Options(Body):
 def sampling_of(options: Options | None, served: Served, **more: Any) -> SamplingParams:
     """What the options say over what the model does by itself. Raises RequestError."""
     given = options or Options()
-    names = ("temperature", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty", "repeat_last_n")
+    names = (
+        "temperature", "top_k", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty", "repeat_last_n",
+    )  # fmt: skip
     known = {name: getattr(given, name) for name in names}
     known |= {
-        "top_k": None if given.top_k is None else max(0, given.top_k),
         "seed": None if given.seed == -1 else given.seed,
         "stop": given.stop or None,
         "repetition_penalty": given.repeat_penalty,
