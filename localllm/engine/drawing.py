@@ -33,12 +33,14 @@ class _Drawing(TypedDict):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one chunk: fp32 logits [1 + guesses, V], or the tokens that were drawn from them. are_finite: of each row."""
+    """Of one chunk: fp32 logits [1 + guesses, V], or the tokens that were drawn from them. are_finite: of each row.
+    all_logits: [T, V] of all of its tokens, where it wants these."""
 
     logits: Tensor | None
     token_ids: Sequence[int]
     are_finite: Sequence[bool]
     branch: Outcome | None = None  # of the chunk's
+    all_logits: Tensor | None = None
     states: Tensor | None = None  # [T, hidden] of the chunk's tokens, where its sequence is pooled
 
     def token(self, row: int, sequence: Running, text_of: Callable[[int], str]) -> tuple[int, TokenLogprob | None]:
@@ -155,9 +157,15 @@ def _outcomes_of(logits: Tensor, scheduled: Scheduled) -> list[Outcome]:
     """logits fp32 [R, V], as `ModelRunner.forward` has them. Waits for them."""
     are_finite = [math.isfinite(total) for total in logits.sum(dim=-1).tolist()]  # a sum with a NaN is none
     chunks = with_branches(chunk for _, chunk in scheduled)
-    ends = itertools.accumulate((1 + chunk.num_drafted for chunk in chunks), initial=0)
-    rows = (Outcome(logits[begin:end], (), are_finite[begin:end]) for begin, end in itertools.pairwise(ends))
-    return _joined(scheduled, rows)
+    ends = itertools.accumulate((chunk.num_logits for chunk in chunks), initial=0)
+    of_chunks = zip(chunks, itertools.pairwise(ends), strict=True)
+    return _joined(scheduled, (_outcome_of(chunk, logits[a:b], are_finite[a:b]) for chunk, (a, b) in of_chunks))
+
+
+def _outcome_of(chunk: Chunk, logits: Tensor, are_finite: Sequence[bool]) -> Outcome:
+    if not chunk.all_logits:
+        return Outcome(logits, (), are_finite)
+    return Outcome(logits[-1:], (), [all(are_finite)], all_logits=logits)
 
 
 def _drawn_on_device(runner: ModelRunner, scheduled: Scheduled, *, goes_on: bool) -> list[Outcome] | None:

@@ -478,7 +478,7 @@ class Engine:
         if sequence.finish_reason is not None:
             self._remove([sequence])
             finished = sequence.finished(self.load_s)
-            if sequence.clock.ran_alone:
+            if sequence.clock.ran_alone and sequence.request.prompt_logprobs is None:  # which take time of their own
                 self._scores.take(finished, self.residency.plan, self.speculation.plain_s)
             yield finished
         elif chunk.kv.length == self.config.rope_switch_length and len(sequence.token_ids) > num_before:

@@ -76,11 +76,13 @@ class SpeculationStats:
 @dataclass(frozen=True)
 class PrefillEvent:
     """The prompt is being read: `done` of `total` tokens are in the KV cache. Of a forward that is under way, its share
-    of the blocks counts for as large a share of its tokens."""
+    of the blocks counts for as large a share of its tokens. logprobs: where they are asked for, of the tokens behind
+    those that earlier events told of; None of the first, as there is nothing in front of it."""
 
     request_id: int
     done: int
     total: int
+    logprobs: tuple[TokenLogprob | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ class FinishedEvent:
     miss: of a request that asked for it, where something was known that it could not use. ctx: the tokens of context
     that it had, None where that is not known. speculation: None where nobody guesses. embedding: of the prompt, where
     that was asked for: fp32 [hidden], of length 1. stop_text: the stop string before which the answer ends.
+    end_logprob: of the end-of-sequence token that ended the answer, where log-probabilities are asked for.
     mean_logprob: natural-log probability per token before any sampling transform, the token that ended the text among
     them; where the request was to be scored, and any token was drawn.
     meets_grammar: whether it is whole as the request's grammar has it; None where there is none. others: the next best
@@ -128,6 +131,7 @@ class FinishedEvent:
     speculation: SpeculationStats | None = None
     embedding: array[float] | None = field(default=None, repr=False)
     stop_text: str | None = None
+    end_logprob: TokenLogprob | None = None
     mean_logprob: float | None = None
     meets_grammar: bool | None = None
     others: tuple[tuple[TokenEvent | FinishedEvent, ...], ...] = ()

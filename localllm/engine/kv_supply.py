@@ -45,7 +45,9 @@ class KVSupply:
         is held then."""
         kv = self._residency.new_kv(sequence.kv_capacity)
         try:
-            if self.prefix is not None and sequence.request.pooling != "mean":  # which wants the state of every token
+            # What is wanted of every token, its state or the logits behind it, is not in keys and values.
+            reads_all = sequence.request.pooling == "mean" or sequence.reads_logits
+            if self.prefix is not None and not reads_all:
                 keys = self.prefix.attach(kv, sequence.token_ids, self._rotation(sequence), cancelled)
                 sequence.num_cached_tokens = kv.length
                 if sequence.request.explains_miss:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 MAX_BIAS = 1e6  # beyond every logit, and far from where adding one more overflows
 MAX_BEAMS = 16
+MAX_ALTERNATIVES = 100  # that are told with a token
 MAX_LENGTH_PENALTY = 10.0
 WHOLE_NUMBERS = frozenset({"top_k", "repeat_last_n", "dry_allowed_length", "seed", "logprobs", "max_tokens"})
 
@@ -63,7 +64,7 @@ class SamplingParams:
             "dry_base": (1, 100),
             "dry_allowed_length": (1, 2**31),
             "seed": (0, 2**63 - 1),
-            "logprobs": (0, 100),
+            "logprobs": (0, MAX_ALTERNATIVES),
             "max_tokens": (1, 2**31),
         }
         for entry in fields(self):
@@ -121,7 +122,8 @@ class Request:
     priority: of requests that wait, those with a higher one are sooner answered. pooling: what is wanted is no answer,
     but the mean of the hidden states behind the last block, or the last one, of length 1. shown_ids: special tokens
     that are written out in the answer's text, where the others say nothing. is_scored: its last event says how likely
-    the model found the answer.
+    the model found the answer. prompt_logprobs: so many alternatives are told with the log-probability of each of the
+    prompt's tokens; None: nothing of these is. reads_only: nothing is said behind the prompt.
 
     beams: more than 1 has the answer searched, not drawn: of all that is begun, so many are followed at once, and the
     likeliest is told when the search ends. What is scored are log-probabilities after logit_bias and penalties, their
@@ -142,6 +144,8 @@ class Request:
     pooling: Pooling | None = None
     shown_ids: frozenset[int] = frozenset()
     is_scored: bool = False
+    prompt_logprobs: int | None = None
+    reads_only: bool = False
     beams: int = 1
     num_answers: int = 1
     length_penalty: float = 1.0
@@ -163,6 +167,12 @@ class Request:
         if self.beams > 1 and self.sampling.temperature > 0:
             why = f"a search draws nothing, and temperature is {self.sampling.temperature:g}"
             raise UsageError("beams need temperature 0", why=why)
+        if self.prompt_logprobs is not None and not 0 <= self.prompt_logprobs <= MAX_ALTERNATIVES:
+            why = f"it must lie between 0 and {MAX_ALTERNATIVES}"
+            raise UsageError(f"prompt_logprobs is {self.prompt_logprobs}", why=why)
+        if self.prompt_logprobs is not None and self.pooling is not None:
+            why = "of an embedding nothing but its vector is told"
+            raise UsageError("prompt_logprobs and pooling cannot go together", why=why)
         if self.beams > 1 and self.pooling is not None:
             raise UsageError("beams and pooling cannot go together", why="an embedding has no answer to search")
 

@@ -63,6 +63,7 @@ class Chunk:
     num_drafted: int = 0
     branch: Chunk | None = None  # other guesses behind the same tokens, with a branch of their cache
     num_ahead: int = 0  # tokens behind those that `kv` holds, which a draft has written and nobody counts
+    all_logits: bool = False  # behind each of these tokens, not behind the last one alone
 
     @property
     def begin(self) -> int:
@@ -71,6 +72,10 @@ class Chunk:
     @property
     def end(self) -> int:
         return self.begin + self.num_tokens
+
+    @property
+    def num_logits(self) -> int:
+        return self.num_tokens if self.all_logits else 1 + self.num_drafted
 
 
 @dataclass(frozen=True)
@@ -163,8 +168,8 @@ class ModelRunner:
         advances: bool = True,
     ) -> Tensor:
         """Logits, fp32 [chunks, V], after the last token of each chunk, and after the one before each that is guessed,
-        those of its branch behind them; after every token, if all. Caches have advanced, unless what was computed is
-        only to be looked at.
+        those of its branch behind them; after every token, if all, or all of the chunk. Caches have advanced, unless
+        what was computed is only to be looked at.
 
         `cancelled` is asked between blocks, of a native step of a few rows only before it begins; raises
         StepCancelledError when it says so. There `progress` hears of how many runs of a block are done, and of all.
@@ -267,7 +272,7 @@ class ModelRunner:
             token_ids += chunk.token_ids[part.begin : part.end]
             positions += range(part.begin, part.end)
             segments += self._segments(part, begin)
-            first = part.begin if all_logits else max(part.begin, chunk.end - 1 - chunk.num_drafted)
+            first = part.begin if all_logits else max(part.begin, chunk.end - chunk.num_logits)
             rows += range(begin + first - part.begin, len(token_ids))
         return Batch(
             token_ids=torch.tensor(token_ids),

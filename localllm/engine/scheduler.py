@@ -40,6 +40,8 @@ class Limits:
         return replace(limits, chunk_tokens=min(limits.chunk_tokens, plan.batch_rows) if asked else plan.batch_rows)
 
 
+# Of a prompt that has logits behind every token, a step: of a vocabulary of 150,000 they take 77 MB.
+LOGIT_ROWS = 128
 PRIORITY_CHUNKS = 32  # of prompts, by which one priority is served sooner than the next
 
 
@@ -142,7 +144,8 @@ class Scheduler:
 
     def _chunk(self, sequence: Sequence, num_tokens: int) -> Chunk:
         assert sequence.kv is not None
-        return Chunk(sequence.token_ids, sequence.kv, min(_pending(sequence), num_tokens))
+        num_tokens = min(_pending(sequence), num_tokens, LOGIT_ROWS if sequence.reads_logits else num_tokens)
+        return Chunk(sequence.token_ids, sequence.kv, num_tokens, all_logits=sequence.reads_logits)
 
     def remove(self, sequences: Iterable[Sequence]) -> None:
         gone = {id(sequence): sequence for sequence in sequences}

@@ -129,6 +129,7 @@ class Sequence:
         self.search: BeamSearch | None = None  # where its answer is not drawn
         self.others: list[tuple[Sequence, list[TokenEvent]]] = []  # that a search has found beside it
         self.due = 0  # as the scheduler counts
+        self.end_logprob: TokenLogprob | None = None
         self.finish_reason: FinishReason | None = None
         self._detokenizer = detokenizer
         self._stop = StopMatcher(request.sampling.stop)
@@ -137,7 +138,8 @@ class Sequence:
     def fit(self, ctx: int) -> None:
         """It has the room of a context of so many tokens."""
         self.ctx = ctx
-        self.max_length = min(ctx, self.num_prompt_tokens + (self.request.sampling.max_tokens or ctx))
+        most = 0 if self.request.reads_only else self.request.sampling.max_tokens or ctx
+        self.max_length = min(ctx, self.num_prompt_tokens + most)
 
     @property
     def wants_growth(self) -> bool:
@@ -157,6 +159,11 @@ class Sequence:
     @property
     def num_completion_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def reads_logits(self) -> bool:
+        """Whether what is computed of it next has logits behind every token, not the last alone."""
+        return self.request.prompt_logprobs is not None and not self.num_completion_tokens
 
     @property
     def answer_ids(self) -> list[int]:
@@ -179,7 +186,7 @@ class Sequence:
         now = time.perf_counter()
         self.clock.first_token = self.clock.first_token or now
         if token_id in eos_ids and not self.request.sampling.ignore_eos:
-            self.finish_reason = "stop"
+            self.finish_reason, self.end_logprob = "stop", logprob
             return None
         self.clock.last_token = now
         self.token_ids.append(token_id)
@@ -189,6 +196,11 @@ class Sequence:
         if self.finish_reason is None and len(self.token_ids) >= self.max_length:
             self.finish_reason = "length"
         return TokenEvent(self.request_id, token_id, text, logprob)
+
+    def end_reading(self) -> None:
+        """Its prompt has been read, and nothing is to be said."""
+        self.clock.first_token = self.clock.last_token = time.perf_counter()
+        self.finish_reason = "length"
 
     def _end_with(self, constraint: Constraint) -> None:
         """It ends where its grammar does; else what may follow is found out meanwhile."""
@@ -217,6 +229,7 @@ class Sequence:
             embedding=self.pool.vector() if self.pool is not None and self.finish_reason == "stop" else None,
             stop_text=self._stop.found,
             mean_logprob=None if self.score is None else self.score.mean,
+            end_logprob=self.end_logprob,
             meets_grammar=self._meets_grammar,
             others=tuple((*events, other.finished(load_s)) for other, events in self.others),
         )

@@ -29,7 +29,8 @@ def reader_for(waiting: Sequence, running: Iterable[Sequence], pass_tokens: int 
     the whole prompt would cost another pass over the weights. None: prompts are read one by one, and who waits for
     another loses nothing.
     """
-    return None if waiting.pool is not None else next((r for r in running if _reads_for(r, waiting, pass_tokens)), None)
+    reads_all = waiting.pool is not None or waiting.reads_logits
+    return None if reads_all else next((r for r in running if _reads_for(r, waiting, pass_tokens)), None)
 
 
 def _reads_for(reader: Sequence, waiting: Sequence, pass_tokens: int | None) -> bool:
@@ -54,7 +55,7 @@ def is_reading(sequence: Sequence) -> bool:
 
 def has_same_prompt(one: Sequence, other: Sequence) -> bool:
     ids, others = one.request.prompt_ids, other.request.prompt_ids
-    return len(ids) == len(others) and ids == others and one.pool is other.pool is None
+    return len(ids) == len(others) and ids == others and one.pool is other.pool is None and not one.reads_logits
 
 
 def with_followers(

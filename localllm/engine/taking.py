@@ -6,10 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from torch import Tensor
+
 from localllm.engine.drawing import Outcome
-from localllm.engine.events import PrefillEvent, TokenEvent
+from localllm.engine.events import PrefillEvent, TokenEvent, TokenLogprob
 from localllm.engine.kv_supply import KVSupply
 from localllm.engine.runner import Chunk, ModelRunner
+from localllm.engine.sampler import token_logprob
 from localllm.engine.sequence import Sequence
 
 
@@ -35,13 +38,17 @@ def taken(
         kv_supply.seal(sequence)
     is_first = sequence.num_completion_tokens == 0
     if is_first:
-        yield PrefillEvent(sequence.request_id, length, sequence.num_prompt_tokens)
+        logprobs = _prompt_logprobs(sequence, begin, outcome.all_logits, text_of) if sequence.reads_logits else ()
+        yield PrefillEvent(sequence.request_id, length, sequence.num_prompt_tokens, logprobs)
     if sequence.pool is not None:
         assert outcome.states is not None
         sequence.pool.take(outcome.states, begin)
         sequence.finish_reason = "stop" if length == len(sequence.token_ids) else None
         return
     if length < len(sequence.token_ids):
+        return
+    if length >= sequence.max_length:
+        sequence.end_reading()
         return
     if sequence.search is not None:
         yield from sequence.search.take(outcome)
@@ -72,6 +79,18 @@ def taken(
         if chunk is not own:
             kv.adopt(chunk.kv)
         kv_supply.seal(sequence)
+
+
+def _prompt_logprobs(
+    sequence: Sequence, begin: int, logits: Tensor | None, text_of: Callable[[int], str]
+) -> tuple[TokenLogprob | None, ...]:
+    """Of the prompt's tokens behind each from `begin` on, by fp32 logits [T, V], which those in front of its last one
+    have; of its first one, none."""
+    most = sequence.request.prompt_logprobs or 0
+    ids = sequence.token_ids[begin + 1 :]
+    rows = () if logits is None else zip(logits, ids, strict=False)
+    told = (token_logprob(row, token_id, most, text_of) for row, token_id in rows)
+    return (*([None] if begin == 0 else []), *told)
 
 
 def _is_guessed(chunk: Chunk, row: int, token_id: int) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 
-from localllm.engine.events import Event, FinishedEvent, TokenEvent, TokenLogprob
+from localllm.engine.events import Event, FinishedEvent, PrefillEvent, TokenEvent, TokenLogprob
 from localllm.engine.facts import AnswerStream, Service
 from localllm.errors import EngineGoneError, EngineStuckError
 from localllm.frontend.choices import MAX_ANSWERS
@@ -32,14 +32,16 @@ class CallPiece:
 
 @dataclass
 class Piece:
-    """What has been said since the last one was taken. thought: what of it was thought, so many tokens about, of which
-    there are no log-probabilities. calls: one entry each. finished: it is the last. others: that a search has found
-    beside it."""
+    """What has been said since the last one was taken, in so many tokens. thought: what of it was thought, so many
+    tokens about, of which there are no log-probabilities. prompt_logprobs: of the prompt's tokens, None of the first.
+    calls: one entry each. finished: it is the last. others: that a search has found beside it."""
 
     text: str = ""
     thought: str = ""
     calls: list[CallPiece] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    num_tokens: int = 0
     num_thought_tokens: int = 0
     finished: FinishedEvent | None = None
     others: list[Piece] = field(default_factory=list)
@@ -51,6 +53,8 @@ class Piece:
         for call in later.calls:
             self.add_call(call)
         self.logprobs += later.logprobs
+        self.prompt_logprobs += later.prompt_logprobs
+        self.num_tokens += later.num_tokens
         self.num_thought_tokens += later.num_thought_tokens
         self.finished = later.finished
         self.others += later.others
@@ -97,6 +101,8 @@ class Mail:
                 piece = self._pieces.setdefault(item.request_id, Piece())
                 self._add(piece, item)
                 piece.others += self._others(item)
+            elif isinstance(item, PrefillEvent) and item.logprobs:
+                self._pieces.setdefault(item.request_id, Piece()).prompt_logprobs += item.logprobs
             else:
                 return
         if wakes:
@@ -144,6 +150,7 @@ class Mail:
         if isinstance(event, FinishedEvent):
             piece.finished = event
             return
+        piece.num_tokens += 1
         piece.num_thought_tokens += is_thought
         if event.logprob is not None and not is_thought:
             piece.logprobs.append(event.logprob)

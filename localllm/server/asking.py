@@ -44,8 +44,8 @@ class Ask:
     they are chosen of others. num_ctx: the context that the client wants to have. effort: how much is to be thought
     before: "none", "on", a level that the template knows; None: as the model does. usual_effort: a level that asks for
     no more than that. evicts: the oldest turns leave where there are too many. said: with which the answer begins, as
-    the client has it. grammar: what the answer has to look like. tools: that it may call. prompt_field, effort_field,
-    grammar_field: what its dialect calls them.
+    the client has it. grammar: what the answer has to look like. tools: that it may call. prompt_logprobs, reads_only:
+    as `Request` has them. prompt_field, effort_field, grammar_field: what its dialect calls them.
     """
 
     prompt: ChatInput | str | tuple[int, ...]
@@ -61,6 +61,8 @@ class Ask:
     said: str = ""
     grammar: Grammar | None = None
     tools: Toolset | None = None
+    prompt_logprobs: int | None = None
+    reads_only: bool = False
     prompt_field: str = "messages"
     effort_field: str = "reasoning_effort"
     grammar_field: str = "response_format"
@@ -109,6 +111,8 @@ def prepare(ask: Ask, engine: LoadedEngine) -> Asked:
         priority=ask.priority,
         pooling=ask.pooling,
         is_scored=ask.choosing.best_of > ask.n,
+        prompt_logprobs=ask.prompt_logprobs,
+        reads_only=ask.reads_only,
         beams=ask.choosing.beams,
         num_answers=ask.n if ask.choosing.beams > 1 else 1,
         length_penalty=ask.choosing.length_penalty,
@@ -166,15 +170,21 @@ def _manner(ask: Ask, engine: LoadedEngine) -> Manner | None:
 def joined(asked: Sequence[Asked]) -> Asked:
     """Several as one, whose answers come in order. Raises RequestError where they would have too many numbers."""
     requests = tuple(request for each in asked for request in each.requests)
-    told = [request for request in requests if request.sampling.logprobs is not None]
-    count = sum(
-        each.num_answers * (each.sampling.max_tokens or 0) * (1 + (each.sampling.logprobs or 0)) for each in told
-    )
+    count = sum(map(_num_logprobs, requests))
     if count > _MOST_LOGPROBS:
         why = f"{count} of them may come, and at most {_MOST_LOGPROBS} are told in one reply"
         what, fix = "these are too many log-probabilities", "ask for fewer answers, tokens or alternatives"
         raise RequestError(400, what, why=why, fix=fix, param="logprobs", name="invalid_value")
     return replace(asked[0], requests=requests)
+
+
+def _num_logprobs(request: Request) -> int:
+    """That may come of it."""
+    of_prompt = 0 if request.prompt_logprobs is None else len(request.prompt_ids) * (1 + request.prompt_logprobs)
+    sampling = request.sampling
+    if sampling.logprobs is None or request.reads_only:
+        return of_prompt
+    return of_prompt + request.num_answers * (sampling.max_tokens or 0) * (1 + sampling.logprobs)
 
 
 def _refuse_begun_form(ask: Ask) -> None:

@@ -42,19 +42,34 @@ _OF_PAGES = frozenset({"origin", "referer", "cookie", "sec-fetch-site", "sec-fet
 _OF_PROGRAMS = frozenset({"", "application/x-www-form-urlencoded"})
 NO_EFFECT = "Without effect"  # begins what the OpenAPI document says of a field that changes no answer
 _DATE = re.compile(r"_\d{4}_?\d{2}_?\d{2}$")  # with which types of tools end
-_CHOICES = frozenset({"str", "int", "float", "bool", "none"})  # of a union, as pydantic calls them
+_WHOLE = "a whole number"  # the name of a choice
+_CHOICES = frozenset({"str", "int", "float", "bool", "none", _WHOLE})  # of a union, as pydantic calls them
 
 
-def _fail_fast(schema: Any) -> None:
-    """Lists in it are looked at as far as their first item that is wrong."""
+def _as_json_has_it(schema: Any) -> None:
+    """In place: lists in it are looked at as far as their first item that is wrong, and 1.0 is an integer, as in JSON
+    Schema. No function is called for one that is written as such: a list of ids may have a million."""
     if isinstance(schema, dict):
         if schema.get("type") == "list":
             schema["fail_fast"] = True
+        if schema.get("type") == "int":
+            plain = dict(schema)
+            written = {"type": "function-before", "function": {"type": "no-info", "function": _whole}, "schema": plain}
+            schema.clear()
+            schema.update(type="union", mode="left_to_right", choices=[plain, (written, _WHOLE)])
+            return
+        choices = schema["choices"] if schema.get("type") == "union" else ()
+        if any(isinstance(each, tuple) and _WHOLE in each for each in choices):
+            return  # of a body within this one
         for part in schema.values():
-            _fail_fast(part)
+            _as_json_has_it(part)
     elif isinstance(schema, list | tuple):
         for part in schema:
-            _fail_fast(part)
+            _as_json_has_it(part)
+
+
+def _whole(given: object) -> object:
+    return int(given) if isinstance(given, float) and given.is_integer() else given
 
 
 def _no_number(given: object) -> object:
@@ -101,7 +116,7 @@ class Body(BaseModel):
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         schema = handler(source)
-        _fail_fast(schema)
+        _as_json_has_it(schema)
         return schema
 
 

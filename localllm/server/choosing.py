@@ -26,7 +26,7 @@ class ChoosingBody(Body):
     n: Annotated[int | None, Field(ge=1, le=MAX_ANSWERS)] = None
     best_of: Annotated[
         int | None,
-        Field(ge=1, le=MAX_ANSWERS, description="So many are computed, the `n` likeliest per token are given."),
+        Field(ge=0, le=MAX_ANSWERS, description="So many are computed, the `n` likeliest per token are given; 0: `n`."),
     ] = None
     beam_width: Annotated[
         int | None,
@@ -81,7 +81,7 @@ def choosing_of(body: ChoosingBody, sampling: SamplingParams) -> tuple[Choosing,
     for field in ("length_penalty", "early_stopping"):
         if getattr(body, field) is not None:
             raise _refused(field, "it says how beams are searched, and there is no 'beam_width' of 2 or more")
-    count = n if body.best_of is None else body.best_of
+    count = body.best_of or n
     if count < n:
         raise _refused("best_of", f"it is {count}, and 'n' {n}: no more can be given than there are")
     if body.stream and count > n:
@@ -91,7 +91,7 @@ def choosing_of(body: ChoosingBody, sampling: SamplingParams) -> tuple[Choosing,
 
 def _searching(body: ChoosingBody, n: int) -> Choosing:
     beams = body.beam_width or 1
-    if body.best_of is not None:
+    if body.best_of:
         raise _refused("best_of", "'beam_width' has the best of many more answers found")
     if n > beams:
         raise _refused("n", f"it is {n}, and 'beam_width' {beams}: no more answers are found than there are beams")

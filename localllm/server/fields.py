@@ -29,6 +29,10 @@ Temperature = Annotated[float, Field(ge=0, le=100, description="0: always the li
 Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-100, le=100)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+TopK = Annotated[int, Field(ge=-1, le=2**31 - 1, description="-1, 0: all."), AfterValidator(lambda k: max(k, 0))]
+LastN = Annotated[
+    int, Field(ge=-1, le=2**31 - 1, description="Penalties look at so many of the last tokens; 0: none, -1: all.")
+]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 Stop = StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)]
@@ -54,9 +58,6 @@ CallText = Annotated[
 ]
 CallObject = dict[str, Any] | Literal[""] | None
 
-TopK = Annotated[
-    int, Field(ge=-1, le=2**31 - 1, description="-1, 0: all."), AfterValidator(lambda top_k: max(0, top_k))
-]
 # Nothing of what is not served yet.
 Nothing = Annotated[list[Any], Field(max_length=0)] | None
 Label = Annotated[str, Field(max_length=10_000)]

@@ -298,7 +298,7 @@ def test_a_message_with_its_thought_can_be_sent_back(thinker: Running, client: a
         ("service_tier", "flex"),
         ("stop_sequences", ["x"] * 1000),
         ("temperature", -1),
-        ("top_k", -1),
+        ("top_k", -2),
         ("max_tokens", 0),
         ("frobnicate", 1),
     ],

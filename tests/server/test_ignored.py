@@ -192,21 +192,6 @@ def test_the_document_says_which_fields_have_no_effect_and_why(server: Running) 
         assert any(own.get("description", "").startswith(f"{NO_EFFECT}: ") for own in found), field
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/chat/completions", CHAT),
-        ("/v1/completions", TEXT),
-        ("/v1/responses", ASKED),
-        ("/v1/messages", MESSAGES),
-    ],
-)
-def test_a_top_k_of_minus_one_is_all_tokens(server: Running, path: str, body: dict[str, Any]) -> None:
-    reply = server.post(path, {**body, "top_k": -1})
-    assert reply.status_code == 200, reply.text
-    assert server.post(path, {**body, "top_k": -2}).status_code == 400
-
-
 def test_what_was_thought_is_given_back_by_either_of_its_names(server: Running) -> None:
     told = [
         chat_messages([Message.model_validate({"role": "assistant", "content": "Tuwhoo.", name: "An owl."})])
@@ -215,3 +200,48 @@ def test_what_was_thought_is_given_back_by_either_of_its_names(server: Running) 
     assert told[0] == told[1] and told[0][0]["reasoning_content"] == "An owl."
     messages = [*OWL, {"role": "assistant", "content": "Tuwhoo.", "reasoning": "An owl."}, *OWL]
     assert server.post("/v1/chat/completions", {**CHAT, "messages": messages}).status_code == 200
+
+
+WHOLE = [
+    ("/v1/chat/completions", CHAT, "max_tokens"),
+    ("/v1/chat/completions", {**CHAT, "n": 2}, "n"),
+    ("/v1/chat/completions", {**CHAT, "top_k": 5}, "top_k"),
+    ("/v1/completions", {**TEXT, "seed": 3}, "seed"),
+    ("/v1/completions", {**TEXT, "prompt": [5, 6, 7]}, "prompt"),
+    ("/v1/responses", ASKED, "max_output_tokens"),
+    ("/v1/messages", MESSAGES, "max_tokens"),
+    ("/api/generate", {**GENERATE, "options": OPTIONS}, "options"),
+]
+
+
+def with_points(value: Any, point: float) -> Any:
+    """Its whole numbers as 1.0, or as 1.5."""
+    match value:
+        case bool():
+            return value
+        case int():
+            return value + point
+        case list():
+            return [with_points(each, point) for each in value]
+        case dict():
+            return {name: with_points(each, point) for name, each in value.items()}
+    return value
+
+
+@pytest.mark.parametrize(("path", "body", "field"), WHOLE, ids=lambda value: str(value)[:30])
+def test_a_whole_number_may_be_written_with_a_point(server: Running, path: str, body: Any, field: str) -> None:
+    reply = server.post(path, {**body, field: with_points(body[field], 0.0)})
+    assert reply.status_code == 200 and said(reply.json()) == said(server.post(path, body).json())
+    reply = server.post(path, {**body, field: with_points(body[field], 0.5)})
+    assert reply.status_code == 400 and "valid integer" in reply.text, reply.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT), ("/v1/responses", ASKED)]
+)
+@pytest.mark.parametrize("off", [-1, 0])
+def test_top_k_may_be_off(server: Running, path: str, body: Any, off: int) -> None:
+    """So that the seed's draw is another than among a few."""
+    drawn = {**body, "temperature": 3.0}
+    assert said(server.post(path, {**drawn, "top_k": off}).json()) == said(server.post(path, drawn).json())
+    assert server.post(path, {**drawn, "top_k": -2}).status_code == 400

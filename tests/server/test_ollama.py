@@ -370,7 +370,7 @@ def test_the_loaded_model_never_expires(client: ollama.Client, server: Running) 
 @pytest.mark.parametrize("name", ["tiny", "tiny:latest", "teller", "Tiny"])
 def test_a_model_is_shown_with_what_editors_look_for(client: ollama.Client, server: Running, name: str) -> None:
     shown = client.show(name)
-    assert shown.capabilities == ["completion"] and shown.license == "apache-2.0"
+    assert shown.capabilities == ["completion", "tools"] and shown.license == "apache-2.0"
     assert shown.template == server.engine.template.sources["default"] and shown.modelfile == "FROM tiny\n"
     info = shown.modelinfo or {}
     assert info["general.architecture"] == "llama" and info["general.parameter_count"] == 6_953_216
@@ -401,7 +401,7 @@ def test_stop_texts_are_shown_as_editors_parse_them(
 
 
 def test_older_clients_call_a_model_by_another_field(raw: httpx2.Client) -> None:
-    assert raw.post("/api/show", json={"name": "tiny"}).json()["capabilities"] == ["completion"]
+    assert raw.post("/api/show", json={"name": "tiny"}).json()["capabilities"] == ["completion", "tools"]
     assert "model: field required" in refused(raw, "/api/show", {})
 
 

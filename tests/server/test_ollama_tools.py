@@ -10,6 +10,7 @@ import ollama
 import pytest
 from jsonschema import validate
 
+from localllm.errors import TemplateError
 from tests.server.support import OWL, Running
 from tests.server.tools_support import ANSWER, BROKEN, CALLED_TWICE, OPENAI_TOOLS, ROOM
 
@@ -142,14 +143,29 @@ def test_what_is_no_tool_is_refused_by_name(server: Running, tools: Any, words: 
 
 
 @pytest.mark.supports("ollama", "/api/show", "whether a model is told of tools")
-def test_a_model_whose_template_tells_of_tools_is_shown_with_them(
-    client: ollama.Client, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("source", "wanted"),
+    [
+        ("{{ messages[0].content }}", ["completion", "tools"]),
+        (QWEN_LIKE, ["completion", "tools"]),
+        ("{% if enable_thinking %}<think>{% endif %}{{ messages[0].content }}", ["completion", "tools", "thinking"]),
+        (None, ["completion"]),
+    ],
+)
+def test_what_a_model_can_do_is_one_answer_in_every_dialect(
+    client: ollama.Client, server: Running, monkeypatch: pytest.MonkeyPatch, source: str | None, wanted: list[str]
 ) -> None:
     from localllm.engine.chat_template import ChatTemplate
 
-    assert client.show("tiny").capabilities == ["completion"]
-    monkeypatch.setattr(ChatTemplate, "load", lambda *_: ChatTemplate(QWEN_LIKE))
-    assert client.show("tiny").capabilities == ["completion", "tools"]
+    def load(*_: object) -> ChatTemplate:
+        if source is None:
+            raise TemplateError("there is none")
+        return ChatTemplate(source)
+
+    monkeypatch.setattr(ChatTemplate, "load", load)
+    listed = {row["id"]: row["meta"]["capabilities"] for row in server.get("/v1/models").json()["data"]}
+    one = server.get("/v1/models/tiny").json()["meta"]["capabilities"]
+    assert client.show("tiny").capabilities == listed["tiny"] == one == wanted
 
 
 # Forms of answers

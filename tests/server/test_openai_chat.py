@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -290,3 +290,65 @@ def test_what_belongs_elsewhere_is_told_where(server: Running, path: str, body: 
 def test_the_list_of_models_may_be_asked_for_with_a_slash(server: Running) -> None:
     assert server.get("/v1/models/").json()["object"] == "list"
     assert server.get("/v1/models/%0A").status_code == 404
+
+
+def test_an_answer_that_was_begun_goes_on(server: Running, speaks: Callable[[str], None]) -> None:
+    turns = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    speaks(turns + "{% if add_generation_prompt %}<a>{% endif %}")
+    begun = [*OWL, {"role": "assistant", "content": "Once upon a"}]
+    asked = {"model": "tiny", "messages": begun, "max_tokens": 8, "temperature": 0}
+    said = server.post(PATH, {**asked, "continue_final_message": True, "add_generation_prompt": False}).json()
+    text = f"<user>{OWL[0]['content']}\n<a>Once upon a"
+    raw = server.post("/v1/completions", {"model": "tiny", "prompt": text, "max_tokens": 8, "temperature": 0}).json()
+    assert said["choices"][0]["message"]["content"] == raw["choices"][0]["text"]
+    assert server.post(PATH, {**asked, "continue_final_message": True}).json()["choices"] == said["choices"]
+
+
+def test_a_prompt_may_end_with_its_last_message(server: Running, speaks: Callable[[str], None]) -> None:
+    speaks("{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %} Once{% endif %}")
+    greedy = {"model": "tiny", "max_tokens": 8, "temperature": 0}
+    for wanted, text in ((False, OWL[0]["content"]), (True, OWL[0]["content"] + " Once")):
+        said = server.post(PATH, {**greedy, "messages": OWL, "add_generation_prompt": wanted}).json()
+        raw = server.post("/v1/completions", {**greedy, "prompt": text}).json()
+        assert said["choices"][0]["message"]["content"] == raw["choices"][0]["text"]
+        assert said["usage"]["prompt_tokens"] == raw["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "fields"),
+    [
+        ([*OWL, {"role": "assistant", "content": "Once"}], {"add_generation_prompt": True}),
+        (OWL, {}),
+        ([{"role": "assistant", "content": "Once"}], {}),
+        ([*OWL, {"role": "assistant", "content": "Once", "reasoning": "hm"}], {}),
+    ],
+)
+def test_an_answer_that_cannot_be_gone_on_with_is_refused(server: Running, messages: Any, fields: Any) -> None:
+    reply = server.post(PATH, {"model": "tiny", "messages": messages, "continue_final_message": True, **fields})
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == "continue_final_message"
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "thinking"])
+def test_what_was_thought_goes_back_by_each_of_its_names(
+    server: Running, speaks: Callable[[str], None], name: str
+) -> None:
+    speaks("{% for m in messages %}{{ m.content }}[{{ m.reasoning_content }}]{% endfor %}")
+    messages = [*OWL, {"role": "assistant", "content": "Once.", name: "hm"}, *OWL]
+    assert "Once.[hm]" in server.post("/apply-template", {"messages": messages}).json()["prompt"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_every_chunk_has_the_usage_so_far(server: Running, path: str) -> None:
+    prompt = {"messages": OWL} if path == PATH else {"prompt": ["Once", "An owl"]}
+    body = {"model": "tiny", **prompt, "max_tokens": 5, "temperature": 0, "stream": True}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = server.events(path, {**body, "stream_options": options})
+    counts: dict[int, list[int]] = {}
+    for chunk in chunks:
+        usage = chunk["usage"]
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+        counts.setdefault(chunk["choices"][0]["index"], []).append(usage["completion_tokens"])
+    assert all(each == sorted(each) and each[-1] == 5 for each in counts.values())
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 5 * len(counts)
+    without = server.events(path, {**body, "stream_options": {"continuous_usage_stats": True}})
+    assert all(chunk["usage"] for chunk in without) and without[-1]["choices"]

@@ -78,7 +78,8 @@ def test_a_completion_has_sixteen_tokens_where_nobody_asks_for_more(client: open
     [
         ("suffix", "end"),
         ("best_of", 17),
-        ("best_of", 0),
+        ("best_of", -1),
+        ("max_tokens", -1),
         ("beam_width", 17),
         ("prompt", ""),
         ("prompt", [10**6]),
@@ -198,3 +199,24 @@ def test_an_embedding_is_made_of_ids_and_cut_to_fewer_dimensions(client: openai.
 def test_an_embedding_that_cannot_be_had_is_refused(client: openai.OpenAI, field: str, value: Any) -> None:
     with pytest.raises(openai.BadRequestError):
         client.embeddings.create(**{"model": "tiny", "input": "An owl.", field: value})
+
+
+@pytest.mark.supports("openai", "/v1/responses/input_tokens", "tokens counted")
+def test_the_tokens_of_a_response_are_counted_as_they_are_read(client: openai.OpenAI) -> None:
+    tools: Any = [{"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": False}]
+    asked: dict[str, Any] = {"model": "tiny", "input": "A tale, please."}
+    counts = []
+    for more in ({}, {"instructions": "Be brief."}, {"instructions": "Be brief.", "tools": tools}):
+        counted = client.responses.input_tokens.count(**asked, **more)
+        reply = client.responses.create(**asked, **more, max_output_tokens=1)
+        assert counted.object == "response.input_tokens"
+        assert reply.usage is not None and counted.input_tokens == reply.usage.input_tokens
+        counts.append(counted.input_tokens)
+    assert counts == sorted(set(counts))
+    assert client.responses.input_tokens.count(model="tiny", input="owl " * 3000).input_tokens > 3000
+
+
+def test_a_count_of_tokens_refuses_what_a_response_does(server: Running) -> None:
+    for field, value in (("previous_response_id", "resp_1"), ("personality", "friendly"), ("frobnicate", 1)):
+        reply = server.post("/v1/responses/input_tokens", {"input": "Once", field: value})
+        assert reply.status_code == 400 and reply.json()["error"]["param"] == field

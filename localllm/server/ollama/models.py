@@ -20,10 +20,9 @@ from localllm.engine.chat_template import ChatTemplate
 from localllm.engine.facts import EngineFacts
 from localllm.errors import CheckpointError, ModelNotFoundError, TemplateError
 from localllm.frontend.selection import sampling_defaults
-from localllm.frontend.thinking import may_think
-from localllm.frontend.tool_words import knows_tools
 from localllm.models.safetensors_header import tensors_of
 from localllm.server.bodies import OnlyFalse
+from localllm.server.capabilities import capabilities
 from localllm.server.endpoint import Call, Endpoint
 from localllm.server.failures import RequestError
 from localllm.server.ollama.shapes import NamedBody, tagged, time_text
@@ -202,7 +201,7 @@ def _shown(pool: Pool, name: str) -> Shown:
         else template.sources.get("default") or next(iter(template.sources.values())),
         "details": _details(pool, model),
         "model_info": _model_info(model),
-        "capabilities": _capabilities(template),
+        "capabilities": capabilities(_files(model).directory),
         "modified_at": _modified_at(model),
     }
     if model.entry is not None:
@@ -306,15 +305,6 @@ def _template(files: ModelFiles) -> ChatTemplate | None:
         return ChatTemplate.load(files.directory)
     except TemplateError:
         return None
-
-
-def _capabilities(template: ChatTemplate | None) -> list[str]:
-    """What clients look for before they ask for it."""
-    if template is None:
-        return ["completion"]
-    thinks = any(map(may_think, template.sources.values()))
-    told = [*(["tools"] if knows_tools(template) else []), *(["thinking"] if thinks else [])]
-    return ["completion", *told]
 
 
 def _shown_number(value: float) -> str:

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 
 from localllm.engine.request import SamplingParams
 from localllm.server.bodies import Body, Ignored, OnlyTrue
-from localllm.server.fields import NUM_CTX, Count, Penalty, Seed, Share, Stop, Temperature, TopK, overlaid
+from localllm.server.fields import NUM_CTX, Count, LastN, Penalty, Seed, Share, Stop, Temperature, TopK, overlaid
 from localllm.server.served import Served
 
 _AT_START = Ignored("it is chosen when the server starts: --threads, --vram, --weights, --kv")
@@ -34,10 +34,7 @@ class Options(Body):
     repeat_penalty: Annotated[float | None, Field(ge=0.01, le=100)] = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repeat_last_n: Annotated[
-        int | None,
-        Field(ge=-1, le=2**31 - 1, description="Penalties look at so many of the last tokens; 0: none, -1: all."),
-    ] = None
+    repeat_last_n: LastN | None = None
     penalize_newline: OnlyTrue | None = None
     mirostat: Annotated[int | None, Field(ge=0, le=0)] = None
     mirostat_tau: Annotated[float | None, _NO_MIROSTAT] = None
@@ -69,7 +66,7 @@ def sampling_of(options: Options | None, served: Served, **more: Any) -> Samplin
     """What the options say over what the model does by itself. Raises RequestError."""
     given = options or Options()
     names = (
-        "temperature", "top_p", "top_k", "min_p", "typical_p", "presence_penalty", "frequency_penalty", "repeat_last_n",
+        "temperature", "top_k", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty", "repeat_last_n",
     )  # fmt: skip
     known = {name: getattr(given, name) for name in names}
     known |= {

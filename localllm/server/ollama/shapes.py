@@ -54,7 +54,7 @@ def ending_of(finished: FinishedEvent, started_ns: int, load_ns: int) -> Ending:
         "prompt_eval_count": finished.usage.prompt_tokens,
         "prompt_eval_duration": round(timings["prompt_ms"] * 1e6),
         "eval_count": finished.usage.completion_tokens,
-        "eval_duration": round((timings["predicted_ms"] or 0.0) * 1e6),
+        "eval_duration": round(timings["predicted_ms"] * 1e6),
     }
 
 

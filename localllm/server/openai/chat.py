@@ -27,12 +27,13 @@ from localllm.server.fields import (
     refuse_top_logprobs,
 )
 from localllm.server.logprobs import content_logprobs
-from localllm.server.openai.messages import Message, chat_messages
+from localllm.server.openai.messages import Message, chat_messages, joined_text
 from localllm.server.openai.shapes import (
     FINGERPRINT,
     TIERS,
     ChoiceLogprobs,
     GenerationBody,
+    ShownUsage,
     TimingsField,
     Usage,
     refuse_stream_options,
@@ -69,6 +70,12 @@ class ChatBody(GenerationBody):
     response_format: ResponseFormat | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
+    add_generation_prompt: Annotated[
+        bool | None, Field(description="false: the prompt ends with the last message, not where an answer begins.")
+    ] = None
+    continue_final_message: Annotated[
+        bool | None, Field(description="true: the last message, the assistant's, is gone on with.")
+    ] = None
     parallel_tool_calls: Annotated[bool | None, Field(description="false: an answer has one call at most.")] = None
     functions: Nothing = None
     function_call: Literal["none", "auto"] | None = None
@@ -167,6 +174,8 @@ async def chat(call: Call, body: ChatBody) -> Response:
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         what, why = "'max_tokens' and 'max_completion_tokens' differ", "one is the other's older name"
         raise RequestError(400, what, why=why, param="max_tokens", name="invalid_value")
+    messages, said = _begun(body)
+    variables = body.chat_template_kwargs or {}
     served = await call.model(body.model, body.keep_alive)
     model = body.model or served.name
     sampling = sampling_of(
@@ -184,8 +193,9 @@ async def chat(call: Call, body: ChatBody) -> Response:
     told = _Logprobs(served.engine().tokenizer, body.top_logprobs or 0 if body.logprobs else None)
     answers = await served.ask(
         Ask(
-            ChatInput(chat_messages(body.messages), variables=body.chat_template_kwargs or {}),
+            ChatInput(chat_messages(messages), None, body.add_generation_prompt is not False or bool(said), variables),
             sampling,
+            said=said,
             n=body.n or 1,
             choosing=choosing,
             num_ctx=body.num_ctx,
@@ -199,13 +209,30 @@ async def chat(call: Call, body: ChatBody) -> Response:
     )
     head = {"id": new_id("chatcmpl-"), "created": int(time.time()), "model": model, "system_fingerprint": FINGERPRINT}
     if body.stream:
-        with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        speech = _Speech(answers, head, told, with_usage=with_usage)
+        speech = _Speech(answers, head, told, ShownUsage(answers, body.stream_options))
         return await streamed(answers, speech.chunks, lambda failure: event(body_of(failure, "openai")), EVENT_STREAM)
     pieces = await collected(answers)
     usage = usage_of([piece.ending for piece in pieces], len(pieces))
     (pieces,) = choosing.chosen(pieces, body.n or 1)
     return await whole(lambda: _completion(pieces, head, told, usage, body.service_tier), evicted_header(answers))
+
+
+def _begun(body: ChatBody) -> tuple[Sequence[Message], str]:
+    """(what is answered, with what the answer begins). Raises RequestError where there is nothing to go on with."""
+    if not body.continue_final_message:
+        return body.messages, ""
+    *before, last = body.messages
+    why = ""
+    if body.add_generation_prompt:
+        why = "with 'add_generation_prompt' a new answer would begin behind the last message"
+    elif last.role != "assistant" or not before:
+        why = "the last message, behind others, has to be the assistant's"
+    elif last.tool_calls or last.thought:
+        why = "calls and thoughts of an answer that has begun cannot be taken up"
+    if why:
+        what, param = "'continue_final_message' cannot be honoured", "continue_final_message"
+        raise RequestError(400, what, why=why, param=param, name="invalid_value")
+    return before, joined_text(last.content)
 
 
 class _Logprobs:
@@ -270,11 +297,11 @@ def _reason(finished: FinishedEvent, *, called: bool) -> ChatFinishReason:
 class _Speech:
     """Says the answers in chunks: the role, text, why it ended with nothing else, and usage if it is wanted."""
 
-    def __init__(self, answers: Answers, head: Mapping[str, Any], told: _Logprobs, *, with_usage: bool) -> None:
+    def __init__(self, answers: Answers, head: Mapping[str, Any], told: _Logprobs, usage: ShownUsage) -> None:
         self._answers = answers
         self._head = {**head, "object": "chat.completion.chunk"}
         self._told = told
-        self._usage: dict[str, Any] = {"usage": None} if with_usage else {}
+        self._usage = usage
 
     async def chunks(self, news: News) -> AsyncIterator[bytes]:
         for index in range(len(self._answers.asked.requests)):
@@ -286,6 +313,7 @@ class _Speech:
                 yield PING
                 continue
             index, piece = each
+            self._usage.take(index, piece.num_tokens)
             if piece.thought:
                 yield self._chunk(index, {"reasoning_content": piece.thought})
             if piece.text or piece.logprobs:
@@ -297,7 +325,7 @@ class _Speech:
                 ends[index] = piece.finished
                 timings = {"timings": timings_of(piece.finished)} if len(self._answers.asked.requests) == 1 else {}
                 yield self._chunk(index, {}, None, _reason(piece.finished, called=index in called), **timings)
-        if self._usage:
+        if self._usage.comes_last:
             usage = usage_of([ends[index] for index in sorted(ends)], len(ends))
             yield event({**self._head, "choices": [], "usage": usage})
         yield b"data: [DONE]\n\n"
@@ -311,7 +339,7 @@ class _Speech:
         **more: Any,
     ) -> bytes:
         choice: ChunkChoice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        return event({**self._head, "choices": [choice], **self._usage, **more})
+        return event({**self._head, "choices": [choice], **self._usage.of(index), **more})
 
 
 ENDPOINTS = (

@@ -47,7 +47,8 @@ class Message(Body):
     content: str | list[TextPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    reasoning: Annotated[str | None, Field(description="Another name of reasoning_content.")] = None
+    reasoning: Annotated[str | None, Field(description="Another name of `reasoning_content`.")] = None
+    thinking: Annotated[str | None, Field(description="Another name of `reasoning_content`.")] = None
     refusal: None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -58,6 +59,11 @@ class Message(Body):
     parsed: Annotated[Any, OF_A_REPLY] = None
     provider_specific_fields: Annotated[dict[str, Any] | None, OF_A_REPLY] = None
     cache_control: Annotated[Labels | None, CACHES_ITSELF] = None
+
+    @property
+    def thought(self) -> str | None:
+        names = (self.reasoning_content, self.reasoning, self.thinking)
+        return next((given for given in names if given is not None), None)
 
     @model_validator(mode="after")
     def _calls_as_assistant(self) -> Message:
@@ -79,9 +85,8 @@ def chat_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 def _chat_message(where: str, message: Message, calls: OpenCalls) -> dict[str, Any]:
     told: dict[str, Any] = {"role": message.role, "content": joined_text(message.content)}
-    thought = message.reasoning if message.reasoning_content is None else message.reasoning_content
-    named = {"name": message.name, "reasoning_content": thought}
-    told |= {name: value for name, value in named.items() if value is not None}
+    more = {"name": message.name, "reasoning_content": message.thought}
+    told |= {name: value for name, value in more.items() if value is not None}
     if message.tool_call_id is not None:
         return {**told, "tool_call_id": message.tool_call_id, "name": calls.answered(where, message.tool_call_id)}
     calls.settled(where)

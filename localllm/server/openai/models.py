@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
+from localllm.server.capabilities import capabilities
 from localllm.server.endpoint import Call, Endpoint
 from localllm.server.pool import Pool
 from localllm.server.replying import Json
@@ -49,8 +52,7 @@ async def models(call: Call, _body: None) -> Json:
     """The names of the served models, and all others on this disk: a request for one loads it. Anthropic's libraries
     ask here, too, and look for fields of their own."""
     pool = call.pool
-    data = [_model(pool, each, name) for each in pool.models for name in each.names]
-    data += [_described(pool, row.name, row.repo, _meta_of(None)) for row in await pool.on_disk(pool.others)]
+    data = await pool.on_disk(lambda: list(_listed(pool)))
     reply: ModelList = {
         "object": "list",
         "data": data,
@@ -66,11 +68,23 @@ async def model(call: Call, _body: None) -> Json:
     if call.request.scope["path"] == "/v1/models/":  # the list's own address
         return await models(call, None)
     name = call.request.path_params["model"]
-    return Json(_model(call.pool, await call.pool.find(name), name))
+    served = await call.pool.find(name)
+    return Json(
+        _described(call.pool, name, served.selection.files.repo, await call.pool.on_disk(lambda: _meta(served)))
+    )
 
 
-def _model(pool: Pool, served: Served, name: str) -> Model:
-    return _described(pool, name, served.selection.files.repo, _meta_of(served.engine_if_loaded))
+def _listed(pool: Pool) -> Iterator[Model]:
+    for served in pool.models:
+        meta = _meta(served)
+        yield from (_described(pool, name, served.selection.files.repo, meta) for name in served.names)
+    for row in pool.others():
+        assert row.directory is not None
+        yield _described(pool, row.name, row.repo, _meta_of(row.directory, None))
+
+
+def _meta(served: Served) -> Meta:
+    return _meta_of(served.selection.files.directory, served.engine_if_loaded)
 
 
 def _described(pool: Pool, name: str, repo: str | None, meta: Meta) -> Model:
@@ -88,12 +102,12 @@ def _described(pool: Pool, name: str, repo: str | None, meta: Meta) -> Model:
     }
 
 
-def _meta_of(engine: LoadedEngine | None) -> Meta:
+def _meta_of(directory: Path, engine: LoadedEngine | None) -> Meta:
     """What is known of the model without waiting for it."""
     meta: dict[str, Any] = {"n_ctx": None, "n_ctx_train": None, "weights": None}
     if engine is not None:
         meta |= {"n_ctx": engine.ctx, "n_ctx_train": engine.config.longest_context, "weights": engine.weights}
-    return {**meta, "capabilities": ["completion", "chat", "embeddings", "tools"]}  # type: ignore[typeddict-item]
+    return {**meta, "capabilities": capabilities(directory)}  # type: ignore[typeddict-item]
 
 
 ENDPOINTS = (

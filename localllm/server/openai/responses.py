@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, Tag
 from starlette.responses import Response as HTTPResponse
+from typing_extensions import TypedDict
 
 from localllm.engine.chat_template import ChatInput
 from localllm.engine.request import Grammar
-from localllm.server.asking import Ask
+from localllm.server.asking import Ask, prompt_ids
 from localllm.server.bodies import Body, Ignored, OnlyFalse, told_apart
 from localllm.server.endpoint import Call, Endpoint
 from localllm.server.failures import Failure
@@ -48,7 +50,7 @@ from localllm.server.openai.tools import (
     TextFormat,
     schema_form,
 )
-from localllm.server.replying import EVENT_STREAM, collected, event, evicted_header, streamed, whole
+from localllm.server.replying import EVENT_STREAM, Json, collected, event, evicted_header, streamed, whole
 from localllm.server.structured import StructuredOutputs, grammar_of, one_grammar
 from localllm.server.tools.calling import MAX_TOOLS, OpenCalls, Toolset, call_of, toolset
 from localllm.server.tools.foreign import ForeignTool
@@ -219,19 +221,48 @@ _NOT_INCLUDED = {
 }
 
 
-class ResponsesBody(Body):
-    ignored_values: ClassVar = {"include": _NOT_INCLUDED}
+class PromptBody(Body):
+    """What a prompt is made of, and what comes with it where its tokens are counted."""
+
     why: ClassVar = {
         "text.verbosity": "how much is said cannot be turned up or down; 'medium' is as the model does",
-        "moderation": "nothing is judged here",
-        "image": "models here write text",
-        "background_options": _STATELESS,
-        **dict.fromkeys(("previous_response_id", "conversation", "background", "prompt"), _STATELESS),
+        "personality": "there are no styles of a provider's here",
+        **dict.fromkeys(("previous_response_id", "conversation"), _STATELESS),
     }
 
     model: str | None = None
     input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
+    reasoning: Reasoning | None = None
+    text: TextOptions | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | AllowedChoice | None = None
+    parallel_tool_calls: Annotated[bool | None, Field(description="false: an answer has one call at most.")] = None
+    keep_alive: KeepAlive = None
+    previous_response_id: None = None
+    conversation: None = None
+    personality: None = None
+
+
+class CountBody(PromptBody):
+    """Of tokens."""
+
+    text: Annotated[TextOptions | None, Ignored("the model is not told of the form")] = None
+    truncation: Annotated[Literal["auto", "disabled"] | None, Ignored("all of the prompt is counted")] = None
+    parallel_tool_calls: Annotated[bool | None, Ignored("the model is not told of it")] = None
+
+
+class ResponsesBody(PromptBody):
+    ignored_values: ClassVar = {"include": _NOT_INCLUDED}
+    why: ClassVar = {
+        **PromptBody.why,
+        "moderation": "nothing is judged here",
+        "image": "models here write text",
+        "background_options": _STATELESS,
+        **dict.fromkeys(("background", "prompt"), _STATELESS),
+    }
+
     max_output_tokens: Count | None = None
     temperature: Temperature | None = None
     top_p: Share | None = None
@@ -244,13 +275,7 @@ class ResponsesBody(Body):
     include: Annotated[list[Included], Field(max_length=16)] | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    reasoning: Reasoning | None = None
-    text: TextOptions | None = None
-    truncation: Literal["auto", "disabled"] | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
-    tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedChoice | AllowedChoice | None = None
-    parallel_tool_calls: Annotated[bool | None, Field(description="false: an answer has one call at most.")] = None
     structured_outputs: Annotated[StructuredOutputs | None, Field(description="What the answer has to look like.")] = (
         None
     )
@@ -260,19 +285,21 @@ class ResponsesBody(Body):
     client_metadata: Annotated[dict[str, Any] | None, NOT_KEPT] = None
     metadata: Annotated[dict[str, str] | None, Field(max_length=16, description="Given back.")] = None
     user: Annotated[Label | None, NOT_KEPT] = None
-    keep_alive: KeepAlive = None
     safety_identifier: Annotated[Label | None, NOT_KEPT] = None
     prompt_cache_key: Annotated[Label | None, CACHES_ITSELF] = None
     prompt_cache_retention: Annotated[Label | None, CACHES_ITSELF] = None
     prompt_cache_options: Annotated[PromptCacheOptions | None, CACHES_ITSELF] = None
-    previous_response_id: None = None
-    conversation: None = None
     prompt: None = None
     moderation: None = None
     image: None = None
     access_programs: Annotated[Any, Ignored("there are no programs of a provider here")] = None
     background_options: None = None
     context_management: Nothing = None
+
+
+class InputTokens(TypedDict):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
 
 
 async def responses(call: Call, body: ResponsesBody) -> HTTPResponse:
@@ -288,20 +315,9 @@ async def responses(call: Call, body: ResponsesBody) -> HTTPResponse:
         **{"text.format": _form(body), "structured_outputs": grammar_of(body.structured_outputs)}
     )
     truncation = body.truncation or ("auto" if served.evicts else "disabled")
-    answers = await served.ask(
-        Ask(
-            ChatInput(_messages(body)),
-            sampling,
-            priority=TIERS.get(body.service_tier or "", 0),
-            effort=None if body.reasoning is None else body.reasoning.effort,
-            evicts=truncation == "auto",
-            grammar=grammar,
-            tools=_tools(body),
-            prompt_field="input",
-            effort_field="reasoning.effort",
-            grammar_field=grammar_field,
-        )
-    )
+    asked = replace(_ask(body), sampling=sampling, evicts=truncation == "auto", grammar=grammar)
+    priority = TIERS.get(body.service_tier or "", 0)
+    answers = await served.ask(replace(asked, priority=priority, grammar_field=grammar_field))
     head = {**_head(body, model, sampling.temperature, sampling.top_p), "truncation": truncation}
     said = Said(head, tokenizer, most)
     if not body.stream:
@@ -317,7 +333,23 @@ async def responses(call: Call, body: ResponsesBody) -> HTTPResponse:
     return await streamed(answers, speech.events, failed, EVENT_STREAM)
 
 
-def _tools(body: ResponsesBody) -> Toolset | None:
+async def input_tokens(call: Call, body: CountBody) -> Json:
+    """Of any prompt, also one that is too long. Raises what refuses it."""
+    served = await call.model(body.model, body.keep_alive)
+    engine, ask = served.engine(), _ask(body)
+    count = len(await served.off_loop(lambda: prompt_ids(ask, engine)))
+    reply: InputTokens = {"object": "response.input_tokens", "input_tokens": count}
+    return Json(reply)
+
+
+def _ask(body: PromptBody) -> Ask:
+    """The prompt. Raises RequestError."""
+    effort = None if body.reasoning is None else body.reasoning.effort
+    chat, tools = ChatInput(_messages(body)), _tools(body)
+    return Ask(chat, effort=effort, tools=tools, prompt_field="input", effort_field="reasoning.effort")
+
+
+def _tools(body: PromptBody) -> Toolset | None:
     """None where the model is to call nothing. Raises RequestError."""
     known = [each.tool for each in _functions(body)]
     one_call = body.parallel_tool_calls is False
@@ -333,18 +365,18 @@ def _tools(body: ResponsesBody) -> Toolset | None:
     return toolset(known, must_call=body.tool_choice == "required", one_call=one_call)
 
 
-def _functions(body: ResponsesBody) -> list[FunctionTool]:
+def _functions(body: PromptBody) -> list[FunctionTool]:
     return [each for each in body.tools or () if isinstance(each, FunctionTool)]
 
 
-def _form(body: ResponsesBody) -> Grammar | None:
+def _form(body: PromptBody) -> Grammar | None:
     match body.text and body.text.format:
         case SchemaFormat(schema_=schema) | ObjectFormat(schema_=schema):
             return schema_form(schema)
     return None
 
 
-def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
+def _messages(body: PromptBody) -> list[dict[str, Any]]:
     """As a chat template wants them; what was thought goes with what is behind it. Raises RequestError for the result
     of a call that never was, and for a call that has none."""
     messages: list[dict[str, Any]] = []
@@ -432,4 +464,5 @@ ENDPOINTS = (
         Response,
         (EVENT_STREAM, ResponseEvent),
     ),
+    Endpoint("POST", "/v1/responses/input_tokens", input_tokens, "Count a prompt's tokens", CountBody, InputTokens),
 )

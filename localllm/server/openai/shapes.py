@@ -3,7 +3,8 @@ have."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 from pydantic import Field
@@ -12,6 +13,7 @@ from typing_extensions import TypedDict
 from localllm import __version__
 from localllm.engine.events import FinishedEvent
 from localllm.engine.request import Grammar, SamplingParams
+from localllm.server.answering import Answers
 from localllm.server.bodies import Body, Ignored, OnlyTrue
 from localllm.server.choosing import ChoosingBody
 from localllm.server.endings import Timings
@@ -24,6 +26,7 @@ from localllm.server.fields import (
     KeepAlive,
     Label,
     Labels,
+    LastN,
     LogitBias,
     Penalty,
     Seed,
@@ -50,7 +53,7 @@ class Usage(TypedDict):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptDetails
+    prompt_tokens_details: NotRequired[PromptDetails]
 
 
 class ChoiceLogprobs(TypedDict):
@@ -63,6 +66,9 @@ NOT_OBFUSCATED = Ignored("events are as long as what they say")
 
 class StreamOptions(Body):
     include_usage: bool | None = None
+    continuous_usage_stats: Annotated[
+        bool | None, Field(description="Every chunk has the usage so far, as vLLM has it.")
+    ] = None
     include_obfuscation: Annotated[bool | None, NOT_OBFUSCATED] = None
 
 
@@ -112,10 +118,7 @@ class GenerationBody(ChoosingBody):
     min_p: Share | None = None
     typical_p: Share | None = None
     repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100)] = None
-    repeat_last_n: Annotated[
-        int | None,
-        Field(ge=-1, le=2**31 - 1, description="Penalties look at so many of the last tokens; 0: none, -1: all."),
-    ] = None
+    repeat_last_n: LastN | None = None
     num_ctx: Annotated[Count | None, Field(description=NUM_CTX)] = None
     keep_alive: KeepAlive = None
     structured_outputs: Annotated[StructuredOutputs | None, Field(description="What the answer has to look like.")] = (
@@ -136,6 +139,27 @@ def refuse_stream_options(body: GenerationBody) -> None:
     if body.stream_options is not None and not body.stream:
         what, why = "'stream_options' cannot be honoured", "it says how a stream is, and no stream is asked for"
         raise RequestError(400, what, why=why, param="stream_options", name="unsupported_value")
+
+
+class ShownUsage:
+    """What the chunks of a stream have of usage: null, or what is used so far by the answer that they are of."""
+
+    def __init__(self, answers: Answers, options: StreamOptions | None) -> None:
+        self._answers = answers
+        self.comes_last = options is not None and bool(options.include_usage)
+        self._is_continuous = options is not None and bool(options.continuous_usage_stats)
+        self._counts: Counter[int] = Counter()
+
+    def take(self, index: int, num_tokens: int) -> None:
+        """So many more have come."""
+        self._counts[index] += num_tokens
+
+    def of(self, index: int) -> Mapping[str, Any]:
+        if not self._is_continuous:
+            return {"usage": None} if self.comes_last else {}
+        prompt, completion = len(self._answers.asked.requests[index].prompt_ids), self._counts[index]
+        counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        return {"usage": counts}
 
 
 def sampling_of(body: GenerationBody, served: Served, **more: Any) -> SamplingParams:
