@@ -41,7 +41,7 @@ from localllm.frontend.origins import with_origins
 from localllm.frontend.selection import Selection, is_model, named
 from localllm.frontend.talk import Talk, mended_in_chat
 from localllm.frontend.text_file import read_text_file, typed_path
-from localllm.frontend.thinking import told_apart
+from localllm.frontend.thinking import effort_of, told_apart
 from localllm.registry import BUILT_IN
 
 if TYPE_CHECKING:
@@ -147,6 +147,7 @@ def chat_command(
         if not selection.private:
             stack.callback(reader.save_history)
         engine = load.wait()
+        effort_of(selection.resolved, engine.template, "--think")  # raises UsageError for what cannot be had
         chat = Chat(front, selection, load.service, engine, reader, flags, keeper)
         if resumed is not None:
             resumed.restore(chat.dialogue, system and flags["system"])

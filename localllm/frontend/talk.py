@@ -81,14 +81,14 @@ class Talk:
     def __init__(
         self, files: ModelFiles, engine: LoadedEngine, dialogue: Dialogue, keeper: Keeper, extra: Mapping[str, Any]
     ) -> None:
-        template = engine.template  # raises TemplateError where there is none to talk through
+        _ = engine.template  # raises TemplateError where there is none to talk through
         self.files = files
         self.engine = engine
         self.dialogue = dialogue
         self.keeper = keeper
         self._extra = extra
         self._meter = Meter()
-        self._note = effort_of(dialogue.resolved, template, "--think").note  # raises UsageError
+        self._noted = ""  # of the setting `think`
 
     @property
     def policy(self) -> str:
@@ -154,13 +154,14 @@ class Talk:
         in_front = request.prompt_ids[: len(request.prompt_ids) - num_said]
         thinking = thinking_of(self.engine.template, tokenizer, in_front, said)
         request = replace(request, shown_ids=thinking.shown_ids)
-        note, self._note = self._note, ""
+        note = self._effort.note if self._effort.note != self._noted else ""
+        self._noted = self._effort.note
         return Asked(request, fitted.evicted, why, said, num_said, thinking, note)
 
     @property
     def _effort(self) -> Effort:
-        """How much is to be thought now. Raises UsageError."""
-        return effort_of(self.dialogue.resolved, self.engine.template, "/think")
+        """How much is to be thought now, as far as this model can be had so."""
+        return effort_of(self.dialogue.resolved, self.engine.template)
 
     def answer(self, asked: Asked, show: Callable[[Callable[[str], None]], Answer]) -> Answer:
         """The answer that `show` brings about, kept as `kept_answer` has it. Raises the error that ended it."""
@@ -198,7 +199,7 @@ class Talk:
 
         try:
             used = len(self.encode(given)) if given else 0
-        except (TemplateError, UsageError):  # of a system message alone, which some templates refuse
+        except TemplateError:  # of a system message alone, which some templates refuse
             used = count("".join(text_of(message) for message in given))
         return context_usage(given, used, self.engine.ctx, count, num_out)
 
@@ -225,7 +226,7 @@ class Talk:
             before = self.dialogue.resolved
             try:
                 self.dialogue.set("think", effort)
-                _ = self._effort
+                effort_of(self.dialogue.resolved, self.engine.template, "/think")
             except SettingsError as error:
                 raise UsageError(f"/think knows no {effort[:80]!r}", why=error.why, fix="/think on") from None
             except LocalLLMError:

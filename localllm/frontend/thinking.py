@@ -153,9 +153,9 @@ class Effort:
 AS_IT_DOES = Effort()
 
 
-def effort_of(resolved: ResolvedSettings, template: ChatTemplate, switch: str) -> Effort:
-    """switch: what it is chosen with here, "--think" or "/think". Raises UsageError where what was typed cannot be had:
-    a setting is for all models, and passes by one that has no use for it."""
+def effort_of(resolved: ResolvedSettings, template: ChatTemplate, switch: str = "") -> Effort:
+    """What cannot be had is a note: a setting is for all models. switch: what it is chosen with here, "--think" or
+    "/think", where it is an error if it was typed. Raises UsageError."""
     wanted = resolved.settings.think
     if wanted is None:
         return AS_IT_DOES
@@ -164,13 +164,12 @@ def effort_of(resolved: ResolvedSettings, template: ChatTemplate, switch: str) -
     try:
         return Effort(effort_variables(template, wanted), is_typed, is_off=wanted == "off")
     except UsageError as error:
-        if not is_typed:
-            return Effort({}, note=f"think = {wanted} ({origin.where}) changes nothing: {error.why}")
+        if not (is_typed and switch):
+            where = "/think" if origin.where == "/set" else origin.where
+            return Effort(note=f"think = {wanted} ({where}) changes nothing: {error.why}")
         mended = "on" if wanted in THOUGHT_LEVELS and "on and off" in error.why else None
         error.what = f"{switch} {wanted} cannot be had from this model"
-        error.fix = (
-            f"{switch} {mended}" if mended else f"leave {switch} out" if switch.startswith("--") else f"{switch} -"
-        )
+        error.fix = f"{switch} {mended}" if mended else f"leave {switch} out" if switch == "--think" else f"{switch} -"
         raise
 
 

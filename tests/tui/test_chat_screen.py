@@ -336,6 +336,9 @@ async def test_how_much_is_thought_is_changed_and_thoughts_stay_unfolded_where_t
         await until(pilot, lambda: "/think low cannot be had" in shown(app))
         await say(pilot, "Who else?")
         await until(pilot, lambda: "the answer is empty" in shown(app))
+        service.engine.template = ChatTemplate("<think>{% for m in messages %}{{ m.content }}{% endfor %}")
+        await say(pilot, "And there?")  # of a model that has no switch, as after another was chosen
+        await until(pilot, lambda: "think = off (/think) changes nothing" in shown(app))
         prompts = ["".join(map(chr, request.prompt_ids)) for request in service.requests]
         assert prompts[1].startswith("False") and "Perhaps" not in prompts[1] and "A fox." in prompts[1]
 
