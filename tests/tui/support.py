@@ -80,10 +80,15 @@ class FakeEngine:
         return f"--ctx {ctx}"
 
 
+_ENDLESS = 400  # tokens
+
+
 class FakeService:
     """Says `answers` in turn, the last again and again; one may be a function of the request, or an error.
 
-    pause_s: between two tokens. gate: nothing is loaded before it is set. finished: fields of the last event.
+    pause_s: between two tokens; a long answer with pauses does not end before it is stopped, however late that is on a
+    busy machine. gate: nothing is loaded before it is set. reads_on: set, unless a prompt is to stay half read until it
+    is. finished: fields of the last event.
     """
 
     def __init__(
@@ -101,6 +106,8 @@ class FakeService:
         self.requests: list[Request] = []
         self.gate = threading.Event()
         self.gate.set()
+        self.reads_on = threading.Event()
+        self.reads_on.set()
         self.failure: Exception | None = None
         self.is_closed = False
         self.loads: list[str] = []
@@ -137,8 +144,11 @@ class FakeService:
         error = text if isinstance(text, Exception) else None
         for done in range(0, self.prefill, max(1, self.prefill // 8)):
             events.put(PrefillEvent(number, done, self.prefill))
+            while done >= self.prefill // 2 and number not in self._aborted and not self.reads_on.wait(0.01):
+                pass
             time.sleep(self.pause_s)
-        for piece in [] if error is not None else (text if isinstance(text, list) else pieces(text)):
+        said = [] if error is not None else (text if isinstance(text, list) else pieces(text))
+        for piece in said:
             if number in self._aborted:
                 reason = "cancelled"
                 break
@@ -147,6 +157,9 @@ class FakeService:
             due = began + count * self.pause_s
             if self.pause_s and (rest := due - time.monotonic()) > 0:
                 time.sleep(rest)
+        while self.pause_s and count >= _ENDLESS and not (number in self._aborted or self.is_closed):
+            time.sleep(0.01)
+        reason = "cancelled" if number in self._aborted else reason
         timings = Timings(ttft_s=0.01, decode_tok_s=count / max(1e-3, time.monotonic() - began))
         fields: dict[str, Any] = {
             "finish_reason": "error" if error is not None else reason,
@@ -184,9 +197,9 @@ async def running(app: ChatApp, size: tuple[int, int] = (100, 30)) -> AsyncItera
         raise app.failure
 
 
-async def until(pilot: Pilot[Any], condition: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
+async def until(pilot: Pilot[Any], condition: Callable[[], object]) -> None:
     """Waits for what the screen is to show."""
-    end = time.monotonic() + patience_s
+    end = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < end, "it did not come"
         await pilot.pause(0.01)

@@ -103,10 +103,13 @@ async def test_the_keys_of_a_message_do_no_harm_while_it_is_being_written() -> N
 
 
 async def test_how_far_the_prompt_was_read_is_shown() -> None:
-    app = chat_app(FakeService(["Done."], pause_s=0.25, prefill=4096))
+    service = FakeService(["Done."], prefill=4096)
+    service.reads_on.clear()
+    app = chat_app(service)
     async with running(app) as pilot:
         await send(pilot, "a long text")
         await until(pilot, lambda: "of 4,096 tokens" in shown(app))
+        service.reads_on.set()
         await until(pilot, lambda: app.chat.num_turns == 2)
         assert "of 4,096 tokens" not in shown(app)
 
