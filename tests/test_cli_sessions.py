@@ -672,7 +672,7 @@ def test_the_terminals_line_history_has_nothing_of_a_private_chat(tmp_path: Path
         terminal.wait_for("a secret")
         terminal.wait_for(">>> $")
         terminal.send("/bye\n")
-        assert terminal.end(10) == 0
+        assert terminal.end() == 0
     finally:
         terminal.close()
     assert not (tmp_path / "home" / "data").exists()

@@ -45,6 +45,7 @@ def test_every_figure_of_a_device_is_measured_kept_and_read_back() -> None:
     figures = asdict(device)
     context, rates = figures.pop("context_bytes"), figures.pop("formats")["int4-g64"]
     assert (context, rates.pop("workspace_bytes")) == (0, 0)  # of a CPU, which has no memory of its own to count
+    assert rates.pop("spread") >= 0
     assert all(value > 0 for value in (*figures.values(), *rates.values())), profile
     assert kept_profile() == profile
     assert measured(profile) == (profile, [])
@@ -56,7 +57,7 @@ def test_a_new_format_measures_itself_alone_and_the_cpus_figures_stay() -> None:
     assert said == ["measuring int8 matrices on the graphics card"]
     assert profile.device is not None and set(profile.device.formats) == {"bf16", "int8"}
     assert replace(profile.device, formats=RATES.formats) == RATES
-    assert kept_profile() == profile == replace(known, device=profile.device)
+    assert kept_profile() == profile == replace(known, device=profile.device, taken=profile.taken)
 
 
 @pytest.mark.parametrize("weights", RECIPES)

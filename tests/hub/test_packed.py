@@ -219,14 +219,14 @@ def test_a_description_has_what_is_packed_of_every_revision(registry, hub):
 
 def test_packed_weights_that_may_not_be_looked_into_are_listed_as_unfinished(registry, hub, folder, monkeypatch):
     directory = pack(files_of(folder))
-    real = Path.stat
+    real = os.stat
 
-    def stat(path: Path, **named: bool) -> os.stat_result:
-        if directory in path.parents:
+    def stat(path: str | Path, **named: Any) -> os.stat_result:
+        if isinstance(path, str | Path) and directory in Path(path).parents:
             raise PermissionError(13, "Permission denied", str(path))
         return real(path, **named)
 
-    monkeypatch.setattr(Path, "stat", stat)
+    monkeypatch.setattr(os, "stat", stat)
     assert rows(registry, hub)[str(folder)] == ("folder", [("int4-g64", "unfinished")])
 
 

@@ -189,7 +189,7 @@ def test_a_template_that_refuses_a_system_message_alone_is_no_error_of_a_count()
         raise TemplateError("the template refuses it", why="no user message", fix="ask")
 
     engine.encode = refuse  # type: ignore[method-assign]
-    resolved = SimpleNamespace(settings=SimpleNamespace(overflow="stop"))
+    resolved = SimpleNamespace(settings=SimpleNamespace(overflow="stop", think=None))
     talk = Talk(None, engine, Dialogue(resolved, "Be brief."), None, {})  # type: ignore[arg-type]
     assert talk.usage().used == len("Be brief.")
 

@@ -233,6 +233,7 @@ class ChatScreen(Screen[None]):
     @on(messages.AnswerEnded)
     async def _on_ended(self, message: messages.AnswerEnded) -> None:
         self._is_answering = False
+        self.notice.withdraw(self._busy)  # what was asked before there was a model is settled before it is answered
         self.query_one(Activity).clear()
         view = self.transcript.live
         if view is not None and not message.text and message.finished is not None:
