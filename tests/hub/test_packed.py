@@ -221,10 +221,10 @@ def test_packed_weights_that_may_not_be_looked_into_are_listed_as_unfinished(reg
     directory = pack(files_of(folder))
     real = os.stat
 
-    def stat(path: str | Path, **named: Any) -> os.stat_result:
+    def stat(path: str | Path, **named: object) -> os.stat_result:
         if isinstance(path, str | Path) and directory in Path(path).parents:
             raise PermissionError(13, "Permission denied", str(path))
-        return real(path, **named)
+        return real(path, **named)  # type: ignore[call-overload]
 
     monkeypatch.setattr(os, "stat", stat)
     assert rows(registry, hub)[str(folder)] == ("folder", [("int4-g64", "unfinished")])
