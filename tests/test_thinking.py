@@ -13,6 +13,7 @@ import pytest
 from localllm.engine.chat_template import ChatTemplate
 from localllm.engine.request import Grammar
 from localllm.errors import UsageError
+from localllm.frontend.harmony import HarmonySplitter
 from localllm.frontend.thinking import Thinking, effort_variables
 from localllm.hub.names import TINY_DIRECTORY
 from tests.cli_support import Result, run_cli
@@ -285,6 +286,24 @@ def test_harmony_thinks_as_much_as_is_asked_for(harmony: Path) -> None:
     assert "Reasoning: low" in prompt_of(harmony, "--think", "low")
     assert prompt_of(harmony, "--think", "off").endswith("<|start|>assistant<|channel|>final<|message|>")
     assert prompt_of(harmony, "--think", "on").endswith("<|start|>assistant")
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        ("assistant", "assistant"),
+        ("to=", "to="),
+        ("as", "as"),
+        ("<|chan", ""),
+        ("<|channel|>fin", ""),
+        (" \n", ""),
+        ("", ""),
+    ],
+)
+def test_a_short_answer_without_a_header_is_said_and_a_header_that_was_cut_is_not(written: str, told: str) -> None:
+    splitter = HarmonySplitter()
+    parts = [part for letter in written for part in splitter.feed(letter)] + splitter.end()
+    assert "".join(text for is_thought, text in parts if not is_thought) == told
 
 
 # Real templates

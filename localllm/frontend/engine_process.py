@@ -13,9 +13,10 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -167,7 +168,8 @@ class EngineProcess:
     def _begin(self) -> socket.socket:
         """On the thread that reads: the first one waits a second for torch."""
         assert self._theirs is not None
-        with contextlib.redirect_stderr(sys.__stderr__):  # a screen has one without a descriptor, which is passed on
+        # A screen has a stderr without a descriptor, which is passed on.
+        with contextlib.redirect_stderr(sys.__stderr__), _signals_of_the_terminal_held():
             self._process.start()
         self.pid = self._process.pid
         self._process_began.set()
@@ -222,6 +224,21 @@ def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["localllm.frontend.preloaded"])
     return context
+
+
+@contextlib.contextmanager
+def _signals_of_the_terminal_held() -> Iterator[None]:
+    """While it lasts, what this thread starts is begun without them, and so is all that is forked from that: the owner
+    hears of them, and ends the process. One that is still being begun would die of them with a traceback."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    resource_tracker.ensure_running()  # which is begun with them, and lets them through when it has been
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # In the new process

@@ -60,7 +60,12 @@ class Messages:
     def end(self) -> list[Step]:
         """What still waited."""
         rest, self._pending = self._pending, ""
-        return [("text", rest), ("end", "")] if self._is_open else []
+        if self._is_open:
+            return [("text", rest), ("end", "")]
+        begun = rest.lstrip()
+        if any(begun.startswith(mark) or mark.startswith(begun) for mark in MARKS):
+            return []  # a header that was cut, or nothing
+        return [("header", ""), ("text", rest), ("end", "")]
 
     def _read_header(self, steps: list[Step]) -> bool:
         text = self._pending.lstrip()

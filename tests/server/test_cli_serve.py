@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
@@ -15,13 +16,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from localllm.cli.dispatch import _with_flags
 from localllm.cli.serve import _serve
 from localllm.errors import LocalLLMError
 from tests.cli_support import run_cli, start_cli
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, wait_for
 from tests.server.support import OWL, running
 
 
@@ -87,6 +89,21 @@ def test_it_answers_until_ctrl_c_and_a_stream_ends_with_a_word(home: Path) -> No
         assert served.process.stdout.read() == b""
         lines = [line for line in served.said if "/v1/models" in line]
         assert len(lines) == 1 and " 200 " in lines[0]
+
+
+def test_ctrl_c_while_the_engines_process_begins_ends_without_a_traceback(home: Path) -> None:
+    """The terminal sends it to each process that is there."""
+    process = start_cli(home, "serve", "tiny", "--port", "0", stderr=subprocess.PIPE, start_new_session=True)
+    with process:
+        try:
+            wait_for(
+                lambda: any("forkserver" in " ".join(each.cmdline()) for each in psutil.Process(process.pid).children())
+            )
+            os.killpg(process.pid, signal.SIGINT)
+            _, said = process.communicate(timeout=PATIENCE_S)
+        finally:
+            process.kill()
+    assert b"Traceback" not in said and b"has ended" not in said and said.endswith(b"stopped\n"), said.decode()
 
 
 def test_others_need_the_key_that_is_shown_once(home: Path) -> None:

@@ -38,6 +38,9 @@ NUMBERS: dict[str, Any] = {
     },
     "allOf": {"allOf": [NUMBER, {"minimum": 0}]},
     "anyOf": {"type": "number", "anyOf": [{"minimum": 5}, {"maximum": -5}]},
+    "allOf that says nothing": {"type": "integer", "allOf": [{"title": "a"}, {"title": "b"}]},
+    "several that say nothing": {"type": "number", "anyOf": [{"title": "a"}], "allOf": [{"title": "b"}]},
+    "a reference to nothing": {"$defs": {"a": {}}, "type": "integer", "$ref": "#/$defs/a", "allOf": [{}]},
 }
 HOLDERS: dict[str, Any] = {
     "items": lambda schema: {"type": "array", "items": schema, "minItems": 1, "maxItems": 1},
@@ -49,6 +52,13 @@ FREE: dict[str, Any] = {
     "an object": {"type": "object", "required": ["a"]},
     "an open one": {"type": "object", "properties": {}, "required": ["a"], "additionalProperties": True},
     "an array": {"type": "array", "minItems": 1},
+    "a property of two": {
+        "type": "object",
+        "properties": {"a": {}},
+        "patternProperties": {"^x": {}},
+        "required": ["a"],
+    },
+    "an array of two": {"allOf": [{"type": "array", "minItems": 1}, {"maxItems": 1}]},
     "a name that is taken": {"$defs": {"any": {"type": "null"}}, "type": "array", "minItems": 1},
 }
 

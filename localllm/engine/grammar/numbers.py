@@ -7,7 +7,7 @@ to write an exponent.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from math import lcm
 from typing import Any
 
@@ -36,8 +36,10 @@ def with_ends(schema: dict[str, Any], multiples: Iterable[int], others: Iterable
     prefix = "_"
     while any(name.startswith(prefix) for name in schema.get("$defs", ())):
         prefix += "_"
-    # Anything holds anything: met together, two of that would be looked at without end.
-    anything = {} if any(map(_meets_others, parts)) else {"$ref": pointer(("$defs", f"{prefix}any"))}
+    # Anything holds anything: met together, two of that would be looked at without end. Then it is bounded by itself,
+    # and not in what it holds.
+    is_met = any(map(_meets_others, parts))
+    anything = _bounded({}, TYPES, fraction) if is_met else {"$ref": pointer(("$defs", f"{prefix}any"))}
     # A range of 16 digits takes a millisecond: one for all. Of a reference it is not known what it has in common.
     is_shared = not any("oneOf" in part for part in parts)
     names, shared = dict[str, str](), dict[str, dict[str, Any]]()
@@ -51,7 +53,7 @@ def with_ends(schema: dict[str, Any], multiples: Iterable[int], others: Iterable
         return {"$ref": pointer(("$defs", name))}
 
     found = mapped(schema, ended)
-    if anything:
+    if not is_met:
         shared[f"{prefix}any"] = _ended({"type": sorted(TYPES - {"integer"})}, fraction, anything)
     return {**found, "$defs": {**found.get("$defs", {}), **shared}} if shared else dict(found)
 
@@ -69,16 +71,22 @@ def _ended(part: dict[str, Any], fraction: Mapping[str, float], anything: dict[s
         return part
     given = part.get("type", TYPES)
     types = {given} if isinstance(given, str) else set(given)
+    found = _bounded(part, types, fraction)
+    if "array" in types:
+        found.setdefault("items", anything)
+    if "object" in types:
+        found.setdefault("additionalProperties", anything)
+    return found
+
+
+def _bounded(part: Mapping[str, Any], types: Collection[str], fraction: Mapping[str, float]) -> dict[str, Any]:
+    """The same with ends for a number that it is itself."""
     found = dict(part)
-    if types & {"integer", "number"}:
+    if not {"integer", "number"}.isdisjoint(types):
         if part.keys().isdisjoint(("minimum", "exclusiveMinimum")):
             found["minimum"] = -_MOST
         if part.keys().isdisjoint(("maximum", "exclusiveMaximum")):
             found["maximum"] = _MOST
     if "number" in types and "multipleOf" not in part:
         found |= fraction
-    if "array" in types and anything:
-        found.setdefault("items", anything)
-    if "object" in types and anything:
-        found.setdefault("additionalProperties", anything)
     return found
