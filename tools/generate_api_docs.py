@@ -161,7 +161,8 @@ class _Fields:
         inner = list(self._inner(field))
         if not inner:
             return f"`{name}`"
-        text = ", ".join(each.told(one) for each in inner for one in each.names if each._is_honoured(one))
+        told = (each.told(one) for each in inner for one in each.names if each._is_honoured(one))
+        text = ", ".join(dict.fromkeys(told))
         neutral = [f"`{one}`" for each in inner for one in each.names if each._is_neutral(one)]
         text = self._once.say("; not ".join(filter(None, (text, ", ".join(neutral)))))
         more = str(field.get("description", "")).rstrip(".")

@@ -149,7 +149,7 @@ class _Pull:
         if config.get("quantization_config") or config.get("compression_config"):
             raise UnsupportedModelError(
                 f"{self._cache.repo} is already quantized",
-                why="unquantized bf16, fp16 and fp32 weights are read; no weights were fetched",
+                why="bf16, fp16, fp32 and fp64 weights are read; no weights were fetched",
                 fix="choose the original repository, without GPTQ, AWQ, FP8, MXFP4 or bnb in its name",
             )
 

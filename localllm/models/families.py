@@ -397,7 +397,7 @@ def _refuse_quantized(fields: Fields) -> None:
             method = show(section.get("quant_method") or section.get("quant_algo") or "unknown")
             raise UnsupportedModelError(
                 f"{fields.source}: the checkpoint is already quantized",
-                why=f"{fields.path}{key} names the method {method}; unquantized bf16, fp16 and fp32 weights are read",
+                why=f"{fields.path}{key} names the method {method}; bf16, fp16, fp32 and fp64 weights are read",
                 fix="choose the original repository, without GPTQ, AWQ, FP8, MXFP4 or bnb in its name",
             )
 

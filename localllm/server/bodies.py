@@ -178,6 +178,10 @@ async def read_body(request: Request, of: type[B]) -> B:
         why = f"it is {kind!r}" if kind else "there is none"
         fix = f"send the header Content-Type: {_JSON}"
         raise RequestError(415, f"the content type must be {_JSON}", why=why, fix=fix)
+    coding = headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
+        fix = "send it as it is, without the header Content-Encoding"
+        raise RequestError(415, "the body must not be compressed", why=f"its coding is {coding!r}", fix=fix)
     return validated(of, await read_bytes(request))
 
 

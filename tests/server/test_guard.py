@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gzip
 import hmac
 import re
 from collections.abc import Iterator
@@ -92,6 +93,15 @@ def test_what_a_page_could_send_without_a_preflight_is_no_request(
 ) -> None:
     reply = ask(server, method, path, content_type=kind, **told)
     assert reply.status_code == 415 and "application/json" in reply.text
+
+
+def test_a_body_that_is_compressed_is_refused_by_its_coding(server: Running) -> None:
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    body = gzip.compress(b'{"content": "a"}')
+    reply = server.client.post("/tokenize", content=body, headers=headers)
+    assert reply.status_code == 415 and "'gzip'" in reply.text
+    as_it_is = {**headers, "Content-Encoding": "identity"}
+    assert server.client.post("/tokenize", content=b'{"content": "a"}', headers=as_it_is).status_code == 200
 
 
 @pytest.mark.parametrize("kind", ["", "Content-Type: application/x-www-form-urlencoded\r\n"], ids=["none", "curl's"])
