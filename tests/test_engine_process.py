@@ -9,8 +9,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -23,10 +25,11 @@ from localllm.engine.events import Event, FinishedEvent, TokenEvent
 from localllm.engine.facts import EngineStatus, Service
 from localllm.engine.request import Grammar, Request, SamplingParams
 from localllm.errors import ContextOverflowError, EngineClosedError, EngineGoneError, GrammarError, UsageError
+from localllm.frontend.attaching import Server, _connect
 from localllm.frontend.engine_process import Caps, EngineProcess, Foreseen, Hearer
 from localllm.frontend.opening import Opening
 from localllm.frontend.selection import Selection, locate, with_defaults
-from localllm.frontend.sockets import connected
+from localllm.frontend.sockets import connected, listening
 from tests.cli_support import environment
 from tests.patience import PATIENCE_S
 from tests.server.support import wait_for
@@ -286,3 +289,13 @@ def test_who_starts_an_engine_loads_no_torch_and_takes_it_along_when_it_is_kille
         assert has_torch == "False" and psutil.pid_exists(int(pid))
         owner.kill()
     wait_for(lambda: not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell who listens")
+def test_an_engine_is_known_by_the_number_that_its_process_has_here(tmp_path: Path) -> None:
+    """What a server in a container tells is another's, who would be killed for an engine that does not move on."""
+    address = tmp_path / "a.sock"
+    told: dict[str, Any] = {"pid": 1, "socket": str(address)}
+    server, pids = SimpleNamespace(ask=lambda *_asked: told), list[int]()
+    with closing(listening(address)), closing(_connect(cast(Server, server), {}, pids)):
+        assert pids == [os.getpid()]

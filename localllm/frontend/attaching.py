@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from localllm import __version__
 from localllm.errors import EngineGoneError, LocalLLMError
 from localllm.frontend.opening import Opening, check
-from localllm.frontend.sockets import IS_SUPPORTED, connected, found_server
+from localllm.frontend.sockets import IS_SUPPORTED, connected, found_server, listener_pid
 
 if TYPE_CHECKING:
     from localllm.engine.attached import AttachedService, Mortal, RevivingService
@@ -148,7 +149,8 @@ def _at_server(selection: Selection, note: Callable[[str], None]) -> AttachedSer
 
     def kill() -> None:  # as the server does where its own requests wait
         with contextlib.suppress(OSError):
-            os.kill(pids[0], signal.SIGKILL)
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
 
     return AttachedService(
         selection.files.directory,
@@ -186,13 +188,15 @@ def _wanted(selection: Selection) -> dict[str, Any]:
 
 
 def _connect(server: Server, wanted: Mapping[str, Any], pids: list[int]) -> socket.socket:
-    """To the engine, when it is loaded. pids: takes its process's id in. Raises EngineGoneError, and what the server
-    refuses."""
+    """To the engine, when it is loaded. pids: takes its process's id in, where it has one here. Raises EngineGoneError,
+    and what the server refuses."""
     while True:
         try:
             told = server.ask("POST", "/attach", {**wanted, "waits": True})
-            pids.append(int(told["pid"]))
-            return connected(Path(told["socket"]))
+            sock = connected(Path(told["socket"]))
+            pid = listener_pid(sock) if sys.platform == "linux" else int(told["pid"])
+            pids += [] if pid is None else [pid]
+            return sock
         except OSError:
             why = "it has ended while it loaded the model"
             raise EngineGoneError("the server cannot be reached", why=why, fix="ask again") from None

@@ -8,6 +8,7 @@ import hashlib
 import os
 import socket
 import stat
+import struct
 import sys
 import tempfile
 from pathlib import Path
@@ -121,3 +122,12 @@ def connected(path: Path) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def listener_pid(sock: socket.socket) -> int | None:
+    """Of the process that listens at the other end, in this process's numbers, which in a container are others than
+    its own; None where it has none here, or where the system does not tell."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return None
+    pid, _uid, _gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return pid or None
