@@ -11,7 +11,9 @@ from collections.abc import Collection, Iterable, Mapping
 from math import lcm
 from typing import Any
 
+from localllm.engine.grammar.circles import holding_themselves
 from localllm.engine.grammar.keywords import BOUNDS, TYPES, all_parts, mapped
+from localllm.engine.grammar.keywords import parts as schemas
 from localllm.engine.grammar.references import pointer
 
 # The largest of 16 digits that is a double, which llguidance has bounds as.
@@ -37,9 +39,10 @@ def with_ends(schema: dict[str, Any], multiples: Iterable[int], others: Iterable
     while any(name.startswith(prefix) for name in schema.get("$defs", ())):
         prefix += "_"
     # Anything holds anything: met together, two of that would be looked at without end. Then it is bounded by itself,
-    # and not in what it holds.
+    # and not in what it holds; where it may be met with a schema that holds itself, llguidance takes nothing beside.
     is_met = any(map(_meets_others, parts))
-    anything = _bounded({}, TYPES, fraction) if is_met else {"$ref": pointer(("$defs", f"{prefix}any"))}
+    by_itself = {} if is_met and _holds_itself(schema) else _bounded({}, TYPES, fraction)
+    anything = by_itself if is_met else {"$ref": pointer(("$defs", f"{prefix}any"))}
     # A range of 16 digits takes a millisecond: one for all. Of a reference it is not known what it has in common.
     is_shared = not any("oneOf" in part for part in parts)
     names, shared = dict[str, str](), dict[str, dict[str, Any]]()
@@ -58,6 +61,16 @@ def with_ends(schema: dict[str, Any], multiples: Iterable[int], others: Iterable
     return {**found, "$defs": {**found.get("$defs", {}), **shared}} if shared else dict(found)
 
 
+def _holds_itself(schema: Mapping[str, Any]) -> bool:
+    """Whether it, or a part of it, is led to from itself."""
+    places = {pointer(steps): (steps, part) for steps, part in all_parts(schema) if isinstance(part, Mapping)}
+    held = {
+        place: {part.get("$ref", ""), *(pointer((*steps, *way)) for way, _ in schemas(part))} & places.keys()
+        for place, (steps, part) in places.items()
+    }
+    return bool(holding_themselves(held))
+
+
 def _meets_others(part: Mapping[str, Any]) -> bool:
     num_led = len(part.get("allOf", ())) + sum(key in part for key in ("$ref", "anyOf", "oneOf"))
     return num_led + any(key in part for key in _HOLDS) > 1 or {"properties", "patternProperties"} <= part.keys()
@@ -72,9 +85,9 @@ def _ended(part: dict[str, Any], fraction: Mapping[str, float], anything: dict[s
     given = part.get("type", TYPES)
     types = {given} if isinstance(given, str) else set(given)
     found = _bounded(part, types, fraction)
-    if "array" in types:
+    if "array" in types and anything:
         found.setdefault("items", anything)
-    if "object" in types:
+    if "object" in types and anything:
         found.setdefault("additionalProperties", anything)
     return found
 
