@@ -21,6 +21,7 @@ from localllm.engine.events import TokenEvent
 from localllm.engine.sequence import Sequence
 from localllm.server import listening, replying
 from localllm.server.answering import Mail, Piece
+from localllm.server.openai.completion_tokens import ChoiceTeller
 from localllm.server.served import Capacity
 from tests.cli_support import write_checkpoint
 from tests.patience import PATIENCE_S
@@ -128,6 +129,27 @@ def test_who_goes_is_not_computed_for(
             wait_for(lambda count=before + 1 + (phase == "queued"): num_cancelled(endless) == count)
     assert endless.engine.prefix is not None
     endless.engine.prefix.check_integrity()
+
+
+def test_who_goes_while_a_completion_is_made_ready_leaves_no_answer_behind(
+    connect: Connect, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def made_slowly(*given: Any, **named: Any) -> ChoiceTeller:
+        begun.set()
+        goes_on.wait(PATIENCE_S)
+        return ChoiceTeller(*given, **named)
+
+    monkeypatch.setattr("localllm.server.openai.completions.ChoiceTeller", made_slowly)
+    raw = connect(server)
+    raw.post("/v1/completions", {"prompt": ["Once", "A tale"], "n": 2, "max_tokens": 2})
+    try:
+        assert begun.wait(PATIENCE_S)
+        raw.close()
+        server.wait_until_idle()
+    finally:
+        goes_on.set()
 
 
 def test_what_a_reader_has_not_taken_is_one_piece_of_text() -> None:
