@@ -344,10 +344,11 @@ class AttachedService:
     # Whether it moves on
 
     def _waits(self) -> bool:
-        """Whether anybody waits for the other side."""
+        """Whether anybody waits for the other side; also where it has said nothing since a look was given up."""
         if self._sock is None or self._is_closed or self._has_ended or self.is_asked:
             return False
-        return bool(self._recipients or self._calls or not self._settled.is_set())
+        is_silent = self._unanswered == self.watchdog.num_heard
+        return bool(self._recipients or self._calls or is_silent or not self._settled.is_set())
 
     def _convict(self, why: str) -> None:
         with self._lock:

@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from localllm import hub
 from localllm.config import ResolvedSettings, format_bytes
-from localllm.errors import EngineClosedError, EngineGoneError, LocalLLMError, ModelNotFoundError
+from localllm.errors import (
+    EngineClosedError,
+    EngineGoneError,
+    EngineStuckError,
+    LocalLLMError,
+    ModelChangedError,
+    ModelNotFoundError,
+)
 from localllm.frontend.engine_process import Caps, Foreseen
 from localllm.frontend.selection import Selection, locate, with_defaults
 from localllm.frontend.warm_files import keep_warm
@@ -36,6 +43,7 @@ T = TypeVar("T")
 _PREPARING_THREADS = 2  # templates and tokenizers, while the loop goes on; as many again look at the disk
 _SHARE = 0.9  # of the memory that is free when the server starts, as a model by itself would take
 _AT_REST_S = 0.5  # for which files that were written are left alone, before they are read
+_REST_WAIT_S = 10.0  # for which that is waited for
 _LOOK_S = 0.2  # between two looks at a model that is to leave: programs that use it by its own socket may
 _MOST_KEPT_S = 1e9  # thirty years: what is longer is for good, and may be more than a clock can tell
 _ROOM_S = 600.0  # for which a model waits for those before it to be done
@@ -256,6 +264,8 @@ class Pool:
         return task
 
     async def _in_turn(self, served: Served) -> None:
+        if await self.has_changed(served):
+            await self._at_rest(served)
         async with self._turn:
             if self._is_closed:
                 raise EngineClosedError("the server is shutting down")
@@ -276,14 +286,21 @@ class Pool:
         files = served.selection.files
         return await self.off_loop(lambda: hub.contents(hub.current(files).directory))
 
+    async def _at_rest(self, served: Served) -> None:
+        """Returns when the files of a model have been left alone. Raises ModelChangedError where they are not. Others
+        are loaded meanwhile."""
+        until, contents = time.monotonic() + _REST_WAIT_S, ""
+        while contents != (contents := await self._contents(served)):
+            if time.monotonic() > until:
+                why = f"for {_REST_WAIT_S:.0f} s they have not been left alone"
+                raise ModelChangedError(f"the files of {served.name} are being written", why=why, fix="ask again")
+            await asyncio.sleep(_AT_REST_S)
+
     async def _put_away(self, served: Served) -> None:
-        """Unloads what was loaded from files that are others now: when those have come to rest, and nothing is asked of
-        it. Raises RequestError where that takes too long."""
+        """Unloads what was loaded from files that are others now, as soon as nothing is asked of it. Raises
+        RequestError where that takes too long."""
         served.is_leaving = True
         try:
-            contents = ""
-            while contents != (contents := await self._contents(served)):
-                await asyncio.sleep(_AT_REST_S)
             await self._until_idle(served, lambda: self._still_answers(served))
             self._note(f"the files of {served.name} have changed: it is loaded anew")
             keep_s = served.keep_s
@@ -412,6 +429,8 @@ class Pool:
             return False
         try:
             status = await asyncio.to_thread(engine.status)
+        except EngineStuckError:  # it may be busy with what others ask; if it is not, it is ended, and gone
+            return False
         except LocalLLMError:
             return True
         served.last_used = max(served.last_used, time.monotonic() - status.idle_s)

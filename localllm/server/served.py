@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from localllm.engine.checking import require_same
 from localllm.engine.facts import EngineFacts
+from localllm.engine.grammar.definition import defined
+from localllm.engine.request import Grammar
 from localllm.errors import (
     BugError,
     EngineClosedError,
@@ -25,15 +27,17 @@ from localllm.frontend.engine_process import EngineProcess
 from localllm.frontend.selection import Selection, told_of
 from localllm.registry import BUILT_IN
 from localllm.server.answering import Answers
-from localllm.server.asking import Ask, joined, no_form, prepare
+from localllm.server.asking import Ask, Asked, joined, no_form, prepare
 from localllm.server.failures import RequestError, busy
 from localllm.server.metrics import Metrics
+from localllm.server.tools.grammars import schema_source
 from localllm.server.trials import Trials
 
 if TYPE_CHECKING:
     from localllm.engine.facts import LoadedEngine, Service
-    from localllm.engine.request import Pooling, Request, SamplingParams
+    from localllm.engine.request import Pooling, SamplingParams
     from localllm.hub import ModelFiles
+    from localllm.server.tools.calling import Toolset
 
 T = TypeVar("T")
 
@@ -225,8 +229,7 @@ class Served:
         # It may have left since its name was asked for; while it has these places it does not.
         engine = self.engine_if_loaded or await self.ready()
         prepared = await self.off_loop(lambda: [prepare(ask, engine) for ask in asks])
-        for ask, each in zip(asks, prepared, strict=True):
-            await self._try_out(ask, each.requests[0], engine)
+        prepared = [await self._tried(ask, each, engine) for ask, each in zip(asks, prepared, strict=True)]
         count = self.house.metrics.count_answer
         renewed = partial(self._renewed, engine.contents)
         return Answers(self._loaded_service(), joined(prepared), closed, count, renewed)
@@ -238,14 +241,30 @@ class Served:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.to_thread(self.service.wait_ended), _NOTICED_S)
 
-    async def _try_out(self, ask: Ask, request: Request, engine: LoadedEngine) -> None:
-        """Raises RequestError for a grammar that cannot be honoured."""
+    async def _tried(self, ask: Ask, asked: Asked, engine: LoadedEngine) -> Asked:
+        """The same, or with other tools that take any object where the schema of one is what cannot be honoured. Raises
+        RequestError for a grammar that cannot be."""
+        request = asked.requests[0]
         if request.grammar is None:
-            return
+            return asked
         try:
             await self.house.trials.check((self.name, request.grammar), lambda: engine.check(request))
         except GrammarError as error:
-            raise no_form(ask, error) from None
+            if ask.tools is None or ask.tools.unheld or not (unheld := await self._unheld(ask.tools)):
+                raise no_form(ask, error) from None
+            ask = replace(ask, tools=replace(ask.tools, unheld=unheld))
+            return await self._tried(ask, await self.off_loop(lambda: prepare(ask, engine)), engine)
+        return asked
+
+    async def _unheld(self, tools: Toolset) -> dict[str, GrammarError]:
+        """Why no call can be held to the schemas of some, each tried by itself."""
+        found: dict[str, GrammarError] = {}
+        for tool in tools.choices:
+            schema = Grammar("json_schema", schema_source(tool))
+            error = await self.house.trials.verdict(schema, partial(defined, schema))
+            if error is not None:
+                found[tool.name] = error
+        return found
 
     async def _renewed(self, contents: str) -> Service:
         """Of an engine whose process has ended. contents: of the files that the request was made for. Raises as

@@ -7,6 +7,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from localllm.errors import GrammarError
 from localllm.server.failures import busy
@@ -14,18 +15,20 @@ from localllm.server.failures import busy
 AT_ONCE = 2
 MOST_WAITING = 16  # beside those: of ones that explode, for ten seconds
 _MOST_KEPT = 32  # as an engine keeps them
+_MOST_VERDICTS = 256  # of schemas by themselves: twice a request's tools
 
 
 class Trials:
     """key: which grammar, of which model. off_loop: for what is cheap."""
 
-    def __init__(self, off_loop: Callable[[Callable[[], None]], Awaitable[None]]) -> None:
+    def __init__(self, off_loop: Callable[[Callable[[], object]], Awaitable[object]]) -> None:
         self._off_loop = off_loop
         self._threads = ThreadPoolExecutor(AT_ONCE, "localllm-trial")
-        self._under_way: dict[Hashable, asyncio.Future[None]] = {}
+        self._under_way: dict[Hashable, asyncio.Future[Any]] = {}
+        self._verdicts: OrderedDict[Hashable, GrammarError | None] = OrderedDict()
         self._passed: OrderedDict[Hashable, None] = OrderedDict()
 
-    async def check(self, key: Hashable, check: Callable[[], None]) -> None:
+    async def check(self, key: Hashable, check: Callable[[], object]) -> None:
         """Of those who ask for one new grammar, the others wait for the first; what is wrong with a request, and not
         with its grammar, is its own. Raises what `check` does; RequestError where too many wait."""
         while (other := self._under_way.get(key)) is not None:
@@ -43,10 +46,23 @@ class Trials:
         trial.add_done_callback(lambda done: self._ended(key, done))
         await asyncio.shield(trial)
 
+    async def verdict(self, key: Hashable, check: Callable[[], object]) -> GrammarError | None:
+        """What a check has against its grammar; None for nothing. Remembered, also what is wrong. Raises as `check` for
+        the rest."""
+        if key not in self._verdicts:
+            try:
+                await self.check(key, check)
+                self._verdicts[key] = None
+            except GrammarError as error:
+                self._verdicts[key] = GrammarError(error.what, why=error.why, fix=error.fix)
+            while len(self._verdicts) > _MOST_VERDICTS:
+                self._verdicts.popitem(last=False)
+        return self._verdicts.get(key)
+
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _ended(self, key: Hashable, trial: asyncio.Future[None]) -> None:
+    def _ended(self, key: Hashable, trial: asyncio.Future[Any]) -> None:
         del self._under_way[key]
         if trial.cancelled() or _failure(trial) is not None:
             return
@@ -55,5 +71,5 @@ class Trials:
             self._passed.popitem(last=False)
 
 
-def _failure(trial: asyncio.Future[None]) -> BaseException | None:
+def _failure(trial: asyncio.Future[Any]) -> BaseException | None:
     return None if trial.cancelled() else trial.exception()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import openai
@@ -395,6 +395,28 @@ def test_an_answer_that_is_no_call_has_the_form_that_it_has_to_have(client: open
     assert (said.content or "").startswith("{")
     error = refused(server, tools=OPENAI_TOOLS, structured_outputs={"regex": "a+"})
     assert error["param"] == "structured_outputs" and "tools" in error["message"]
+
+
+UNHELD: Mapping[str, Any] = {
+    "a word's end": {"type": "string", "pattern": r"\bfoo\b"},
+    "an open group": {"type": "string", "pattern": "(a"},
+    "a large multiple": {"type": "integer", "multipleOf": 5_000_000_000},
+    "nothing between": {"type": "integer", "minimum": 3, "maximum": 2},
+}
+
+
+@pytest.mark.parametrize("schema", UNHELD.values(), ids=UNHELD)
+def test_a_tool_to_which_no_call_can_be_held_fails_no_request_for_the_others(server: Running, schema: Any) -> None:
+    """Also where only the attempt to compile it tells."""
+    parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    bad = {"type": "function", "function": {"name": "bad", "parameters": parameters}}
+    tools = [*OPENAI_TOOLS, bad]
+    clock = {"type": "function", "function": {"name": "clock"}}
+    for asked in ({"tool_choice": "required"}, {"parallel_tool_calls": False}, {"tool_choice": clock}):
+        reply = server.post(PATH, {**GREEDY, "tools": tools, **asked})
+        assert reply.status_code == 200, reply.text
+    error = refused(server, tools=tools, tool_choice={"type": "function", "function": {"name": "bad"}})
+    assert error["param"] == "tools" and f"tools[{len(tools) - 1}], 'bad'" in error["message"]
 
 
 @pytest.mark.supports("openai", "/v1/chat/completions", "structured output: refused: a form that cannot be held to")

@@ -404,6 +404,52 @@ def changing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running
         yield server, folder
 
 
+def test_a_model_whose_files_are_being_written_keeps_no_other_from_being_loaded(
+    other: Path, texts: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("localllm.server.pool._REST_WAIT_S", 3.0)
+    folder = write_checkpoint(tmp_path / "copied")
+    written, stop = threading.Event(), threading.Event()
+
+    def write() -> None:
+        while not stop.wait(0.05):
+            os.utime(folder / "config.json")
+            written.set()
+
+    with running(folder, in_processes=True, also=[other]) as server, ThreadPoolExecutor() as threads:
+        said(server, "copied")
+        threads.submit(write)
+        try:
+            assert written.wait(PATIENCE_S)
+            refused = threads.submit(server.post, "/v1/completions", {**TEXT, "model": "copied"})
+            assert said(server, "other") == texts["other"]
+            error = refused.result(PATIENCE_S).json()["error"]
+        finally:
+            stop.set()
+        assert error["code"] == "model_changed" and "being written" in error["message"]
+        said(server, "copied")
+
+
+def test_an_engine_that_does_not_say_whether_it_is_idle_is_not_taken_for_it(other: Path) -> None:
+    """Programs that have attached may wait for its answers, of which the server knows nothing."""
+    with running(in_processes=True, also=[other]) as server:
+        process = process_of(server, "tiny")
+        assert process.pid is not None
+        engine, asked = server.served.engine_if_loaded, threading.Event()
+
+        def status() -> EngineStatus:
+            asked.set()
+            raise EngineStuckError("the engine does not answer", why="it was asked 5 s ago")
+
+        assert engine is not None
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine, "status", status)
+            server.post("/api/generate", {"model": "tiny", "keep_alive": 0})
+            assert asked.wait(PATIENCE_S)
+            assert server.served.service is not None
+        wait_for(lambda: server.served.service is None)
+
+
 def test_a_prompt_of_what_a_model_was_is_not_answered_by_what_it_is(changing: tuple[Running, Path]) -> None:
     server, folder = changing
     said(server, "teller")

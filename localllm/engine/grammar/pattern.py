@@ -12,7 +12,10 @@ _ESCAPE = re.compile(
 # One that is not ended goes to the end: else every bracket would be looked at from there to the end.
 _CLASS = re.compile(r"\\.|\[(\^?)((?:\\.|[^\]\\])*)(?:\]|\\?\Z)", re.DOTALL)
 # Behind everything that only looks like one: an escape, a class.
-_BACKTRACKING = re.compile(r"\\[^1-9k]|\[(?:\\.|[^\]\\])*\]|(?P<look>\(\?<?[=!])|(?P<back>\\(?:[1-9]|k<))", re.DOTALL)
+_BACKTRACKING = re.compile(
+    r"(?P<word>\\[bB])|\\[^1-9k]|\[(?:\\.|[^\]\\])*\]|(?P<look>\(\?<?[=!])|(?P<back>\\(?:[1-9]|k<))", re.DOTALL
+)
+_REFUSED = {"word": "asks where a word ends (\\b, \\B)", "look": "looks around", "back": "refers back to a group"}
 _PARSE_ERROR = re.compile(r"regex parse error:\n {4}(.*)\n( *)\^+\nerror: (.*)")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # that JSON writes as \u alone, and the last
@@ -23,9 +26,10 @@ def why_not(pattern: str) -> str:
     for found in _CLASS.finditer(pattern):
         if found[2] and _CLASS_OPERATOR.search(_ESCAPE.sub("", found[2])):
             return "has an operator in a class: && -- ~~ or a second [ (write \\[)"
-    kinds = {found.lastgroup for found in _BACKTRACKING.finditer(pattern)} - {None}
-    if kinds:
-        return "looks around" if "look" in kinds else "refers back to a group"
+    kinds = {found.lastgroup for found in _BACKTRACKING.finditer(pattern)}
+    for kind, why in _REFUSED.items():
+        if kind in kinds:
+            return why
     if has_control(_ESCAPE.sub(_meant, _CLASS.sub(_single, pattern))):
         return "wants a control character, which an answer cannot have"
     return ""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from localllm.errors import GrammarError
 from localllm.frontend.tool_words import told_arguments
 from localllm.server.failures import RequestError
 
@@ -36,12 +37,14 @@ class Tool:
 @dataclass(frozen=True)
 class Toolset:
     """What a model may call. callable: the names of those that it may call this time; the others are told, so that the
-    prompt stays the same. must_call: its answer is a call. one_call: at most one."""
+    prompt stays the same. must_call: its answer is a call. one_call: at most one. unheld: by name, why no call of a
+    tool can be held to its schema, as far as that was found out by trying."""
 
     tools: tuple[Tool, ...]
     callable: tuple[str, ...]
     must_call: bool = False
     one_call: bool = False
+    unheld: Mapping[str, GrammarError] = field(default_factory=dict, compare=False)
 
     @property
     def is_constrained(self) -> bool:

@@ -125,14 +125,21 @@ def _text(text: str) -> str:
 def _schema_of(tools: Toolset, tool: Tool) -> str:
     """Any object, of a tool to which no call can be held; one that has to be, as there is no other to call or it is
     strict, is refused. Raises RequestError, naming the tool."""
-    is_said = not tool.parameters or "properties" in tool.parameters  # what it takes
     try:
-        return _compact(json.dumps(tool.schema if is_said else {"type": "object", **tool.parameters}))
+        if (known := tools.unheld.get(tool.name)) is not None:
+            raise GrammarError(known.what, why=known.why, fix=known.fix)
+        return _compact(schema_source(tool))
     except GrammarError as error:
         if not tool.strict and not (tools.must_call and len(tools.choices) == 1):
             return _compact(ANY_OBJECT.source)
         what = f"tools[{tools.tools.index(tool)}], {tool.name!r}: {error.what}"
         raise RequestError(400, what, why=error.why, fix=error.fix, param="tools", name="invalid_grammar") from None
+
+
+def schema_source(tool: Tool) -> str:
+    """The JSON Schema of what it takes: any object, where it says nothing of that."""
+    is_said = not tool.parameters or "properties" in tool.parameters
+    return json.dumps(tool.schema if is_said else {"type": "object", **tool.parameters})
 
 
 def _compact(source: str) -> str:
