@@ -18,6 +18,7 @@ from localllm.frontend.harmony import is_harmony
 from localllm.frontend.thinking import (
     LEVEL,
     SWITCHES,
+    THOUGHT_MARKS,
     Splitter,
     begins_in_thought,
     effort_variables,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 _NOT_FOR_CLIENTS = {"messages", "tools", "add_generation_prompt", "tokenize", "chat_template", *SPECIAL_ROLES}
 _MOST_VARIABLES = 256 << 10  # characters of all of them as JSON: of megabytes a template makes seconds of work
+_ENDING_IDS = 12  # in which a template's mark is found
 _MOST_LOGPROBS = 1 << 20  # that one reply may have: each is 200 bytes while it is made
 
 
@@ -226,14 +228,24 @@ def _fitted(ask: Ask, engine: LoadedEngine, ctx: int, manner: Manner | None) -> 
         return Fitted(tuple(engine.tokenizer.encode(prompt, special=True, bos=True)))
     assert manner is not None
     chat = chat_of(prompt, engine, ask.effort, ask.effort_field, usual_effort=ask.usual_effort)
-    tail = [*manner.tail_ids, *_said_ids(ask, engine)]
 
     def encode(messages: Sequence[Message]) -> list[int]:
-        return [*encode_chat(engine.template, engine.tokenizer, manner.told(replace(chat, messages=messages))), *tail]
+        told = manner.told(replace(chat, messages=messages))
+        ids = [*encode_chat(engine.template, engine.tokenizer, told), *manner.tail_ids]
+        return [*ids, *engine.tokenizer.encode(_closing(ask, engine, ids), special=True), *_said_ids(ask, engine)]
 
     if ask.evicts:
         return fit_turns(chat.messages, encode, ctx, ask.sampling.max_tokens)
     return Fitted(tuple(encode(chat.messages)))
+
+
+def _closing(ask: Ask, engine: LoadedEngine, ids: Sequence[int]) -> str:
+    """Of the thought that the template has opened, where an answer was begun that goes on outside of it."""
+    marks = (*THOUGHT_MARKS, *THOUGHT_MARKS.values())
+    if not ask.said or any(mark in ask.said for mark in marks) or not begins_in_thought(engine.tokenizer, ids):
+        return ""
+    ending = engine.tokenizer.decode(list(ids[-_ENDING_IDS:]), skip_special=False).rstrip()
+    return next(f"{close}\n\n" for opened, close in THOUGHT_MARKS.items() if ending.endswith(opened))
 
 
 def _said_ids(ask: Ask, engine: LoadedEngine) -> list[int]:

@@ -268,7 +268,8 @@ def test_developers_speak_as_the_system_where_a_template_knows_no_other(
     [
         ("", "", False, False),
         ("<think>\n", "", True, True),
-        ("<think>\n", "Hm", True, True),
+        ("<think>\n", "Hm", False, False),
+        ("<think>\n", "<think>Hm", True, True),
         ("<think>\n", "Hm</think>So", False, False),
         ("{# <think> #}", "So", False, False),
         ("", "<think>Hm", True, False),
@@ -281,6 +282,14 @@ def test_an_answer_begins_in_the_thought_that_the_template_has_opened(
     telling(PLAIN + tail)
     reader = prepare(Ask(CHAT, said=said), engine).new_reader()
     assert (reader is not None and reader.is_thinking, reader is not None) == (is_thinking, splits or is_thinking)
+
+
+def test_what_is_begun_goes_on_behind_the_thought_that_the_template_has_opened(
+    engine: Engine, telling: Callable[[str], None]
+) -> None:
+    telling(PLAIN + "<think>")
+    ids = prepare(Ask(CHAT, said="Once upon"), engine).requests[0].prompt_ids
+    assert engine.tokenizer.decode(list(ids), skip_special=False).endswith("<think></think>\n\nOnce upon")
 
 
 # The server

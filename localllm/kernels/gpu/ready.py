@@ -30,9 +30,9 @@ _failures: dict[str, str] = {}
 _RETRY_S = 3600.0  # a check that did not get to its end is not repeated at every start
 _FOR_EVER = 1e18  # forgotten
 # Two hundred variants take a tenth of a second to half a second of the processor each. What hangs without using it is
-# given up as well, in a time in which a machine that is busy gets there.
+# given up as well, before an engine that does not move on while it loads is ended, which is after 600 s.
 _CPU_S = 300.0
-_WAIT_S = 1800.0
+_WAIT_S = 540.0
 
 
 @cache

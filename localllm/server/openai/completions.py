@@ -105,17 +105,17 @@ async def completions(call: Call, body: CompletionBody) -> Response:
     refuse_stream_options(body)
     n, prompts = body.n or 1, prompt_list(body.prompt)
     ask = _ask(body, served)
-    tokenizer, echoes, tells = served.engine().tokenizer, bool(body.echo), body.logprobs is not None
     answers = await served.ask(*(replace(ask, prompt=each) for each in prompts))
     own = answers.asked.requests[:: ask.choosing.num_requests(n)]  # the first of each prompt
     try:
+        tokenizer, echoes, tells = served.engine().tokenizer, bool(body.echo), body.logprobs is not None
         tellers = await served.off_loop(
             lambda: [
                 ChoiceTeller(tokenizer, prompt, request.prompt_ids, echoes=echoes, tells=tells)
                 for prompt, request in zip(prompts, own, strict=True)
             ]
         )
-    except BaseException:  # the client has gone
+    except BaseException:  # the client has gone, or the engine
         answers.close()
         raise
     head: dict[str, Any] = {"id": new_id("cmpl-"), "object": "text_completion", "created": int(time.time())}
