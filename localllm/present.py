@@ -23,6 +23,7 @@ def is_link(path: Path) -> bool:
     return os.path.islink(path)  # noqa: PTH114
 
 
-def nearest_folder(path: Path) -> Path:
-    """The path, or of those above it the first that is a folder: what is made there will be on its disk."""
-    return next(each for each in (path.absolute(), *path.absolute().parents) if is_folder(each))
+def nearest(path: Path) -> Path:
+    """The path, or of those above it the first that is there. Where that is a folder, what is made at the path will be
+    on its disk; where it is none, nothing can be made there."""
+    return next(each for each in (path.absolute(), *path.absolute().parents) if is_there(each))

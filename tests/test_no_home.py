@@ -62,6 +62,8 @@ def test_what_needs_no_folder_works(tmp_path: Path) -> None:
     assert run_cli("plan", "tiny").code == 0
     doctor = run_cli("doctor", "--json").json["checks"]
     assert not any("could not be examined" in check["detail"] for check in doctor)
+    told = {check["name"]: check for check in doctor}
+    assert "Not a directory" in told["packed"]["detail"] and told["packed"]["status"] == "fail", told
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localllm.config import user_directories
-from localllm.present import is_link, nearest_folder
+from localllm.present import is_folder, is_link, nearest
 
 PAGE_TOKENS = 64
 MOST_BYTES = 8 << 30  # where nobody asked for more: 130 thousand tokens of Mistral 7B in INT8
@@ -98,9 +98,10 @@ def default_limit_bytes(directory: Path, held_bytes: int) -> int:
 
 
 def free_bytes(directory: Path) -> int:
-    """On the disk that `directory` is, or will be, on; 0 where that cannot be known."""
+    """On the disk that `directory` is, or will be, on; 0 where it cannot be, and where that cannot be known."""
+    existing = nearest(directory)
     with suppress(OSError):
-        return shutil.disk_usage(nearest_folder(directory)).free
+        return shutil.disk_usage(existing).free if is_folder(existing) else 0
     return 0
 
 

@@ -15,7 +15,7 @@ from localllm.cli.remedies import raise_cgroup_limit
 from localllm.config import format_bytes, format_figure
 from localllm.frontend.plan_picture import when_measured
 from localllm.offload.machine_memory import ROOT, SELF_CGROUP, memory_limits
-from localllm.present import nearest_folder
+from localllm.present import nearest
 
 _GIB = 1 << 30
 _RAM_WANTED_BYTES = 4 * _GIB
@@ -95,7 +95,9 @@ def check_disk() -> Finding:
     from localllm.hub import HubSettings
 
     folder = HubSettings.from_environment().cache_dir
-    usage = shutil.disk_usage(nearest_folder(folder))
+    if refused := _refusal_to_write(folder):
+        return warn(f"no model can be kept: {refused}", "export HF_HUB_CACHE=/a/folder/of/yours")
+    usage = shutil.disk_usage(nearest(folder))
     detail = f"{format_bytes(usage.free)} free of {format_bytes(usage.total)} under {folder}"
     if usage.free < _DISK_WANTED_BYTES:
         return warn(f"{detail}: too little for the larger models", "localllm list")
@@ -111,7 +113,7 @@ def check_packed() -> Finding:
     if refused:
         return fail(refused, _NO_ROOM_FIX)
     taken = sum(model.size_bytes for source in packed_sources() for model in source.models)
-    free = shutil.disk_usage(nearest_folder(folder)).free
+    free = shutil.disk_usage(nearest(folder)).free
     detail = f"{format_bytes(taken)} of packed weights in {folder}, {format_bytes(free)} free there"
     if free < _PACKED_WANTED_BYTES:
         return warn(f"{detail}: too little for a model of 7 billion parameters", _NO_ROOM_FIX)
@@ -171,7 +173,7 @@ def disk_speed(folder: Path) -> tuple[float, str] | None:
 
 def _refusal_to_write(folder: Path) -> str:
     """Why no file can be made in it, or in what exists above it; "" where one can."""
-    existing = nearest_folder(folder)
+    existing = nearest(folder)
     try:
         with tempfile.TemporaryFile(dir=existing):
             return ""

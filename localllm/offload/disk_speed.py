@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from pathlib import Path
 
-from localllm.present import nearest_folder
+from localllm.present import nearest
 
 _LEAST_BYTES = 1 << 26
 _CHUNK_BYTES = 8 << 20
@@ -107,7 +107,7 @@ def disk_file(directory: Path, most_bytes: int) -> Iterator[DiskFile | None]:
 
     It takes no more than a quarter of the room that is left, and nothing below 64 MiB where more was asked for.
     """
-    existing = nearest_folder(directory)
+    existing = nearest(directory)
     num_bytes = min(most_bytes, shutil.disk_usage(existing).free // 4) // _CHUNK_BYTES * _CHUNK_BYTES
     with contextlib.ExitStack() as stack:
         try:

@@ -35,7 +35,7 @@ from localllm.offload.floors import MemoryFloor
 from localllm.offload.format_rates import FormatRates, format_rates
 from localllm.offload.host_buffer import give_back_freed
 from localllm.offload.plan import Rates
-from localllm.present import nearest_folder
+from localllm.present import nearest
 from localllm.quant.weight_format import WeightFormat
 
 _VERSION = 4  # of the kept file: one of another version is measured anew
@@ -360,7 +360,7 @@ def _path() -> Path:
 
 
 def _disk_number() -> int:
-    return nearest_folder(user_directories().cache).stat().st_dev
+    return nearest(user_directories().cache).stat().st_dev
 
 
 def _cpu_name() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -14,16 +15,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from starlette.types import Message
 
-from localllm.config import Settings
-from localllm.errors import DoesNotFitError, LocalLLMError, UsageError
+from localllm.config import Settings, load_settings
+from localllm.errors import DoesNotFitError, LocalLLMError, ModelChangedError, UsageError
 from localllm.server.guard import Admission
 from localllm.server.replicas.affinity import Affinity
 from localllm.server.replicas.beginning import CHUNK_BYTES, beginning_of
 from localllm.server.replicas.call import Call
 from localllm.server.replicas.fleet import _require_listener, _told_by_replica, require_ray, share_of
 from localllm.server.replicas.front import Front, ReplicaGoneError, create_front
-from localllm.server.replicas.replica import ReplicaError
-from tests.cli_support import run_cli
+from localllm.server.replicas.replica import Replica, ReplicaError, Role
+from localllm.server.served import Capacity
+from tests.cli_support import run_cli, write_checkpoint
 
 LONG = "Tales of the sea, and of those who sail it. " * 20
 GIB = 1 << 30
@@ -323,3 +325,15 @@ def test_without_the_extra_the_error_has_the_command_that_installs_it(monkeypatc
 def test_flags_that_replicas_cannot_honour_are_refused_by_name(flags: list[str], word: str) -> None:
     result = run_cli("serve", "--port", "0", *flags)
     assert result.code == 2 and word in result.err
+
+
+def test_a_replica_whose_files_are_others_is_no_healthy_one_when_they_have_been_left_alone(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "teller")
+    settings = load_settings({}, environ={})
+    replica = Replica(Role(str(folder), settings, Capacity(), (), "mean", needs_key=False, is_alone=False))
+    for _ in range(3):
+        replica.check_health()
+    write_checkpoint(folder, seed=1)
+    replica.check_health()
+    with pytest.raises(ModelChangedError):
+        replica.check_health()

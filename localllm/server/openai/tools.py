@@ -105,7 +105,7 @@ class ObjectFormat(Body):
 
 
 class NamedSchema(Body):
-    name: Name | None = None
+    name: Annotated[Name | None, Ignored("the model is not told of the form")] = None
     description: Annotated[Label | None, Ignored("the model is not told of the form")] = None
     schema_: Schema = None
     strict: Annotated[bool | None, Field(description="A schema is held to in any case.")] = None

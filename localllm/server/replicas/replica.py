@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import Message
 
+from localllm import hub
 from localllm.config import ResolvedSettings
+from localllm.engine.checking import require_unchanged
 from localllm.engine.service import EngineService
-from localllm.errors import LocalLLMError
+from localllm.errors import LocalLLMError, ModelNotFoundError
 from localllm.frontend.opening import Opening, open_engine
 from localllm.frontend.selection import Selection, locate, told_of
 from localllm.server.app import create_router, endpoints_of
@@ -54,6 +56,7 @@ class Replica:
     """Loads its engine when it is made: Ray sends it nothing before."""
 
     _pool: Pool | None = None
+    _contents = ""  # of the model's files, at the last look
 
     def __init__(self, role: Role) -> None:
         """Raises ReplicaError."""
@@ -87,9 +90,14 @@ class Replica:
             raise ReplicaError(told_of(error, selection.files, selection.resolved)) from None
 
     def check_health(self) -> None:
-        """Ray asks every second, and starts the replica anew where its engine is broken. Raises RequestError then."""
+        """Ray asks every second, and starts the replica anew where its engine is broken, or its model's files are
+        others and have been left alone for that second. Raises RequestError, ModelChangedError then."""
         assert self._pool is not None
-        self._pool.first.engine()
+        loaded, directory = self._pool.first.engine().contents, hub.current(self._pool.first.selection.files).directory
+        with contextlib.suppress(ModelNotFoundError):  # what is in memory still answers; a new replica could not
+            before, self._contents = self._contents, hub.contents(directory)
+            if self._contents == before:
+                require_unchanged(directory, loaded)
 
     async def answer(self, call: Call) -> AsyncIterator[Message]:
         """The messages of the reply, as ASGI has them; what was said meanwhile comes as one. Whoever cancels it has
