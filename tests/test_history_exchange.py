@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from localllm.errors import UsageError
+from localllm.frontend.thinking import kept_apart
 from localllm.history import History, Session, exchange
 from localllm.history.imports import read_conversations
+from localllm.history.records import IN_THOUGHT
 from tests.history_support import ask, said
 
 
@@ -42,13 +44,62 @@ def test_an_export_comes_back_as_it_went(path: Path, tmp_path: Path) -> None:
     with History.open(path) as history:
         conversations = [history.conversation(each) for each in (a_tree(history), ask(history)[0])]
     file = tmp_path / "chats.json"
-    file.write_text(json.dumps(exchange.as_json(conversations)))
+    file.write_text(json.dumps(exchange.as_json(conversations, kept_apart)))
     with History.open(tmp_path / "other" / "conversations.db") as other:
         added = [other.add(conversation) for conversation in read_conversations(file)]
         assert [count for _, count in added] == [5, 1]
         assert [other.conversation(session) for session, _ in added] == conversations
         assert [other.add(conversation)[1] for conversation in read_conversations(file)] == [0, 0]
         assert other.count() == 2
+
+
+THOUGHTS = [
+    ("<think>\nHm.\n</think>\n\nSo.", False, "Hm.\n", "So."),
+    ("[THINK]Hm </think>[/THINK]So.", False, "Hm </think>", "So."),
+    ("Hm.</think>\n\nSo.", True, "Hm.", "So."),
+    ("Hm.", True, "Hm.", ""),
+    ("<think>\n\n</think>\n\nSo.", False, "", "So."),
+    ("<think>a</think>\n<think>b</think>So.", False, "ab", "So."),
+    ("<think>aaa</think>a", False, "aaa", "a"),
+]
+WHOLE = ["\n\n So. ", "The mark </think> ends it.", " <", ""]
+
+
+@pytest.mark.parametrize(("content", "begins", "thought", "answer"), THOUGHTS)
+def test_thoughts_are_exported_beside_the_answer_and_come_back_as_they_were(
+    path: Path, content: str, begins: bool, thought: str, answer: str
+) -> None:
+    with History.open(path) as history:
+        session, question = ask(history)
+        history.append(session, question, "assistant", content, facts={IN_THOUGHT: True} if begins else {})
+        conversation = history.conversation(history.refresh(session))
+    data = json.loads(json.dumps(exchange.as_json([conversation], kept_apart)))
+    message = data["sessions"][0]["messages"][-1]
+    assert (message["content"], message["reasoning_content"]) == (answer, thought)
+    assert exchange.from_json(data) == [conversation]
+    del message["thought_marks"]
+    assert exchange.from_json(data)[0].messages[-1].content == f"<think>\n{thought}</think>\n\n{answer}"
+
+
+@pytest.mark.parametrize("content", WHOLE)
+@pytest.mark.parametrize("role", ["user", "assistant", "tool"])
+def test_what_has_no_thought_is_exported_as_it_stands(path: Path, content: str, role: str) -> None:
+    with History.open(path) as history:
+        session, question = ask(history, "<think>a</think>b")
+        history.append(session, question, role, content)
+        conversation = history.conversation(history.refresh(session))
+        assert "> " not in exchange.as_markdown(session, history.path(session), kept_apart).replace("think> ", "")
+    exported = exchange.as_json([conversation], kept_apart)["sessions"][0]
+    assert exported == {**dataclasses.asdict(conversation), "messages": exported["messages"]}
+    assert exported["messages"] == list(map(dataclasses.asdict, conversation.messages))
+
+
+def test_a_thought_is_quoted_in_markdown_and_a_code_block_in_it_ends_with_it(path: Path) -> None:
+    with History.open(path) as history:
+        session, question = ask(history)
+        history.append(session, question, "assistant", "<think>\nHm.\n\n```\nx\n</think>\n\nSo.")
+        text = exchange.as_markdown(session, history.path(history.refresh(session)), kept_apart)
+    assert text.endswith("## Model\n\n> Hm.\n>\n> ```\n> x\n\nSo.\n")
 
 
 def test_a_chat_that_has_grown_gets_what_is_new_and_one_that_grew_here_stays_shown(path: Path, tmp_path: Path) -> None:
@@ -90,6 +141,14 @@ BROKEN: dict[str, Any] = {
     "a parent that comes later": lambda data: data["sessions"][0]["messages"].reverse(),
     "a uid twice": lambda data: data["sessions"][0]["messages"].append(data["sessions"][0]["messages"][0]),
     "a state": lambda data: data["sessions"][0]["messages"][0].update(state="odd"),
+    "a thought that is none": lambda data: data["sessions"][0]["messages"][0].update(reasoning_content=3),
+    "an answer that is none": lambda data: data["sessions"][0]["messages"][0].update(
+        reasoning_content="", content=None
+    ),
+    "marks that are none": lambda data: data["sessions"][0]["messages"][0].update(
+        reasoning_content="", thought_marks=["", 3]
+    ),
+    "marks of no thought": lambda data: data["sessions"][0]["messages"][0].update(thought_marks=["", ""]),
     "fields that are none": lambda data: data["sessions"][0]["messages"][0].update(fields=[]),
 }
 
@@ -97,7 +156,7 @@ BROKEN: dict[str, Any] = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_an_export_that_was_changed_by_hand_is_refused_by_what_is_wrong(path: Path, tmp_path: Path, name: str) -> None:
     with History.open(path) as history:
-        data = json.loads(json.dumps(exchange.as_json([history.conversation(a_tree(history))])))
+        data = json.loads(json.dumps(exchange.as_json([history.conversation(a_tree(history))], kept_apart)))
     BROKEN[name](data)
     file = tmp_path / "chats.json"
     file.write_text(json.dumps(data))
@@ -136,7 +195,7 @@ def test_markdown_has_what_is_shown_and_says_what_was_interrupted(path: Path) ->
         history.append(session, question, "assistant", "Not this one.")
         history.append(session, question, "assistant", "To the", state="interrupted")
         session = history.refresh(session)
-        text = exchange.as_markdown(session, history.path(session))
+        text = exchange.as_markdown(session, history.path(session), kept_apart)
     assert text.startswith(f"# Where to?\n\n`{session.id}` · ")
     assert text.endswith("## You\n\nWhere to?\n\n## Model\n\nTo the\n\n*(interrupted)*\n")
 
@@ -290,7 +349,7 @@ def test_an_answer_that_was_exported_half_is_whole_after_the_next_import(path: P
 
 def test_a_number_that_no_json_has_is_refused_before_it_is_kept(path: Path, tmp_path: Path) -> None:
     with History.open(path) as history:
-        text = json.dumps(exchange.as_json([history.conversation(ask(history)[0])]))
+        text = json.dumps(exchange.as_json([history.conversation(ask(history)[0])], kept_apart))
     file = tmp_path / "chats.json"
     file.write_text(text.replace('"facts": {}', '"facts": {"x": 1e400}', 1))
     with pytest.raises(UsageError, match="no JSON"):
@@ -327,5 +386,5 @@ def test_what_follows_an_answer_that_was_cut_in_a_code_block_is_not_in_it(path: 
         )
         history.append(session, answer, "user", "~~~~\na\n~~~\n~~~~~")
         session = history.refresh(session)
-        text = exchange.as_markdown(session, history.path(session))
+        text = exchange.as_markdown(session, history.path(session), kept_apart)
     assert text.endswith("~~~\n```\n\n*(interrupted)*\n\n## You\n\n~~~~\na\n~~~\n~~~~~\n")

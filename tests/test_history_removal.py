@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from localllm.frontend.thinking import kept_apart
 from localllm.history import GoneError, History, Session, exchange, search
 from tests.history_support import ask, said
 
@@ -103,7 +104,9 @@ def test_a_pin_stays_through_export_and_import_and_moves_nothing(path: Path) -> 
         assert history.pin(first, True).is_pinned
         assert [session.title for session, _ in history.sessions()] == ["second", "first"]
         assert not history.pin(history.pin(second, True), False).is_pinned
-        (conversation,) = exchange.from_json(json.loads(json.dumps(exchange.as_json([history.conversation(first)]))))
+        (conversation,) = exchange.from_json(
+            json.loads(json.dumps(exchange.as_json([history.conversation(first)], kept_apart)))
+        )
     with History.open(path.with_name("other.db")) as other:
         assert other.add(conversation)[0].is_pinned
 

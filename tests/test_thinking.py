@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
+from localllm.config import load_settings
 from localllm.engine.chat_template import ChatTemplate
 from localllm.engine.request import Grammar
 from localllm.errors import UsageError
+from localllm.frontend.dialogue import Dialogue
+from localllm.frontend.exporting import export_chat
 from localllm.frontend.harmony import HarmonySplitter
 from localllm.frontend.thinking import Thinking, effort_variables
 from localllm.hub.names import TINY_DIRECTORY
@@ -255,6 +258,101 @@ def test_a_chat_that_is_gone_on_with_shows_its_last_answer_alone(thinkers: dict[
     run_cli("chat", thinkers["opening"], "--plain", stdin=b"Hi.\n")
     resumed = run_cli("chat", "--resume", "--plain", stdin=b"")
     assert ANSWER in resumed.err and THOUGHT not in resumed.err
+
+
+# What is written of it
+
+
+def talk(model: Path, *lines: str, flags: tuple[str, ...] = ()) -> Result:
+    result = run_cli("chat", model, "--plain", *flags, stdin="".join(f"{line}\n" for line in lines).encode())
+    assert result.code == 0 and "error" not in result.err, result.err
+    return result
+
+
+def next_prompt(model: Path) -> str:
+    """Of the chat that is kept last."""
+    return run_cli("run", model, "-c", "-p", "And then?", "--show-prompt").out.decode()
+
+
+@pytest.mark.parametrize("name", ["switched", "opening", "keeping"])
+def test_a_saved_chat_has_the_answer_alone_and_goes_on_as_if_it_was_never_saved(
+    thinkers: dict[str, Path], own_home: Path, tmp_path: Path, name: str
+) -> None:
+    model, first, second = thinkers[name], tmp_path / "a.json", tmp_path / "b.json"
+    talk(model, "Hi.", f"/save {first}", "And?")
+    prompt = next_prompt(model)
+    messages = json.loads(first.read_text())["messages"]
+    assert messages == [
+        {"role": "user", "content": "Hi."},
+        {"role": "assistant", "content": ANSWER, "reasoning_content": THOUGHT},
+    ]
+    talk(model, f"/load {first}", f"/save {second}", "And?")
+    assert next_prompt(model) == prompt and second.read_text() == first.read_text()
+    first.write_text(json.dumps([*messages, {"role": "user", "content": "And then?"}]))
+    asked = run_cli("run", model, "--messages", first, "--show-prompt").out.decode()
+    talk(model, "Hi.")
+    assert asked == next_prompt(model) and THOUGHT not in asked
+
+
+@pytest.mark.parametrize(("name", "most"), [("switched", "3"), ("opening", "1")])
+def test_an_answer_that_was_cut_in_its_thought_is_saved_as_that(
+    thinkers: dict[str, Path], own_home: Path, tmp_path: Path, name: str, most: str
+) -> None:
+    first, second = tmp_path / "a.json", tmp_path / "b.json"
+    talk(thinkers[name], "Hi.", f"/save {first}", flags=("--max-tokens", most))
+    cut = json.loads(first.read_text())["messages"][-1]
+    assert cut == {"role": "assistant", "content": "", "reasoning_content": THOUGHT}
+    talk(thinkers[name], f"/load {first}", f"/save {second}")
+    assert second.read_text() == first.read_text()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": "\n\n </think> ends a thought."},
+        {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": [{"id": "a"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "<think>a</think>b"}]},
+        {"role": "assistant", "content": "b", "reasoning_content": "a </think> b [/THINK]"},
+        {"role": "user", "content": "<think>a</think>b", "reasoning_content": "c"},
+    ],
+)
+def test_a_message_is_saved_as_it_was_loaded(message: dict[str, Any], tmp_path: Path) -> None:
+    dialogue = Dialogue(load_settings({}))
+    dialogue.load([message])
+    dialogue.save(tmp_path / "a.json", overwrite=False)
+    assert json.loads((tmp_path / "a.json").read_text())["messages"] == [message]
+
+
+@pytest.mark.parametrize("name", ["switched", "opening"])
+def test_a_kept_chat_is_shown_and_exported_with_the_answer_alone(
+    thinkers: dict[str, Path], own_home: Path, tmp_path: Path, name: str
+) -> None:
+    talk(thinkers[name], "Hi.")
+    shown = run_cli("sessions", "show", "last").out.decode()
+    assert f"## Model\n\n> {THOUGHT}\n\n{ANSWER}\n" in shown and "think>" not in shown
+    assert run_cli("sessions", "export", "last").out.decode() == shown
+    told = run_cli("sessions", "show", "last", "--json").json["messages"]
+    assert "reasoning_content" not in told[0]
+    assert (told[1]["content"], told[1]["reasoning_content"]) == (ANSWER, THOUGHT)
+    export_chat("last", tmp_path / "a.json")
+    question, answer = json.loads((tmp_path / "a.json").read_text())["sessions"][0]["messages"]
+    assert "reasoning_content" not in question
+    assert (answer["content"], answer["reasoning_content"]) == (ANSWER, THOUGHT)
+
+
+def test_an_imported_chat_goes_on_as_the_one_that_was_exported(
+    thinkers: dict[str, Path], own_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("switched", "opening", "keeping"):
+        file = tmp_path / f"{name}.json"
+        monkeypatch.setenv("LOCALLLM_HOME", str(tmp_path / name))
+        talk(thinkers[name], "Hi.")
+        prompt = next_prompt(thinkers[name])
+        assert run_cli("sessions", "export", "--all", "-o", file).code == 0
+        monkeypatch.setenv("LOCALLLM_HOME", str(tmp_path / f"{name}-2"))
+        assert run_cli("sessions", "import", file).code == 0
+        assert next_prompt(thinkers[name]) == prompt
+        assert run_cli("sessions", "export", "--all", "--format", "json").out == file.read_bytes()
 
 
 # Harmony

@@ -20,6 +20,7 @@ from localllm.cli.output import SCHEMA_VERSION
 from localllm.errors import HistoryError, UsageError
 from localllm.frontend.exporting import replace_file
 from localllm.frontend.keeping import moved_text
+from localllm.frontend.thinking import kept_apart
 
 if TYPE_CHECKING:
     from localllm.history import History, Hit, Session
@@ -103,18 +104,20 @@ def show_session(context: typer.Context, session: Chat, as_json: options.AsJson 
         found = history.find(session)
         path = history.path(found)
     if not as_json:
-        front.output.verbatim(exchange.as_markdown(found, path))
+        front.output.verbatim(exchange.as_markdown(found, path, kept_apart))
         return
     messages = [
         {
             "role": message.role,
-            "content": message.fields.get("content", message.content),
+            "content": message.fields.get("content", answer),
+            **({"reasoning_content": thought} if thought else {}),
             "state": message.state,
             "model": message.model,
             "created": message.created,
             "facts": message.facts,
         }
         for message in path
+        for thought, answer in [exchange.told_apart(message, kept_apart)]
     ]
     fields = {**session_fields(found, len(path)), "system": found.system}
     front.output.json({"schema_version": SCHEMA_VERSION, "session": fields, "messages": messages}, indent=2)
@@ -190,10 +193,10 @@ def export_sessions(
     with _opened(front) as history:
         found = _chosen(history, sessions, everything, "export")
         if chosen == "json":
-            value = exchange.as_json(map(history.conversation, found))
+            value = exchange.as_json(map(history.conversation, found), kept_apart)
             text = json.dumps(value, ensure_ascii=False, indent=1) + "\n"
         else:
-            text = "\n".join(exchange.as_markdown(session, history.path(session)) for session in found)
+            text = "\n".join(exchange.as_markdown(session, history.path(session), kept_apart) for session in found)
     if file is None:
         front.output.verbatim(text)
         return

@@ -16,11 +16,12 @@ from localllm.config import ACCEPTED, Origin, ResolvedSettings, accepted, unknow
 from localllm.errors import UsageError
 from localllm.frontend.exporting import replace_file, write_new
 from localllm.frontend.text_file import read_text_file
-from localllm.frontend.thinking import told_apart
+from localllm.frontend.thinking import kept_apart, with_thought
 
 Message = dict[str, Any]
 
 _SET = Origin("flag", "/set")
+_THOUGHT = "reasoning_content"  # of a message in a file
 # What `/set` may change while a model is loaded.
 SETTABLE = (
     "max_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "frequency_penalty",
@@ -64,11 +65,17 @@ class Dialogue:
         return joined([self._spoken(message) for message in messages])
 
     def _spoken(self, message: Message) -> Message:
-        content = message.get("content")
-        if message["role"] != "assistant" or not isinstance(content, str):
+        return {**message, "content": self._apart(message)[1]} if _is_answer(message) else message
+
+    def _saved(self, message: Message) -> Message:
+        """With what was thought beside the answer."""
+        if not _is_answer(message):
             return message
-        thought, said, _ = told_apart(content, is_thinking=self.begins_in_thought(message))
-        return {**message, "content": said} if thought else message
+        thought, answer = self._apart(message)
+        return {**message, "content": answer, **({_THOUGHT: thought} if thought else {})}
+
+    def _apart(self, answer: Message) -> tuple[str, str]:
+        return kept_apart(answer["content"], is_thinking=self.begins_in_thought(answer))
 
     def begins_in_thought(self, turn: Message) -> bool:
         return any(turn is each for each in self.thinking)
@@ -172,7 +179,7 @@ class Dialogue:
         if not self.messages:
             why = "a file without messages is one that /load refuses"
             raise UsageError("there is nothing to save: no message stands", why=why, fix="ask first, then /save")
-        content = {"messages": self.messages, "add_generation_prompt": True}
+        content = {"messages": list(map(self._saved, self.messages)), "add_generation_prompt": True}
         (replace_file if overwrite else write_new)(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
 
     def load(self, messages: list[Message]) -> None:
@@ -183,7 +190,7 @@ class Dialogue:
             raise UsageError("the system message is no text", why="its content must be one string", fix="/load FILE")
         self.clear()
         self.system = system
-        self.turns = messages[1:] if has_system else list(messages)
+        self.turns = list(map(_kept, messages[1:] if has_system else messages))
 
 
 def joined(messages: Sequence[Message]) -> list[Message]:
@@ -195,6 +202,19 @@ def joined(messages: Sequence[Message]) -> list[Message]:
         else:
             found.append(message)
     return found
+
+
+def _is_answer(message: Message) -> bool:
+    return message["role"] == "assistant" and isinstance(message.get("content"), str)
+
+
+def _kept(message: Message) -> Message:
+    """With what was thought in front of the answer; one that calls tools stays as it is."""
+    thought = message.get(_THOUGHT)
+    if not _is_answer(message) or not isinstance(thought, str) or not thought or message.get("tool_calls"):
+        return message
+    rest = {name: value for name, value in message.items() if name != _THOUGHT}
+    return {**rest, "content": with_thought(thought, message["content"])}
 
 
 def _is_text(message: Message) -> bool:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from localllm.errors import UsageError
+from localllm.frontend.thinking import kept_apart
 from localllm.history import History, Session, exchange, history_file
 
 _MOST_NAMED = 50  # characters of a title in a file's name
@@ -32,8 +33,11 @@ def export_chat(session_id: str, path: Path) -> None:
 def exported(history: History, session: Session, path: Path) -> str:
     """The chat as a file of this name has it. Raises HistoryError."""
     if path.suffix.casefold() == ".json":
-        return json.dumps(exchange.as_json([history.conversation(session)]), ensure_ascii=False, indent=1) + "\n"
-    return exchange.as_markdown(session, history.path(session))
+        return (
+            json.dumps(exchange.as_json([history.conversation(session)], kept_apart), ensure_ascii=False, indent=1)
+            + "\n"
+        )
+    return exchange.as_markdown(session, history.path(session), kept_apart)
 
 
 def proposed_name(title: str) -> str:

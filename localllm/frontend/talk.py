@@ -28,7 +28,16 @@ from localllm.frontend.dialogue import Dialogue, Message
 from localllm.frontend.keeping import Keeper, kept_answer
 from localllm.frontend.miss import NEW, Explanation, explain
 from localllm.frontend.selection import Selection
-from localllm.frontend.thinking import NO_THOUGHTS, Effort, Thinking, answer_ids, effort_of, thinking_of
+from localllm.frontend.thinking import (
+    NO_THOUGHTS,
+    THOUGHT_MARKS,
+    Effort,
+    Thinking,
+    answer_ids,
+    begins_in_thought,
+    effort_of,
+    thinking_of,
+)
 
 if TYPE_CHECKING:
     from localllm.cache.miss import CacheMiss
@@ -122,10 +131,17 @@ class Talk:
             raise UsageError("there is no answer to go on with", why="the last message is none", fix=fix)
         answer = turns.pop()
         try:
-            return self._asked(answer["content"])
+            return self._asked(self._begun(answer["content"]))
         except LocalLLMError:
             turns.append(answer)
             raise
+
+    def _begun(self, said: str) -> str:
+        """The beginning of an answer without the mark of a thought that the template opens itself."""
+        opened = next((mark for mark in THOUGHT_MARKS if said.startswith(mark)), None)
+        if opened is None or not begins_in_thought(self.engine.tokenizer, self.encode(self.dialogue.messages)):
+            return said
+        return said.removeprefix(opened).lstrip("\n")
 
     def _asked(self, said: str) -> Asked:
         from localllm.engine.chat_template import ChatInput

@@ -181,6 +181,19 @@ def told_apart(text: str, *, is_thinking: bool = False) -> tuple[str, str, bool]
     return thought, answer, splitter.is_thinking
 
 
+def kept_apart(text: str, *, is_thinking: bool = False) -> tuple[str, str]:
+    """(thought, answer) of what is kept of an answer; one without a thought stays as it stands."""
+    has_thought = is_thinking or text.lstrip().startswith(tuple(THOUGHT_MARKS))
+    return told_apart(text, is_thinking=is_thinking)[:2] if has_thought else ("", text)
+
+
+def with_thought(thought: str, answer: str) -> str:
+    """What is kept of them, as `kept_apart` takes it. answer: "" where it was cut in its thought."""
+    pairs = THOUGHT_MARKS.items()
+    opened, close = next((pair for pair in pairs if pair[1] not in thought), (OPENS, CLOSES))
+    return f"{opened}\n{thought}" + (f"{close}\n\n{answer}" if answer else "")
+
+
 def begins_in_thought(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> bool:
     """Whether the answer to a prompt does, as its template has opened one."""
     return opens_thought(_ending(tokenizer, prompt_ids))

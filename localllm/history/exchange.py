@@ -11,27 +11,55 @@ import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
-from typing import Any
+from typing import Any, Protocol
 
 from localllm.errors import UsageError
-from localllm.history.records import Conversation, Message, Said, Session, is_time
+from localllm.history.records import IN_THOUGHT, Conversation, Message, Said, Session, is_time
 
 FORMAT = "localllm-chats"
 FORMAT_VERSION = 1
 _ROLES = {"user": "You", "assistant": "Model"}
 _TEXTS = ("uid", "role", "content", "id", "title")
 _NULLABLE = ("parent", "model", "system", "head")
+_THOUGHT, _MARKS = "reasoning_content", "thought_marks"  # of an exported message
+_USUAL_MARKS = ["<think>\n", "</think>\n\n"]
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})(.*)")
 _FIX = "localllm sessions export --all -o chats.json"
 
 
-def as_json(conversations: Iterable[Conversation]) -> dict[str, Any]:
+class Apart(Protocol):
+    """(thought, answer) of what is kept of an answer. is_thinking: it begins in the thought."""
+
+    def __call__(self, text: str, *, is_thinking: bool) -> tuple[str, str]: ...
+
+
+def told_apart(message: Message | Said, apart: Apart) -> tuple[str, str]:
+    """(thought, answer) of a message; of one that is no answer all of it is said."""
+    if message.role != "assistant" or "content" in message.fields:
+        return "", message.content
+    return apart(message.content, is_thinking=message.facts.get(IN_THOUGHT) is True)
+
+
+def as_json(conversations: Iterable[Conversation], apart: Apart) -> dict[str, Any]:
     """The object that `from_json` reads back; every branch is in it."""
     return {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
-        "sessions": [asdict(conversation) for conversation in conversations],
+        "sessions": [
+            {**asdict(conversation), "messages": [_exported(said, apart) for said in conversation.messages]}
+            for conversation in conversations
+        ],
     }
+
+
+def _exported(said: Said, apart: Apart) -> dict[str, Any]:
+    """With what was thought beside the answer, and the marks between which it was written."""
+    thought, answer = told_apart(said, apart)
+    if answer == said.content:
+        return asdict(said)
+    front = said.content.removesuffix(answer)
+    marks = front.split(thought, 1) if thought else [front]  # a single one: of several thoughts, or an empty one
+    return {**asdict(said), "content": answer, _THOUGHT: thought, _MARKS: marks}
 
 
 def from_json(data: Mapping[str, Any]) -> list[Conversation]:
@@ -46,18 +74,27 @@ def from_json(data: Mapping[str, Any]) -> list[Conversation]:
     return [_conversation(session, f"session {index}") for index, session in enumerate(sessions)]
 
 
-def as_markdown(session: Session, path: Sequence[Message]) -> str:
-    """What the session shows, to be read."""
+def as_markdown(session: Session, path: Sequence[Message], apart: Apart) -> str:
+    """What the session shows, to be read: what was thought is a quotation."""
     about = (f"`{session.id}`", format_time(session.created), session.model)
     parts = [f"# {session.title}", " · ".join(text for text in about if text)]
     if session.system:
         parts += ["## System", session.system]
     for message in path:
         role = _ROLES.get(message.role, message.role.capitalize())
-        parts += [f"## {role}", _closed(message.content.strip("\n"))]
+        thought, answer = told_apart(message, apart)
+        parts.append(f"## {role}")
+        if thought.strip():
+            parts.append(_quoted(thought.strip("\n")))
+        if answer.strip("\n") or not thought.strip():
+            parts.append(_closed(answer.strip("\n")))
         if message.state != "complete":
             parts.append("*(interrupted)*")
     return "\n\n".join(parts) + "\n"
+
+
+def _quoted(text: str) -> str:
+    return "\n".join(f"> {line}".rstrip() for line in text.splitlines())
 
 
 def _closed(text: str) -> str:
@@ -93,7 +130,7 @@ def _conversation(data: object, where: str) -> Conversation:
     known: set[str] = set()
     for index, message in enumerate(messages):
         place = f"message {index} of {where}"
-        one = Said(**_values(message, Said, place))
+        one = Said(**_values(_whole(message, place), Said, place))
         if one.state not in ("complete", "interrupted", "writing"):
             raise _malformed(place, "state", "complete or interrupted")
         if one.uid in known or (one.parent is not None and one.parent not in known):
@@ -103,6 +140,19 @@ def _conversation(data: object, where: str) -> Conversation:
     if values.get("head") is not None and values["head"] not in known:
         raise _malformed(where, "head", "one of its messages")
     return Conversation(**values, messages=tuple(said))
+
+
+def _whole(data: object, where: str) -> object:
+    """A message as it is kept: what was thought in front of the answer."""
+    if not isinstance(data, dict) or _THOUGHT not in data:
+        return data
+    thought, marks, answer = data[_THOUGHT], data.get(_MARKS, _USUAL_MARKS), data.get("content")
+    if not (isinstance(thought, str) and isinstance(answer, str)):
+        raise _malformed(where, _THOUGHT if isinstance(answer, str) else "content", "a text")
+    if not (isinstance(marks, list) and all(isinstance(mark, str) for mark in marks)):
+        raise _malformed(where, _MARKS, "a list of texts")
+    rest = {name: value for name, value in data.items() if name not in (_THOUGHT, _MARKS)}
+    return {**rest, "content": thought.join(marks) + answer}
 
 
 def _values(data: object, kind: type[Conversation] | type[Said], where: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from pathlib import Path
@@ -254,6 +255,26 @@ async def test_a_thought_that_is_gone_on_with_stays_a_thought(monkeypatch: pytes
         await pilot.press("f6")
         await until(pilot, lambda: "A fox." in shown(app) and not app.chat.is_answering)
         assert "thought: " in shown(app) and "may be" not in shown(app)
+
+
+async def test_a_thought_that_was_saved_is_gone_on_with_where_the_template_opens_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    service = FakeService([" a fox.</think>A fox."])
+    monkeypatch.setattr(service.engine, "encode", lambda _: [ord(character) for character in "<assistant><think>\n"])
+    answer = {"role": "assistant", "content": "", "reasoning_content": "It may be"}
+    (tmp_path / "a.json").write_text(json.dumps([{"role": "user", "content": "Who?"}, answer]))
+    app = chat_app(service)
+    async with running(app) as pilot:
+        app.chat.take_command(f"/load {tmp_path / 'a.json'}")
+        await until(pilot, lambda: app.chat.num_turns == 2)
+        await pilot.press("f6")
+        await until(pilot, lambda: "A fox." in shown(app) and not app.chat.is_answering)
+        assert "".join(map(chr, service.requests[-1].prompt_ids)) == "<assistant><think>\nIt may be"
+        app.chat.take_command(f"/save {tmp_path / 'b.json'}")
+        await until(pilot, lambda: (tmp_path / "b.json").exists())
+    saved = json.loads((tmp_path / "b.json").read_text())["messages"][-1]
+    assert saved == {"role": "assistant", "content": "A fox.", "reasoning_content": "It may be a fox."}
 
 
 async def test_a_thought_that_was_interrupted_is_a_thought_when_the_chat_is_opened_again(

@@ -16,6 +16,7 @@ from localllm.errors import LocalLLMError
 from localllm.frontend import slash
 from localllm.frontend.answer import statistics
 from localllm.frontend.text import one_line, printable, visible
+from localllm.frontend.thinking import kept_apart
 from localllm.history import content_of
 from localllm.tui import messages
 from localllm.tui.code_blocks import code_blocks
@@ -79,6 +80,7 @@ class ChatScreen(Screen[None]):
         self._draft = draft
         self._shows_statistics = shows_statistics
         self._turns: tuple[messages.Turn, ...] = ()
+        self._thinking: frozenset[int] = frozenset()  # which of them are answers that begin in a thought
         self._is_answering = False
         self._is_asked = False
         self._is_loading = False
@@ -180,7 +182,7 @@ class ChatScreen(Screen[None]):
         if self._turns and not (message.turns and message.turns[0] is self._turns[0]):  # another conversation
             self.notice.clear()
             self.status.run_now = Run()
-        self._turns = message.turns
+        self._turns, self._thinking = message.turns, message.thinking
         if self.writing.editing is not None and not any(turn is self.writing.editing for turn in message.turns):
             self.writing.leave_edit()
         await self.transcript.show(message.turns, message.ending, message.thinking)
@@ -412,9 +414,9 @@ class ChatScreen(Screen[None]):
         view = event.view
         match event.what:
             case "copy":
-                self.copy(view.text, "the message")
+                self.copy(view.said, "the message")
             case "code":
-                self.pick_code(view.text)
+                self.pick_code(view.said)
             case "fork":
                 self.set_focus(self.composer)
                 self.unless_answering(lambda: self.desk.fork(view.index + 1))
@@ -446,9 +448,11 @@ class ChatScreen(Screen[None]):
 
     @property
     def answer_text(self) -> str:
-        """Of the last answer."""
-        found = (turn for turn in reversed(self._turns) if turn["role"] == "assistant")
-        return next((content_of(turn)[0] for turn in found), "")
+        """Of the last answer, without what was thought."""
+        index = next((i for i, turn in reversed([*enumerate(self._turns)]) if turn["role"] == "assistant"), None)
+        if index is None:
+            return ""
+        return kept_apart(content_of(self._turns[index])[0], is_thinking=index in self._thinking)[1]
 
     @work
     async def pick_code(self, text: str) -> None:

@@ -10,7 +10,7 @@ from textual.widget import Widget
 from textual.widgets import Static
 
 from localllm.frontend.text import visible
-from localllm.frontend.thinking import Splitter, split
+from localllm.frontend.thinking import Splitter, kept_apart, split
 from localllm.history import content_of
 from localllm.tui.messages import Turn
 from localllm.tui.widgets.clear import Clear
@@ -64,8 +64,13 @@ class MessageView(Widget, can_focus=True):
 
     @property
     def text(self) -> str:
-        """What was said."""
+        """All of it, as it is kept."""
         return "" if self.turn is None else content_of(self.turn)[0]
+
+    @property
+    def said(self) -> str:
+        """What of it is copied: of an answer not what was thought."""
+        return self.text
 
     def action_want(self, what: str) -> None:
         self.post_message(self.Wanted(self, what))
@@ -122,6 +127,10 @@ class AnswerView(Clear, MessageView):
     @property
     def text(self) -> str:
         return "".join(self._said) if self.turn is None else super().text
+
+    @property
+    def said(self) -> str:
+        return kept_apart(self.text, is_thinking=self._is_thinking)[1]
 
     @property
     def document(self) -> Document:
