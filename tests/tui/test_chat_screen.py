@@ -291,8 +291,7 @@ async def test_the_answer_alone_is_copied_without_what_was_thought(
 ) -> None:
     copied: list[str] = []
     monkeypatch.setattr(ChatApp, "copy_to_clipboard", lambda _, text: copied.append(text))
-    plain = "\n\n The mark </think> ends a thought."
-    service = FakeService([f"```\nhm\n```\n</think>\n\n{CODE}", plain])
+    service = FakeService([f"```\nhm\n```\n</think>\n\n{CODE}"])
     monkeypatch.setattr(service.engine, "encode", lambda _: [ord(character) for character in "<assistant><think>\n"])
     app = chat_app(service)
     async with running(app) as pilot:
@@ -301,20 +300,25 @@ async def test_the_answer_alone_is_copied_without_what_was_thought(
             app.chat.take_command(line)
         await until(pilot, lambda: (tmp_path / "a.json").exists())
         assert copied[0] == CODE and "print('fox')" in copied[1]
+        before = app.chat.session_id
         app.chat.take_command(f"/load {tmp_path / 'a.json'}")
-        await until(
-            pilot, lambda: app.chat.session_id is not None and app.chat.num_turns == 2 and "hm" not in shown(app)
-        )
-        await pilot.press("ctrl+up", "c")
-        await until(pilot, lambda: copied[-1] == CODE and len(copied) == 3)
-        await pilot.press("y")
+        await until(pilot, lambda: app.chat.session_id not in (before, None))
+        assert "thought: 3 words" in shown(app) and "print('fox')" in shown(app)
+        await pilot.press("ctrl+up", "c", "y")
         await until(pilot, lambda: isinstance(app.screen, CodePicker))
-        assert "print('fox')" in shown(app) and "hm" not in shown(app)
-        await pilot.press("escape", "escape")
-        monkeypatch.setattr(service.engine, "encode", lambda _: [ord(character) for character in "<assistant>"])
-        await say(pilot, "And?")
+        assert copied[2:] == [CODE] and "1  python" in shown(app) and "hm" not in shown(app)
+
+
+async def test_an_answer_without_a_thought_is_copied_as_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[str] = []
+    monkeypatch.setattr(ChatApp, "copy_to_clipboard", lambda _, text: copied.append(text))
+    plain = "\n\n The mark </think> ends a thought."
+    app = chat_app(FakeService([plain]))
+    async with running(app) as pilot:
+        await say(pilot, "What ends it?")
         app.chat.take_command("/copy")
-        await until(pilot, lambda: copied[-1] == plain)
+        await pilot.press("escape", "ctrl+up", "c")
+        await until(pilot, lambda: copied == [plain, plain])
 
 
 async def test_the_picker_copies_or_saves_a_code_block(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
