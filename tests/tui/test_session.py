@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from localllm.errors import HistoryError
 from localllm.history import History
 from tests.cli_support import write_checkpoint
 from tests.history_support import said
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, wait_for
 
 pytestmark = [
     pytest.mark.slow,
@@ -74,9 +75,18 @@ class Tmux:
 
     def ask(self, text: str) -> None:
         """Asks, and waits for the end of the answer."""
+        before = self._num_whole()
         self.send(text)
-        time.sleep(0.3)
+        wait_for(lambda: self._num_whole() > before)
         self.until(lambda screen: "tok/s" in screen and "cached" in screen and "esc stop" not in screen)
+
+    def _num_whole(self) -> int:
+        """Answers that are kept whole."""
+        try:
+            told = [message for chat in kept(self.home) for message in chat]
+        except HistoryError:  # it is not there yet, or is being made
+            return 0
+        return sum((role, state) == ("assistant", "complete") for role, _, state in told)
 
     def leave(self) -> str:
         self.press("C-q")
