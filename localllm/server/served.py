@@ -167,8 +167,7 @@ class Served:
         self.last_used = time.monotonic()
         try:
             async with asyncio.timeout(LOAD_WAIT_S):
-                # Who came before may have unloaded it again.
-                while self.is_leaving or self.engine_if_loaded is None or await self.house.has_changed(self):
+                while not await self._is_current():  # who came before may have unloaded it again
                     await self.load()
         except TimeoutError:
             why = f"it has taken {LOAD_WAIT_S:.0f} s so far"
@@ -179,6 +178,12 @@ class Served:
             known = told_of(error, self.selection.files, self.selection.resolved)
             raise _gone(f"{self.name} cannot be used", known) from error
         return self.engine()
+
+    async def _is_current(self) -> bool:
+        """Whether it is loaded from the files as they are, when this returns: it may leave while they are looked at."""
+        if self.is_leaving or self.engine_if_loaded is None or await self.house.has_changed(self):
+            return False
+        return not self.is_leaving and self.engine_if_loaded is not None
 
     async def load(self) -> None:
         """However long it takes. Raises what keeps it from that."""
