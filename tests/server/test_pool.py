@@ -430,6 +430,23 @@ def test_a_model_whose_files_are_being_written_keeps_no_other_from_being_loaded(
         said(server, "copied")
 
 
+def test_a_model_that_leaves_while_its_files_are_looked_at_is_loaded_again(
+    texts: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(in_processes=True) as server:
+        said(server, "tiny")
+        has_changed, looks = server.pool.has_changed, list[Served]()
+
+        async def leaving(served: Served) -> bool:
+            looks.append(served)
+            if len(looks) == 1:
+                await server.pool.unload(served)
+            return await has_changed(served)
+
+        monkeypatch.setattr(server.pool, "has_changed", leaving)
+        assert said(server, "tiny") == texts["tiny"] and len(looks) > 1
+
+
 def test_an_engine_that_does_not_say_whether_it_is_idle_is_not_taken_for_it(other: Path) -> None:
     """Programs that have attached may wait for its answers, of which the server knows nothing."""
     with running(in_processes=True, also=[other]) as server:
