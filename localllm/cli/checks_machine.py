@@ -17,6 +17,7 @@ from localllm.frontend.plan_picture import when_measured
 from localllm.offload.machine_memory import ROOT, SELF_CGROUP, memory_limits
 from localllm.present import nearest
 
+_NO_CACHE_FIX = "export HF_HUB_CACHE=/a/folder/of/yours"
 _GIB = 1 << 30
 _RAM_WANTED_BYTES = 4 * _GIB
 _DISK_WANTED_BYTES = 20 * _GIB
@@ -88,7 +89,7 @@ def check_cache() -> Finding:
 
     folder = HubSettings.from_environment().cache_dir
     refused = _refusal_to_write(folder)
-    return fail(refused, "export HF_HUB_CACHE=/a/folder/of/yours") if refused else ok(f"{folder} can be written")
+    return fail(refused, _NO_CACHE_FIX) if refused else ok(f"{folder} can be written")
 
 
 def check_disk() -> Finding:
@@ -96,7 +97,7 @@ def check_disk() -> Finding:
 
     folder = HubSettings.from_environment().cache_dir
     if refused := _refusal_to_write(folder):
-        return warn(f"no model can be kept: {refused}", "export HF_HUB_CACHE=/a/folder/of/yours")
+        return warn(f"no model can be kept: {refused}", _NO_CACHE_FIX)
     usage = shutil.disk_usage(nearest(folder))
     detail = f"{format_bytes(usage.free)} free of {format_bytes(usage.total)} under {folder}"
     if usage.free < _DISK_WANTED_BYTES:

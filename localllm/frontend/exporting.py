@@ -33,10 +33,8 @@ def export_chat(session_id: str, path: Path) -> None:
 def exported(history: History, session: Session, path: Path) -> str:
     """The chat as a file of this name has it. Raises HistoryError."""
     if path.suffix.casefold() == ".json":
-        return (
-            json.dumps(exchange.as_json([history.conversation(session)], kept_apart), ensure_ascii=False, indent=1)
-            + "\n"
-        )
+        value = exchange.as_json([history.conversation(session)], kept_apart)
+        return json.dumps(value, ensure_ascii=False, indent=1) + "\n"
     return exchange.as_markdown(session, history.path(session), kept_apart)
 
 

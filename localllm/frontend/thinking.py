@@ -199,6 +199,12 @@ def begins_in_thought(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> bool:
     return opens_thought(_ending(tokenizer, prompt_ids))
 
 
+def closing_mark(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> str:
+    """Of the thought that a template has opened at the end of a prompt; "" where it has opened none."""
+    ending = _ending(tokenizer, prompt_ids).rstrip()
+    return next((close for opened, close in THOUGHT_MARKS.items() if ending.endswith(opened)), "")
+
+
 def has_thought(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> bool:
     """Whether a template has closed a thought, so that none comes."""
     return _ending(tokenizer, prompt_ids).rstrip().endswith(tuple(THOUGHT_MARKS.values()))

@@ -21,6 +21,7 @@ from localllm.frontend.thinking import (
     THOUGHT_MARKS,
     Splitter,
     begins_in_thought,
+    closing_mark,
     effort_variables,
     has_thought,
 )
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
 _NOT_FOR_CLIENTS = {"messages", "tools", "add_generation_prompt", "tokenize", "chat_template", *SPECIAL_ROLES}
 _MOST_VARIABLES = 256 << 10  # characters of all of them as JSON: of megabytes a template makes seconds of work
-_ENDING_IDS = 12  # in which a template's mark is found
 _MOST_LOGPROBS = 1 << 20  # that one reply may have: each is 200 bytes while it is made
 
 
@@ -242,10 +242,10 @@ def _fitted(ask: Ask, engine: LoadedEngine, ctx: int, manner: Manner | None) -> 
 def _closing(ask: Ask, engine: LoadedEngine, ids: Sequence[int]) -> str:
     """Of the thought that the template has opened, where an answer was begun that goes on outside of it."""
     marks = (*THOUGHT_MARKS, *THOUGHT_MARKS.values())
-    if not ask.said or any(mark in ask.said for mark in marks) or not begins_in_thought(engine.tokenizer, ids):
+    if not ask.said or any(mark in ask.said for mark in marks):
         return ""
-    ending = engine.tokenizer.decode(list(ids[-_ENDING_IDS:]), skip_special=False).rstrip()
-    return next(f"{close}\n\n" for opened, close in THOUGHT_MARKS.items() if ending.endswith(opened))
+    close = closing_mark(engine.tokenizer, ids)
+    return close and f"{close}\n\n"
 
 
 def _said_ids(ask: Ask, engine: LoadedEngine) -> list[int]:
