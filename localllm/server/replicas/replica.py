@@ -93,8 +93,9 @@ class Replica:
         """Ray asks every second, and starts the replica anew where its engine is broken, or its model's files are
         others and have been left alone for that second. Raises RequestError, ModelChangedError then."""
         assert self._pool is not None
-        loaded, directory = self._pool.first.engine().contents, hub.current(self._pool.first.selection.files).directory
+        loaded = self._pool.first.engine().contents
         with contextlib.suppress(ModelNotFoundError):  # what is in memory still answers; a new replica could not
+            directory = hub.current(self._pool.first.selection.files).directory
             before, self._contents = self._contents, hub.contents(directory)
             if self._contents == before:
                 require_unchanged(directory, loaded)
