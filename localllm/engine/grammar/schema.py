@@ -45,6 +45,7 @@ _MOST_EXACT = 2**53  # llguidance has numbers as doubles: beyond it, and with mo
 _MOST_DIGITS = 15
 _ENFORCED = SUPPORTED - {"nullable"} | {"$schema"}  # by which the library knows the draft
 
+_OWN_PLACE = re.compile(r" while processing json-schema:///#/\$defs/_\S*")  # that `numbers.with_ends` has made
 # What llguidance says of a keyword that it cannot enforce as it stands, and whose fault that is.
 _COMPLAINTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("oneOf constraints", ("oneOf",)),
@@ -122,7 +123,7 @@ class CheckedSchema:
 
     def refuse(self, message: str) -> NoReturn:
         """What llguidance has against it, with the keyword that it is about. Raises GrammarError."""
-        why = parse_error(message) or " ".join(message.split())[:300]
+        why = parse_error(message) or _OWN_PLACE.sub("", " ".join(message.split()))[:300]
         if "Unsatisfiable" in message or "NoExtension" in message:
             raise GrammarError("no answer can meet the JSON Schema", why=why)
         if "too large" in message:
