@@ -21,9 +21,15 @@ import jinja2
 import jinja2.meta
 from jinja2.exceptions import SecurityError
 
-from localllm.engine.template_limits import MAX_DEPTH, Budget, LimitError
 from localllm.engine.template_marks import SpecialMarks
-from localllm.engine.template_sandbox import RefusalError, TemplateEnvironment
+from localllm.engine.template_sandbox import (
+    MAX_DEPTH,
+    TIME_LIMIT_S,
+    Budget,
+    LimitError,
+    RefusalError,
+    TemplateEnvironment,
+)
 from localllm.engine.tokenizer import Tokenizer, valid_unicode
 from localllm.engine.tokenizer_files import SPECIAL_ROLES, TokenizerFiles, special_roles
 from localllm.errors import CheckpointError, TemplateError, TokenizerError, UsageError
@@ -73,17 +79,23 @@ class ChatTemplate:
         origin: str = "the chat template",
         now: Callable[[], datetime] = datetime.now,
         marks: SpecialMarks | None = None,
+        time_limit_s: float = TIME_LIMIT_S,
     ) -> None:
-        """source: one template, or several by name ("default", "tool_use"). special_tokens: bos_token and the like.
+        """Compile a template. Raises TemplateError for a broken one.
 
-        origin: the file to name in errors. now: the clock of `strftime_now`. marks: for each special token that the
-        template writes, write its mark. Raises TemplateError for a broken one.
+        source: one template, or several by name ("default", "tool_use").
+        special_tokens: bos_token and the like.
+        origin: the file to name in errors.
+        now: the clock of `strftime_now`.
+        marks: write these in place of the special tokens that the template itself writes.
+        time_limit_s: processor time of one rendering.
         """
         self.sources = {"default": source} if isinstance(source, str) else dict(source)
         mark = marks.mark if marks else str
         self.special_tokens = {role: mark(text) for role, text in (special_tokens or {}).items()}
         self._origin = origin
         self._now = now
+        self._time_limit_s = time_limit_s
         self._marked: tuple[SpecialMarks, ChatTemplate] | None = None
         self._lock = threading.Lock()  # the environment has one budget
         self._environment = TemplateEnvironment(now, mark)
@@ -186,7 +198,6 @@ class ChatTemplate:
     def _compile(self, source: str) -> jinja2.Template:
         if len(source) > MAX_SOURCE_CHARS:
             raise self._error("is too long", f"{len(source)} characters; at most {MAX_SOURCE_CHARS}")
-        self._environment.budget = Budget()
         try:
             return self._environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
@@ -195,7 +206,7 @@ class ChatTemplate:
             raise self._error("cannot be compiled", f"{type(error).__name__}: {str(error)[:200]}") from error
 
     def _run(self, template: jinja2.Template, values: dict[str, Any]) -> str:
-        budget = self._environment.budget = Budget()
+        budget = self._environment.budget = Budget(self._time_limit_s)
         try:
             budget.weigh(values)
             text = self._environment.concat(template.root_render_func(template.new_context(values)))
