@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from localllm.engine.grammar.closed import close
+from localllm.engine.grammar.closed_objects import close
 from localllm.engine.grammar.definition import defined
 from localllm.errors import GrammarError
 from tests.structured.support import json_schema

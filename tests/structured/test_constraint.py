@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localllm.engine.grammar.compiled import MAX_KEPT, Grammars
+from localllm.engine.grammar.compiled import MAX_CACHED, Grammars
 from localllm.engine.request import Grammar
 from localllm.engine.tokenizer import Tokenizer
 from localllm.errors import GrammarError
@@ -191,14 +191,14 @@ def test_a_model_without_an_end_of_its_own_ends_with_the_grammar(tokenizer: Toke
 
 def test_as_many_are_kept_as_may_be_and_refusals_too(tokenizer: Tokenizer, tried_here: None) -> None:
     grammars = Grammars(tokenizer, {2}, tokenizer.vocab_size)
-    for number in range(MAX_KEPT + 5):
+    for number in range(MAX_CACHED + 5):
         grammars.check(Grammar("regex", f"a{number}"))
-    assert len(grammars) == MAX_KEPT
+    assert len(grammars) == MAX_CACHED
     for _ in range(2):
         with pytest.raises(GrammarError, match="cannot be used"):
             grammars.check(Grammar("regex", "("))
     grammars.check(Grammar("lark", "start: " + " | ".join(f'"{number:060}"' for number in range(900))))
-    assert len(grammars) <= MAX_KEPT
+    assert len(grammars) <= MAX_CACHED
 
 
 def test_answers_that_share_what_was_learnt_do_not_share_their_state(shared: Grammars, tokenizer: Tokenizer) -> None:

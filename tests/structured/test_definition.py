@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from localllm.engine.grammar import definition, trial
+from localllm.engine.grammar import compile_check, definition
+from localllm.engine.grammar.compile_check import CPU_S
 from localllm.engine.grammar.compiled import Grammars
 from localllm.engine.grammar.definition import defined
 from localllm.engine.grammar.schema import checked
-from localllm.engine.grammar.trial import CPU_S
 from localllm.engine.request import Grammar, GrammarKind
 from localllm.engine.tokenizer import Tokenizer
 from localllm.errors import BusyError, GrammarError
@@ -244,7 +244,7 @@ def test_a_trial_that_somebody_else_ends_is_not_the_fault_of_a_grammar(
 ) -> None:
     killed = tmp_path / "killed.py"
     killed.write_text("import os\nos.kill(os.getpid(), 9)\n")
-    monkeypatch.setattr(trial, "__file__", str(killed))
+    monkeypatch.setattr(compile_check, "__file__", str(killed))
     with pytest.raises(BusyError, match="could not be tried out") as busy:
         defined(Grammar("regex", "a"))
     assert "SIGKILL" in busy.value.why

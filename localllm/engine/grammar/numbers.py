@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterable, Mapping
 from math import lcm
 from typing import Any
 
-from localllm.engine.grammar.circles import holding_themselves
 from localllm.engine.grammar.keywords import BOUNDS, TYPES, all_parts, mapped
 from localllm.engine.grammar.keywords import parts as schemas
+from localllm.engine.grammar.recursion import leading_to_themselves
 from localllm.engine.grammar.references import pointer
 
 # The largest of 16 digits that is a double, which llguidance has bounds as.
@@ -68,7 +68,7 @@ def _holds_itself(schema: Mapping[str, Any]) -> bool:
         place: {part.get("$ref", ""), *(pointer((*steps, *way)) for way, _ in schemas(part))} & places.keys()
         for place, (steps, part) in places.items()
     }
-    return bool(holding_themselves(held))
+    return bool(leading_to_themselves(held))
 
 
 def _meets_others(part: Mapping[str, Any]) -> bool:

@@ -13,8 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from localllm.engine.grammar.closed import close
-from localllm.engine.grammar.ending import endless
+from localllm.engine.grammar.closed_objects import close
 from localllm.engine.grammar.formats import FORMATS, with_pattern, without_format
 from localllm.engine.grammar.keywords import (
     ANNOTATIONS,
@@ -32,6 +31,7 @@ from localllm.engine.grammar.keywords import (
 from localllm.engine.grammar.numbers import with_ends
 from localllm.engine.grammar.pattern import has_control, has_surrogate, parse_error, why_not
 from localllm.engine.grammar.references import References, pointer
+from localllm.engine.grammar.termination import endless
 from localllm.errors import GrammarError
 
 MAX_SOURCE = 256 << 10  # characters: a schema of 250 types has 60,000
