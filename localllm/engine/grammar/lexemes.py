@@ -102,7 +102,7 @@ def _ends(node: Node, ending: set[str]) -> bool:
 
 
 class _Facts(NamedTuple):
-    """What is known of the texts of a node, with sets of characters.
+    """The facts about the texts of a node, with sets of characters.
 
     is_nullable: one of them is empty.
     first: begins one.
