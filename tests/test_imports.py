@@ -77,7 +77,7 @@ def test_completion_of_a_models_name_loads_nothing_heavy(tmp_path: Path) -> None
         "localllm.errors",
         "localllm.engine.request",
         "localllm.engine.events",
-        "localllm.engine.stopping",
+        "localllm.engine.stop_strings",
         "localllm.cache.page_folder",
     ],
 )

@@ -11,7 +11,7 @@ from localllm.cli.following import follow
 from localllm.cli.front import Front
 from localllm.cli.output import SCHEMA_VERSION, Output
 from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent, TokenEvent
-from localllm.engine.overflow import NOTHING_EVICTED, Evicted
+from localllm.engine.eviction import NOTHING_EVICTED, Evicted
 from localllm.engine.request import Request
 from localllm.errors import LocalLLMError
 from localllm.frontend.answer import Answer, Heard, Stream, finished_fields, logprob_fields, silence, statistics

@@ -22,7 +22,7 @@ from localllm.cli.prompt import argument_text, has_blanks, split_positionals
 from localllm.cli.selection import select_resumed, select_text_only
 from localllm.cli.source import Encoder, Source, read_source
 from localllm.cli.structured import refuse_form_conflicts, require_met, typed_grammar
-from localllm.engine.overflow import Fitted, Message
+from localllm.engine.eviction import Fitted, Message
 from localllm.errors import ContextOverflowError, ModelNotFoundError, UsageError
 from localllm.frontend.answer import Answer
 from localllm.frontend.context import Conversation, can_be_longer, evicted_text, explain_text, is_cut_by_context
@@ -398,7 +398,7 @@ def _warn_of_cut(front: Front, engine: LoadedEngine, answers: Sequence[Answer], 
 
 def _given(source: Source, encoder: Encoder, fitted: Fitted) -> ChatInput | None:
     """The chat as the model is given it."""
-    from localllm.engine.overflow import without
+    from localllm.engine.eviction import without
 
     if source.chat is None or encoder.template is None:
         return None

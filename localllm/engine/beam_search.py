@@ -25,7 +25,7 @@ from localllm.engine.runner import Chunk
 from localllm.engine.sampler import token_logprob
 from localllm.engine.scheduler import Limits, tokens_needed
 from localllm.engine.sequence import Sequence as Running
-from localllm.engine.stopping import StopMatcher
+from localllm.engine.stop_strings import StopMatcher
 from localllm.errors import LocalLLMError, UsageError
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from localllm import hub
 from localllm.engine.chat_template import ChatInput, ChatTemplate, encode_chat
-from localllm.engine.overflow import overflow_error
+from localllm.engine.eviction import overflow_error
 from localllm.engine.request import Request, require_ids
 from localllm.engine.tokenizer import Tokenizer
 from localllm.errors import ModelChangedError, UsageError

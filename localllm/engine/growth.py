@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from localllm.engine.events import GrownEvent
+from localllm.engine.eviction import wanted_room
 from localllm.engine.kv_supply import KVSupply
 from localllm.engine.memory import is_out_of_memory, out_of_memory
-from localllm.engine.overflow import wanted_room
 from localllm.engine.residency import Residency
 from localllm.engine.sequence import Sequence as Running
 from localllm.errors import ContextOverflowError, DoesNotFitError, LocalLLMError

@@ -20,11 +20,11 @@ from localllm.engine.events import (
     TokenLogprob,
     Usage,
 )
+from localllm.engine.eviction import wanted_room
 from localllm.engine.grammar.constraint import Constraint
-from localllm.engine.overflow import wanted_room
 from localllm.engine.pooling import Pool
 from localllm.engine.request import Request
-from localllm.engine.stopping import StopMatcher
+from localllm.engine.stop_strings import StopMatcher
 
 if TYPE_CHECKING:
     from localllm.engine.beam_search import BeamSearch

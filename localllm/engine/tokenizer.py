@@ -1,7 +1,7 @@
-"""Text to token ids and back, with the tokenizer of a model folder.
+"""Encode text to token ids and back, with the tokenizer of a model folder.
 
-Owns which tokens are special, what a byte of a token is, and whether a BOS belongs in front. Knows nothing about chat
-templates, models or sampling.
+Decides which tokens are special, which bytes a token stands for, and if a BOS belongs in front. Knows nothing about
+chat templates, models or sampling.
 
 A token is special if its file flags it so, if tokenizer_config.json does, or gives it a role (bos, eos, ...) or a place
 among the additional ones, or if it has the shape of a control token (`<|...|>`, `<s>`): some files forget the flag, and
@@ -36,13 +36,12 @@ from localllm.errors import FETCH_ANEW, TokenizerError
 
 _LONG_TEXT = 1 << 16  # characters, some 20 ms; for these the library lets other threads run
 _CONTROL_SHAPE = re.compile(r"<\|.*\|>|<｜.*｜>|</?s>", re.DOTALL)
-# What the library's regular expressions call white space: Python's \s has four control characters more.
+# White space of the library's regular expressions: Python's \s has four control characters more.
 _WHITE_SPACE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 _FLAGS = ("single_word", "lstrip", "rstrip")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
-
-# What splits differently where a vocabulary is the same: numbers, white space, capitals, accents.
+# Splits differently where two tokenizers with one vocabulary differ: numbers, white space, capitals, accents.
 _PROBE = "In 2024, 12345  Bäume's  HTTPServer\n\tx=1;"
 
 
@@ -152,7 +151,7 @@ class Tokenizer:
         return ids
 
     def difference(self, other: Tokenizer) -> str:
-        """In what the ids of another one mean something else; "" where they mean the same."""
+        """Return where the ids of another tokenizer mean something else; "" where they mean the same."""
         own, others = self._backend.get_vocab(), other._backend.get_vocab()
         if own == others:
             return (
@@ -165,18 +164,18 @@ class Tokenizer:
 
     @property
     def special_texts(self) -> Collection[str]:
-        """How the special tokens are written."""
+        """The texts of the special tokens."""
         return self._special.keys()
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """The text of `ids`. Bytes that are no UTF-8 become U+FFFD; an id without a token becomes nothing."""
+        """Return the text of `ids`. Bytes that are no UTF-8 become U+FFFD; an id without a token becomes nothing."""
         if self._bytes is None:
             with library_errors(f"{self._origin} cannot decode these ids"):
                 return str(self._backend.decode(list(ids), skip_special_tokens=skip_special))
         return self.decode_bytes(ids, skip_special=skip_special).decode("utf-8", errors="replace")
 
     def decode_bytes(self, ids: Iterable[int], *, skip_special: bool = True) -> bytes:
-        """The bytes of `ids`: may begin or end within a character."""
+        """Return the bytes of `ids`, which may begin or end within a character."""
         if self._bytes is None:
             return self.decode(list(ids), skip_special=skip_special).encode()
         kept = (index for index in ids if not (skip_special and index in self.special_ids))
@@ -184,27 +183,27 @@ class Tokenizer:
 
     @property
     def leading_spaces(self) -> int | None:
-        """How many spaces decoding drops at the very start, or None where tokens have no bytes of their own."""
+        """The spaces that decoding drops at the very start; None where tokens have no bytes of their own."""
         return None if self._bytes is None else self._bytes.leading_spaces
 
     def token_bytes(self, index: int) -> bytes:
-        """The bytes that one token stands for; b"" for an id without a token."""
+        """Return the bytes that one token stands for; b"" for an id without a token."""
         known = self._byte_cache.get(index)
         if known is None:
             known = self._byte_cache[index] = self._read_bytes(index)
         return known
 
     def token_text(self, index: int) -> str:
-        """One token for people to read: bytes that are no character by themselves are shown as \\xNN."""
+        """Return one token for people to read: bytes that are no character by themselves are shown as \\xNN."""
         return self.token_bytes(index).decode("utf-8", errors="backslashreplace")
 
     def token_id(self, text: str) -> int | None:
-        """The id of the token that is written exactly so in the vocabulary, or None."""
+        """Return the id of the token that is written exactly so in the vocabulary, or None."""
         index = self._backend.token_to_id(text)
         return None if index is None else int(index)
 
     def leading_token(self, text: str) -> int | None:
-        """The id of the added token, special or not, that a text begins with; of several, the longest one's."""
+        """Return the id of the longest added token, special or not, that a text begins with."""
         begins = [index for index, content in self._added.items() if content and text.startswith(content)]
         return max(begins, key=lambda index: len(self._added[index]), default=None)
 
@@ -288,7 +287,7 @@ def valid_unicode(text: str) -> str:
 
 
 class _ByteReader:
-    """What the bytes of a token are, read from the decoder of a tokenizer.json."""
+    """Finds the bytes of a token by the decoder of a tokenizer.json."""
 
     def __init__(self, *, byte_level: bool, replaced: tuple[tuple[str, str], ...], fallback: bool, strip: int) -> None:
         self._byte_level = byte_level

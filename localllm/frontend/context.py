@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from localllm.engine.events import GrownEvent
-from localllm.engine.overflow import (
+from localllm.engine.eviction import (
     Encode,
     Evicted,
     Fitted,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from localllm.engine.overflow import without
+from localllm.engine.eviction import without
 from localllm.errors import ContextOverflowError, LocalLLMError, SettingsError, TemplateError, UsageError
 from localllm.frontend.answer import Answer, context_used
 from localllm.frontend.context import (
@@ -42,8 +42,8 @@ from localllm.frontend.thinking import (
 if TYPE_CHECKING:
     from localllm.cache.miss import CacheMiss
     from localllm.engine.events import FinishedEvent
+    from localllm.engine.eviction import Evicted
     from localllm.engine.facts import LoadedEngine
-    from localllm.engine.overflow import Evicted
     from localllm.engine.request import Request
     from localllm.hub import ModelFiles
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from localllm.engine.chat_template import ChatInput, encode_chat
-from localllm.engine.overflow import Fitted, fit_turns, overflow_error
+from localllm.engine.eviction import Fitted, fit_turns, overflow_error
 from localllm.engine.request import Grammar, Pooling, Request, SamplingParams, require_ids
 from localllm.engine.tokenizer_files import SPECIAL_ROLES
 from localllm.errors import ContextOverflowError, GrammarError, UsageError
@@ -32,8 +32,8 @@ from localllm.server.tools.manner import Manner, manner_of
 from localllm.server.tools.parts import Reader
 
 if TYPE_CHECKING:
+    from localllm.engine.eviction import Message
     from localllm.engine.facts import LoadedEngine
-    from localllm.engine.overflow import Message
 
 _NOT_FOR_CLIENTS = {"messages", "tools", "add_generation_prompt", "tokenize", "chat_template", *SPECIAL_ROLES}
 _MOST_VARIABLES = 256 << 10  # characters of all of them as JSON: of megabytes a template makes seconds of work

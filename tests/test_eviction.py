@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.engine.chat_template import ChatTemplate
-from localllm.engine.overflow import Evicted, answer_room, fit_turns, num_in_front, turn_starts, turns_too_many
+from localllm.engine.eviction import Evicted, answer_room, fit_turns, num_in_front, turn_starts, turns_too_many
 from localllm.errors import TemplateError
 from localllm.frontend.context import Meter, evicted_text
 
