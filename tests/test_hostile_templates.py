@@ -221,6 +221,12 @@ def test_a_rendering_that_waits_for_a_busy_machine_is_not_refused() -> None:
         ("{{ '{:>4}|{0[role]}'.format('x') if false else '{:>4}|{}'.format('x', 2) }}", "   x|2"),
         ("{{ 'a'.center(3) }}{{ 'a'|center(3) }}{{ 'a\nb'|indent(2) }}", " a  a a\n  b"),
         ("{{ 2**10 }} {{ 3 * 'ab' }} {{ [1] * 2 + [2] }} {{ 7 // 2 }} {{ 7 % 4 }}", "1024 ababab [1, 1, 2] 3 3"),
+        ("{{ 10**9 * 1.5 }} {{ -(2**9) }} {{ 0.5**2 }} {{ 'a' * -1 }}", "1500000000.0 -512 0.25 "),
+        ("{{ {'b': 1}.items()|list }} {{ 'b' in {'b': 1}.keys() }} {{ loop is defined }}", "[('b', 1)] True False"),
+        (
+            "{% for a in [1, [2, [3]]] recursive %}{{ a if a is number else loop(a) }}{{ loop.length }}{% endfor %}",
+            "12223122",
+        ),
         ("{{ 'abcdef'[1:4] }} {{ [1, 2, 3][::-1] }} {{ messages[-1:][0].role }}", "bcd [3, 2, 1] user"),
         ("{{ (1, 2) }} {{ {'a': (1,)} }} {{ 1 < 2 < 3 }} {{ 'a' not in 'b' }}", "(1, 2) {'a': (1,)} True True"),
         ("{% for x in [3, 1, 2]|sort if x > 1 %}{{ loop.index }}{{ x }}{% endfor %}", "1223"),

@@ -167,9 +167,9 @@ class Budget:
         bits = [number.bit_length() for number in (left, right) if isinstance(number, int)]
         if operator == "%" and isinstance(left, str):
             self.charge_format(left, "%", _WIDE_PERCENT, right)
-        elif operator == "*" and len(bits) < 2:
-            repeated, count = (right, left) if bits and isinstance(left, int) else (left, right)
-            self.charge(self.weigh(repeated)[0] * max(count, 0) if isinstance(count, int) else 0)
+        elif operator == "*" and len(bits) == 1:
+            repeated, count = (right, left) if isinstance(left, int) else (left, right)
+            self.charge(self.weigh(repeated)[0] * max(count, 0) if isinstance(repeated, (str, list, tuple)) else 0)
         elif len(bits) == 2 and (bits[0] * abs(right) if operator == "**" else sum(bits)) > MAX_INT_BITS:
             raise LimitError(f"a number of more than {MAX_INT_BITS} bits")
 
