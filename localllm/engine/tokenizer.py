@@ -32,6 +32,7 @@ from localllm.engine.tokenizer_files import (
     special_roles,
 )
 from localllm.engine.tokenizer_limits import MAX_ADDED_BYTES, MAX_VOCAB
+from localllm.engine.tokenizer_subset import subset
 from localllm.errors import FETCH_ANEW, TokenizerError
 
 _LONG_TEXT = 1 << 16  # characters, some 20 ms; for these the library lets other threads run
@@ -95,48 +96,47 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
-        """The tokenizer of a model folder, without tokens that its model has no row for: their texts are spelled by
-        others. Raises TokenizerError naming the file that is absent, cut or malformed, or that cannot do without."""
-        files = TokenizerFiles(directory)
-        tokenizer, size = cls._of(files), files.num_ids()
-        if size is None or tokenizer.vocab_size <= size:
-            return tokenizer
-        fitting = cls._of(files, size)
-        if fitting.vocab_size > size:
-            why = f"its highest id is {fitting.vocab_size - 1}, and the model has ids 0 to {size - 1}"
-            raise TokenizerError(f"{fitting._origin} does not fit to its model", why=why, fix=FETCH_ANEW)
-        return fitting
+        """Load the tokenizer of a model folder, without tokens that its model has no row for: others spell their texts.
 
-    @classmethod
-    def _of(cls, files: TokenizerFiles, size: int | None = None) -> Tokenizer:
-        config = files.config()
-        backend = files.serialized(size) or byte_level_bpe(files, config, size)
-        origin = str(files.directory / ("tokenizer.json" if files.has("tokenizer.json") else "vocab.json"))
+        Raises TokenizerError naming the file that is absent, cut or malformed, or that cannot do without.
+        """
+        files = TokenizerFiles(directory)
+        config, size = files.config(), files.num_ids()
+        backend = files.serialized() or byte_level_bpe(files, config)
+        origin = str(directory / ("tokenizer.json" if files.has("tokenizer.json") else "vocab.json"))
         with library_errors(f"{origin} cannot be used"):
-            files.add_missing_tokens(backend, config, size)
-            return cls(backend, config, origin=origin)
+            files.add_missing_tokens(backend, config)
+            tokenizer = cls(backend, config, origin=origin)
+            if size is None or tokenizer.vocab_size <= size:
+                return tokenizer
+            fitting = json.dumps(subset(json.loads(backend.to_str()), size, BYTE_ALPHABET))
+            tokenizer = cls(tokenizers.Tokenizer.from_str(fitting), config, origin=origin)
+        if tokenizer.vocab_size > size:
+            why = f"its highest id is {tokenizer.vocab_size - 1}, and the model has ids 0 to {size - 1}"
+            raise TokenizerError(f"{origin} does not fit to its model", why=why, fix=FETCH_ANEW)
+        return tokenizer
 
     def encode(self, text: str, *, special: bool = False, bos: bool = False) -> list[int]:
-        """Ids of `text`. special=False: the text of a special token is ordinary text, and no special id comes out.
+        """Return the ids of `text`.
 
-        special=True: special tokens in the text are meant. bos=True: one BOS in front if this tokenizer adds one and
-        the text does not already begin with it.
+        special: special tokens in the text are meant; else they are ordinary text, and no special id comes out.
+        bos: one BOS in front if this tokenizer adds one and the text does not already begin with it.
         """
         text = valid_unicode(text)
         ids = self._encode(text, special).ids if special else self._encode_plain(text)
         return self.with_bos(ids) if bos else ids
 
     def with_bos(self, ids: list[int]) -> list[int]:
-        """`ids` with a BOS in front if this tokenizer adds one and there is none yet."""
+        """Return `ids` with a BOS in front if this tokenizer adds one and there is none yet."""
         if self.adds_bos and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
             return [self.bos_token_id, *ids]
         return ids
 
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> list[int]:
-        """Ids of texts that follow one another. (text, True) is one special token; (text, False) never holds any.
+        """Return the ids of texts that follow one another: (text, True) is one special token, (text, False) holds none.
 
-        Else the ids are those of the whole text: a special token may swallow the white space beside it, and only what
-        stands at the very start is given the space that some tokenizers put in front.
+        Otherwise the ids are those of the whole text: a special token may swallow the white space beside it, and only
+        the very start is given the space that some tokenizers put in front.
         """
         ids: list[int] = []
         for number, (text, special) in enumerate(pieces):

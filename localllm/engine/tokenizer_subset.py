@@ -13,7 +13,7 @@ _SPLITTERS = ("pre_tokenizer", "normalizer", "decoder")
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
-def fitted(tokenizer: Mapping[str, Any], size: int, alphabet: Collection[str]) -> dict[str, Any]:
+def subset(tokenizer: Mapping[str, Any], size: int, alphabet: Collection[str]) -> dict[str, Any]:
     """Return the content of a tokenizer.json with ids below `size` alone.
 
     alphabet: of byte-level tokens.
