@@ -25,7 +25,6 @@ from tests.checkpoints import write_byte_tokenizer
 
 Locate = Callable[[str], Path]
 CASES = 27  # the page of cases says so
-TOKENIZERS = ("phi-3-mini", "qwen2.5-0.5b-instruct")
 TALK: list[dict[str, Any]] = [
     {"role": "user", "content": ' Hello <b> "x"\n é 😀'},
     {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHi!"},
@@ -54,11 +53,11 @@ def specials(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
     return [index for index in ids if index in tokenizer.special_ids]
 
 
-@pytest.fixture(scope="module", params=TOKENIZERS)
+@pytest.fixture(scope="module", params=[("phi", "phi-3-mini"), ("qwen", "qwen2.5-0.5b-instruct")])
 def model(request: pytest.FixtureRequest, shared_data: Locate) -> tuple[ChatTemplate, Tokenizer]:
-    folder = shared_data(f"tokenizers/{request.param}")
-    tokenizer = Tokenizer.load(folder)
-    return ChatTemplate.load(folder, tokenizer), tokenizer
+    name, folder = request.param
+    tokenizer = request.getfixturevalue(name)
+    return ChatTemplate.load(shared_data(f"tokenizers/{folder}"), tokenizer), tokenizer
 
 
 @pytest.mark.parametrize("form", ["plain", "system", "tools", "no generation prompt"])
@@ -90,13 +89,11 @@ def test_ids_equal_those_of_the_rendered_text_where_no_message_holds_a_special_t
     assert encode_chat(template, tokenizer, ChatInput(TALK)) == tokenizer.encode(template.render(TALK), special=True)
 
 
-def test_ids_equal_those_of_transformers(shared_data: Locate) -> None:
-    transformers = pytest.importorskip("transformers")
+def test_ids_equal_those_of_transformers(shared_data: Locate, qwen: Tokenizer) -> None:
     folder = shared_data("tokenizers/qwen2.5-0.5b-instruct")
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     expected = theirs.apply_chat_template(TALK, add_generation_prompt=True, return_dict=False)
-    tokenizer = Tokenizer.load(folder)
-    assert encode_chat(ChatTemplate.load(folder, tokenizer), tokenizer, ChatInput(TALK)) == expected
+    assert encode_chat(ChatTemplate.load(folder, qwen), qwen, ChatInput(TALK)) == expected
 
 
 @pytest.mark.parametrize("form", ["{}", "hi {} there", "  {}\n", "{}{}", "<{}", "{}\n{}assistant\n"])
@@ -167,11 +164,10 @@ JOINING = """<|endoftext|>
         "{{ '<|' + messages[0].content.partition('#')[2] }}",
     ],
 )
-def test_what_a_template_cuts_out_of_a_text_leaves_no_special_token_behind(shared_data: Locate, source: str) -> None:
-    tokenizer = Tokenizer.load(shared_data("tokenizers/qwen2.5-0.5b-instruct"))
-    ids = encode_chat(ChatTemplate(source), tokenizer, ChatInput(user("<|#im_end|>")))
-    assert specials(tokenizer, ids) == []
-    assert tokenizer.decode(ids) == "<|im_end|>"
+def test_what_a_template_cuts_out_of_a_text_leaves_no_special_token_behind(qwen: Tokenizer, source: str) -> None:
+    ids = encode_chat(ChatTemplate(source), qwen, ChatInput(user("<|#im_end|>")))
+    assert specials(qwen, ids) == []
+    assert qwen.decode(ids) == "<|im_end|>"
 
 
 @pytest.mark.parametrize("source", ["<|{{ messages[0].role }}|>\n", "{{ '<|' + messages[0]['role'] + '|>' + '\n' }}"])
@@ -179,19 +175,17 @@ def test_what_a_template_cuts_out_of_a_text_leaves_no_special_token_behind(share
     ("role", "built"), [("user", True), ("assistant", True), ("system", True), ("end", False), ("endoftext", False)]
 )
 def test_only_an_ordinary_role_completes_a_token_that_the_template_begins(
-    shared_data: Locate, source: str, role: str, built: bool
+    phi: Tokenizer, source: str, role: str, built: bool
 ) -> None:
-    tokenizer = Tokenizer.load(shared_data("tokenizers/phi-3-mini"))
-    ids = encode_chat(ChatTemplate(source), tokenizer, ChatInput([{"role": role, "content": ""}]))
-    assert specials(tokenizer, ids) == ([tokenizer.token_id(f"<|{role}|>")] if built else [])
+    ids = encode_chat(ChatTemplate(source), phi, ChatInput([{"role": role, "content": ""}]))
+    assert specials(phi, ids) == ([phi.token_id(f"<|{role}|>")] if built else [])
 
 
-def test_a_template_that_builds_tokens_from_roles_takes_none_from_a_message(shared_data: Locate) -> None:
-    tokenizer = Tokenizer.load(shared_data("tokenizers/phi-3-mini"))
+def test_a_template_that_builds_tokens_from_roles_takes_none_from_a_message(phi: Tokenizer) -> None:
     template = ChatTemplate("{{ '<|' + messages[0].role + '|>' }}{{ messages[0].content }}{{ '<|end|>' }}")
-    ids = encode_chat(template, tokenizer, ChatInput(user("<|user|><|end|>|><|")))
-    assert specials(tokenizer, ids) == [tokenizer.token_id("<|user|>"), tokenizer.token_id("<|end|>")]
-    assert tokenizer.decode(ids) == "<|user|><|end|>|><|"
+    ids = encode_chat(template, phi, ChatInput(user("<|user|><|end|>|><|")))
+    assert specials(phi, ids) == [phi.token_id("<|user|>"), phi.token_id("<|end|>")]
+    assert phi.decode(ids) == "<|user|><|end|>|><|"
 
 
 @pytest.mark.parametrize("char", ["\U00100000", "\U000f0000", "\ue000"])
@@ -225,21 +219,19 @@ def test_every_recorded_case_writes_its_control_tokens_itself(shared_data: Locat
     assert written == expected
 
 
-def test_tools_roles_and_variables_cannot_forge_a_role_either(shared_data: Locate) -> None:
-    tokenizer = Tokenizer.load(shared_data("tokenizers/qwen2.5-0.5b-instruct"))
+def test_tools_roles_and_variables_cannot_forge_a_role_either(qwen: Tokenizer) -> None:
     source = "{{ messages[0].role }}{{ tools|tojson }}{{ tools|tojson(ensure_ascii=true) }}{{ note }}<|im_end|>"
     forged = "<|im_start|>"
     chat = ChatInput([{"role": forged, "content": ""}], [{forged: forged}], variables={"note": [forged]})
-    ids = encode_chat(ChatTemplate(source), tokenizer, chat)
-    assert [tokenizer.token_text(index) for index in ids if index in tokenizer.special_ids] == ["<|im_end|>"]
-    assert tokenizer.decode(ids).count(forged) == 6
+    ids = encode_chat(ChatTemplate(source), qwen, chat)
+    assert [qwen.token_text(index) for index in ids if index in qwen.special_ids] == ["<|im_end|>"]
+    assert qwen.decode(ids).count(forged) == 6
 
 
-def test_templates_still_find_what_they_look_for_in_an_answer(shared_data: Locate) -> None:
-    tokenizer = Tokenizer.load(shared_data("tokenizers/qwen2.5-0.5b-instruct"))
+def test_templates_still_find_what_they_look_for_in_an_answer(qwen: Tokenizer) -> None:
     template = ChatTemplate("{{ messages[0].content.split('</tool_call>')[-1] }}<|im_end|>")
-    ids = encode_chat(template, tokenizer, ChatInput(user("a</tool_call>b<|im_end|>")))
-    assert tokenizer.decode(ids, skip_special=False) == "b<|im_end|><|im_end|>"
+    ids = encode_chat(template, qwen, ChatInput(user("a</tool_call>b<|im_end|>")))
+    assert qwen.decode(ids, skip_special=False) == "b<|im_end|><|im_end|>"
 
 
 def bos_model(source: str) -> tuple[ChatTemplate, Tokenizer]:
@@ -392,12 +384,11 @@ def test_parts_are_joined_where_all_are_text_and_the_template_fails_on_them(
         template.render(messages)
 
 
-def test_an_object_that_says_nothing_about_it_has_a_generation_prompt_for_generation_only(shared_data: Locate) -> None:
-    tokenizer = Tokenizer.load(shared_data("tokenizers/phi-3-mini"))
+def test_an_object_that_says_nothing_about_it_has_a_generation_prompt_for_generation_only(phi: Tokenizer) -> None:
     template = ChatTemplate("{{ add_generation_prompt }}")
     chat = parse_messages_file('{"messages": [{"role": "user"}]}')
     assert template.render_chat(chat) == "False"
-    assert tokenizer.decode(encode_chat(template, tokenizer, chat)) == "True"
+    assert phi.decode(encode_chat(template, phi, chat)) == "True"
 
 
 MALFORMED = r"""
@@ -488,21 +479,21 @@ def test_a_template_renders_in_several_threads_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "name", "end"),
+    ("tokenizer", "name", "end"),
     [
-        ("qwen2.5-0.5b-instruct", "Qwen-Qwen2.5-7B-Instruct", "<|im_end|>"),
-        ("qwen2.5-0.5b-instruct", "Qwen-Qwen3-0.6B", "<|im_end|>"),
-        ("phi-3-mini", "microsoft-Phi-3.5-mini-instruct", "<|end|>"),
-        ("phi-3-mini", "mistralai-Mistral-Nemo-Instruct-2407", "</s>"),
+        ("qwen", "Qwen-Qwen2.5-7B-Instruct", "<|im_end|>"),
+        ("qwen", "Qwen-Qwen3-0.6B", "<|im_end|>"),
+        ("phi", "microsoft-Phi-3.5-mini-instruct", "<|end|>"),
+        ("phi", "mistralai-Mistral-Nemo-Instruct-2407", "</s>"),
     ],
 )
 def test_the_end_of_a_turn_is_what_the_template_writes_behind_an_answer(
-    shared_data: Locate, tokens: str, name: str, end: str
+    request: pytest.FixtureRequest, shared_data: Locate, tokenizer: str, name: str, end: str
 ) -> None:
-    tokenizer = Tokenizer.load(shared_data(f"tokenizers/{tokens}"))
+    model = request.getfixturevalue(tokenizer)
     source = shared_data(f"chat_templates/jinja/{name}.jinja").read_text(encoding="utf-8")
     template = ChatTemplate(source, special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
-    assert end_of_turn_id(template, tokenizer) == tokenizer.token_id(end)
+    assert end_of_turn_id(template, model) == model.token_id(end)
 
 
 @pytest.mark.parametrize(
