@@ -19,7 +19,7 @@ from pathlib import Path
 import xxhash
 
 from localllm.cache.page_folder import PAGE_TOKENS
-from localllm.offload.disk_read import PAGE_BYTES, open_plain, read_into
+from localllm.offload.streaming.disk_read import PAGE_BYTES, open_plain, read_into
 
 DIGEST_BYTES = 32
 HEADER_BYTES = PAGE_BYTES  # so that the bytes behind it can be read past the page cache

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from mmap import mmap
 
-from localllm.offload.disk_read import PAGE_BYTES
+from localllm.offload.streaming.disk_read import PAGE_BYTES
 
 # Pages are small: while some are opened and verified, the disk must have others to read. With 2 busy cores 0.7 MB at a
 # time came at 1.8 GB/s to 4 readers and at 2.1 to 8.

@@ -27,8 +27,8 @@ from localllm.cache.page_readers import READERS
 from localllm.cache.paged_kv import KVPages, PagedKV
 from localllm.cache.pages import Page, PagePool
 from localllm.kernels.kv_page import PAGE_TOKENS
-from localllm.offload.disk_read import PAGE_BYTES
-from localllm.offload.host_buffer import host_buffer
+from localllm.offload.streaming.disk_read import PAGE_BYTES
+from localllm.offload.streaming.host_buffer import host_buffer
 
 # That are read from the disk at once. A chat that is given up waits for them, a tenth of a second for the first; where
 # pages are copied from where they land, they take that memory for the moment.

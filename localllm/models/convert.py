@@ -28,7 +28,7 @@ from localllm.models.layout import BlockLayout, block_layouts, model_bytes
 from localllm.models.load import Progress
 from localllm.models.packed import PackedModel, PackedPlan, read_index
 from localllm.models.packed_file import TEMPORARY, NewFile, PackedFile, write_block
-from localllm.offload.host_buffer import give_back_freed
+from localllm.offload.streaming.host_buffer import give_back_freed
 from localllm.quant.recipe import Recipe
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -24,7 +24,7 @@ from localllm.layers.norm import RMSNorm
 from localllm.layers.rotary import Rotary
 from localllm.models.config import ModelConfig
 from localllm.models.layout import EMBED, HEAD
-from localllm.offload.disk_stream import StreamClock
+from localllm.offload.streaming.disk_stream import StreamClock
 
 
 @dataclass(frozen=True)

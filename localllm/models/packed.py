@@ -29,10 +29,10 @@ from localllm.models.layout import BlockLayout, block_layouts
 from localllm.models.packed_file import CHECKSUM, DTYPES, LAYOUT_VERSION, PackedFile
 from localllm.models.stored_rows import StoredRows
 from localllm.models.strict_json import JsonLimits, read_json_object
-from localllm.offload.disk_read import READERS, FileRead, cached_share
-from localllm.offload.disk_stream import StreamedFile
-from localllm.offload.host_buffer import host_buffer
-from localllm.offload.page_map import can_map
+from localllm.offload.streaming.disk_read import READERS, FileRead, cached_share
+from localllm.offload.streaming.disk_stream import StreamedFile
+from localllm.offload.streaming.host_buffer import host_buffer
+from localllm.offload.streaming.page_map import can_map
 from localllm.quant.recipe import Recipe
 
 _LIMITS = JsonLimits(size_bytes=16 << 20)

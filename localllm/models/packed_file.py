@@ -24,7 +24,7 @@ from torch import Tensor
 
 from localllm.hub.repo_cache import sync_directory
 from localllm.models.layout import BlockLayout
-from localllm.offload.disk_read import PAGE_BYTES
+from localllm.offload.streaming.disk_read import PAGE_BYTES
 from localllm.quant.recipe import Recipe
 from localllm.quant.weight_format import TensorSpec
 

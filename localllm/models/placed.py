@@ -21,13 +21,13 @@ from localllm.models.load import BlockTensors, DecoderParts, Progress
 from localllm.models.packed import PackedModel
 from localllm.models.split_mlp import MlpCut, split_features
 from localllm.models.stored_rows import StoredRows
-from localllm.offload.device_stream import DeviceStream, HostRun, Lane
-from localllm.offload.disk_stream import DiskStream
-from localllm.offload.host_buffer import host_buffer
-from localllm.offload.page_map import ALIGN_BYTES
-from localllm.offload.pinned import Pinning
-from localllm.offload.plan import Placed
-from localllm.offload.ring import Ring
+from localllm.offload.planner.plan import Placed
+from localllm.offload.streaming.device_stream import DeviceStream, HostRun, Lane
+from localllm.offload.streaming.disk_stream import DiskStream
+from localllm.offload.streaming.host_buffer import host_buffer
+from localllm.offload.streaming.page_map import ALIGN_BYTES
+from localllm.offload.streaming.pinned import Pinning
+from localllm.offload.streaming.ring import Ring
 
 HOST = torch.device("cpu")
 

@@ -19,7 +19,7 @@ from localllm.errors import CheckpointError, DoesNotFitError
 from localllm.models.fields import show
 from localllm.models.safetensors_header import TensorSpec, read_specs, refused
 from localllm.models.strict_json import open_plain_file
-from localllm.offload.host_buffer import host_buffer
+from localllm.offload.streaming.host_buffer import host_buffer
 
 # Between two reads Ctrl-C is seen; larger reads are no faster.
 _READ_BYTES = 32 << 20
