@@ -36,7 +36,8 @@ from localllm.kernels import kv_page
 from localllm.kernels.attention import attention
 from localllm.kernels.kv_page import PAGE_TOKENS, Coding
 from localllm.layers.attention import Attention
-from localllm.layers.batch import Batch, Segment
+from localllm.layers.batch import Batch
+from localllm.layers.segment import Segment
 from localllm.models.decoder import Block, Decoder
 from localllm.models.families import load_config
 from localllm.quant.recipe import RECIPES, Recipe

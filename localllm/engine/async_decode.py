@@ -10,8 +10,9 @@ import torch
 
 from localllm.cache.paged_kv import PagedKV
 from localllm.engine.sampler import PlainDraw
-from localllm.layers.batch import Batch, Segment
+from localllm.layers.batch import Batch
 from localllm.layers.rotary import Rotary
+from localllm.layers.segment import Segment
 
 if TYPE_CHECKING:
     from localllm.models.gpu_step import Drawn, GpuStep

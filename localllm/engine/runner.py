@@ -19,7 +19,8 @@ from localllm.errors import FETCH_ANEW, LocalLLMError, NonFiniteError
 from localllm.kernels.cpu_gemv import MAX_ROWS
 from localllm.kernels.gpu.ready import give_up, why_not
 from localllm.kernels.spare import require_spare_memory
-from localllm.layers.batch import Batch, Segment
+from localllm.layers.batch import Batch
+from localllm.layers.segment import Segment
 from localllm.models.cpu_step import CpuStep
 from localllm.models.decoder import Block, Decoder
 from localllm.models.load import Progress

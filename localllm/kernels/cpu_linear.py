@@ -57,13 +57,13 @@ class Activations:
         self.x_scale, self.x_bias = torch.zeros(padded * groups), torch.zeros(padded * groups)
         self.x_offset = torch.zeros(padded * groups, dtype=torch.int32)
         self.shape = torch.zeros(3, dtype=torch.int64)  # rows, rows a block, blocks
-        self.block_rows = 0
+        self.rows = self.block_rows = 0
 
     def resize(self, rows: int, isa: Isa) -> int:
-        """Says how many rows there are. Returns how many a block has."""
+        """Set the number of rows; return how many a block has."""
         block_rows = cpu_matmul.rows_a_block(isa, rows)
         self.shape[:] = torch.tensor((rows, block_rows, -(-rows // block_rows)))
-        self.block_rows = block_rows
+        self.rows, self.block_rows = rows, block_rows
         return block_rows
 
     def quantize(self, kernel: Native, x: Tensor, group: int, features: int, **rest: Tensor | int) -> Step:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Literal
 
 import torch
@@ -67,7 +67,7 @@ class PageLayout:
     def head_bytes(self) -> int:
         return sum(self.sizes)
 
-    @property
+    @cached_property
     def layer_bytes(self) -> int:
         return self.num_kv_heads * self.head_bytes
 

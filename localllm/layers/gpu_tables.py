@@ -18,7 +18,8 @@ from localllm.kernels.gpu.attention import SECTION_PAGES, History, block_rows, t
 from localllm.kernels.gpu.product import FEW_ROWS
 from localllm.kernels.gpu.rope import TokenTables
 from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout, pages_of
-from localllm.layers.batch import Batch, Draw, KVStore, Segment
+from localllm.layers.batch import Batch, Draw
+from localllm.layers.segment import KVStore, Segment
 
 _ALIGN = 16
 _STAGES = 4  # of the host's memory: a forward's tables are written while the copies of two before may be on their way

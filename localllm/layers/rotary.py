@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from localllm.layers.batch import Segment
-from localllm.layers.rope_config import RopeConfig
+from localllm.layers.config import RopeConfig
+from localllm.layers.segment import Segment
 
 
 def inverse_frequencies(rope: RopeConfig, rotary_dim: int, length: int) -> Tensor:

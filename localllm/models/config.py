@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from localllm.layers.rope_config import RopeConfig, RopeKind
+from localllm.layers.config import RopeConfig, RopeKind
 
 Activation = Literal["silu", "gelu_tanh", "gelu"]
 NormPlacement = Literal["pre", "post", "sandwich"]

@@ -7,6 +7,7 @@ alike however many there are: a prompt in chunks, a batch of answers and the ver
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -23,10 +24,10 @@ from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.kv_page import window_groups
 from localllm.kernels.tile16 import TILE
 from localllm.layers.attention import Attention
-from localllm.layers.attention_tables import attention_tables
 from localllm.layers.batch import Batch
 from localllm.layers.linear import Linear
 from localllm.layers.mlp import SplitMLP
+from localllm.layers.native_attention import attention_tables
 from localllm.layers.norm import RMSNorm
 from localllm.models.config import ModelConfig
 from localllm.models.decoder import Block, Decoder
@@ -114,9 +115,9 @@ class CpuStep:
         if R < T or whole.head is None:
             whole.tape.run(0, whole.starts[-1])
             return self._head(room, room.x[batch.logit_rows])
-        kernel, words = whole.head
         logits = self._new_logits(T, room.activations.block_rows)
-        kernel.point(words, "y", logits)
+        words, y = whole.head
+        words[y] = logits.data_ptr()
         whole.tape.run()
         return self._trimmed(logits, T)
 
@@ -148,7 +149,8 @@ class CpuStep:
         """The tape for such a batch; the room holds what is new of it."""
         if room.batch is not batch:
             config = self.decoder.config
-            room.activations.resize(len(batch), self.isa)
+            if room.activations.rows != len(batch):
+                room.activations.resize(len(batch), self.isa)
             room.place(batch, config.num_heads, config.num_kv_heads)
         return self._tape(room)
 
@@ -173,7 +175,8 @@ class CpuStep:
         return torch.empty(rows + block_rows, -(-self.decoder.head.out_features // TILE) * TILE)
 
     def _trimmed(self, logits: Tensor, rows: int) -> Tensor:
-        return self.decoder.capped(logits[:rows, : self.decoder.head.out_features])
+        own = logits[:rows, : self.decoder.head.out_features]
+        return own if self.decoder.config.final_softcap is None else self.decoder.capped(own)
 
     def matrices_only(self) -> tuple[Tape, int]:
         """All matrices of the blocks for one row, without what is between them, and their bytes: to be timed."""
@@ -204,7 +207,7 @@ class CpuStep:
                 steps += recorder.block(block)
                 starts.append(len(steps))
             head = [] if _packed(self.decoder.head) is None else [*recorder.head(room.wide)]
-            self._tapes[key] = _WholeTape(Tape(steps + head), tuple(starts), head[-1] if head else None)
+            self._tapes[key] = _WholeTape(Tape(steps + head), tuple(starts), _output_word(head[-1]) if head else None)
         return self._tapes[key]
 
 
@@ -212,7 +215,12 @@ class CpuStep:
 class _WholeTape:
     tape: Tape
     starts: tuple[int, ...]  # of each block, in steps, and of the head; before the first is the embedding, if anything
-    head: Step | None  # the last one, whose y is each forward's own
+    head: tuple[ctypes.Array[ctypes.c_int64], int] | None  # the last step's words, and the one of y: each forward's own
+
+
+def _output_word(step: Step) -> tuple[ctypes.Array[ctypes.c_int64], int]:
+    kernel, words = step
+    return words, kernel.pointers.index("y")
 
 
 class _Room:

@@ -22,11 +22,12 @@ from localllm.kernels.gpu import product, sample
 from localllm.kernels.gpu.embed import embed
 from localllm.kernels.kv_page import pages_of
 from localllm.layers.attention import Attention
-from localllm.layers.batch import Batch, Draw, KVStore, moved
+from localllm.layers.batch import Batch, Draw, moved
 from localllm.layers.gpu_block import GpuForward, multiply, packed, run_block
 from localllm.layers.gpu_tables import GpuTables, TableShape, table_pages, table_shape, task_tokens
 from localllm.layers.linear import Linear
 from localllm.layers.mlp import MLP
+from localllm.layers.segment import KVStore
 from localllm.models.decoder import Block, Decoder
 from localllm.models.layout import EMBED, HEAD
 from localllm.quant.dense import Dense

@@ -13,8 +13,9 @@ import torch
 
 from localllm.kernels.gpu import product
 from localllm.layers.attention import Attention
-from localllm.layers.batch import Batch, Draw, KVStore, Segment
+from localllm.layers.batch import Batch, Draw
 from localllm.layers.mlp import MLP, SplitMLP
+from localllm.layers.segment import KVStore, Segment
 from localllm.models.decoder import ALL_RESIDENT, Block, Decoder
 from localllm.models.gpu_step import GpuStep, is_ours
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from localllm.layers.attention import Attention, AttentionShape
+from localllm.layers.attention import Attention
+from localllm.layers.config import AttentionShape
 from localllm.layers.embedding import Embedding, Rows
 from localllm.layers.linear import Linear
 from localllm.layers.mlp import MLP, SplitMLP

@@ -1,4 +1,4 @@
-"""How positions rotate queries and keys. Plain data: no torch."""
+"""The shape of attention, and how positions rotate queries and keys. Plain data: no torch."""
 
 from __future__ import annotations
 
@@ -26,3 +26,16 @@ class RopeConfig:
     attention_factor: float | None = None  # yarn, longrope
     short_factor: tuple[float, ...] = ()  # longrope
     long_factor: tuple[float, ...] = ()  # longrope
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    layer: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    rotation: int  # index into Batch.rotations
+    window: int | None = None
+    softcap: float | None = None
+    norm_each_head: bool = True  # qwen3, gemma3; olmo2 normalises the features of all heads together
