@@ -14,7 +14,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from localllm.kernels.gpu.attention import SECTION_PAGES, History, block_rows, tasks_of
+from localllm.kernels.gpu.attention import SECTION_PAGES, AttentionHistory, block_rows, tasks_of
 from localllm.kernels.gpu.product import FEW_ROWS
 from localllm.kernels.gpu.rope import TokenTables
 from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout, pages_of
@@ -108,9 +108,9 @@ class GpuTables:
         )
 
     @cached_property
-    def histories(self) -> tuple[History, ...]:
+    def histories(self) -> tuple[AttentionHistory, ...]:
         v = self.views
-        return tuple(History(v["tasks"], v["pasts"], v["pages"][g]) for g in range(self.shape.groups))
+        return tuple(AttentionHistory(v["tasks"], v["pasts"], v["pages"][g]) for g in range(self.shape.groups))
 
     def frequencies(self, rotation: int, batch: Batch) -> Tensor:
         """fp32 [1 or rows, rotary_dim / 2], on the device."""

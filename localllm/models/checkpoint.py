@@ -18,7 +18,7 @@ from torch import Tensor
 from localllm.errors import FETCH_ANEW, CheckpointError
 from localllm.models.fields import show
 from localllm.models.safetensors_file import SafetensorsFile, allocate
-from localllm.models.safetensors_header import TensorSpec
+from localllm.models.safetensors_header import StoredTensor
 from localllm.models.strict_json import JsonLimits, read_json_object
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -160,7 +160,7 @@ class Checkpoint:
     def _chunks(self, name: str) -> Iterator[bytes]:
         return self._file(name).chunks(self._stored[name])
 
-    def _spec(self, name: str) -> TensorSpec:
+    def _spec(self, name: str) -> StoredTensor:
         if name not in self._stored:
             near = ", ".join(_nearest(name, self._stored)) or "none"
             raise CheckpointError(

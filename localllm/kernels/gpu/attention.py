@@ -41,7 +41,7 @@ LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
-class History:
+class AttentionHistory:
     """Of a forward, on the device.
 
     tasks int32 [N, 4]: see `tasks_of`; one of no rows is none. pasts int32 [B]: the tokens of each segment before this
@@ -320,7 +320,7 @@ def attend(
     q: Tensor,
     out: Tensor,
     tokens: TokenTables,
-    history: History,
+    history: AttentionHistory,
     parts: Parts,
     dense: PageLayout,
     coded: PageLayout | None,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from localllm.kernels.gpu import activations, dequantize, embed, rope, sample
 from localllm.kernels.gpu.activations import Codes
-from localllm.kernels.gpu.attention import PREFILL_ROWS, History, attend, block_rows
+from localllm.kernels.gpu.attention import PREFILL_ROWS, AttentionHistory, attend, block_rows
 from localllm.kernels.gpu.attention_merge import new_parts
 from localllm.kernels.gpu.gemv import INT8_GROUP, GpuMatrix
 from localllm.kernels.gpu.launch import Launch
@@ -103,7 +103,7 @@ def attention(heads: Heads, *, is_step: bool = False) -> Iterator[Launch]:
     whole, wide = (lambda *shape: _empty(shape, torch.int32)), (lambda *shape: _empty(shape, torch.int64))
     for rows, sections in ((16, 8),) if is_step else ((16, 8), (PREFILL_ROWS, 1)):
         tables = TokenTables(whole(rows), whole(rows), wide(rows), wide(rows), wide(rows))
-        history = History(whole(rows, 4), whole(rows), wide(rows, 32))
+        history = AttentionHistory(whole(rows, 4), whole(rows), wide(rows, 32))
         q, out = _empty((rows, H, D)), _empty((rows, H * D))
         qkv = _empty((rows, H + 2 * KH, D))
         qkv = qkv if sections > 1 else qkv.to(dtype)  # of many rows, as the library's product gives them

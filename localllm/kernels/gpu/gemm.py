@@ -28,7 +28,7 @@ _REDUCED = 256  # columns of a program of the second launch
 
 
 @dataclass(frozen=True)
-class Shape:
+class ProgramShape:
     """Of a program: so many rows of W. parts: over which the slices are shared out, a power of two."""
 
     weight_rows: int = 32
@@ -156,7 +156,7 @@ def gemm(
     bias: Tensor | None = None,
     *,
     adds: bool = False,
-    shape: Shape = Shape(),
+    shape: ProgramShape = ProgramShape(),
     partial: Tensor | None = None,
 ) -> list[Launch]:
     """As `gemv`, for up to MOST_ROWS rows. partial: fp32 [parts, >= M, >= out_features], where there are parts."""

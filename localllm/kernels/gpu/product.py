@@ -15,7 +15,7 @@ from torch import Tensor
 from localllm.kernels.gpu import gemm, gemv
 from localllm.kernels.gpu.activations import Codes, to_codes
 from localllm.kernels.gpu.dequantize import dequantize, slab_tiles
-from localllm.kernels.gpu.gemm import Shape
+from localllm.kernels.gpu.gemm import ProgramShape
 from localllm.kernels.gpu.gemv import GpuMatrix
 from localllm.kernels.gpu.launch import Launch
 from localllm.kernels.tile16 import TILE
@@ -42,7 +42,7 @@ class Dispatch:
     programs: int = 2
     stages: int = 4
 
-    def shape(self, matrix: GpuMatrix, rows: int) -> Shape:
+    def shape(self, matrix: GpuMatrix, rows: int) -> ProgramShape:
         """A program's loads are 16 bytes a thread where rows are few; where they are many, its sums that wait for
         others fit into registers."""
         weight_rows = 64 if rows <= 16 else 32
@@ -51,7 +51,7 @@ class Dispatch:
         programs, parts = triton.cdiv(matrix.tiles * TILE, weight_rows), 1
         while parts < min(_MOST_PARTS, matrix.slices) and programs * parts < self.programs * self.multiprocessors:
             parts *= 2
-        return Shape(weight_rows, parts, num_warps, self.stages)
+        return ProgramShape(weight_rows, parts, num_warps, self.stages)
 
     def product(
         self, x: Codes, matrix: GpuMatrix, y: Tensor, out_features: int, bias: Tensor | None, *, adds: bool
