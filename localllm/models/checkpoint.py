@@ -78,7 +78,7 @@ class Checkpoint:
         return self._spec(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """As it is stored. Raises CheckpointError if it is missing, or of a dtype that is not read."""
+        """Return the dtype as it is stored. Raises CheckpointError if it is missing, or of a dtype that is not read."""
         self._spec(name)
         return self._file(name).dtype(self._stored[name])
 
@@ -127,7 +127,8 @@ class Checkpoint:
         return target
 
     def stores_own_head(self) -> bool:
-        """Whether lm_head is stored and differs from the embedding: then it is not tied, whatever config.json says."""
+        """Return whether lm_head is stored and differs from the embedding: then it is not tied, whatever config.json
+        says."""
         if not self.has(HEAD):
             return False
         head, embedding = self._spec(HEAD), self._spec(EMBEDDING)

@@ -65,7 +65,7 @@ def load_decoder(
 
 @dataclass(frozen=True)
 class DecoderParts:
-    """What is alike in all decoders of a model. device: where batches are made."""
+    """The parts that are alike in all decoders of a model. device: where batches are made."""
 
     config: ModelConfig
     recipe: Recipe

@@ -28,7 +28,7 @@ _BITS |= dict.fromkeys(("I32", "U32", "F32"), 32) | dict.fromkeys(("I64", "U64",
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies: `begin` and `end` in bytes from the start of the file."""
+    """The place of a tensor: `begin` and `end` in bytes from the start of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class StoredTensor:
 
 
 def tensors_of(path: Path) -> dict[str, StoredTensor]:
-    """By their names. Raises CheckpointError that names the file and what is wrong with it."""
+    """Return the tensors by name. Raises CheckpointError that names the file and what is wrong with it."""
     fd = open_plain_file(path)
     try:
         return read_specs(fd, os.fstat(fd).st_size, path)
@@ -46,7 +46,7 @@ def tensors_of(path: Path) -> dict[str, StoredTensor]:
 
 
 def read_specs(fd: int, file_bytes: int, path: Path) -> dict[str, StoredTensor]:
-    """Of an open file. Raises CheckpointError."""
+    """Return the tensors of an open file by name. Raises CheckpointError."""
     if file_bytes < _LENGTH_BYTES:
         raise refused(path, f"{_LENGTH_BYTES} bytes are the least, it has {file_bytes}", cut=True)
     header_bytes = int.from_bytes(os.pread(fd, _LENGTH_BYTES, 0), "little")

@@ -55,7 +55,7 @@ ATTENTION = (
 
 @dataclass(frozen=True)
 class CheckSizes:
-    """What is tried: a matrix [N, K] in groups of each length, or in INT8 (None), times so many rows."""
+    """The sizes that are tried: a matrix [N, K] in groups of each length, or in INT8 (None), times so many rows."""
 
     N: int = 200
     K: int = 2100
@@ -313,7 +313,7 @@ class _Pages:
         return torch.zeros((2, layout.layer_bytes), dtype=torch.uint8, device=self.device)
 
     def copied(self) -> _Pages:
-        """Of the same content, as tokens were written."""
+        """Return pages of the same content, as tokens were written."""
         other = copy.copy(self)
         other.pages = [page.clone() for page in self.pages]
         first = self.past // PAGE_TOKENS
@@ -321,7 +321,7 @@ class _Pages:
         return other
 
     def attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """By torch's operators, in fp32: [T, H * D]."""
+        """Attend by torch's operators, in fp32: [T, H * D]."""
         pages, own = ([page[_LAYER] for page in some] for some in (self.pages, self.own))
         layer = LayerPages(self.dense, self.coded, 0, pages, own)
         paged_attention.write(layer, self.past, k, v)
