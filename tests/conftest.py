@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from localllm.engine.tokenizer import Tokenizer
+from localllm.text.tokenizer import Tokenizer
 from tests.cli_support import run_cli, write_checkpoint
 
 REPOSITORY = Path(__file__).parent.parent
@@ -87,8 +87,8 @@ def own_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 @pytest.fixture(scope="session", autouse=True)
 def known_rates() -> Iterator[None]:
     """Of a small machine that has nothing else to do, whatever this one is and does: plans are the same anywhere."""
-    from localllm.offload import other_work, profile
-    from localllm.offload.format_rates import FormatRates
+    from localllm.offload.planner import other_work, profile
+    from localllm.offload.planner.format_rates import FormatRates
 
     def rates(weight_format: Any, dtype: Any, device: Any) -> FormatRates:
         return FormatRates(12.0, 200.0) if device.type == "cpu" else measured(weight_format, dtype, device)

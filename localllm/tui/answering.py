@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from localllm.chat.answer import Answer, silence
+from localllm.chat.context import evicted_text
+from localllm.chat.recorder import Resumed
+from localllm.chat.session import Asked, Talk
 from localllm.errors import EngineGoneError
-from localllm.frontend.answer import Answer, silence
-from localllm.frontend.context import evicted_text
-from localllm.frontend.keeping import Resumed
-from localllm.frontend.talk import Asked, Talk
 from localllm.tui.facts import facts_of
 from localllm.tui.following import Pace, follow
 from localllm.tui.key_names import KeyNames
@@ -19,7 +19,7 @@ from localllm.tui.loading import Post
 from localllm.tui.messages import AnswerBegan, AnswerEnded, ModelReady, Told, Turn
 
 if TYPE_CHECKING:
-    from localllm.engine.facts import AnswerStream, Service
+    from localllm.engine.engine_info import AnswerStream, Service
 
 
 class Answering:

@@ -18,10 +18,10 @@ from textual.binding import Binding
 from textual.message import Message
 from textual.screen import Screen
 
+from localllm.chat.recorder import Resumed
 from localllm.config import ResolvedSettings
 from localllm.errors import UsageError
-from localllm.frontend.keeping import Resumed
-from localllm.frontend.selection import Selection
+from localllm.runtime.selection import Selection
 from localllm.tui import draft, messages
 from localllm.tui.archive import Archive
 from localllm.tui.commands import COMMANDS

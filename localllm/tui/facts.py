@@ -9,7 +9,7 @@ from localllm.history import History, history_file, nothing_is_kept
 from localllm.tui.messages import Facts
 
 if TYPE_CHECKING:
-    from localllm.engine.facts import LoadedEngine
+    from localllm.engine.engine_info import LoadedEngine
 
 _MOST_ASKED, _LONGEST_ASKED = 500, 4000  # questions, characters, for the arrows and the search
 

@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from localllm.chat.answer import Answer
+from localllm.chat.context import grown_text
 from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent, TokenEvent
-from localllm.frontend.answer import Answer
-from localllm.frontend.context import grown_text
 from localllm.tui.loading import Post
 from localllm.tui.messages import Prefilled, Said, Told
 
 if TYPE_CHECKING:
-    from localllm.engine.facts import AnswerStream
+    from localllm.engine.engine_info import AnswerStream
 
 _SHORTEST_S = 0.07  # between two messages: what an eye follows
 _LONGEST_S = 0.25

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 from textual.message import Message
 
 from localllm.config import format_bytes
-from localllm.engine.facts import Service
+from localllm.engine.engine_info import Service
 from localllm.errors import LocalLLMError
-from localllm.frontend.attaching import attached
-from localllm.frontend.opening import Opening, check, open_engine
-from localllm.frontend.selection import Selection
+from localllm.runtime.engine_loader import Opening, check, open_engine
+from localllm.runtime.selection import Selection
+from localllm.runtime.server_client import attached
 from localllm.tui.messages import Loading, Told
 
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine
-    from localllm.engine.facts import LoadedEngine
-    from localllm.engine.loading import Watcher
+    from localllm.engine.engine_info import LoadedEngine
+    from localllm.engine.loader import Watcher
 
 Post = Callable[[Message], object]
 _PAUSE_S = 0.1  # between two messages of progress
@@ -53,7 +53,7 @@ def serve_attached(selection: Selection, post: Post, before: Callable[[], None])
 
 def serve(selection: Selection, post: Post, before: Callable[[], None]) -> Service:
     """The service of a model, in this process. Raises what can be known at once: that it cannot run."""
-    from localllm.engine.service import EngineService
+    from localllm.runtime.engine_thread import EngineService
 
     check(selection)
 
@@ -126,7 +126,7 @@ class _Watch:
 
     def watcher(self) -> Watcher:
         """What `Engine.load` is given; imports torch."""
-        from localllm.engine.loading import Watcher
+        from localllm.engine.loader import Watcher
 
         return Watcher(self._reading, self._packing, self._waiting, self._measuring, self._noting)
 

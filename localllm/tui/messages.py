@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from textual.message import Message
 
 if TYPE_CHECKING:
+    from localllm.chat.context import ContextUsage
     from localllm.engine.events import FinishedEvent
     from localllm.errors import LocalLLMError
-    from localllm.frontend.context import ContextUsage
 
 Turn = Mapping[str, Any]
 

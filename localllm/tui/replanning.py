@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from textual.message import Message
 
-from localllm.frontend.origins import with_origins
-from localllm.frontend.planning import Goal, considered, with_changes
-from localllm.frontend.selection import Selection, named, told_of
+from localllm.runtime.error_origins import with_origins
+from localllm.runtime.plan_request import Goal, considered, with_changes
+from localllm.runtime.selection import Selection, named, told_of
 from localllm.tui.loading import Post
 
 if TYPE_CHECKING:
@@ -99,10 +99,10 @@ class DeskPlanning:
         import psutil
         import torch
 
-        from localllm.engine.loading import has_card
+        from localllm.engine.loader import has_card
         from localllm.engine.memory import choose_device
         from localllm.models.shapes import find_shape
-        from localllm.offload.machine_memory import cgroup_limit_bytes
+        from localllm.offload.planner.machine_memory import cgroup_limit_bytes
 
         device = choose_device(self.selection.settings.device)
         vram_bytes = torch.cuda.get_device_properties(device).total_memory if has_card(device) else None

@@ -13,8 +13,8 @@ from textual.message import Message
 from localllm.config import ResolvedSettings
 
 if TYPE_CHECKING:
-    from localllm.frontend.model_rows import ModelRow
-    from localllm.frontend.verdict import Verdict
+    from localllm.runtime.fit_check import Verdict
+    from localllm.runtime.model_catalog import ModelRow
 
 _PAUSE_S = 0.2  # between two looks whether the machine is quiet
 
@@ -71,7 +71,7 @@ class Verdicts:
         self._queue.put(None)
 
     def _run(self) -> None:
-        from localllm.frontend.verdict import Verdict, judge
+        from localllm.runtime.fit_check import Verdict, judge
 
         while (wanted := self._queue.get()) is not None:
             key, resolved = wanted

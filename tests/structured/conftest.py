@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 from localllm import Engine
-from localllm.engine.grammar import compile_check, definition
-from localllm.engine.grammar.compiled import Grammars
-from localllm.engine.speculative.choice import Speculate
-from localllm.engine.tokenizer import Tokenizer
+from localllm.engine.speculative.config import Speculate
 from localllm.hub.names import TINY_DIRECTORY
+from localllm.text.grammar import compile_check, definition
+from localllm.text.grammar.compiled import Grammars
+from localllm.text.tokenizer import Tokenizer
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from textual.widgets import OptionList
 
 from localllm import hub
 from localllm.errors import AccessError, LocalLLMError, ModelNotFoundError, UsageError
-from localllm.frontend.verdict import Verdict
 from localllm.hub import InstalledModel, ModelFiles, PackedWeights, PullProgress
 from localllm.registry import load_registry
+from localllm.runtime.fit_check import Verdict
 from localllm.tui.app import ChatApp
 from localllm.tui.screens.choice import Choice
 from localllm.tui.screens.models import ModelsScreen
@@ -92,7 +92,7 @@ def machine(disk: FakeDisk, monkeypatch: pytest.MonkeyPatch) -> None:
     def judge(name: str, resolved: Any, say: Callable[[str], None]) -> Verdict:
         return VERDICTS.get(name, Verdict("fits", 12.3, 8192, "int4-g64"))
 
-    monkeypatch.setattr("localllm.frontend.verdict.judge", judge)
+    monkeypatch.setattr("localllm.runtime.fit_check.judge", judge)
 
 
 def screen_of(app: ChatApp) -> ModelsScreen:
@@ -171,7 +171,7 @@ async def test_rows_are_there_before_their_verdicts(monkeypatch: pytest.MonkeyPa
         gate.wait(PATIENCE_S)
         return Verdict("fits")
 
-    monkeypatch.setattr("localllm.frontend.verdict.judge", judge)
+    monkeypatch.setattr("localllm.runtime.fit_check.judge", judge)
     app = chat_app()
     async with running(app) as pilot:
         await open_models(pilot)
@@ -191,7 +191,7 @@ async def test_nothing_is_measured_and_no_other_model_chosen_while_an_answer_is_
         measured.set()
         return Verdict("fits")
 
-    monkeypatch.setattr("localllm.frontend.verdict.judge", judge)
+    monkeypatch.setattr("localllm.runtime.fit_check.judge", judge)
     app = chat_app(FakeService(["word " * 400], pause_s=0.05))
     async with running(app) as pilot:
         await send(pilot, "Go on")
@@ -212,7 +212,7 @@ async def test_a_verdict_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> N
         judged.append(name)
         return Verdict("fits")
 
-    monkeypatch.setattr("localllm.frontend.verdict.judge", judge)
+    monkeypatch.setattr("localllm.runtime.fit_check.judge", judge)
     app = chat_app()
     async with running(app) as pilot:
         screen = await open_models(pilot)

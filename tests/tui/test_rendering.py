@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from textual.strip import Strip
 from textual.visual import RenderOptions
 
-from localllm.frontend.thinking import Splitter, opens_thought, split
+from localllm.chat.thoughts import Splitter, opens_thought, split
 from localllm.tui import rendering
 from localllm.tui.code_blocks import code_blocks
 from localllm.tui.pieces import Block

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from rich.segment import Segment
 
+from localllm.chat.text import one_line, visible
 from localllm.errors import LocalLLMError
-from localllm.frontend.text import one_line, visible
 from localllm.tui import messages, rendering
 from localllm.tui.app import ChatApp
 from localllm.tui.messages import Facts

@@ -12,11 +12,11 @@ from textual.content import Content
 from textual.screen import Screen
 from textual.widgets import Footer, Static, TextArea
 
+from localllm.chat import slash
+from localllm.chat.answer import statistics
+from localllm.chat.text import one_line, printable, visible
+from localllm.chat.thoughts import kept_apart
 from localllm.errors import LocalLLMError
-from localllm.frontend import slash
-from localllm.frontend.answer import statistics
-from localllm.frontend.text import one_line, printable, visible
-from localllm.frontend.thinking import kept_apart
 from localllm.history import content_of
 from localllm.tui import messages
 from localllm.tui.code_blocks import code_blocks

@@ -16,9 +16,9 @@ from textual.screen import Screen
 from textual.timer import Timer
 from textual.widgets import Input, Static
 
+from localllm.chat.export import proposed_name
+from localllm.chat.text import one_line
 from localllm.errors import UsageError
-from localllm.frontend.exporting import proposed_name
-from localllm.frontend.text import one_line
 from localllm.history import GoneError, Session
 from localllm.tui import archive, messages
 from localllm.tui.archive import Archive

@@ -14,7 +14,7 @@ from textual.screen import ModalScreen
 from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
-from localllm.frontend.text import one_line, visible
+from localllm.chat.text import one_line, visible
 
 
 @dataclass(frozen=True)

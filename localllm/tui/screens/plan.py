@@ -36,10 +36,10 @@ from localllm.tui.widgets.notice import Notice
 from localllm.tui.widgets.slider import Slider, Stop
 
 if TYPE_CHECKING:
+    from localllm.chat.context import ContextUsage
     from localllm.engine.planning import Planned
-    from localllm.frontend.context import ContextUsage
-    from localllm.frontend.selection import Selection
-    from localllm.offload.plan import Plan
+    from localllm.offload.planner.plan import Plan
+    from localllm.runtime.selection import Selection
     from localllm.tui.desk import Desk
 
 _WEIGHTS = ("auto", "bf16", "bf12", "int8", "int4", "nf4")

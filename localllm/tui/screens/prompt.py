@@ -12,7 +12,7 @@ from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Input, Static
 
-from localllm.frontend.text import one_line, printable, visible
+from localllm.chat.text import one_line, printable, visible
 from localllm.tui.widgets.key_bar import KeyBar
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from localllm.chat import slash
+from localllm.chat.answer import statistics
+from localllm.chat.context import usage_lines
 from localllm.errors import UsageError
-from localllm.frontend import slash
-from localllm.frontend.answer import statistics
-from localllm.frontend.context import usage_lines
 from localllm.tui.code_blocks import code_blocks
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from textual.content import Content
 from textual.reactive import reactive
 from textual.widget import Widget
 
-from localllm.frontend.text import one_line
+from localllm.chat.text import one_line
 from localllm.tui.bars import bar
 
 _BAR = 24  # columns

@@ -11,8 +11,8 @@ from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.widgets import Static
 
-from localllm.frontend.text import one_line, visible
-from localllm.frontend.verdict import Verdict
+from localllm.chat.text import one_line, visible
+from localllm.runtime.fit_check import Verdict
 
 _LABEL = 16  # columns; "attention heads" has room
 

@@ -7,8 +7,8 @@ from textual.content import Content
 from textual.timer import Timer
 from textual.widgets import Static
 
+from localllm.chat.text import error_rows, one_line
 from localllm.errors import LocalLLMError
-from localllm.frontend.text import error_rows, one_line
 
 _NOTE_S = 8.0
 _MOST_NOTES = 4  # lines; the oldest go

@@ -9,10 +9,10 @@ from textual.content import Content
 from textual.reactive import reactive
 from textual.widget import Widget
 
+from localllm.chat.context import ContextUsage
+from localllm.chat.text import one_line
 from localllm.config import format_bytes, format_figure
 from localllm.engine.events import FinishedEvent
-from localllm.frontend.context import ContextUsage
-from localllm.frontend.text import one_line
 from localllm.tui.bars import bar, fitting, split_bar
 from localllm.tui.messages import Facts
 

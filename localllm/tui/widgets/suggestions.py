@@ -8,7 +8,7 @@ from textual.content import Content
 from textual.widgets import OptionList
 from textual.widgets.option_list import Option
 
-from localllm.frontend.text import visible
+from localllm.chat.text import visible
 
 
 class Suggestions(OptionList, can_focus=False):

@@ -10,7 +10,7 @@ from textual.content import Content
 from textual.reactive import reactive
 from textual.widgets import Static
 
-from localllm.frontend.text import visible
+from localllm.chat.text import visible
 from localllm.tui.widgets.clear import Clear
 from localllm.tui.widgets.document import Document
 

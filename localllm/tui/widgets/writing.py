@@ -11,7 +11,7 @@ from textual.content import Content
 from textual.message import Message
 from textual.widgets import OptionList, Static, TextArea
 
-from localllm.frontend.text import one_line
+from localllm.chat.text import one_line
 from localllm.tui.commands import completions
 from localllm.tui.key_names import KeyNames
 from localllm.tui.messages import Turn
