@@ -56,6 +56,7 @@ _ITEM_FILTERS = """batch dictsort groupby join list map max min reject rejectatt
 _FILTERS = f"""{_ITEM_FILTERS} abs capitalize center count d default e escape first float forceescape format indent int
     items last length lower replace round safe string tojson trim truncate upper"""
 _NEEDLES = frozenset({"lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip", "trim"})
+_ITERATED = (Iterator, type({}.keys()), type({}.values()), type({}.items()))
 _FORBIDDEN_NODES = (
     nodes.Include,
     nodes.Import,
@@ -109,17 +110,18 @@ class Budget:
     def made(self, value: Any) -> Any:
         """Pay for a value that the template has made, and return it; an iterator or a view as a list."""
         self.tick()
-        if isinstance(value, (Iterator, type({}.keys()), type({}.values()), type({}.items()))):
-            value = self.listed(value)
         if isinstance(value, str):
             self.charge(len(value))
-        elif isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
-            raise LimitError(f"a number of {value.bit_length()} bits; at most {MAX_INT_BITS}")
+        elif isinstance(value, int):
+            if value.bit_length() > MAX_INT_BITS:
+                raise LimitError(f"a number of {value.bit_length()} bits; at most {MAX_INT_BITS}")
         elif isinstance(value, (list, tuple, dict)):
             if len(value) > MAX_ITEMS:
                 raise LimitError(f"a list of {len(value)} items; at most {MAX_ITEMS}")
             self.charge(3 * _ITEM_CHARS * len(value))  # an item can be a small object of its own
             self.weigh(value)
+        elif isinstance(value, _ITERATED):
+            return self.made(self.listed(value))
         return value
 
     def listed(self, values: Iterable[Any]) -> list[Any]:
@@ -295,7 +297,6 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
     @pass_context
     def _finalize_output(self, context: Context, value: Any) -> Any:  # noqa: ARG002
-        self.budget.tick()
         self.budget.charge(self.budget.weigh(value)[0])
         return value
 
