@@ -56,7 +56,7 @@ _ITEM_FILTERS = """batch dictsort groupby join list map max min reject rejectatt
 _FILTERS = f"""{_ITEM_FILTERS} abs capitalize center count d default e escape first float forceescape format indent int
     items last length lower replace round safe string tojson trim truncate upper"""
 _NEEDLES = frozenset({"lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip", "trim"})
-_ITERATED = (Iterator, type({}.keys()), type({}.values()), type({}.items()))
+_ITERATED: tuple[type[Any], ...] = (Iterator, type({}.keys()), type({}.values()), type({}.items()))
 _FORBIDDEN_NODES = (
     nodes.Include,
     nodes.Import,

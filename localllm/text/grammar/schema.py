@@ -318,10 +318,10 @@ def _place(steps: Steps) -> str:
     return "/".join(("#", *steps))
 
 
-def _meant(word: Any, known: Collection[str], told: str) -> str:
-    """Return the nearest known word as `told` has it; "" where none is near."""
+def _meant(word: Any, known: Collection[str], pattern: str) -> str:
+    """Return the nearest known word in `pattern`; "" where none is near."""
     near = get_close_matches(word, known, 1, 0.8) if isinstance(word, str) else []
-    return told.format(repr(near[0])) if near else ""
+    return pattern.format(repr(near[0])) if near else ""
 
 
 def _all_in(value: Any) -> Iterator[Any]:
