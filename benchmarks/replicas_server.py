@@ -13,7 +13,7 @@ from collections.abc import Callable
 from localllm.config import load_settings
 from localllm.runtime.selection import locate, with_defaults
 from localllm.server.guard import Admission
-from localllm.server.listening import bound, serve
+from localllm.server.http_server import bound, serve
 from localllm.server.replicas.fleet import PREFIX_ROUTER, Fleet
 from localllm.server.replicas.front import Front, create_front
 from localllm.server.replicas.replica import Role
