@@ -16,7 +16,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from localllm.config import load_settings
 from localllm.runtime.selection import locate, with_defaults
 from localllm.server.guard import Admission
-from localllm.server.listening import bound, serve
+from localllm.server.http_server import bound, serve
 from localllm.server.replicas.fleet import PREFIX_ROUTER, Fleet
 from localllm.server.replicas.front import ReplicaFront, create_front
 from localllm.server.replicas.replica import Role

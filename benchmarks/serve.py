@@ -45,7 +45,7 @@ from localllm.runtime.engine_thread import EngineService
 from localllm.runtime.selection import Selection, with_defaults
 from localllm.server.app import create_app
 from localllm.server.guard import Admission
-from localllm.server.listening import bound, serve
+from localllm.server.http_server import bound, serve
 from localllm.server.pool import Pool
 from localllm.server.served import Capacity
 

@@ -22,7 +22,7 @@ from tests.cli_support import run_cli, start_cli
 from tests.patience import PATIENCE_S
 from tests.server.support import wait_for
 from tests.server.test_cli_serve import Served
-from tests.tui.support import chat_app, running, say, send, shown, until
+from tests.tui.support import chatting, say, send, shown, until
 
 pytestmark = pytest.mark.slow
 
@@ -51,8 +51,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Beside]:
 @asynccontextmanager
 async def talking() -> AsyncIterator[tuple[ChatApp, Pilot[None]]]:
     """A chat that the server's engine has answered once."""
-    app = chat_app(serve_attached, max_tokens=6)
-    async with running(app) as pilot:
+    async with chatting(serve_attached, max_tokens=6) as (app, pilot):
         await until(pilot, lambda: "the running server answers" in shown(app))
         await say(pilot, "A tale about a fox, please.")
         yield app, pilot

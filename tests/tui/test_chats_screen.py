@@ -23,7 +23,7 @@ from localllm.tui.screens.prompt import Prompt
 from localllm.tui.widgets.key_bar import KeyBar
 from localllm.tui.widgets.message_view import MessageView
 from tests.history_support import said
-from tests.tui.support import FakeService, chat_app, running, say, send, shown, texts, until
+from tests.tui.support import FakeService, chat_app, chatting, running, say, send, shown, texts, until
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -96,8 +96,7 @@ async def test_the_latest_chat_stands_first_and_pinned_ones_above_it() -> None:
     keep("About cats", "a")
     with opened() as history:
         history.pin(first, True)
-    app = chat_app()
-    async with running(app, (120, 30)) as pilot:
+    async with chatting(size=(120, 30)) as (app, pilot):
         screen = await enter(pilot, app)
         assert titles(app) == ["About foxes", "About cats", "About owls"]
         assert "3 kept" in head(app)
@@ -114,8 +113,7 @@ async def test_the_latest_chat_stands_first_and_pinned_ones_above_it() -> None:
 
 
 async def test_with_no_chat_kept_the_screen_says_so_and_no_key_ends_it() -> None:
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await enter(pilot, app)
         assert "no chat is kept yet" in shown(app)
         await pilot.press("enter", "r", "p", "d", "e", "down", "end", "space", "space", "u")
@@ -125,8 +123,7 @@ async def test_with_no_chat_kept_the_screen_says_so_and_no_key_ends_it() -> None
 
 async def test_a_private_chat_lists_what_was_kept_and_says_how_to_go_on_with_another_model() -> None:
     keep("From before", "a", "b", model="big-one")
-    app = chat_app(private=True)
-    async with running(app) as pilot:
+    async with chatting(private=True) as (app, pilot):
         await enter(pilot, app)
         assert titles(app) == ["From before"]
         await pilot.press("enter")
@@ -136,8 +133,7 @@ async def test_a_private_chat_lists_what_was_kept_and_says_how_to_go_on_with_ano
 
 async def test_what_strangers_wrote_is_shown_and_never_obeyed() -> None:
     keep("\x1b[31mred[/] [bold]\u202etitle\x1b]52;c;x\x07", "lantern [b] \x1b[2J [@click=app.leave]x[/]", "[/]\x9b5m")
-    app = chat_app()
-    async with running(app, (140, 30)) as pilot:
+    async with chatting(size=(140, 30)) as (app, pilot):
         screen = await enter(pilot, app)
         await search(pilot, app, "lantern")
         await pilot.press("tab")
@@ -156,8 +152,7 @@ async def test_enter_goes_on_with_the_chosen_chat() -> None:
     keep("Foxes", "Where?", "Home.")
     keep("Owls", "Who?", "Me.")
     service = FakeService(["Still there."])
-    app = chat_app(service)
-    async with running(app) as pilot:
+    async with chatting(service) as (app, pilot):
         await enter(pilot, app)
         await pilot.press("down", "enter")
         await until(pilot, lambda: app.chat.num_turns == 2 and app.screen is app.chat)
@@ -171,8 +166,7 @@ async def test_typing_finds_titles_and_messages_and_enter_opens_the_chat_at_the_
     turns[7] = f"{'before ' * 60} the red lantern hangs {'after ' * 60}"
     keep("Long", *turns)
     keep("A lantern in a title", "a", "b")
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         screen = await enter(pilot, app)
         await search(pilot, app, "red LANTERN")
         assert titles(app) == ["Long"]
@@ -202,8 +196,7 @@ async def test_what_is_found_in_a_branch_that_is_not_shown_is_shown_from_then_on
     with opened() as history:
         history.append(session, session.head, "assistant", "The lantern one.")
         history.append(session, session.head, "assistant", "The other one.")
-    app = chat_app()
-    async with running(app, (140, 30)) as pilot:
+    async with chatting(size=(140, 30)) as (app, pilot):
         await enter(pilot, app)
         await search(pilot, app, "lantern")
         await until(pilot, lambda: "does not show any more" in shown(app))
@@ -217,8 +210,7 @@ async def test_what_is_found_in_a_branch_that_is_not_shown_is_shown_from_then_on
 async def test_the_words_that_were_found_are_marked_and_escape_leaves_the_search_before_the_screen() -> None:
     keep("Foxes", "a")
     keep("Owls", "b")
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await enter(pilot, app)
         await search(pilot, app, "fox")
         assert titles(app) == ["Foxes"]
@@ -247,8 +239,7 @@ async def test_a_wide_screen_has_a_preview_beside_the_list_and_a_narrow_one_on_a
 
 
 async def test_a_chat_is_renamed_from_its_old_title_and_keeps_the_new_one_when_it_goes_on() -> None:
-    app = chat_app(FakeService(["One.", "Two."]))
-    async with running(app) as pilot:
+    async with chatting(FakeService(["One.", "Two."])) as (app, pilot):
         await say(pilot, "Hello")
         await enter(pilot, app)
         await pilot.press("r")
@@ -268,8 +259,7 @@ async def test_a_chat_is_renamed_from_its_old_title_and_keeps_the_new_one_when_i
 async def test_a_pin_lifts_a_chat_and_the_same_key_takes_it_away() -> None:
     for title in ("Foxes", "Owls", "Cats"):
         keep(title, "a")
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await enter(pilot, app)
         await pilot.press("end", "p")
         await until(pilot, lambda: titles(app) == ["Foxes", "Cats", "Owls"])
@@ -286,8 +276,7 @@ async def test_deleted_chats_come_back_in_turn_as_they_were_also_after_the_scree
     with opened() as history:
         history.pin(history.find("Owls"), True)
     before = tables()
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await enter(pilot, app)
         await pilot.press("d", "d")
         await until(pilot, lambda: kept_titles() == ["Foxes"])
@@ -308,8 +297,7 @@ async def test_deleted_chats_come_back_in_turn_as_they_were_also_after_the_scree
 
 
 async def test_the_open_chat_goes_on_unkept_when_it_is_deleted_and_is_kept_again_when_that_is_undone() -> None:
-    app = chat_app(FakeService(["One.", "Two.", "Three."]))
-    async with running(app) as pilot:
+    async with chatting(FakeService(["One.", "Two.", "Three."])) as (app, pilot):
         await say(pilot, "First")
         await enter(pilot, app)
         await pilot.press("d")
@@ -332,8 +320,7 @@ async def test_a_chat_is_written_as_markdown_or_json_into_a_file_named_after_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     keep("Wo ist der Fuchs? [../x]", "Where?", "Home.")
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await enter(pilot, app)
         await pilot.press("e")
         await until(pilot, lambda: isinstance(app.screen, Prompt))
@@ -354,8 +341,7 @@ async def test_a_file_is_overwritten_only_when_that_is_accepted_and_one_that_can
     keep("Foxes", "Where?", "Home.")
     path = tmp_path / "mine.md"
     path.write_text("precious")
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await enter(pilot, app)
         for answer, text in (("escape", "precious"), ("enter", "# Foxes")):
             await pilot.press("e")
@@ -375,8 +361,7 @@ async def test_a_file_is_overwritten_only_when_that_is_accepted_and_one_that_can
 
 
 async def test_n_begins_a_new_conversation() -> None:
-    app = chat_app(FakeService(["One.", "Two."]))
-    async with running(app) as pilot:
+    async with chatting(FakeService(["One.", "Two."])) as (app, pilot):
         await say(pilot, "First")
         await enter(pilot, app)
         await pilot.press("n")
@@ -392,8 +377,7 @@ async def test_a_chat_that_another_process_deleted_is_told_of_and_goes_from_the_
     keep("Staying", "a")
     actions = [("enter",), ("p",), ("d",), ("e", "enter"), ("r", "x", "enter")]
     leaving = [keep(f"Leaving by {keys[0]}", "a") for keys in actions][::-1]
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         screen = await enter(pilot, app)
         for keys, session in zip(actions[::-1], leaving, strict=True):
             with opened() as history:
@@ -416,8 +400,7 @@ async def test_a_chat_that_could_not_be_deleted_is_back_in_the_list(monkeypatch:
         raise BusyError("the history is locked", why="another process holds it", fix="lsof")
 
     monkeypatch.setattr(History, "take_out", refused)
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         screen = await enter(pilot, app)
         await pilot.press("d")
         await until(pilot, lambda: screen.notice.error is not None and titles(app) == ["Foxes"])
@@ -427,16 +410,14 @@ async def test_a_chat_that_could_not_be_deleted_is_back_in_the_list(monkeypatch:
 async def test_a_damaged_history_is_told_of() -> None:
     history_file().parent.mkdir(parents=True, exist_ok=True)
     history_file().write_bytes(b"no database at all, " * 500)
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await enter(pilot, app)
         await until(pilot, lambda: "the history was damaged" in shown(app))
 
 
 async def test_while_an_answer_is_written_no_other_chat_is_opened() -> None:
     keep("Foxes", "Where?", "Home.")
-    app = chat_app(FakeService(["word " * 2000], pause_s=0.005))
-    async with running(app) as pilot:
+    async with chatting(FakeService(["word " * 2000], pause_s=0.005)) as (app, pilot):
         await send(pilot, "Go on")
         await until(pilot, lambda: app.chat.is_answering)
         await enter(pilot, app)
@@ -450,8 +431,7 @@ async def test_while_an_answer_is_written_no_other_chat_is_opened() -> None:
 async def test_the_mouse_chooses_opens_and_presses_keys() -> None:
     for title in ("Foxes", "Owls", "Cats"):
         keep(title, f"question of {title}", "answer")
-    app = chat_app()
-    async with running(app, (80, 24)) as pilot:
+    async with chatting(size=(80, 24)) as (app, pilot):
         screen = await enter(pilot, app)
         await pilot.click(screen.chats, offset=(5, 1))
         assert screen.chats.cursor == 1
@@ -467,8 +447,7 @@ async def test_what_is_listed_by_the_thousand_is_drawn_by_the_screenful(monkeypa
     with opened() as history, history.together():
         for number in range(600):
             history.begin(f"chat {number}", "tiny", None)
-    app = chat_app()
-    async with running(app, (80, 24)) as pilot:
+    async with chatting(size=(80, 24)) as (app, pilot):
         screen = await enter(pilot, app)
         drawn = []
         line_of = screen.chats._line

@@ -23,7 +23,7 @@ from localllm.tui.widgets.model_details import ModelDetails
 from localllm.tui.widgets.model_table import ModelTable
 from localllm.tui.widgets.transfer_list import TransferView
 from tests.patience import PATIENCE_S
-from tests.tui.support import FakeService, chat_app, running, say, send, shown, texts, until
+from tests.tui.support import FakeService, chatting, say, send, shown, texts, until
 
 pytestmark = pytest.mark.usefixtures("home", "machine")
 
@@ -137,8 +137,7 @@ async def begin_pull(pilot: Pilot[None], name: str, disk: FakeDisk) -> ModelsScr
 
 
 async def test_all_models_are_listed_with_what_they_would_do_here_and_details_where_there_is_room() -> None:
-    app = chat_app()
-    async with running(app, (180, 50)) as pilot:
+    async with chatting(size=(180, 50)) as (app, pilot):
         await open_models(pilot)
         await until(pilot, lambda: "does not fit" in shown(app))
         lines = {
@@ -153,8 +152,7 @@ async def test_all_models_are_listed_with_what_they_would_do_here_and_details_wh
 
 
 async def test_the_least_important_columns_go_where_there_is_no_room() -> None:
-    app = chat_app()
-    async with running(app, (80, 24)) as pilot:
+    async with chatting(size=(80, 24)) as (app, pilot):
         await open_models(pilot)
         await until(pilot, lambda: "0.18 tok/s" in shown(app))
         assert "size" in shown(app) and "packed" not in shown(app)
@@ -172,8 +170,7 @@ async def test_rows_are_there_before_their_verdicts(monkeypatch: pytest.MonkeyPa
         return Verdict("fits")
 
     monkeypatch.setattr("localllm.runtime.fit_check.judge", judge)
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await open_models(pilot)
         await until(pilot, lambda: "measuring the disk" in shown(app))
         assert "qwen3-8b" in shown(app) and "fits" not in shown(app)
@@ -192,8 +189,7 @@ async def test_nothing_is_measured_and_no_other_model_chosen_while_an_answer_is_
         return Verdict("fits")
 
     monkeypatch.setattr("localllm.runtime.fit_check.judge", judge)
-    app = chat_app(FakeService(["word " * 400], pause_s=0.05))
-    async with running(app) as pilot:
+    async with chatting(FakeService(["word " * 400], pause_s=0.05)) as (app, pilot):
         await send(pilot, "Go on")
         await until(pilot, lambda: app.chat.is_answering)
         await open_models(pilot, "qwen3-8b")
@@ -213,8 +209,7 @@ async def test_a_verdict_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> N
         return Verdict("fits")
 
     monkeypatch.setattr("localllm.runtime.fit_check.judge", judge)
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         screen = await open_models(pilot)
         count = screen.query_one(ModelTable).num_shown
         await until(pilot, lambda: len(judged) == count)
@@ -226,8 +221,7 @@ async def test_a_verdict_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 async def test_what_is_typed_filters_and_enter_chooses_an_installed_model_for_the_chat() -> None:
     service = FakeService(["One.", "Two."])
-    app = chat_app(service)
-    async with running(app) as pilot:
+    async with chatting(service) as (app, pilot):
         await say(pilot, "Hello")
         await open_models(pilot)
         await pilot.press("slash", *"wen3-8")
@@ -240,8 +234,7 @@ async def test_what_is_typed_filters_and_enter_chooses_an_installed_model_for_th
 
 
 async def test_a_name_that_no_model_has_is_said_to_be_one() -> None:
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await open_models(pilot)
         await pilot.press("slash", *"qqq")
         await until(pilot, lambda: "no name has 'qqq' in it" in shown(app))
@@ -250,8 +243,7 @@ async def test_a_name_that_no_model_has_is_said_to_be_one() -> None:
 
 
 async def test_escape_leaves_the_filter_then_the_screen() -> None:
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         screen = await open_models(pilot)
         await pilot.press("slash", *"phi", "down")
         assert highlighted(app).startswith("phi") and screen.query_one(ModelTable).num_shown == 3
@@ -262,8 +254,7 @@ async def test_escape_leaves_the_filter_then_the_screen() -> None:
 
 
 async def test_a_pull_shows_how_far_it_is_and_is_paused_and_gone_on_with(disk: FakeDisk) -> None:
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await begin_pull(pilot, "gemma-3-1b", disk)
         disk.let.release(3)
         await until(pilot, lambda: "pulling 30%" in shown(app) and "300 B of 1000 B" in shown(app))
@@ -284,8 +275,7 @@ def where(app: ChatApp, word: str) -> tuple[int, int] | None:
 
 
 async def test_a_pull_is_paused_and_cancelled_by_the_mouse(disk: FakeDisk) -> None:
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await begin_pull(pilot, "gemma-3-1b", disk)
         for word, state in (("pause", "paused"), ("cancel", "what is there is kept")):
             await until(pilot, lambda word=word: where(app, word) is not None)
@@ -297,8 +287,7 @@ async def test_a_pull_is_paused_and_cancelled_by_the_mouse(disk: FakeDisk) -> No
 
 
 async def test_a_pull_goes_on_behind_the_chat_which_tells_of_its_end(disk: FakeDisk) -> None:
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await begin_pull(pilot, "gemma-3-1b", disk)
         await pilot.press("f3")
         await until(pilot, lambda: app.screen is app.chat)
@@ -308,8 +297,7 @@ async def test_a_pull_goes_on_behind_the_chat_which_tells_of_its_end(disk: FakeD
 
 async def test_a_pull_that_fails_is_told_in_four_lines_and_can_be_begun_again(disk: FakeDisk) -> None:
     disk.failure = AccessError("[b]gated[/b] \x1b[31m", why="its licence is not accepted", fix="open the page")
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         screen = await begin_pull(pilot, "gemma-3-1b", disk)
         disk.let.release()
         await until(pilot, lambda: screen.notice.error is not None)
@@ -322,8 +310,7 @@ async def test_a_pull_that_fails_is_told_in_four_lines_and_can_be_begun_again(di
 
 
 async def test_leaving_stops_a_pull_that_keeps_what_it_has(disk: FakeDisk) -> None:
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await begin_pull(pilot, "gemma-3-1b", disk)
         disk.let.release(2)
         await until(pilot, lambda: "pulling 20%" in shown(app))
@@ -332,8 +319,7 @@ async def test_leaving_stops_a_pull_that_keeps_what_it_has(disk: FakeDisk) -> No
 
 
 async def test_a_repository_that_nobody_listed_can_be_pulled(disk: FakeDisk) -> None:
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await open_models(pilot)
         await pilot.press("slash")
         screen_of(app).filter_input.value = "someone/else-1b"
@@ -353,8 +339,7 @@ async def test_a_model_is_packed_in_the_chosen_format_and_can_be_cancelled(monke
             threading.Event().wait(0.02)
 
     monkeypatch.setattr("localllm.engine.weights.pack_model", pack_model)
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await open_models(pilot, "tiny")
         await pilot.press("z")
         await answer(pilot, "int8")
@@ -366,8 +351,7 @@ async def test_a_model_is_packed_in_the_chosen_format_and_can_be_cancelled(monke
 
 
 async def test_delete_names_what_goes_and_tells_what_was_freed(disk: FakeDisk) -> None:
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await open_models(pilot, "qwen3-8b")
         await pilot.press("d")
         await until(pilot, lambda: isinstance(app.screen, Choice))
@@ -382,8 +366,7 @@ async def test_delete_names_what_goes_and_tells_what_was_freed(disk: FakeDisk) -
 
 
 async def test_what_is_packed_can_be_deleted_alone(disk: FakeDisk) -> None:
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await open_models(pilot, "qwen3-8b")
         await pilot.press("d")
         await answer(pilot, "delete what is packed alone")
@@ -392,8 +375,7 @@ async def test_what_is_packed_can_be_deleted_alone(disk: FakeDisk) -> None:
 
 
 async def test_what_cannot_be_deleted_says_why(disk: FakeDisk) -> None:
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         screen = await open_models(pilot, "tiny")
         await pilot.press("d")
         await until(pilot, lambda: screen.notice.error is not None)
@@ -402,8 +384,7 @@ async def test_what_cannot_be_deleted_says_why(disk: FakeDisk) -> None:
 
 async def test_the_loaded_model_is_not_deleted_without_a_word(disk: FakeDisk) -> None:
     disk.models[0] = InstalledModel("tiny", Path("/tiny"), 1, packed=(PackedWeights("int8", Path("/p"), GIB, "whole"),))
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await open_models(pilot, "tiny")
         await pilot.press("d")
         await until(pilot, lambda: isinstance(app.screen, Choice))
@@ -411,8 +392,7 @@ async def test_the_loaded_model_is_not_deleted_without_a_word(disk: FakeDisk) ->
 
 
 async def test_details_tell_what_is_known_of_a_model() -> None:
-    app = chat_app()
-    async with running(app, (90, 40)) as pilot:
+    async with chatting(size=(90, 40)) as (app, pilot):
         screen = await open_models(pilot, "tiny")
         assert not screen.query_one(ModelDetails).display
         await pilot.press("i")
@@ -428,8 +408,7 @@ async def test_a_list_that_cannot_be_read_is_told(monkeypatch: pytest.MonkeyPatc
         raise ModelNotFoundError("the folder is gone", why="a disk was taken out", fix="put it in")
 
     monkeypatch.setattr(hub, "list_models", list_models)
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await pilot.press("f3")
         await until(pilot, lambda: "the folder is gone" in shown(app))
 
@@ -437,8 +416,7 @@ async def test_a_list_that_cannot_be_read_is_told(monkeypatch: pytest.MonkeyPatc
 async def test_a_click_highlights_and_another_one_chooses_which_asks_where_the_model_is_not_here(
     disk: FakeDisk,
 ) -> None:
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await open_models(pilot)
         row = next(y for y, line in enumerate(shown(app).splitlines()) if "llama-3.3-70b" in line)
         await pilot.click(offset=(5, row))
@@ -453,8 +431,7 @@ async def test_a_click_highlights_and_another_one_chooses_which_asks_where_the_m
 
 
 async def test_the_line_of_keys_can_be_clicked_and_shows_the_users_own() -> None:
-    app = chat_app(keys={"models.filter": "ctrl+f"})
-    async with running(app) as pilot:
+    async with chatting(keys={"models.filter": "ctrl+f"}) as (app, pilot):
         screen = await open_models(pilot)
         last = shown(app).splitlines()[-1]
         assert "^f filter" in last

@@ -26,7 +26,7 @@ from localllm.tui.replanning import NOW, Bounds, Wish
 from localllm.tui.screens.plan import PlanScreen
 from localllm.tui.widgets.key_bar import KeyBar
 from tests.patience import PATIENCE_S
-from tests.tui.support import FakeService, chat_app, running, say, shown, texts, until
+from tests.tui.support import FakeService, chat_app, chatting, running, say, shown, texts, until
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -430,8 +430,7 @@ async def test_the_real_model_is_planned_and_loaded_anew_beside_its_conversation
     rates = dict.fromkeys(RECIPES, FormatRates(45.0, 1200.0, 0))
     profile = Profile("this machine", 45.0, 3.0, formats=rates)
     monkeypatch.setattr(planning, "kept_profile", lambda: profile)
-    app = chat_app(serve, device="cpu", max_tokens=8, seed=1)
-    async with running(app, (120, 40)) as pilot:
+    async with chatting(serve, device="cpu", max_tokens=8, seed=1, size=(120, 40)) as (app, pilot):
         await say(pilot, "Where did the fox go?")
         said = texts(app)
         assert app.desk.plan is not None and app.desk.host_bytes >= app.desk.plan.ledger["ram"]["weights"]
@@ -453,8 +452,7 @@ async def test_the_real_model_is_planned_and_loaded_anew_beside_its_conversation
 
 
 async def test_without_a_model_there_is_no_plan_yet() -> None:
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await pilot.pause()  # the first model is asked for
         app.desk = SimpleNamespace(selection=None, close=app.desk.close)  # type: ignore[assignment]
         await pilot.press("f2")

@@ -16,7 +16,7 @@ from localllm.tui import rendering
 from localllm.tui.code_blocks import code_blocks
 from localllm.tui.pieces import Block
 from localllm.tui.widgets.document import DocumentBlock
-from tests.tui.support import FakeService, chat_app, running, until
+from tests.tui.support import FakeService, chatting, until
 
 
 def lines(text: str, width: int = 40) -> list[str]:
@@ -126,8 +126,7 @@ def drawn(widget: DocumentBlock, block: Block) -> list[Strip]:
 @pytest.mark.usefixtures("home")
 async def test_what_comes_in_pieces_looks_as_what_comes_whole() -> None:
     chance = random.Random(7)
-    app = chat_app(FakeService())
-    async with running(app, (60, 40)) as pilot:
+    async with chatting(FakeService(), size=(60, 40)) as (app, pilot):
         await until(pilot, lambda: app.chat.status.facts is not None)
         pairs = [chance.choice(SAMPLES) + "\n" + chance.choice(SAMPLES) for _ in range(5)]
         for text in [*SAMPLES, *pairs]:
@@ -150,8 +149,7 @@ async def test_what_comes_in_pieces_looks_as_what_comes_whole() -> None:
 @pytest.mark.usefixtures("home")
 @pytest.mark.parametrize("text", CUT)
 async def test_what_looks_like_something_else_where_it_is_cut_does_not_stay_so(text: str) -> None:
-    app = chat_app(FakeService())
-    async with running(app, (60, 40)) as pilot:
+    async with chatting(FakeService(), size=(60, 40)) as (app, pilot):
         await until(pilot, lambda: app.chat.status.facts is not None)
         view = await app.chat.transcript.begin_answer(is_thinking=False)
         for character in text:

@@ -6,16 +6,18 @@ import asyncio
 import contextlib
 import json
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from localllm.server.answering import Answers, Piece
-from localllm.server.failures import ClientGoneError, Failure, failure_of
-from localllm.server.logbook import note_failure
+from localllm.server.access_log import note_failure
+from localllm.server.bodies import ReplyBody
+from localllm.server.errors import ClientGoneError, Failure, failure_of
+from localllm.server.stream import GenerationStream
+from localllm.server.tools.deltas import Delta
 
 T = TypeVar("T")
 
@@ -25,19 +27,28 @@ EVENT_STREAM, NDJSON = "text/event-stream", "application/x-ndjson"
 
 
 def encoded(value: object) -> bytes:
-    """JSON in ASCII: some clients take U+2028 and its like for the end of a line."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
+    """Return JSON in ASCII: some clients take U+2028 and its like for the end of a line."""
+    return _ENCODER.encode(value).encode("ascii")
+
+
+def _written(value: Any) -> dict[str, Any]:
+    written: dict[str, Any] = value.written  # AttributeError for what is no reply
+    return written
+
+
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=_written)  # to make one takes 1 us
 
 
 def encoded_in_parts(value: object) -> Iterator[bytes]:
-    """As `encoded`, but that other threads have their turn between the parts: what is encoded at once keeps the
-    interpreter, for a reply of a hundred megabytes three seconds."""
-    if isinstance(value, Mapping) and any(isinstance(each, Mapping | list) for each in value.values()):
+    """As `encoded`, but other threads have their turn between the parts: encoding a hundred megabytes at once holds the
+    interpreter for three seconds."""
+    value = value.written if isinstance(value, ReplyBody) else value
+    if isinstance(value, Mapping) and any(isinstance(each, Mapping | ReplyBody | list) for each in value.values()):
         for count, (name, each) in enumerate(value.items()):
             yield (b"," if count else b"{") + encoded(name) + b":"
             yield from encoded_in_parts(each)
         yield b"}"
-    elif isinstance(value, list) and value and isinstance(value[0], Mapping | list):
+    elif isinstance(value, list) and value and isinstance(value[0], Mapping | ReplyBody | list):
         for count, each in enumerate(value):
             yield b"," if count else b"["
             yield from encoded_in_parts(each)
@@ -46,7 +57,7 @@ def encoded_in_parts(value: object) -> Iterator[bytes]:
         yield encoded(value)
 
 
-class Json(Response):
+class JsonReply(Response):
     """A whole reply."""
 
     media_type = "application/json"
@@ -56,13 +67,13 @@ class Json(Response):
 
 
 async def whole(build: Callable[[], object], headers: Mapping[str, str] | None = None) -> Response:
-    """A reply that may be large, made while the loop goes on, and while prompts are prepared."""
+    """Return a reply that may be large, built off the loop."""
     data = await asyncio.to_thread(lambda: b"".join(encoded_in_parts(build())))
-    return Response(data, headers=dict(headers or {}), media_type=Json.media_type)
+    return Response(data, headers=dict(headers or {}), media_type=JsonReply.media_type)
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """What comes of the work, which is cancelled where the client goes first. Raises ClientGoneError then."""
+    """Return the result of the work, which is cancelled where the client goes first. Raises ClientGoneError then."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -82,12 +93,29 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
-# What is new of which answer; None: nothing for a while.
-News = AsyncIterator[tuple[int, Piece] | None]
+class StreamWriter(Protocol):
+    """Writes answers in one dialect, piece by piece."""
+
+    media_type: str
+    ping: bytes  # a sign of life; b"" where the dialect has none
+
+    def begin(self) -> Iterable[bytes]: ...
+
+    def write(self, index: int, delta: Delta) -> Iterable[bytes]:
+        """Write what is new of the answer `index`."""
+        ...
+
+    def end(self) -> Iterable[bytes]:
+        """Write what follows the ends of all answers."""
+        ...
+
+    def fail(self, failure: Failure) -> bytes:
+        """Write the error that ends them."""
+        ...
 
 
-class Stream(Response):
-    """Pieces as they come, and what `failed` makes of the error that ends them; `close` is called in any case."""
+class StreamReply(Response):
+    """Sends pieces as they come, and what `failed` makes of the error that ends them. Calls `close` in any case."""
 
     def __init__(
         self,
@@ -123,42 +151,44 @@ class Stream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def streamed(
-    answers: Answers,
-    speak: Callable[[News], AsyncIterator[bytes]],
-    failed: Callable[[Failure], bytes],
-    media_type: str,
-) -> Stream:
-    """A stream of what `speak` makes of the answers. failed: how it ends where they do in an error.
-
-    Raises what ends them before anything is said, so that it can be told by a status.
-    """
-    news = answers.pieces(SILENCE_S)
+async def streamed(answers: GenerationStream, writer: StreamWriter) -> StreamReply:
+    """Return the answers as a stream. Raises what ends them before anything was emitted, so that it has a status."""
+    deltas = answers.deltas(SILENCE_S)
     try:
-        first = await anext(news)
+        first = await anext(deltas)
     except BaseException:
         answers.close()
         raise
 
-    async def all_news() -> News:
-        yield first
-        async for each in news:
-            yield each
+    async def pieces() -> AsyncIterator[bytes]:
+        for piece in writer.begin():
+            yield piece
+        arrived: tuple[int, Delta] | None = first
+        while True:
+            for piece in (writer.ping,) if arrived is None else writer.write(*arrived):
+                if piece:
+                    yield piece
+            try:
+                arrived = await anext(deltas)
+            except StopAsyncIteration:
+                break
+        for piece in writer.end():
+            yield piece
 
-    return Stream(speak(all_news()), failed, answers.close, media_type, evicted_header(answers))
+    return StreamReply(pieces(), writer.fail, answers.close, writer.media_type, evicted_header(answers))
 
 
-async def collected(answers: Answers) -> list[Piece]:
-    """All of each answer. Raises what ends them."""
+async def collected(answers: GenerationStream) -> list[Delta]:
+    """Return all of each answer. Raises what ends them."""
     try:
         return await answers.whole()
     finally:
         answers.close()
 
 
-def evicted_header(answers: Answers) -> dict[str, str]:
-    """Tells of turns that have left the context."""
-    turns = answers.asked.num_evicted
+def evicted_header(answers: GenerationStream) -> dict[str, str]:
+    """Return the header that counts the turns which have left the context."""
+    turns = answers.prepared.num_evicted
     return {"x-localllm-evicted-turns": str(turns)} if turns else {}
 
 
@@ -167,7 +197,7 @@ def new_id(prefix: str) -> str:
 
 
 def event(data: Any, name: str | None = None) -> bytes:
-    """One server-sent event. Without `id:` and `retry:`, at which some decoders trip."""
+    """Return a server-sent event. It is without `id:` and `retry:`, at which some decoders trip."""
     head = b"" if name is None else b"event: " + name.encode("ascii") + b"\n"
     return head + b"data: " + encoded(data) + b"\n\n"
 

@@ -8,7 +8,7 @@ import re
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from localllm.server.logbook import Logbook
+from localllm.server.access_log import AccessLog
 from localllm.server.metrics import Metrics
 from tests.server.conftest import Connect
 from tests.server.support import OWL, Running, wait_for
@@ -57,7 +57,7 @@ def test_what_fails_without_a_reply_is_noted_as_a_failure() -> None:
     async def send(message: Message) -> None:
         raise AssertionError(message)
 
-    logbook = Logbook(app, ["/health"], metrics, lines.append)
+    logbook = AccessLog(app, ["/health"], metrics, lines.append)
     with pytest.raises(ValueError, match="foresaw"):
         asyncio.run(logbook({"type": "http", "method": "GET", "path": "/health"}, receive, send))
     assert lines[0].startswith("GET /health 500 ") and num_requests(metrics, "/health", 500) == 1

@@ -6,16 +6,17 @@ import asyncio
 import json
 import threading
 import traceback
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.server import replying
-from localllm.server.answering import Mail
-from localllm.server.failures import ClientGoneError
-from localllm.server.replying import encoded, encoded_in_parts, unless_gone
+from localllm.server import replies
+from localllm.server.bodies import Absent, NullOrAbsent, ReplyBody
+from localllm.server.errors import ClientGoneError
+from localllm.server.replies import encoded, encoded_in_parts, unless_gone
+from localllm.server.stream import EventMailbox
 from tests.server.support import OWL, Running
 
 VALUES = st.recursive(
@@ -28,6 +29,30 @@ VALUES = st.recursive(
 def test_in_parts_it_is_the_same(value: Any) -> None:
     said = b"".join(encoded_in_parts(value))
     assert said == encoded(value) and said.isascii() and json.loads(said) == value
+
+
+class Inner(ReplyBody):
+    text: str | None = None
+    left_out: Absent[int] = None
+
+
+class Outer(ReplyBody):
+    kind: Literal["outer"] = "outer"
+    inner: list[Inner]
+    usage: NullOrAbsent[int] = None
+
+
+def test_a_model_is_written_in_the_order_of_its_fields_without_those_that_are_absent() -> None:
+    reply = Outer(inner=[Inner(), Inner(text="a", left_out=1)])
+    told = b'{"kind":"outer","inner":[{"text":null},{"text":"a","left_out":1}]}'
+    assert encoded(reply) == b"".join(encoded_in_parts(reply)) == told
+
+
+def test_the_schema_of_a_reply_requires_what_is_always_written() -> None:
+    schema = Outer.model_json_schema()
+    assert schema["required"] == ["kind", "inner"] and schema["$defs"]["Inner"]["required"] == ["text"]
+    assert schema["$defs"]["Inner"]["properties"]["left_out"]["type"] == "integer"
+    assert {"type": "null"} in schema["properties"]["usage"]["anyOf"]
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
@@ -45,9 +70,9 @@ def test_a_large_reply_is_made_in_parts_beside_the_loop(monkeypatch: pytest.Monk
         sizes.append(len(encoded(value)))
         return encoded(value)
 
-    monkeypatch.setattr(replying, "encoded", noting)
+    monkeypatch.setattr(replies, "encoded", noting)
     vectors = [{"index": index, "embedding": [0.25] * 64} for index in range(100)]
-    reply = asyncio.run(replying.whole(lambda: {"object": "list", "data": vectors}))
+    reply = asyncio.run(replies.whole(lambda: {"object": "list", "data": vectors}))
     assert json.loads(bytes(reply.body)) == {"object": "list", "data": vectors}
     assert max(sizes) < 1000 < len(reply.body) and threading.get_ident() not in threads
 
@@ -68,7 +93,7 @@ def test_an_error_that_many_are_told_does_not_grow() -> None:
         broken = error
 
     async def told() -> set[int]:
-        mails = [Mail(lambda: None, lambda _event: None) for _ in range(5)]
+        mails = [EventMailbox(lambda: None, lambda _event: None) for _ in range(5)]
         for mail in mails:
             mail.put(broken)
         depths = set()

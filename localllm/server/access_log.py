@@ -1,4 +1,4 @@
-"""A line and a count of every request, also of those that were not let in: nothing of what a client has sent."""
+"""A line and a count of every request, also of those that were refused, with nothing that a client has sent."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from localllm.server.failures import ClientGoneError, Failure
+from localllm.server.errors import ClientGoneError, Failure
 from localllm.server.metrics import Metrics
 
 Log = Callable[[str], None]
 
-IGNORED_HEADER = "x-ignored-fields"  # of a reply: what its request says and no answer is changed by
+IGNORED_HEADER = "x-ignored-fields"  # of a reply: fields of its request that changed no answer
 
 _UNKNOWN = "(no such address)"
 _METHODS = frozenset({"GET", "HEAD", "POST", "DELETE", "OPTIONS", "PUT", "PATCH"})
@@ -24,12 +24,12 @@ _GONE = 499  # as nginx counts who did not wait for an answer
 
 
 def note_failure(scope: Scope, failure: Failure) -> None:
-    """So it was refused, or failed; of a bug, where in the program that is."""
+    """Note for the log how the request failed."""
     scope.setdefault("state", {})["failure"] = " ".join(filter(None, (failure.name, failure.place)))
 
 
-class Logbook:
-    """Around everything else."""
+class AccessLog:
+    """The outermost layer of the application."""
 
     def __init__(self, app: ASGIApp, paths: Iterable[str], metrics: Metrics, log: Log) -> None:
         """paths: as the endpoints have them."""

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from localllm.server.tools.deltas import AnswerParser, Part, Says
 from localllm.server.tools.json_text import ValueEnd, partial_object
-from localllm.server.tools.parts import Part, Reader, Says
-from localllm.server.tools.syntaxes import GENERIC, SYNTAXES
+from localllm.server.tools.output_format import parser_of
+from localllm.server.tools.tool_formats import GENERIC, TOOL_FORMATS
 
-BY_NAME = {syntax.name: syntax for syntax in (*SYNTAXES, GENERIC)}
+BY_NAME = {syntax.name: syntax for syntax in (*TOOL_FORMATS, GENERIC)}
 NAMES = ("weather", "clock")
 HARMONY_THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 HARMONY_CALL = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
@@ -108,7 +109,7 @@ TEXTS: list[tuple[str, str]] = [
 ]
 
 
-def read(reader: Reader, pieces: Iterable[str], *, is_cut: bool = False) -> list[Part]:
+def read(reader: AnswerParser, pieces: Iterable[str], *, is_cut: bool = False) -> list[Part]:
     """Parts, those of a kind behind each other as one."""
     parts = [part for piece in pieces for part in reader.feed(piece)] + reader.end(is_cut=is_cut)
     joined: list[Part] = []
@@ -120,18 +121,20 @@ def read(reader: Reader, pieces: Iterable[str], *, is_cut: bool = False) -> list
     return joined
 
 
-def reader_of(family: str, *, streams: bool = False, splits: bool = False, says: Says = "anything") -> Reader:
-    return BY_NAME[family].reader(NAMES, streams=streams, says=says, is_thinking=False, splits=splits, is_final=False)
+def reader_of(family: str, *, streams: bool = False, splits: bool = False, says: Says = "anything") -> AnswerParser:
+    return parser_of(
+        BY_NAME[family], NAMES, streams=streams, says=says, is_thinking=False, splits=splits, is_final=False
+    )
 
 
 def certain(family: str, *arguments: str) -> str:
     """A call of each tool, as a grammar lets them be made; of one, where the family makes no more."""
-    written = BY_NAME[family].written
+    written = BY_NAME[family]
     calls = [
         f"{written.begins}{name}{written.middle}{each}{written.ends}"
         for name, each in zip(NAMES, arguments, strict=False)
     ]
-    return written.first + written.between.join(calls[:1] if written.one else calls) + written.last
+    return written.first + written.between.join(calls[:1] if written.one_call else calls) + written.last
 
 
 def cut(text: str, places: Sequence[int]) -> list[str]:
@@ -230,7 +233,7 @@ def test_the_arguments_of_a_certain_call_are_given_out_as_they_come(family: str)
     assert given_out >= len(arguments) and reader.end(is_cut=False) == []
     parts = read(reader_of(family, streams=True), [text])
     told = [part for name in NAMES for part in (("call", name), ("arguments", arguments))]
-    assert parts == told[: 2 if BY_NAME[family].written.one else 4]
+    assert parts == told[: 2 if BY_NAME[family].one_call else 4]
 
 
 def test_text_may_stand_in_front_of_a_certain_call() -> None:

@@ -15,9 +15,9 @@ from localllm.engine.engine import Engine
 from localllm.engine.request import Request, SamplingParams
 from localllm.errors import UsageError
 from localllm.server import served
-from localllm.server.asking import Ask, Asked, chat_of, joined, prepare, prompt_ids
-from localllm.server.failures import RequestError
-from localllm.server.tools.calling import Tool, Toolset
+from localllm.server.errors import RequestError
+from localllm.server.generation_request import GenerationRequest, PreparedRequest, chat_of, joined, prepare, prompt_ids
+from localllm.server.tools.toolset import Tool, Toolset
 from localllm.text.chat_template import ChatInput, ChatTemplate
 from tests.server.support import OWL, Running, running
 
@@ -33,7 +33,7 @@ def engine() -> Iterator[Engine]:
     engine.close()
 
 
-def most_tokens(asked: Asked) -> int | None:
+def most_tokens(asked: PreparedRequest) -> int | None:
     return asked.requests[0].sampling.max_tokens
 
 
@@ -41,19 +41,22 @@ def most_tokens(asked: Asked) -> int | None:
 def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused(engine: Engine, num_ctx: int | None) -> None:
     ctx = min(num_ctx or engine.ctx, engine.ctx)
     with pytest.raises(RequestError) as caught:
-        prepare(Ask((5,) * ctx, num_ctx=num_ctx), engine)
+        prepare(GenerationRequest((5,) * ctx, num_ctx=num_ctx), engine)
     assert (caught.value.status, caught.value.name) == (400, "context_length_exceeded")
     assert caught.value.numbers == {"n_prompt_tokens": ctx, "n_ctx": ctx}
-    asked = prepare(Ask((5,) * (ctx - 1), num_ctx=num_ctx), engine)
+    asked = prepare(GenerationRequest((5,) * (ctx - 1), num_ctx=num_ctx), engine)
     assert most_tokens(asked) == 1
 
 
 @pytest.mark.parametrize("num_ctx", [None, 64])
 def test_a_text_to_embed_may_fill_the_context(engine: Engine, num_ctx: int | None) -> None:
     ctx = num_ctx or engine.ctx
-    assert len(prepare(Ask((5,) * ctx, num_ctx=num_ctx, pooling="mean"), engine).requests[0].prompt_ids) == ctx
+    assert (
+        len(prepare(GenerationRequest((5,) * ctx, num_ctx=num_ctx, pooling="mean"), engine).requests[0].prompt_ids)
+        == ctx
+    )
     with pytest.raises(RequestError):
-        prepare(Ask((5,) * (ctx + 1), num_ctx=num_ctx, pooling="mean"), engine)
+        prepare(GenerationRequest((5,) * (ctx + 1), num_ctx=num_ctx, pooling="mean"), engine)
 
 
 def test_a_longer_context_is_advised_where_it_helps() -> None:
@@ -61,7 +64,7 @@ def test_a_longer_context_is_advised_where_it_helps() -> None:
     advised: list[bool] = []
     for num_tokens, num_ctx in ((300, None), (5000, None), (300, 64)):
         with pytest.raises(RequestError) as caught:
-            prepare(Ask((5,) * num_tokens, num_ctx=num_ctx), short)
+            prepare(GenerationRequest((5,) * num_tokens, num_ctx=num_ctx), short)
         advised.append("--ctx" in caught.value.what)
     short.close()
     assert advised == [True, False, False]
@@ -71,13 +74,15 @@ def test_an_answer_ends_where_the_context_does(engine: Engine) -> None:
     room = engine.ctx - 24
     told = {(None, None): room, (7, None): 7, (5000, None): room, (None, 64): 40, (None, 5000): room}
     for (max_tokens, num_ctx), most in told.items():
-        ask = Ask((5,) * 24, SamplingParams(max_tokens=max_tokens), num_ctx=num_ctx)
+        ask = GenerationRequest((5,) * 24, SamplingParams(max_tokens=max_tokens), num_ctx=num_ctx)
         assert most_tokens(prepare(ask, engine)) == most
 
 
 def test_a_longer_context_is_refused_where_it_is_needed(engine: Engine) -> None:
     room = engine.ctx - 24
-    fits, does_not = (Ask((5,) * 24, SamplingParams(max_tokens=most), num_ctx=5000) for most in (room, room + 1))
+    fits, does_not = (
+        GenerationRequest((5,) * 24, SamplingParams(max_tokens=most), num_ctx=5000) for most in (room, room + 1)
+    )
     assert most_tokens(prepare(fits, engine)) == room
     with pytest.raises(RequestError) as caught:
         prepare(does_not, engine)
@@ -85,37 +90,40 @@ def test_a_longer_context_is_refused_where_it_is_needed(engine: Engine) -> None:
 
 
 def test_each_answer_has_a_seed_of_its_own_up_to_the_last_that_there_is(engine: Engine) -> None:
-    asked = prepare(Ask("Once", SamplingParams(seed=2**63 - 1), n=2), engine)
+    asked = prepare(GenerationRequest("Once", SamplingParams(seed=2**63 - 1), n=2), engine)
     assert [request.sampling.seed for request in asked.requests] == [2**63 - 1, 0]
 
 
 def test_the_engine_hears_how_urgent_a_request_is(engine: Engine) -> None:
-    assert [request.priority for request in prepare(Ask("Once", priority=-1, n=2), engine).requests] == [-1, -1]
+    assert [request.priority for request in prepare(GenerationRequest("Once", priority=-1, n=2), engine).requests] == [
+        -1,
+        -1,
+    ]
 
 
 def test_what_the_engine_would_refuse_is_refused_before_it_is_asked(engine: Engine) -> None:
     with pytest.raises(UsageError, match="empty"):
-        prepare(Ask(()), engine)
+        prepare(GenerationRequest(()), engine)
 
 
 def test_a_raw_prompt_may_have_special_tokens_and_a_chat_may_not(engine: Engine) -> None:
     special = engine.tokenizer.encode("<|im_start|>", special=True)
     assert len(special) == 1
-    assert list(prepare(Ask("<|im_start|>hi"), engine).requests[0].prompt_ids[:1]) == special
+    assert list(prepare(GenerationRequest("<|im_start|>hi"), engine).requests[0].prompt_ids[:1]) == special
     chats = [replace(CHAT, messages=[{"role": "user", "content": text}]) for text in ("hi", "<|im_start|>hi")]
-    plain, forged = (prepare(Ask(chat), engine).requests[0].prompt_ids for chat in chats)
+    plain, forged = (prepare(GenerationRequest(chat), engine).requests[0].prompt_ids for chat in chats)
     assert plain.count(special[0]) == forged.count(special[0]) and len(forged) > len(plain)
 
 
 def test_a_raw_prompt_begins_as_the_models_texts_do(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.tokenizer, "adds_bos", True)
     monkeypatch.setattr(engine.tokenizer, "bos_token_id", 7)
-    ids = prepare(Ask("Once"), engine).requests[0].prompt_ids
+    ids = prepare(GenerationRequest("Once"), engine).requests[0].prompt_ids
     assert ids == (7, *engine.tokenizer.encode("Once"))
 
 
 def test_all_of_a_conversation_is_counted_and_of_an_answer_only_what_fits(engine: Engine) -> None:
-    ask = Ask(replace(CHAT, messages=LONG), evicts=True)
+    ask = GenerationRequest(replace(CHAT, messages=LONG), evicts=True)
     asked = prepare(ask, engine)
     assert len(prompt_ids(ask, engine)) > engine.ctx > len(asked.requests[0].prompt_ids)
     assert asked.num_evicted > 0
@@ -123,14 +131,16 @@ def test_all_of_a_conversation_is_counted_and_of_an_answer_only_what_fits(engine
 
 @pytest.mark.parametrize("evicts", [False, True])
 def test_an_answer_goes_on_behind_what_was_said(engine: Engine, evicts: bool) -> None:
-    plain, begun = (prepare(Ask(CHAT, said=said, evicts=evicts), engine).requests[0].prompt_ids for said in ("", "Hm"))
+    plain, begun = (
+        prepare(GenerationRequest(CHAT, said=said, evicts=evicts), engine).requests[0].prompt_ids for said in ("", "Hm")
+    )
     assert begun == (*plain, *engine.tokenizer.encode("Hm"))
 
 
 def test_log_probabilities_are_counted_over_all_answers() -> None:
-    def asked(max_tokens: int, logprobs: int | None, n: int) -> Asked:
+    def asked(max_tokens: int, logprobs: int | None, n: int) -> PreparedRequest:
         sampling = SamplingParams(max_tokens=max_tokens, logprobs=logprobs)
-        return Asked(tuple(Request((1,), sampling) for _ in range(n)))
+        return PreparedRequest(tuple(Request((1,), sampling) for _ in range(n)))
 
     assert len(joined([asked(1 << 18, 0, 4)]).requests) == 4
     assert len(joined([asked(1 << 20, None, 2), asked(1 << 18, 3, 1)]).requests) == 3
@@ -206,11 +216,13 @@ def test_harmony_begins_with_what_is_said_where_nothing_is_to_be_thought(
 ) -> None:
     telling("<|start|>assistant{# <|channel|>final<|message|> #}")
     final = engine.tokenizer.encode("<|channel|>final<|message|>", special=True)
-    plain, silent = (prepare(Ask(CHAT, effort=effort), engine).requests[0].prompt_ids for effort in (None, "none"))
+    plain, silent = (
+        prepare(GenerationRequest(CHAT, effort=effort), engine).requests[0].prompt_ids for effort in (None, "none")
+    )
     assert silent == (*plain, *final)
     tools = Toolset((Tool("look", "Looks."),), ("look",))
     with pytest.raises(RequestError, match="cannot be had so"):
-        prepare(Ask(CHAT, effort="none", tools=tools), engine)
+        prepare(GenerationRequest(CHAT, effort="none", tools=tools), engine)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +292,7 @@ def test_an_answer_begins_in_the_thought_that_the_template_has_opened(
     engine: Engine, telling: Callable[[str], None], tail: str, said: str, is_thinking: bool, splits: bool
 ) -> None:
     telling(PLAIN + tail)
-    reader = prepare(Ask(CHAT, said=said), engine).new_reader()
+    reader = prepare(GenerationRequest(CHAT, said=said), engine).new_parser()
     assert (reader is not None and reader.is_thinking, reader is not None) == (is_thinking, splits or is_thinking)
 
 
@@ -288,7 +300,7 @@ def test_what_is_begun_goes_on_behind_the_thought_that_the_template_has_opened(
     engine: Engine, telling: Callable[[str], None]
 ) -> None:
     telling(PLAIN + "<think>")
-    ids = prepare(Ask(CHAT, said="Once upon"), engine).requests[0].prompt_ids
+    ids = prepare(GenerationRequest(CHAT, said="Once upon"), engine).requests[0].prompt_ids
     assert engine.tokenizer.decode(list(ids), skip_special=False).endswith("<think></think>\n\nOnce upon")
 
 
@@ -306,7 +318,7 @@ def test_prompts_are_prepared_beside_the_loop_and_disks_beside_both(
 ) -> None:
     threads: list[str] = []
 
-    def noting(ask: Ask, engine: Engine) -> Asked:
+    def noting(ask: GenerationRequest, engine: Engine) -> PreparedRequest:
         threads.append(threading.current_thread().name)
         return prepare(ask, engine)
 

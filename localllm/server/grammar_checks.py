@@ -1,5 +1,5 @@
-"""Grammars that have not passed yet: each is tried out beside all else, a few at once. Who asks for none, or for one
-that is known, does not wait for them. Of the server's loop."""
+"""Checks of new grammars, a few at once, off the server's loop. A request without a grammar, or with a known one, does
+not wait for them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from localllm.errors import GrammarError
-from localllm.server.failures import busy
+from localllm.server.errors import busy
 
 AT_ONCE = 2
 MOST_WAITING = 16  # beside those: of ones that explode, for ten seconds
@@ -18,8 +18,8 @@ _MOST_KEPT = 32  # as an engine keeps them
 _MOST_VERDICTS = 256  # of schemas by themselves: twice a request's tools
 
 
-class Trials:
-    """key: which grammar, of which model. off_loop: for what is cheap."""
+class GrammarChecks:
+    """Keys name a grammar and its model. off_loop: for cheap checks."""
 
     def __init__(self, off_loop: Callable[[Callable[[], object]], Awaitable[object]]) -> None:
         self._off_loop = off_loop
@@ -29,8 +29,8 @@ class Trials:
         self._passed: OrderedDict[Hashable, None] = OrderedDict()
 
     async def check(self, key: Hashable, check: Callable[[], object]) -> None:
-        """Of those who ask for one new grammar, the others wait for the first; what is wrong with a request, and not
-        with its grammar, is its own. Raises what `check` does; RequestError where too many wait."""
+        """Run the check; other requests for the same new grammar wait for the first. Raises what `check` does, and
+        RequestError where too many wait."""
         while (other := self._under_way.get(key)) is not None:
             await asyncio.wait([other])
             if isinstance(error := _failure(other), GrammarError):  # one error for all would keep the frames of each
@@ -47,8 +47,7 @@ class Trials:
         await asyncio.shield(trial)
 
     async def verdict(self, key: Hashable, check: Callable[[], object]) -> GrammarError | None:
-        """What a check has against its grammar; None for nothing. Remembered, also what is wrong. Raises as `check` for
-        the rest."""
+        """Return the grammar's error, or None; both are remembered. Raises as `check` for the rest."""
         if key not in self._verdicts:
             try:
                 await self.check(key, check)

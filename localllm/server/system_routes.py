@@ -1,4 +1,4 @@
-"""What belongs to no chat: health, metrics, and the questions that llama.cpp's clients ask a server."""
+"""Routes beside the chats: health, metrics, and what llama.cpp's clients ask a server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, SkipValidation
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
@@ -16,14 +16,14 @@ from localllm import __version__
 from localllm.engine.engine_info import EngineStatus
 from localllm.engine.request import require_ids
 from localllm.errors import LocalLLMError, TemplateError
-from localllm.server.asking import told_chat
-from localllm.server.bodies import Body
-from localllm.server.endpoint import Call, Endpoint
-from localllm.server.failures import busy
+from localllm.server.bodies import Body, ReplyBody
+from localllm.server.endpoint import ApiCall, Endpoint
+from localllm.server.errors import busy
 from localllm.server.fields import MAX_MESSAGES
-from localllm.server.openai.messages import Message, chat_messages
+from localllm.server.generation_request import template_input
+from localllm.server.openai.messages import OpenAIMessage, chat_messages
 from localllm.server.openai.tools import Tools, chosen
-from localllm.server.replying import Json
+from localllm.server.replies import JsonReply
 from localllm.text.chat_template import ChatInput, ChatTemplate
 from localllm.text.tokenizer_files import TokenizerFiles, special_roles
 
@@ -36,16 +36,16 @@ _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 _MOST_IDS = 1 << 20
 
 
-class Health(TypedDict):
-    status: Literal["ok"]
+class Health(ReplyBody):
+    status: Literal["ok"] = "ok"
 
 
-class GenerationSettings(TypedDict):
+class GenerationSettings(ReplyBody):
     n_ctx: int
     params: dict[str, Any]
 
 
-class Props(TypedDict):
+class Props(ReplyBody):
     default_generation_settings: GenerationSettings
     total_slots: int
     model_alias: str
@@ -53,18 +53,18 @@ class Props(TypedDict):
     bos_token: str
     eos_token: str
     build_info: str
-    modalities: dict[str, bool]
+    modalities: dict[str, bool] = {"vision": False, "audio": False}  # noqa: RUF012
     is_sleeping: bool
 
 
-class Slot(TypedDict):
+class Slot(ReplyBody):
     id: int
-    id_task: int | None
+    id_task: int | None = None
     n_ctx: int
-    is_processing: bool
-    n_prompt_tokens: int
-    n_prompt_tokens_processed: int
-    n_decoded: int
+    is_processing: bool = False
+    n_prompt_tokens: int = 0
+    n_prompt_tokens_processed: int = 0
+    n_decoded: int = 0
 
 
 class TokenizeBody(Body):
@@ -75,13 +75,14 @@ class TokenizeBody(Body):
     model: str | None = None
 
 
+# A reply may have a million of these: dicts take half the memory of models.
 class TokenPiece(TypedDict):
     id: int
     piece: str | list[int]
 
 
-class Tokens(TypedDict):
-    tokens: list[int] | list[TokenPiece]
+class TokensReply(ReplyBody):
+    tokens: SkipValidation[list[int] | list[TokenPiece]]
 
 
 class DetokenizeBody(Body):
@@ -89,25 +90,25 @@ class DetokenizeBody(Body):
     model: str | None = None
 
 
-class Content(TypedDict):
+class ContentReply(ReplyBody):
     content: str
 
 
 class TemplateBody(Body):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[OpenAIMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     tools: Tools | None = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, Field(max_length=32)] = None
     add_generation_prompt: bool | None = None
     model: str | None = None
 
 
-class Prompt(TypedDict):
+class PromptReply(ReplyBody):
     prompt: str
 
 
-async def health(call: Call, _body: None) -> Json:
-    """503 while the model is being loaded, and while one's engine does not move on. One that has left, as nobody asked
-    for it, is as good as loaded."""
+async def health(call: ApiCall, _body: None) -> JsonReply:
+    """Raises RequestError while the model is being loaded, and while an engine makes no progress. A model that was
+    unloaded because nobody asked for it counts as loaded."""
     if call.pool.is_starting:
         call.pool.first.engine()
     stuck = next((each for each in call.pool.models if each.is_doubtful), None)
@@ -115,11 +116,10 @@ async def health(call: Call, _body: None) -> Json:
         raise busy(
             f"the engine of {stuck.name} does not move on", "somebody waits for it, and it says nothing", "stuck"
         )
-    reply: Health = {"status": "ok"}
-    return Json(reply)
+    return JsonReply(Health())
 
 
-async def metrics(call: Call, _body: None) -> Response:
+async def metrics(call: ApiCall, _body: None) -> Response:
     engines = [each.engine_if_loaded for each in call.pool.loaded]
     told = [await status_of(engine) for engine in engines if engine is not None]
     running, waiting = sum(len(each.running) for each in told), sum(each.num_waiting for each in told)
@@ -127,33 +127,35 @@ async def metrics(call: Call, _body: None) -> Response:
     return Response(text, media_type=_PROMETHEUS)
 
 
-async def props(call: Call, _body: None) -> Json:
-    """Of a model that has left: as it was, and that it sleeps. It is not loaded for a question like this."""
+async def props(call: ApiCall, _body: None) -> JsonReply:
+    """Describe the model; one that was unloaded as it was, asleep. It is not loaded for this."""
     served = call.pool.first
     engine = served.engine_if_loaded
     if engine is None and (call.pool.is_starting or served.is_loading):
         served.engine()
     sampling, directory = served.sampling(), served.selection.files.directory
     ctx, weights = (served.was.ctx, served.was.weights) if engine is None else (engine.ctx, engine.weights)
-    template, tokens = await served.off_loop(lambda: _files_say(directory) if engine is None else _says(engine))
+    template, tokens = await served.off_loop(
+        lambda: _file_words(directory) if engine is None else _engine_words(engine)
+    )
     names = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "frequency_penalty")
     params = {name: getattr(sampling, name) for name in (*names, "presence_penalty", "max_tokens")}
-    reply: Props = {
-        "default_generation_settings": {"n_ctx": ctx, "params": params},
-        "total_slots": served.capacity.parallel,
-        "model_alias": served.name,
-        "chat_template": template,
-        "bos_token": tokens.get("bos_token", ""),
-        "eos_token": tokens.get("eos_token", ""),
-        "build_info": f"localllm {__version__}, {weights}",
-        "modalities": {"vision": False, "audio": False},
-        "is_sleeping": engine is None,
-    }
-    return Json(reply)
+    return JsonReply(
+        Props(
+            default_generation_settings=GenerationSettings(n_ctx=ctx, params=params),
+            total_slots=served.capacity.parallel,
+            model_alias=served.name,
+            chat_template=template,
+            bos_token=tokens.get("bos_token", ""),
+            eos_token=tokens.get("eos_token", ""),
+            build_info=f"localllm {__version__}, {weights}",
+            is_sleeping=engine is None,
+        )
+    )
 
 
-def _says(engine: LoadedEngine) -> tuple[str, Mapping[str, str]]:
-    """Its chat template, "" where it has none, and its special tokens by their roles."""
+def _engine_words(engine: LoadedEngine) -> tuple[str, Mapping[str, str]]:
+    """Return its chat template, "" where it has none, and its special tokens by their roles."""
     tokens = engine.tokenizer.special_tokens
     try:
         return next(iter(engine.template.sources.values())), tokens
@@ -161,8 +163,8 @@ def _says(engine: LoadedEngine) -> tuple[str, Mapping[str, str]]:
         return "", tokens
 
 
-def _files_say(directory: Path) -> tuple[str, Mapping[str, str]]:
-    """As `_says`, of a model that is not loaded; nothing where its files are gone or broken."""
+def _file_words(directory: Path) -> tuple[str, Mapping[str, str]]:
+    """As `_engine_words`, of a model that is not loaded; nothing where its files are gone or broken."""
     tokens: Mapping[str, str] = {}
     with suppress(LocalLLMError):
         tokens = special_roles(TokenizerFiles(directory).config())
@@ -170,80 +172,78 @@ def _files_say(directory: Path) -> tuple[str, Mapping[str, str]]:
     return "", tokens
 
 
-async def slots(call: Call, _body: None) -> Json:
-    """What is being computed: numbers, nothing of what it says."""
+async def slots(call: ApiCall, _body: None) -> JsonReply:
+    """List what is being computed: numbers, and no text."""
     served = call.pool.first
     engine = served.engine_if_loaded
     if engine is None and call.pool.is_starting:
         served.engine()
     status = EngineStatus() if engine is None else await status_of(engine)
-    rows: list[Slot] = []
-    for index in range(max(served.capacity.parallel, len(status.running))):
-        slot = status.running[index] if index < len(status.running) else None
-        rows.append(
-            {
-                "id": index,
-                "id_task": None if slot is None else slot.request_id,
-                "n_ctx": served.was.ctx if engine is None else engine.ctx,
-                "is_processing": slot is not None,
-                "n_prompt_tokens": 0 if slot is None else slot.num_prompt_tokens,
-                "n_prompt_tokens_processed": 0 if slot is None else slot.num_read,
-                "n_decoded": 0 if slot is None else slot.num_said,
-            }
+    ctx = served.was.ctx if engine is None else engine.ctx
+    busy_slots = [
+        Slot(
+            id=index,
+            id_task=each.request_id,
+            n_ctx=ctx,
+            is_processing=True,
+            n_prompt_tokens=each.num_prompt_tokens,
+            n_prompt_tokens_processed=each.num_read,
+            n_decoded=each.num_said,
         )
-    return Json(rows)
+        for index, each in enumerate(status.running)
+    ]
+    free_slots = [Slot(id=index, n_ctx=ctx) for index in range(len(busy_slots), served.capacity.parallel)]
+    return JsonReply([*busy_slots, *free_slots])
 
 
 async def status_of(engine: LoadedEngine) -> EngineStatus:
-    """What it is doing: nothing, where it has gone."""
+    """Return what the engine is doing: nothing, where it has gone."""
     try:
         return await asyncio.to_thread(engine.status)
     except LocalLLMError:
         return EngineStatus()
 
 
-async def tokenize(call: Call, body: TokenizeBody) -> Json:
+async def tokenize(call: ApiCall, body: TokenizeBody) -> JsonReply:
     served = await call.model(body.model)
     tokenizer = served.engine().tokenizer
-    return Json(await served.off_loop(lambda: _tokens(body, tokenizer)))
+    return JsonReply(await served.off_loop(lambda: _tokens(body, tokenizer)))
 
 
-def _tokens(body: TokenizeBody, tokenizer: Tokenizer) -> Tokens:
+def _tokens(body: TokenizeBody, tokenizer: Tokenizer) -> TokensReply:
     ids = tokenizer.encode(body.content, special=body.parse_special is not False, bos=bool(body.add_special))
     if not body.with_pieces:
-        return {"tokens": ids}
+        return TokensReply(tokens=ids)
     pieces: list[TokenPiece] = [{"id": token_id, "piece": _piece(tokenizer.token_bytes(token_id))} for token_id in ids]
-    return {"tokens": pieces}
+    return TokensReply(tokens=pieces)
 
 
 def _piece(data: bytes) -> str | list[int]:
-    """As text where it is some; the bytes of a part of a character."""
+    """Return text, or the bytes of a part of a character."""
     try:
         return data.decode()
     except UnicodeDecodeError:
         return list(data)
 
 
-async def detokenize(call: Call, body: DetokenizeBody) -> Json:
+async def detokenize(call: ApiCall, body: DetokenizeBody) -> JsonReply:
     """Raises UsageError for an id that the model does not have."""
     served = await call.model(body.model)
     engine = served.engine()
     require_ids(body.tokens, engine.config.vocab_size)
     text = await served.off_loop(lambda: engine.tokenizer.decode(body.tokens, skip_special=False))
-    reply: Content = {"content": text}
-    return Json(reply)
+    return JsonReply(ContentReply(content=text))
 
 
-async def apply_template(call: Call, body: TemplateBody) -> Json:
-    """The text that a chat's model would be given, special tokens written out. Raises TemplateError."""
+async def apply_template(call: ApiCall, body: TemplateBody) -> JsonReply:
+    """Return the prompt of a chat, special tokens written out. Raises TemplateError."""
     served = await call.model(body.model)
     engine = served.engine()
     generation = body.add_generation_prompt is not False
     given = ChatInput(chat_messages(body.messages), None, generation, body.chat_template_kwargs or {})
     tools = chosen(body.tools, None, None)
-    text = await served.off_loop(lambda: engine.template.render_chat(told_chat(given, tools, engine)))
-    reply: Prompt = {"prompt": text}
-    return Json(reply)
+    text = await served.off_loop(lambda: engine.template.render_chat(template_input(given, tools, engine)))
+    return JsonReply(PromptReply(prompt=text))
 
 
 ENDPOINTS = (
@@ -251,7 +251,7 @@ ENDPOINTS = (
     Endpoint("GET", METRICS_PATH, metrics, "For Prometheus"),
     Endpoint("GET", "/props", props, "The model and its defaults", reply=Props),
     Endpoint("GET", "/slots", slots, "What is being computed", reply=list[Slot]),
-    Endpoint("POST", "/tokenize", tokenize, "A text's token ids", TokenizeBody, Tokens),
-    Endpoint("POST", "/detokenize", detokenize, "The text of token ids", DetokenizeBody, Content),
-    Endpoint("POST", "/apply-template", apply_template, "The text of a chat's prompt", TemplateBody, Prompt),
+    Endpoint("POST", "/tokenize", tokenize, "A text's token ids", TokenizeBody, TokensReply),
+    Endpoint("POST", "/detokenize", detokenize, "The text of token ids", DetokenizeBody, ContentReply),
+    Endpoint("POST", "/apply-template", apply_template, "The text of a chat's prompt", TemplateBody, PromptReply),
 )

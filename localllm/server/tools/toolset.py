@@ -1,4 +1,4 @@
-"""The tools of a request, and the calls of a conversation, as every dialect comes to have them."""
+"""The tools of a request and the calls of a conversation, the same in every dialect."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 from localllm.chat.tool_words import told_arguments
 from localllm.errors import GrammarError
-from localllm.server.failures import RequestError
+from localllm.server.errors import RequestError
 
 MAX_TOOLS = 128
 
 
 @dataclass(frozen=True)
 class Tool:
-    """parameters: a JSON Schema of the object that it takes. strict: a call of it has to be of that schema."""
+    """parameters: the JSON Schema of its arguments. strict: every call has to fit that schema."""
 
     name: str
     description: str = ""
@@ -24,21 +24,25 @@ class Tool:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """Of an object, whatever was left out: some templates look at each of these."""
+        """The schema with all that some templates look at."""
         return {"type": "object", "properties": {}, **self.parameters}
 
     @property
-    def told(self) -> dict[str, Any]:
-        """As chat templates want it."""
+    def template_input(self) -> dict[str, Any]:
+        """The tool as chat templates want it."""
         function = {"name": self.name, "description": self.description, "parameters": self.schema}
         return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True)
 class Toolset:
-    """What a model may call. callable: the names of those that it may call this time; the others are told, so that the
-    prompt stays the same. must_call: its answer is a call. one_call: at most one. unheld: by name, why no call of a
-    tool can be held to its schema, as far as that was found out by trying."""
+    """The tools that a model may call.
+
+    callable: names of those it may call this time; the prompt has the others, too, so that it stays the same
+    must_call: the answer is a call
+    one_call: the answer has one call at most
+    unheld: by name, why no call of a tool can be held to its schema, as far as that was tried
+    """
 
     tools: tuple[Tool, ...]
     callable: tuple[str, ...]
@@ -48,13 +52,13 @@ class Toolset:
 
     @property
     def is_constrained(self) -> bool:
-        """Whether a grammar has to see to it that what was asked for is what comes."""
+        """A grammar has to enforce what was asked for."""
         is_part = len(self.callable) < len(self.tools)
         return self.must_call or self.one_call or is_part or any(tool.strict for tool in self.tools)
 
     @property
     def choices(self) -> tuple[Tool, ...]:
-        """Those that may be called."""
+        """The tools that may be called."""
         return tuple(tool for tool in self.tools if tool.name in self.callable)
 
 
@@ -66,8 +70,11 @@ def toolset(
     one_call: bool = False,
     param: str = "tool_choice",
 ) -> Toolset | None:
-    """only: the names of those that may be called; None: any. None where there are none. param: the field that chooses.
-    Raises RequestError for two of one name, for a choice of one that there is not, and for a call of none."""
+    """Return None for no tools. Raises RequestError for two tools of one name, and for a choice of a missing tool.
+
+    only: names of those that may be called; None: any
+    param: the field that chooses
+    """
     names = [tool.name for tool in tools]
     for index, name in enumerate(names):
         if name in names[:index]:
@@ -85,25 +92,25 @@ def toolset(
 
 
 def call_of(call_id: str, name: str, arguments: str | Mapping[str, Any] | None) -> dict[str, Any]:
-    """A call that was made, as chat templates want it: with arguments as an object, where they are one or nothing."""
+    """Return a call that was made, as chat templates want it: its arguments are an object if they can be."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": told_arguments(arguments)}}
 
 
 class OpenCalls:
-    """Follows a conversation: every call has one result, right behind it, and there is no result of anything else."""
+    """Checks a conversation: every call has one result right behind it, and no result is of anything else."""
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}  # of the calls that have no result yet, by their ids
         self._results: set[str] = set()  # ids
 
     def made(self, where: str, call_id: str, name: str) -> None:
-        """Raises RequestError for the id of another call."""
+        """Note a call. Raises RequestError for the id of another call."""
         if call_id in self._names or call_id in self._results:
             raise _refused(where, f"there are two calls of the id {call_id[:100]!r}", "a result could be of either")
         self._names[call_id] = name
 
     def answered(self, where: str, call_id: str) -> str:
-        """The name of the tool. Raises RequestError for a call that never was, or has its result."""
+        """Note a result; return its tool's name. Raises RequestError for a call that never was, or has its result."""
         name = self._names.pop(call_id, None)
         if name is None:
             has_one = call_id in self._results
@@ -113,8 +120,8 @@ class OpenCalls:
         return name
 
     def answered_next(self, where: str, name: str | None) -> tuple[str, str]:
-        """(id, name) of the first open call, or of the first one of that tool, where results have no ids. Raises
-        RequestError where there is none."""
+        """Note a result without an id: it is of the first open call, or of the first of that tool. Return (id, name).
+        Raises RequestError where there is none."""
         for call_id, called in self._names.items():
             if name in (None, called):
                 return call_id, self.answered(where, call_id)
@@ -123,7 +130,7 @@ class OpenCalls:
         )
 
     def settled(self, where: str) -> None:
-        """Somebody speaks, or the conversation ends. Raises RequestError where a call has no result."""
+        """End a turn. Raises RequestError where a call has no result."""
         if self._names:
             call_id, name = next(iter(self._names.items()))
             raise _refused(where, f"the call {call_id[:100]!r} of {name!r} has no result", "it belongs right behind it")

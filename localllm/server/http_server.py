@@ -1,5 +1,4 @@
-"""Sockets and connections: which address is listened on, how long a client may take to say what it wants, and how the
-server ends."""
+"""Sockets and connections: the address, how long a client may take, and how the server ends."""
 
 from __future__ import annotations
 
@@ -21,9 +20,9 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from localllm.errors import LocalLLMError, UsageError
-from localllm.server.failures import RequestError, body_of, failure_of
+from localllm.server.errors import RequestError, body_of, failure_of
 from localllm.server.guard import SECURITY_HEADERS
-from localllm.server.replying import Json, encoded
+from localllm.server.replies import JsonReply, encoded
 
 MAX_HEADER_BYTES = 64 << 10
 MAX_CONNECTIONS = 512
@@ -34,8 +33,8 @@ _GRACE_S = 1  # for answers to be ended when the server is stopped
 _SWITCH_S = 0.0005
 
 
-class Connection(H11Protocol):
-    """uvicorn's, but that who says nothing does not stay, and neither does who takes nothing."""
+class HttpConnection(H11Protocol):
+    """uvicorn's connection, with limits for clients that send nothing or take nothing."""
 
     _deadline: asyncio.TimerHandle | None = None
     _stall: asyncio.TimerHandle | None = None
@@ -43,7 +42,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > MAX_CONNECTIONS:
-            others = [each for each in self.connections if isinstance(each, Connection) and each is not self]
+            others = [each for each in self.connections if isinstance(each, HttpConnection) and each is not self]
             kinds = (operator.attrgetter(name) for name in ("is_expected_to_speak", "is_silent", "is_stalled"))
             worst = next((each for is_so in kinds for each in others if is_so(each)), self)
             worst.transport.abort()
@@ -52,17 +51,17 @@ class Connection(H11Protocol):
 
     @property
     def is_silent(self) -> bool:
-        """Whether it has no request that is being answered, and nothing of a reply is left to be taken."""
+        """No request is being answered, and no part of a reply is left to be taken."""
         return self._is_answered and not self.transport.get_write_buffer_size()
 
     @property
     def is_expected_to_speak(self) -> bool:
-        """Whether it has said nothing yet, or half of something."""
+        """It has sent nothing yet, or half a request."""
         return self._deadline is not None and self.is_silent
 
     @property
     def is_stalled(self) -> bool:
-        """Whether its reader has taken nothing for a while."""
+        """Its reader has taken nothing for a while."""
         return self._stall is not None
 
     @property
@@ -90,13 +89,13 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP is refused as all else is, where nothing has been said yet."""
+        """Refuse what is no HTTP in our own form, where no reply has begun."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.abort()
             return
         failure = failure_of(RequestError(400, "the request is no HTTP", why=msg, name="invalid_request"))
         body = encoded(body_of(failure, "openai"))
-        head = [*SECURITY_HEADERS.items(), ("content-type", Json.media_type), ("content-length", str(len(body)))]
+        head = [*SECURITY_HEADERS.items(), ("content-type", JsonReply.media_type), ("content-length", str(len(body)))]
         headers = [(name.encode(), value.encode()) for name, value in [*head, ("connection", "close")]]
         for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
@@ -117,7 +116,7 @@ class Connection(H11Protocol):
 
 
 class Listener(uvicorn.Server):
-    """Ends when it is told to; signals are the caller's."""
+    """A server that leaves signals to its caller."""
 
     def __init__(
         self, config: uvicorn.Config, ending: Callable[[], None], beginning: Callable[[], Awaitable[None]] | None
@@ -141,7 +140,7 @@ class Listener(uvicorn.Server):
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket that listens there. Raises UsageError for an address that is none, LocalLLMError where it is taken."""
+    """Return a listening socket. Raises UsageError for an address that is none, LocalLLMError where it is taken."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
@@ -171,7 +170,7 @@ def _taken(host: str, port: int, error: OSError) -> LocalLLMError:
 
 
 def _owner(port: int) -> str:
-    """Who listens on it, as far as may be known."""
+    """Return the process that listens on it, if it can be known."""
     with contextlib.suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
             if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN:
@@ -192,15 +191,18 @@ def serve(
     ending: Callable[[], None],
     beginning: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
-    """Answers until it is stopped. began: is given what stops it, which may be called from any thread, or in a signal
-    handler. ending: called when it has been; ends what is still being answered. beginning: called on the loop, when it
-    listens."""
+    """Serve until stopped.
+
+    began: is given a function that stops it, for any thread or signal handler
+    ending: called when it was stopped; ends what is still being answered
+    beginning: called on the loop when it listens
+    """
     sys.setswitchinterval(_SWITCH_S)
     logging.getLogger("uvicorn.error").addHandler(logging.NullHandler())
     logging.getLogger("uvicorn.error").propagate = False
     config = uvicorn.Config(
         app,
-        http=Connection,
+        http=HttpConnection,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -1,4 +1,4 @@
-"""Texts to vectors, in whatever dialect they are asked for."""
+"""Texts to vectors, for every dialect."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from localllm.engine.request import SamplingParams
-from localllm.server.asking import Ask
-from localllm.server.failures import RequestError
-from localllm.server.replying import collected
+from localllm.server.errors import RequestError
+from localllm.server.generation_request import GenerationRequest
+from localllm.server.replies import collected
 from localllm.server.served import Served
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _AT_ONCE = 2  # one is computed while the next is prepared
 
 
 @dataclass(frozen=True)
-class Embedding:
+class TextEmbedding:
     """vector: fp32, of length 1."""
 
     vector: array[float]
@@ -39,11 +39,11 @@ async def embedded(
     num_ctx: int | None = None,
     dimensions: int | None = None,
     most_tokens: int | None = None,
-) -> list[Embedding]:
-    """Of each prompt, in order. dimensions: as many of each vector's, which then has length 1 again. most_tokens: of a
-    prompt, what is behind them is left out. Of a model that was loaded just now: it does not leave from here on.
+) -> list[TextEmbedding]:
+    """Return the embedding of each prompt, in order. Raises RequestError, and what `Served.ask` does.
 
-    Raises RequestError, and what `Served.ask` does.
+    dimensions: as many of each vector are returned, normalised again
+    most_tokens: the rest of a prompt is left out
     """
     engine = served.engine()
     size = engine.config.hidden_size
@@ -54,13 +54,13 @@ async def embedded(
     places = min(_AT_ONCE, len(prompts), capacity.parallel + capacity.queue)
     give_back, gate = served.take_places(places), asyncio.Semaphore(places)
 
-    async def one(prompt: Prompt) -> Embedding:
+    async def one(prompt: Prompt) -> TextEmbedding:
         async with gate:
             sampling, pooling = SamplingParams(max_tokens=1), served.pooling
-            ask = Ask(prompt, sampling, num_ctx=num_ctx, pooling=pooling, prompt_field="input")
+            ask = GenerationRequest(prompt, sampling, num_ctx=num_ctx, pooling=pooling, prompt_field="input")
             (piece,) = await collected(await served.answer([ask], lambda: None))
         assert piece.finished is not None and piece.finished.embedding is not None
-        return Embedding(_cut(piece.finished.embedding, dimensions), piece.finished.usage.prompt_tokens)
+        return TextEmbedding(_cut(piece.finished.embedding, dimensions), piece.finished.usage.prompt_tokens)
 
     try:
         if most_tokens is not None:

@@ -1,4 +1,4 @@
-"""POST /api/pull: a model from the hub onto this disk, told in lines of progress."""
+"""POST /api/pull: fetch a model from the hub onto this disk, with lines of progress."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ import hashlib
 import threading
 import time
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NotRequired
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 from starlette.responses import Response
-from typing_extensions import TypedDict
 
 from localllm import hub
 from localllm.errors import ModelNotFoundError
 from localllm.registry import BUILT_IN, REPO_ID, load_registry
 from localllm.runtime.download import fetch
-from localllm.server.bodies import OnlyFalse
-from localllm.server.endpoint import Call, Endpoint
-from localllm.server.failures import RequestError, body_of, busy
-from localllm.server.ollama.shapes import NamedBody, line
+from localllm.server.bodies import Absent, OnlyFalse, ReplyBody
+from localllm.server.endpoint import ApiCall, Endpoint
+from localllm.server.errors import RequestError, body_of, busy
+from localllm.server.ollama.common import NamedBody, line
 from localllm.server.pool import Pool
-from localllm.server.replying import NDJSON, Json, Stream
+from localllm.server.replies import NDJSON, JsonReply, StreamReply
 
 if TYPE_CHECKING:
     from localllm.config import ResolvedSettings
@@ -46,16 +45,16 @@ class PullBody(NamedBody):
     stream: Annotated[bool | None, Field(description="Default: true.")] = None
 
 
-class PullLine(TypedDict):
-    """digest: by which clients tell files apart. total, completed: bytes of the file."""
+class PullLine(ReplyBody):
+    """digest: tells files apart. total, completed: bytes of the file."""
 
     status: str
-    digest: NotRequired[str]
-    total: NotRequired[int]
-    completed: NotRequired[int]
+    digest: Absent[str] = None
+    total: Absent[int] = None
+    completed: Absent[int] = None
 
 
-_SUCCESS: PullLine = {"status": "success"}
+_SUCCESS = PullLine(status="success")
 
 
 class PullStoppedError(Exception):
@@ -63,7 +62,7 @@ class PullStoppedError(Exception):
 
 
 class _Pull:
-    """A pull on a thread of its own. Of what nobody has read yet, the last line of each file is kept."""
+    """A pull on a thread of its own. Where nobody reads its lines, the last one of each file counts."""
 
     def __init__(self, name: str, resolved: ResolvedSettings) -> None:
         self._name = name
@@ -79,7 +78,7 @@ class _Pull:
         threading.Thread(target=self._run, name=_THREAD, daemon=True).start()
 
     async def lines(self) -> AsyncIterator[PullLine]:
-        """To the end of the pull. Raises what `hub.pull` does."""
+        """Yield lines to the end of the pull. Raises what `hub.pull` does."""
         while True:
             await self._arrived.wait()
             with self._lock:
@@ -94,13 +93,13 @@ class _Pull:
                 raise error
 
     def stop(self) -> None:
-        """At its next sign of life. What was fetched is kept."""
+        """Stop at its next sign of life. What was fetched stays."""
         self._is_stopped = True
 
     def _run(self) -> None:
         try:
             fetch(self._name, self._resolved, self._tell)
-            self._put({"status": "verifying sha256 digest"})  # each file's was, as it came
+            self._put(PullLine(status="verifying sha256 digest"))  # each file's was, as it came
             self._put(_SUCCESS)
         except PullStoppedError:
             return
@@ -114,13 +113,13 @@ class _Pull:
         each = _line_of(self._name, progress)
         now = time.monotonic()
         is_whole = bool(progress.file_bytes) and progress.file_done_bytes == progress.file_bytes
-        if is_whole or each["status"] != self._last or now - self._told_at >= _TELL_S:
-            self._last, self._told_at = each["status"], now
+        if is_whole or each.status != self._last or now - self._told_at >= _TELL_S:
+            self._last, self._told_at = each.status, now
             self._put(each)
 
     def _put(self, each: PullLine) -> None:
         with self._lock:
-            self._lines[each["status"]] = each
+            self._lines[each.status] = each
         self._wake()
 
     def _wake(self) -> None:
@@ -130,24 +129,24 @@ class _Pull:
 
 def _line_of(name: str, progress: PullProgress) -> PullLine:
     if progress.phase == "listing":
-        return {"status": "pulling manifest"}
+        return PullLine(status="pulling manifest")
     if progress.phase in ("waiting", "retrying"):
-        return {"status": progress.note}
+        return PullLine(status=progress.note)
     digest = hashlib.sha256(f"{name}/{progress.file}".encode()).hexdigest()
-    return {
-        "status": f"pulling {progress.file}",
-        "digest": f"sha256:{digest}",
-        "total": progress.file_bytes,
-        "completed": progress.file_done_bytes,
-    }
+    return PullLine(
+        status=f"pulling {progress.file}",
+        digest=f"sha256:{digest}",
+        total=progress.file_bytes,
+        completed=progress.file_done_bytes,
+    )
 
 
-async def pull(call: Call, body: PullBody) -> Response:
-    """Raises RequestError for a name that cannot be pulled, and what ends a pull before anything was told of it."""
+async def pull(call: ApiCall, body: PullBody) -> Response:
+    """Raises RequestError for a name that cannot be pulled, and what ends a pull before its first line."""
     pool, name = call.pool, body.bare_name
     is_streamed = body.stream is not False
     if await pool.on_disk(lambda: _is_here(pool, name)):
-        return Response(line(_SUCCESS), media_type=NDJSON) if is_streamed else Json(_SUCCESS)
+        return Response(line(_SUCCESS), media_type=NDJSON) if is_streamed else JsonReply(_SUCCESS)
     if sum(thread.name == _THREAD for thread in threading.enumerate()) >= _MOST_PULLS:
         raise busy("the server has too much to do", f"{_MOST_PULLS} models are being fetched")
     running = _Pull(name, pool.first.selection.resolved)
@@ -158,10 +157,10 @@ async def pull(call: Call, body: PullBody) -> Response:
             pass
     finally:
         running.stop()
-    return Json(_SUCCESS)
+    return JsonReply(_SUCCESS)
 
 
-async def _streamed(running: _Pull) -> Stream:
+async def _streamed(running: _Pull) -> StreamReply:
     lines = running.lines()
     try:
         first = await anext(lines)
@@ -174,12 +173,12 @@ async def _streamed(running: _Pull) -> Stream:
         async for each in lines:
             yield line(each)
 
-    return Stream(pieces(), lambda failure: line(body_of(failure, "ollama")), running.stop, NDJSON)
+    return StreamReply(pieces(), lambda failure: line(body_of(failure, "ollama")), running.stop, NDJSON)
 
 
 def _is_here(pool: Pool, name: str) -> bool:
-    """Raises RequestError for a name that is neither a known one nor ORG/REPOSITORY: a client's word is no path to look
-    at."""
+    """Return whether the model is on this disk. Raises RequestError for a name that is neither a known one nor
+    ORG/REPOSITORY: a client's word is no path to look at."""
     if name == BUILT_IN or pool.known(name) is not None:
         return True
     registry = load_registry()
@@ -195,6 +194,4 @@ def _is_here(pool: Pool, name: str) -> bool:
     return True
 
 
-ENDPOINTS = (
-    Endpoint("POST", "/api/pull", pull, "Fetch a model onto this disk", PullBody, PullLine, (NDJSON, PullLine)),
-)
+ENDPOINTS = (Endpoint("POST", "/api/pull", pull, "Fetch a model onto this disk", PullBody, PullLine, PullLine),)

@@ -14,7 +14,7 @@ from openai.types.responses import ResponseErrorEvent
 from localllm.engine.events import FinishedEvent
 from localllm.errors import DoesNotFitError, EngineClosedError, NonFiniteError
 from localllm.runtime.engine_thread import RequestStream
-from localllm.server.failures import body_of, failure_of
+from localllm.server.errors import body_of, failure_of
 from tests.server.support import OWL, Running, num_cancelled, running, wait_for
 from tests.thinning import thinned
 
@@ -135,7 +135,7 @@ def test_an_engine_that_has_broken_is_started_anew_for_the_next_request(
         monkeypatch.setattr(server.engine, "step", step)
         monkeypatch.setattr(broken, "submit", submit)
         assert server.post(path, BODIES[path]).status_code == 500
-        server.line_with("bug AssertionError test_failures.py:")
+        server.line_with("bug AssertionError test_errors.py:")
         wait_for(lambda: not server.served.num_open)
         assert server.get("/v1/models").status_code == 200
         assert server.post(path, BODIES[path]).status_code == 200
@@ -219,4 +219,4 @@ def test_a_bug_is_told_to_the_log_with_its_place(own: Running, monkeypatch: pyte
     monkeypatch.setattr("localllm.engine.engine.taken", taken)
     own.log.clear()
     assert own.post(CHAT, BODIES[CHAT]).status_code == 500
-    assert "secret" not in own.line_with(" 500 bug ValueError test_failures.py:")
+    assert "secret" not in own.line_with(" 500 bug ValueError test_errors.py:")

@@ -1,4 +1,4 @@
-"""What a chat template is given where tools are told, were called or have given results."""
+"""The messages and tools that a chat template is given."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from localllm.chat.tool_words import in_words
-from localllm.server.tools.calling import Toolset
-from localllm.server.tools.syntaxes import Syntax
+from localllm.server.tools.tool_formats import ToolFormat
+from localllm.server.tools.toolset import Toolset
 
 Message = dict[str, Any]
 
 _SHORT_ID = 9  # letters and digits, as Mistral's templates demand
 
 
-def told(messages: Sequence[Message], tools: Toolset | None, syntax: Syntax) -> tuple[list[Message], Any]:
-    """(messages, the template's `tools`)."""
-    if not syntax.is_told:
-        return in_words(messages, [tool.told["function"] for tool in tools.tools] if tools else ()), None
+def prompt_of(messages: Sequence[Message], tools: Toolset | None, form: ToolFormat) -> tuple[list[Message], Any]:
+    """Return (messages, the template's `tools`)."""
+    if not form.is_in_template:
+        return in_words(messages, [tool.template_input["function"] for tool in tools.tools] if tools else ()), None
     found = list(messages)
-    if syntax.one_at_a_time:
+    if form.one_at_a_time:
         found = list(_one_at_a_time(found))
-    if syntax.answers_results:
+    if form.answers_results:
         found = list(_answered(found))
-    if syntax.has_short_ids:
+    if form.has_short_ids:
         found = [_with_short_ids(message) for message in found]
-    if syntax.marks is None:
+    if form.is_harmony:
         found = [_with_thinking(message) for message in found]
-    return found, [tool.told for tool in tools.tools] if tools else None
+    return found, [tool.template_input for tool in tools.tools] if tools else None
 
 
 def _one_at_a_time(messages: Sequence[Message]) -> Iterator[Message]:
-    """Each call of a turn as a turn of its own, with its result behind it."""
+    """Yield each call of a turn as a turn of its own, with its result behind it."""
     results = {message["tool_call_id"]: message for message in messages if message["role"] == "tool"}
     for message in messages:
         calls = message.get("tool_calls", ())
@@ -48,7 +48,7 @@ def _one_at_a_time(messages: Sequence[Message]) -> Iterator[Message]:
 
 
 def _answered(messages: Sequence[Message]) -> Iterator[Message]:
-    """With an answer that says nothing between a result and a question."""
+    """Put an empty answer between a result and a question."""
     before = ""
     for message in messages:
         if before == "tool" and message["role"] == "user":
@@ -67,14 +67,14 @@ def _with_short_ids(message: Message) -> Message:
 
 
 def _short_id(call_id: str) -> str:
-    """Always the same one, so that the prefix cache knows the prompt again."""
+    """Return the same short id each time, so that the prefix cache finds the prompt."""
     if len(call_id) == _SHORT_ID and call_id.isalnum() and call_id.isascii():
         return call_id
     return hashlib.blake2b(call_id.encode("utf-8", "replace"), digest_size=5).hexdigest()[:_SHORT_ID]
 
 
 def _with_thinking(message: Message) -> Message:
-    """As harmony's template calls it; beside a call it takes no text but that."""
+    """Rename the thought as harmony's template has it; beside a call the template takes no other text."""
     if "tool_calls" not in message or "reasoning_content" not in message:
         return message
     rest = {name: value for name, value in message.items() if name != "reasoning_content"}

@@ -15,8 +15,8 @@ import pytest
 from localllm.engine.request import Request
 from localllm.errors import ContextOverflowError, GrammarError
 from localllm.runtime.engine_client import AttachedEngine
+from localllm.server.grammar_checks import AT_ONCE, GrammarChecks
 from localllm.server.served import Capacity
-from localllm.server.trials import AT_ONCE, Trials
 from tests.patience import PATIENCE_S
 from tests.server.support import OWL, Running, running
 
@@ -76,7 +76,7 @@ def test_what_is_wrong_with_one_request_is_not_told_to_another_of_the_same_gramm
         async def off_loop(work: Callable[[], None]) -> None:
             await asyncio.to_thread(work)
 
-        trials = Trials(off_loop)
+        trials = GrammarChecks(off_loop)
         first = asyncio.create_task(trials.check("a grammar", too_long))
         await asyncio.to_thread(begun.wait, PATIENCE_S)
         others = [asyncio.create_task(trials.check("a grammar", lambda: checked.append("one"))) for _ in range(2)]
@@ -105,7 +105,7 @@ def test_a_grammar_that_is_refused_is_refused_to_all_who_ask_for_it() -> None:
         async def off_loop(work: Callable[[], None]) -> None:
             raise AssertionError("it has not passed")
 
-        trials = Trials(off_loop)
+        trials = GrammarChecks(off_loop)
         tasks = [asyncio.create_task(trials.check("a grammar", refuse)) for _ in range(3)]
         await asyncio.sleep(0)
         may_end.set()

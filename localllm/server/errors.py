@@ -1,4 +1,4 @@
-"""Errors as clients meet them: a status, a sentence, and the shape that each dialect's libraries parse."""
+"""Errors as clients receive them: a status, a sentence, and the shape that each dialect's libraries parse."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ class ClientGoneError(Exception):
 
 
 class RequestError(LocalLLMError):
-    """A request that is refused. param: the field that it is about. name: the error's, as OpenAI calls it. numbers: as
-    `Failure` has them."""
+    """A request that is refused. param: the wrong field. name: the error's, as OpenAI calls it."""
 
     def __init__(
         self,
@@ -65,13 +64,13 @@ class RequestError(LocalLLMError):
 
 
 def busy(what: str, why: str, name: str = "overloaded") -> RequestError:
-    """What will go in a moment."""
+    """Return the error of what will be possible in a moment."""
     return RequestError(503, what, why=why, name=name, headers={"retry-after": str(RETRY_S)})
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong, in no dialect yet. numbers: what a client may compute with. place: of a bug, for the log."""
+    """An error in no dialect yet. numbers: for clients to compute with. place: of a bug, for the log."""
 
     status: int
     message: str
@@ -83,7 +82,7 @@ class Failure:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Of anything that may be raised while a request is served."""
+    """Return the failure of anything that may be raised while a request is served."""
     match error:
         case RequestError():
             return Failure(
@@ -114,20 +113,20 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def _place(error: BaseException) -> str:
-    """Where it was raised: a file's name and a line, nothing of what was computed there."""
+    """Return where it was raised, file and line, without any values."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
 
 
 def _sentence(error: LocalLLMError) -> str:
-    """What, why and what helps, in one line."""
+    """Return what, why and fix in one line."""
     text = f"{error.what}: {error.why}" if error.why else error.what
     end = "" if text.endswith("?") else "."
     return " ".join((f"{text}{end} To mend it: {error.fix}" if error.fix else text).split())
 
 
 def too_long(error: ContextOverflowError, param: str) -> RequestError:
-    """In the words by which LiteLLM, LangChain and what knows llama.cpp find out that it is one. param: which field."""
+    """Return it in the words by which LiteLLM, LangChain and clients of llama.cpp recognise it. param: which field."""
     flags = [f"restart the server with {fix}" for fix in error.fix.split(", or ") if fix.startswith("--")]
     message = (
         f"This model's maximum context length is {error.ctx} tokens; the request has {error.num_tokens}, which exceeds "
@@ -138,14 +137,14 @@ def too_long(error: ContextOverflowError, param: str) -> RequestError:
 
 
 def dialect_of(path: str) -> Dialect:
-    """The one whose clients ask for such a path."""
+    """Return the dialect that a path belongs to."""
     if path.startswith("/v1/messages"):
         return "anthropic"
     return "ollama" if path.startswith("/api/") else "openai"
 
 
 def body_of(failure: Failure, dialect: Dialect) -> dict[str, Any]:
-    """The object that a client of that dialect looks for."""
+    """Return the error object of that dialect."""
     if dialect == "ollama":
         return {"error": failure.message}
     if dialect == "anthropic":

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, SkipValidation
 from starlette.responses import Response
-from typing_extensions import TypedDict
 
-from localllm.server.bodies import Body
-from localllm.server.embedding import MAX_INPUTS, embedded
-from localllm.server.endpoint import Call, Endpoint
+from localllm.server.bodies import Body, ReplyBody
+from localllm.server.embeddings import MAX_INPUTS, embedded
+from localllm.server.endpoint import ApiCall, Endpoint
 from localllm.server.fields import Count, KeepAlive
+from localllm.server.ollama.common import OllamaModelName
 from localllm.server.ollama.options import Options
-from localllm.server.replying import Json, whole
-
-if TYPE_CHECKING:
-    pass
+from localllm.server.replies import JsonReply, whole
 
 _OPTIONS = "Of these, num_ctx has an effect: no token is drawn."
 
 
 class EmbedBody(Body):
-    model: Annotated[str | None, Field(description="Without one, the model that is served.")] = None
+    model: OllamaModelName = None
     input: Annotated[
         str | Annotated[list[str], Field(max_length=MAX_INPUTS)],
         Field(description="Without any text, the model is loaded."),
@@ -38,32 +35,32 @@ class EmbedBody(Body):
     keep_alive: KeepAlive = None
 
 
-class EmbeddingsBody(Body):
-    model: Annotated[str | None, Field(description="Without one, the model that is served.")] = None
+class OllamaEmbeddingsBody(Body):
+    model: OllamaModelName = None
     prompt: Annotated[str | None, Field(description="Without one, the model is loaded.")] = None
     options: Annotated[Options | None, Field(description=_OPTIONS)] = None
     keep_alive: KeepAlive = None
 
 
-class EmbedReply(TypedDict):
+class EmbedReply(ReplyBody):
     """Durations are nanoseconds."""
 
     model: str
-    embeddings: list[list[float]]
+    embeddings: SkipValidation[list[list[float]]]
     total_duration: int
     load_duration: int
     prompt_eval_count: int
 
 
-class EmbeddingsReply(TypedDict):
-    embedding: list[float]
+class OllamaEmbeddingsReply(ReplyBody):
+    embedding: SkipValidation[list[float]]
 
 
-async def embed(call: Call, body: EmbedBody) -> Response:
+async def embed(call: ApiCall, body: EmbedBody) -> Response:
     """Raises RequestError, ContextOverflowError for a text that is too long."""
     started_ns = time.perf_counter_ns()
     served = await call.model(body.model, body.keep_alive)
-    model, engine = body.model or served.name, served.engine()
+    engine = served.engine()
     given = [body.input] if isinstance(body.input, str) else body.input
     texts = [] if given == [""] else given
     num_ctx = _num_ctx(body.options)
@@ -72,25 +69,24 @@ async def embed(call: Call, body: EmbedBody) -> Response:
         most_tokens, num_ctx = min(num_ctx or engine.ctx, engine.ctx), None  # into which they fit
     vectors = await embedded(served, texts, num_ctx=num_ctx, dimensions=body.dimensions, most_tokens=most_tokens)
 
-    def reply() -> EmbedReply:
-        return {
-            "model": model,
-            "embeddings": [list(each.vector) for each in vectors],
-            "total_duration": time.perf_counter_ns() - started_ns,
-            "load_duration": 0,
-            "prompt_eval_count": sum(each.num_tokens for each in vectors),
-        }
+    def build() -> EmbedReply:
+        return EmbedReply(
+            model=body.model or served.name,
+            embeddings=[list(each.vector) for each in vectors],
+            total_duration=time.perf_counter_ns() - started_ns,
+            load_duration=0,
+            prompt_eval_count=sum(each.num_tokens for each in vectors),
+        )
 
-    return await whole(reply)
+    return await whole(build)
 
 
-async def embeddings(call: Call, body: EmbeddingsBody) -> Json:
+async def embeddings(call: ApiCall, body: OllamaEmbeddingsBody) -> JsonReply:
     """Raises as `embed`."""
     served = await call.model(body.model, body.keep_alive)
     prompts = [body.prompt] if body.prompt else []
     vectors = await embedded(served, prompts, num_ctx=_num_ctx(body.options))
-    reply: EmbeddingsReply = {"embedding": list(vectors[0].vector) if vectors else []}
-    return Json(reply)
+    return JsonReply(OllamaEmbeddingsReply(embedding=list(vectors[0].vector) if vectors else []))
 
 
 def _num_ctx(options: Options | None) -> int | None:
@@ -100,6 +96,12 @@ def _num_ctx(options: Options | None) -> int | None:
 ENDPOINTS = (
     Endpoint("POST", "/api/embed", embed, "Texts as vectors", EmbedBody, EmbedReply),
     Endpoint(
-        "POST", "/api/embeddings", embeddings, "A text as a vector", EmbeddingsBody, EmbeddingsReply, deprecated=True
+        "POST",
+        "/api/embeddings",
+        embeddings,
+        "A text as a vector",
+        OllamaEmbeddingsBody,
+        OllamaEmbeddingsReply,
+        deprecated=True,
     ),
 )

@@ -1,27 +1,25 @@
-"""Answers that are chosen out of more than a client is given: the best of several, or of a search."""
+"""Answers that are chosen out of more than a client is given: the best of several, or of a beam search."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from localllm.chat.best_of import MAX_ANSWERS, best
 from localllm.engine.request import MAX_BEAMS, MAX_LENGTH_PENALTY, EarlyStopping, SamplingParams
 from localllm.server.bodies import Body
-from localllm.server.failures import RequestError
+from localllm.server.errors import RequestError
+from localllm.server.tools.deltas import Delta
 
-if TYPE_CHECKING:
-    from localllm.server.answering import Piece
-
-# With which nothing is drawn but the likeliest token.
+# Settings of greedy decoding.
 _NEUTRAL: dict[str, Any] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
 
 
-class ChoosingBody(Body):
-    """Fields of requests that may have it so."""
+class BestOfBody(Body):
+    """Fields of requests for several answers, or the best of several."""
 
     n: Annotated[int | None, Field(ge=1, le=MAX_ANSWERS)] = None
     best_of: Annotated[
@@ -44,9 +42,12 @@ class ChoosingBody(Body):
 
 
 @dataclass(frozen=True)
-class Choosing:
-    """Of n answers to each prompt. best_of: so many are computed, 0: no more than n. beams: more than 1 has the n best
-    searched."""
+class BestOf:
+    """How n answers to each prompt are chosen.
+
+    best_of: so many are computed; 0: no more than n
+    beams: more than 1 has the n best found by a beam search
+    """
 
     best_of: int = 0
     beams: int = 1
@@ -54,27 +55,27 @@ class Choosing:
     early_stopping: EarlyStopping = False
 
     def num_requests(self, n: int) -> int:
-        """To the engine, for each prompt."""
+        """Return the number of the engine's requests for each prompt."""
         return 1 if self.beams > 1 else self.best_of or n
 
     def rows(self, n: int) -> int:
-        """Of a step, for each prompt."""
+        """Return the rows of a step for each prompt."""
         return max(self.num_requests(n), self.beams)
 
-    def chosen(self, pieces: Sequence[Piece], n: int) -> list[list[Piece]]:
-        """Of each prompt, the answers that are given; a search may have found fewer than n."""
+    def chosen(self, answers: Sequence[Delta], n: int) -> list[list[Delta]]:
+        """Return the answers that are given, by prompt; a beam search may have found fewer than n."""
         if self.beams > 1:
-            return [[piece, *piece.others] for piece in pieces]
+            return [[answer, *answer.others] for answer in answers]
         count = self.num_requests(n)
-        groups = [pieces[first : first + count] for first in range(0, len(pieces), count)]
-        return [best(group, n, _ending) if count > n else list(group) for group in groups]
+        groups = [answers[first : first + count] for first in range(0, len(answers), count)]
+        return [best(group, n, _end) if count > n else list(group) for group in groups]
 
 
-NO_CHOICE = Choosing()
+NO_BEST_OF = BestOf()
 
 
-def choosing_of(body: ChoosingBody, sampling: SamplingParams) -> tuple[Choosing, SamplingParams]:
-    """How answers are chosen, and what is left to be drawn of them. Raises RequestError for what contradicts it."""
+def requested_best_of(body: BestOfBody, sampling: SamplingParams) -> tuple[BestOf, SamplingParams]:
+    """Return how answers are chosen, and the sampling that goes with it. Raises RequestError for contradictions."""
     n = body.n or 1
     if (body.beam_width or 1) > 1:
         return _searching(body, n), replace(sampling, **_NEUTRAL)
@@ -86,10 +87,10 @@ def choosing_of(body: ChoosingBody, sampling: SamplingParams) -> tuple[Choosing,
         raise _refused("best_of", f"it is {count}, and 'n' {n}: no more can be given than there are")
     if body.stream and count > n:
         raise _refused("best_of", "which answers are the best is known when all are whole: there is nothing to stream")
-    return Choosing(count), sampling
+    return BestOf(count), sampling
 
 
-def _searching(body: ChoosingBody, n: int) -> Choosing:
+def _searching(body: BestOfBody, n: int) -> BestOf:
     beams = body.beam_width or 1
     if body.best_of:
         raise _refused("best_of", "'beam_width' has the best of many more answers found")
@@ -101,12 +102,12 @@ def _searching(body: ChoosingBody, n: int) -> Choosing:
         if getattr(body, field) not in (None, neutral):
             raise _refused(field, f"a search by 'beam_width' draws nothing: leave it out, or send {neutral:g}")
     searched = {field: getattr(body, field) for field in ("length_penalty", "early_stopping")}
-    return Choosing(beams=beams, **{field: value for field, value in searched.items() if value is not None})
+    return BestOf(beams=beams, **{field: value for field, value in searched.items() if value is not None})
 
 
 def _refused(param: str, why: str) -> RequestError:
     return RequestError(400, f"{param!r} cannot be honoured", why=why, param=param, name="invalid_value")
 
 
-def _ending(piece: Piece) -> Any:
-    return piece.ending
+def _end(answer: Delta) -> Any:
+    return answer.end
