@@ -21,7 +21,7 @@ async def _measured(session_id: str) -> dict[str, float]:
     async with running(app, (160, 50)) as pilot:
         await until(pilot, lambda: app.chat.status.facts is not None)
         began = time.perf_counter()
-        app.desk.do(lambda: app.desk.open(session_id))
+        app.worker.do(lambda: app.worker.open(session_id))
         views = app.chat.transcript
         await until(
             pilot, lambda: app.chat.num_turns == _MESSAGES and views.views and views.views[-1].region.height > 1

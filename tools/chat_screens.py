@@ -32,7 +32,7 @@ from localllm.history import Conversation, History, Said, history_file
 from localllm.hub import InstalledModel, ModelDescription, ModelFiles, PackedWeights
 from localllm.registry import load_registry
 from localllm.tui.app import ChatApp
-from localllm.tui.replanning import NOW
+from localllm.tui.plan_worker import AS_IT_RUNS
 from localllm.tui.screens.plan import PlanScreen
 from localllm.tui.widgets.chat_preview import ChatPreview
 from tests.tui.support import FakeService, chat_app, running, say, shown, until
@@ -127,12 +127,12 @@ async def _help(pilot: Pilot[Any]) -> None:
 
 async def _plan(pilot: Pilot[Any]) -> None:
     app = _app(pilot)
-    assert app.desk.selection is not None
+    assert app.worker.selection is not None
     advice = ("--ram 1.1GiB: about 45 tok/s", "--kv int4: twice the context in the same memory")
     planning = FakePlanning("gemma-3-1b", advice=advice)
-    engine: Any = app.desk._talk_now.engine
-    engine.current_plan = planning._planned(NOW).plan
-    screen = PlanScreen(app.desk, app.desk.selection, planning)
+    engine: Any = app.worker._talk_now.engine
+    engine.current_plan = planning._planned(AS_IT_RUNS).plan
+    screen = PlanScreen(app.worker, app.worker.selection, planning)
     app.push_screen(screen)
     await until(pilot, lambda: bool(screen.sliders) and screen.shown_wish == screen.wish)
     await pilot.press("down", "down", "down", *["left"] * 5)
@@ -143,7 +143,7 @@ async def _plan(pilot: Pilot[Any]) -> None:
 async def _models(pilot: Pilot[Any]) -> None:
     await pilot.press("f3")
     names = [entry.name for entry in load_registry().entries]
-    await until(pilot, lambda: len(_app(pilot).verdicts._known) >= len(names))
+    await until(pilot, lambda: len(_app(pilot).fits._known) >= len(names))
     await pilot.press("down")
 
 
@@ -199,7 +199,7 @@ def _machine() -> Iterator[None]:
         InstalledModel("qwen3-8b", Path("/qwen"), 16 * _GIB, "Qwen/Qwen3-8B", "a" * 40, packed=(packed,)),
     ]
     with (
-        patch("localllm.tui.desk.machine_line", lambda: line),
+        patch("localllm.tui.chat_worker.machine_line", lambda: line),
         patch.object(hub, "list_models", lambda: here),
         patch("localllm.frontend.verdict.judge", _judged),
         patch.object(hub, "describe", _described),

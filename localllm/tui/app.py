@@ -22,16 +22,16 @@ from localllm.config import ResolvedSettings
 from localllm.errors import UsageError
 from localllm.frontend.keeping import Resumed
 from localllm.frontend.selection import Selection
-from localllm.tui import draft, messages
-from localllm.tui.archive import Archive
+from localllm.tui import drafts, messages
+from localllm.tui.chat_worker import ChatWorker
 from localllm.tui.commands import COMMANDS
-from localllm.tui.desk import Desk
+from localllm.tui.download_worker import DownloadChanged, DownloadWorker
+from localllm.tui.fit_worker import FitFound, FitMeasuring, FitWorker
+from localllm.tui.history_worker import HistoryWorker
 from localllm.tui.key_names import KeyNames
-from localllm.tui.key_order import KeyOrder
-from localllm.tui.loading import Serve, serve
+from localllm.tui.key_queue import KeyQueue
+from localllm.tui.model_loader import Serve, serve
 from localllm.tui.screens.chat import ChatScreen
-from localllm.tui.transfers import TransferMoved, Transfers
-from localllm.tui.verdicts import Measuring, VerdictCame, Verdicts
 
 if TYPE_CHECKING:
     from localllm.tui.screens.models import ModelsScreen
@@ -62,7 +62,7 @@ class Start:
     follows_terminal: bool = False
 
 
-class ChatApp(KeyOrder):
+class ChatApp(KeyQueue):
     TITLE = "localllm"
     BINDINGS = [
         Binding("f1", "help", "help", id="app.help"),
@@ -83,11 +83,11 @@ class ChatApp(KeyOrder):
         self._start = start
         self._loop: asyncio.AbstractEventLoop | None = None
         self.away = away
-        self.desk = Desk(start.resolved, dict(start.extra), serve, self._hear, KeyNames(start.keys))
-        self.archive = Archive()
-        self.chat = ChatScreen(self.desk, start.draft, shows_statistics=start.shows_statistics)
-        self.transfers = Transfers(self.post_message)
-        self.verdicts = Verdicts(self.post_message, lambda: self.chat.is_busy or self.transfers.is_running)
+        self.worker = ChatWorker(start.resolved, dict(start.extra), serve, self._hear, KeyNames(start.keys))
+        self.history = HistoryWorker()
+        self.chat = ChatScreen(self.worker, start.draft, shows_statistics=start.shows_statistics)
+        self.downloads = DownloadWorker(self.post_message)
+        self.fits = FitWorker(self.post_message, lambda: self.chat.is_busy or self.downloads.is_running)
         self._models_screen: ModelsScreen | None = None
         self.failure: Exception | None = None
         self.unsent = ""  # what stands in the composer
@@ -117,7 +117,7 @@ class ChatApp(KeyOrder):
 
     def _begin(self) -> None:
         """Once the first picture is there: torch's import holds Python's lock for long stretches."""
-        self.desk.begin_with(self._start.selection, self._start.resumed, self._start.system)
+        self.worker.begin_with(self._start.selection, self._start.resumed, self._start.system)
 
     def _hear(self, message: Message) -> None:
         """From the conversation's thread: the chat's handlers take it, whichever screen is shown."""
@@ -132,7 +132,7 @@ class ChatApp(KeyOrder):
         """Keeps what is being written for the next start, if it is not. Of a private chat nothing is."""
         if self.unsent != self._kept_draft and not self._start.selection.private:
             self._kept_draft = self.unsent
-            draft.keep(self._kept_draft)
+            drafts.save(self._kept_draft)
 
     def leave(self) -> None:
         """Ends the program. What was said is kept."""
@@ -149,8 +149,8 @@ class ChatApp(KeyOrder):
             self._loop.call_soon_threadsafe(self.leave)
 
     def on_unmount(self) -> None:
-        self.verdicts.close()
-        self.transfers.close(_STOP_S)
+        self.fits.close()
+        self.downloads.close(_STOP_S)
 
     @property
     def _models(self) -> ModelsScreen | None:
@@ -159,33 +159,33 @@ class ChatApp(KeyOrder):
         is_there = self.is_running and models is not None and models in self.screen_stack and models.is_mounted
         return models if is_there else None
 
-    @on(VerdictCame)
-    def _on_verdict(self, message: VerdictCame) -> None:
+    @on(FitFound)
+    def _on_verdict(self, message: FitFound) -> None:
         if (models := self._models) is not None:
             models.judged(message.name)
 
-    @on(Measuring)
-    def _on_measuring(self, message: Measuring) -> None:
+    @on(FitMeasuring)
+    def _on_measuring(self, message: FitMeasuring) -> None:
         if (models := self._models) is not None:
             models.tell_measuring(message.text)
 
-    @on(messages.BackgroundSaid)
-    def _on_background(self, message: messages.BackgroundSaid) -> None:
+    @on(messages.BackgroundReported)
+    def _on_background(self, message: messages.BackgroundReported) -> None:
         if self._start.follows_terminal:
             before, self._first_theme = self._first_theme, LIGHT if message.is_light else DARK
             self.theme = self._first_theme if self.theme == before else self.theme
 
-    @on(TransferMoved)
-    def _on_transfer(self, message: TransferMoved) -> None:
+    @on(DownloadChanged)
+    def _on_transfer(self, message: DownloadChanged) -> None:
         """On the screen of the models where it is open; else the chat tells how it ended."""
         transfer = message.transfer
-        self.transfers.settle(transfer)
+        self.downloads.settle(transfer)
         if (models := self._models) is not None:
             models.follow(transfer)
         elif not self.is_running:
             return
         elif transfer.state == "ended":
-            self.chat.notice.note(f"{transfer.told} ({self.desk.key_names['app.models']}: models)")
+            self.chat.notice.note(f"{transfer.told} ({self.worker.key_names['app.models']}: models)")
         elif transfer.error is not None and transfer.state == "failed":
             self.chat.notice.tell(transfer.error)
 
@@ -193,7 +193,7 @@ class ChatApp(KeyOrder):
         self.leave()
 
     def action_help(self) -> None:
-        from localllm.tui.rooms import rooms
+        from localllm.tui.key_scopes import rooms
         from localllm.tui.screens.help import HelpScreen
 
         self.push_screen(HelpScreen(rooms(), self._start.keys))
@@ -201,13 +201,13 @@ class ChatApp(KeyOrder):
     def action_plan(self) -> None:
         from localllm.tui.screens.plan import PlanScreen
 
-        selection = self.desk.selection
+        selection = self.worker.selection
         if isinstance(self.screen, PlanScreen):
             self.screen.dismiss()
         elif selection is None:
             self.chat.notice.note("there is no model yet")
         else:
-            self.push_screen(PlanScreen(self.desk, selection))
+            self.push_screen(PlanScreen(self.worker, selection))
 
     def action_models(self) -> None:
         """Shows them; where they are shown, goes back."""
@@ -216,7 +216,7 @@ class ChatApp(KeyOrder):
         if isinstance(self.screen, ModelsScreen):
             self.pop_screen()
         elif self._models_screen not in self.screen_stack:
-            self._models_screen = ModelsScreen(self.chat, self.transfers, self.verdicts)
+            self._models_screen = ModelsScreen(self.chat, self.downloads, self.fits)
             self.push_screen(self._models_screen)
 
     def action_chats(self) -> None:
@@ -225,7 +225,7 @@ class ChatApp(KeyOrder):
         if isinstance(self.screen, ChatsScreen):
             self.screen.dismiss()
         else:
-            self.push_screen(ChatsScreen(self.chat, self.archive))
+            self.push_screen(ChatsScreen(self.chat, self.history))
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterator[SystemCommand]:
         """The palette: every slash command, by what it does."""
@@ -253,7 +253,9 @@ class ChatApp(KeyOrder):
         else:
             known = ", ".join(sorted(self.available_themes))
             self.chat.post_message(
-                messages.Failed(UsageError(f"there is no theme {name[:40]!r}", why=f"known are {known}", fix="/theme"))
+                messages.JobFailed(
+                    UsageError(f"there is no theme {name[:40]!r}", why=f"known are {known}", fix="/theme")
+                )
             )
 
     def _handle_exception(self, error: Exception) -> None:

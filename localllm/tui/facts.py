@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from localllm.errors import HistoryError
 from localllm.history import History, history_file, nothing_is_kept
-from localllm.tui.messages import Facts
+from localllm.tui.messages import ModelFacts
 
 if TYPE_CHECKING:
     from localllm.engine.facts import LoadedEngine
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 _MOST_ASKED, _LONGEST_ASKED = 500, 4000  # questions, characters, for the arrows and the search
 
 
-def facts_of(name: str, engine: LoadedEngine) -> Facts:
+def facts_of(name: str, engine: LoadedEngine) -> ModelFacts:
     """What the status line says of a loaded model. Raises EngineGoneError."""
     facts = engine.facts()
-    return Facts(
+    return ModelFacts(
         name, facts.weights, facts.kv, facts.ctx, facts.ledger, facts.limits, facts.bound_by, facts.streamed_bytes
     )
 

@@ -123,7 +123,7 @@ def _where(resolved: ResolvedSettings, name: str) -> str:
 
 def _bindings() -> Mapping[str, tuple[str, Binding]]:
     """All that have an id, each with the title of its room."""
-    from localllm.tui.rooms import rooms
+    from localllm.tui.key_scopes import rooms
 
     return {
         binding.id: (title, binding)

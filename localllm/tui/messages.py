@@ -17,7 +17,7 @@ Turn = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Facts:
+class ModelFacts:
     """A loaded model. ledger, limits: bytes of each owner, and of all, in each tier. bound_by: what a step waits for.
     streamed_bytes: read from the disk at every step."""
 
@@ -32,7 +32,7 @@ class Facts:
 
 
 @dataclass
-class Loading(Message):
+class ModelLoading(Message):
     """A model is on its way. done, total: bytes; 0 where that is not known."""
 
     text: str
@@ -42,7 +42,7 @@ class Loading(Message):
 
 @dataclass
 class ModelReady(Message):
-    facts: Facts
+    facts: ModelFacts
 
 
 @dataclass
@@ -51,7 +51,7 @@ class ModelFailed(Message):
 
 
 @dataclass
-class Shown(Message):
+class ConversationChanged(Message):
     """The conversation as it is now. Turns that did not change are the same objects."""
 
     turns: tuple[Turn, ...]
@@ -65,7 +65,7 @@ class Shown(Message):
 
 
 @dataclass
-class Begun(Message):
+class ChatStarted(Message):
     """What is known before a model is there. asked: before, the latest first. machine: in a line."""
 
     asked: tuple[str, ...]
@@ -73,7 +73,7 @@ class Begun(Message):
 
 
 @dataclass
-class TakenBack(Message):
+class QuestionReturned(Message):
     """A question that could not be answered, as it was typed."""
 
     text: str
@@ -88,7 +88,7 @@ class GoTo(Message):
 
 
 @dataclass
-class AnswerBegan(Message):
+class AnswerStarted(Message):
     """said: the beginning that is gone on with. is_thinking: the template has opened a thought."""
 
     said: str
@@ -96,13 +96,13 @@ class AnswerBegan(Message):
 
 
 @dataclass
-class Prefilled(Message):
+class PrefillProgress(Message):
     done: int
     total: int
 
 
 @dataclass
-class Said(Message):
+class AnswerDelta(Message):
     """The next words. num_tokens: of the answer so far, in `elapsed_s` since its first."""
 
     text: str
@@ -120,17 +120,17 @@ class AnswerEnded(Message):
 
 
 @dataclass
-class Settled(Message):
+class RequestDone(Message):
     """What was asked is answered, or waits for a model, or was refused."""
 
 
 @dataclass
-class Counted(Message):
+class UsageCounted(Message):
     usage: ContextUsage
 
 
 @dataclass
-class Told(Message):
+class Noted(Message):
     """Something to read."""
 
     text: str
@@ -138,14 +138,14 @@ class Told(Message):
 
 
 @dataclass
-class BackgroundSaid(Message):
+class BackgroundReported(Message):
     """The terminal says, after a while, what colour it has."""
 
     is_light: bool
 
 
 @dataclass
-class Failed(Message):
+class JobFailed(Message):
     """What was wanted could not be done."""
 
     error: LocalLLMError

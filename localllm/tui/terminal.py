@@ -16,7 +16,7 @@ from textual.drivers._writer_thread import WriterThread
 from textual.message import Message
 
 from localllm.tui.background import begun_answer, without_answers
-from localllm.tui.messages import BackgroundSaid
+from localllm.tui.messages import BackgroundReported
 
 _BEGIN, _END = "\x1b[200~", "\x1b[201~"
 _HELD_S = 0.2  # for the rest of an answer
@@ -42,7 +42,7 @@ class TerminalParser(XTermParser):
         """As the base has it; "" is the end."""
         text = "".join(self._cleaned(self._held + data)) if data else self._held
         if self._is_light is not None:
-            yield BackgroundSaid(self._is_light)
+            yield BackgroundReported(self._is_light)
         if text or not data:
             yield from _written(super().feed(text))
 

@@ -22,7 +22,7 @@ from localllm.engine.service import RequestStream
 from localllm.frontend.keeping import Resumed
 from localllm.frontend.selection import Selection, locate, with_defaults
 from localllm.tui.app import ChatApp, Start
-from localllm.tui.loading import Post
+from localllm.tui.model_loader import Post
 from tests.patience import PATIENCE_S
 
 _OF_PLANS = ("ledger", "limits", "bound_by", "streamed_bytes")
@@ -191,8 +191,8 @@ async def running(app: ChatApp, size: tuple[int, int] = (100, 30)) -> AsyncItera
             await pilot.pause()
             yield pilot
     finally:
-        app.desk.close(2.0)
-        app.archive.close(2.0)
+        app.worker.close(2.0)
+        app.history.close(2.0)
     if app.failure is not None:
         raise app.failure
 

@@ -17,7 +17,7 @@ import pytest
 from textual.pilot import Pilot
 
 from localllm.tui.app import ChatApp
-from localllm.tui.loading import serve_attached
+from localllm.tui.model_loader import serve_attached
 from tests.cli_support import run_cli, start_cli
 from tests.patience import PATIENCE_S
 from tests.server.support import wait_for
@@ -65,7 +65,7 @@ def test_the_servers_engine_answers_and_the_chat_goes_on_where_it_is_killed(serv
             wait_for(lambda: not psutil.pid_exists(server.engine_pid))
             await say(pilot, "And then?")
             assert app.chat.num_turns == 4
-            assert app.desk.plan is None and app.desk.host_bytes == 0
+            assert app.worker.plan is None and app.worker.host_bytes == 0
 
     asyncio.run(chat())
 

@@ -18,10 +18,10 @@ from localllm.frontend.keeping import look_up
 from localllm.history import History, history_file
 from localllm.tui.app import ChatApp
 from localllm.tui.key_names import DEFAULTS
-from localllm.tui.rooms import rooms
-from localllm.tui.screens.code import CodePicker
+from localllm.tui.key_scopes import rooms
+from localllm.tui.screens.dialogs import CodeDialog
 from localllm.tui.screens.help import HelpScreen
-from localllm.tui.widgets.thought import Thought
+from localllm.tui.widgets.message_view import Thought
 from tests.history_support import said
 from tests.tui.support import FakeService, chat_app, running, say, send, shown, texts, until
 
@@ -305,7 +305,7 @@ async def test_the_answer_alone_is_copied_without_what_was_thought(
         await until(pilot, lambda: app.chat.session_id not in (before, None))
         assert "thought: 3 words" in shown(app) and "print('fox')" in shown(app)
         await pilot.press("ctrl+up", "c", "y")
-        await until(pilot, lambda: isinstance(app.screen, CodePicker))
+        await until(pilot, lambda: isinstance(app.screen, CodeDialog))
         assert copied[2:] == [CODE] and "1  python" in shown(app) and "hm" not in shown(app)
 
 
@@ -328,13 +328,13 @@ async def test_the_picker_copies_or_saves_a_code_block(monkeypatch: pytest.Monke
     async with running(app) as pilot:
         await say(pilot, "Code")
         await pilot.press("f7")
-        await until(pilot, lambda: isinstance(app.screen, CodePicker))
+        await until(pilot, lambda: isinstance(app.screen, CodeDialog))
         assert "2  sh, 1 line: ls -l" in shown(app)
         await pilot.press("down", "enter")
         await until(pilot, lambda: copied == ["ls -l\n"])
         for is_new in (True, False):
             await pilot.press("f7")
-            await until(pilot, lambda: isinstance(app.screen, CodePicker))
+            await until(pilot, lambda: isinstance(app.screen, CodeDialog))
             await pilot.press("s")
             app.screen.query_one(Input).value = str(tmp_path / "a.py")
             await pilot.press("enter")
@@ -398,7 +398,7 @@ async def test_a_resumed_chat_shows_what_was_said_and_that_it_was_interrupted() 
     app = chat_app(FakeService(["word " * 2000], pause_s=0.005))
     async with running(app) as pilot:
         await begin(pilot, app, "Go on")
-    app = chat_app(FakeService(["Again."]), resumed=look_up(app.desk, "last"))
+    app = chat_app(FakeService(["Again."]), resumed=look_up(app.worker, "last"))
     async with running(app) as pilot:
         await until(pilot, lambda: len(texts(app)) == 2)
         assert texts(app)[0] == ("user", "Go on") and "interrupted: F6 goes on" in shown(app)
@@ -427,7 +427,7 @@ async def test_the_help_has_every_key_and_command_and_the_users_own_keys() -> No
         await pilot.press("escape")
         await say(pilot, "one")
         await pilot.press("ctrl+y")
-        await until(pilot, lambda: app.chat.is_answering or len(app.desk._dialogue.turns) == 2)
+        await until(pilot, lambda: app.chat.is_answering or len(app.worker._dialogue.turns) == 2)
 
 
 async def test_hints_name_the_users_own_keys() -> None:

@@ -19,7 +19,7 @@ from localllm.frontend.text import format_ago
 from localllm.history import BusyError, History, Session, history_file
 from localllm.tui.app import ChatApp
 from localllm.tui.screens.chats import ChatsScreen
-from localllm.tui.screens.prompt import Prompt
+from localllm.tui.screens.dialogs import LineDialog
 from localllm.tui.widgets.key_bar import KeyBar
 from localllm.tui.widgets.message_view import MessageView
 from tests.history_support import said
@@ -145,7 +145,7 @@ async def test_what_strangers_wrote_is_shown_and_never_obeyed() -> None:
         assert shown(app).count("red[/] [bold]") == 2
         for key in ("r", "e"):
             await pilot.press(key)
-            await until(pilot, lambda: isinstance(app.screen, Prompt))
+            await until(pilot, lambda: isinstance(app.screen, LineDialog))
             assert not {"\x1b", "\x07", "\x9b", "\u202e"} & set(shown(app))
             await pilot.press("escape")
         await pilot.pause()
@@ -252,7 +252,7 @@ async def test_a_chat_is_renamed_from_its_old_title_and_keeps_the_new_one_when_i
         await say(pilot, "Hello")
         await enter(pilot, app)
         await pilot.press("r")
-        await until(pilot, lambda: isinstance(app.screen, Prompt))
+        await until(pilot, lambda: isinstance(app.screen, LineDialog))
         assert "▸ Hello" in shown(app)
         field = app.screen.query_one(Input)
         assert field.value == "Hello"
@@ -336,13 +336,13 @@ async def test_a_chat_is_written_as_markdown_or_json_into_a_file_named_after_it(
     async with running(app) as pilot:
         await enter(pilot, app)
         await pilot.press("e")
-        await until(pilot, lambda: isinstance(app.screen, Prompt))
+        await until(pilot, lambda: isinstance(app.screen, LineDialog))
         await pilot.press("enter")
         path = tmp_path / "wo-ist-der-fuchs-x.md"
         await until(pilot, lambda: path.exists() and "wrote" in shown(app))
         assert "Home." in path.read_text()
         await pilot.press("e")
-        await until(pilot, lambda: isinstance(app.screen, Prompt))
+        await until(pilot, lambda: isinstance(app.screen, LineDialog))
         await pilot.press("ctrl+t", "enter")
         await until(pilot, path.with_suffix(".json").exists)
         assert json.loads(path.with_suffix(".json").read_text())["sessions"][0]["title"].startswith("Wo ist")
@@ -359,7 +359,7 @@ async def test_a_file_is_overwritten_only_when_that_is_accepted_and_one_that_can
         await enter(pilot, app)
         for answer, text in (("escape", "precious"), ("enter", "# Foxes")):
             await pilot.press("e")
-            await until(pilot, lambda: isinstance(app.screen, Prompt))
+            await until(pilot, lambda: isinstance(app.screen, LineDialog))
             app.screen.query_one(Input).value = str(path)
             await pilot.press("enter")
             await until(pilot, lambda: "already" in "".join(shown(app).split()))
@@ -368,7 +368,7 @@ async def test_a_file_is_overwritten_only_when_that_is_accepted_and_one_that_can
             await until(pilot, lambda text=text: path.read_text().startswith(text))  # type: ignore[misc]
             await until(pilot, lambda: isinstance(app.screen, ChatsScreen))
         await pilot.press("e")
-        await until(pilot, lambda: isinstance(app.screen, Prompt))
+        await until(pilot, lambda: isinstance(app.screen, LineDialog))
         app.screen.query_one(Input).value = "~nobody-of-that-name/x.md"
         await pilot.press("enter")
         await until(pilot, lambda: "thereisno" in "".join(shown(app).split()) and "why:" in shown(app))
@@ -444,7 +444,7 @@ async def test_while_an_answer_is_written_no_other_chat_is_opened() -> None:
         await until(pilot, lambda: "an answer is being written" in shown(app))
         await pilot.press("n")
         assert isinstance(app.screen, ChatsScreen)
-        app.desk.answering.stop()
+        app.worker.answering.stop()
 
 
 async def test_the_mouse_chooses_opens_and_presses_keys() -> None:

@@ -17,11 +17,10 @@ from localllm.frontend.verdict import Verdict
 from localllm.hub import InstalledModel, ModelFiles, PackedWeights, PullProgress
 from localllm.registry import load_registry
 from localllm.tui.app import ChatApp
-from localllm.tui.screens.choice import Choice
+from localllm.tui.screens.dialogs import ChoiceDialog
 from localllm.tui.screens.models import ModelsScreen
-from localllm.tui.widgets.model_details import ModelDetails
-from localllm.tui.widgets.model_table import ModelTable
-from localllm.tui.widgets.transfer_list import TransferView
+from localllm.tui.widgets.download_list import DownloadView
+from localllm.tui.widgets.model_table import ModelDetails, ModelTable
 from tests.patience import PATIENCE_S
 from tests.tui.support import FakeService, chat_app, running, say, send, shown, texts, until
 
@@ -120,12 +119,12 @@ async def open_models(pilot: Pilot[None], name: str = "") -> ModelsScreen:
 
 async def answer(pilot: Pilot[None], text: str) -> None:
     """Chooses the reply that begins so."""
-    await until(pilot, lambda: isinstance(pilot.app.screen, Choice))
+    await until(pilot, lambda: isinstance(pilot.app.screen, ChoiceDialog))
     replies = pilot.app.screen.query_one(OptionList)
     drawn = [str(option.prompt) for option in replies.options]
     replies.highlighted = next(index for index, prompt in enumerate(drawn) if prompt.startswith(text))
     await pilot.press("enter")
-    await until(pilot, lambda: not isinstance(pilot.app.screen, Choice))
+    await until(pilot, lambda: not isinstance(pilot.app.screen, ChoiceDialog))
 
 
 async def begin_pull(pilot: Pilot[None], name: str, disk: FakeDisk) -> ModelsScreen:
@@ -201,7 +200,7 @@ async def test_nothing_is_measured_and_no_other_model_chosen_while_an_answer_is_
         await pilot.press("enter")
         await until(pilot, lambda: "an answer is being written" in shown(app))
         assert isinstance(app.screen, ModelsScreen) and not measured.is_set()
-        app.desk.answering.stop()
+        app.worker.answering.stop()
         await until(pilot, measured.is_set)
 
 
@@ -232,7 +231,7 @@ async def test_what_is_typed_filters_and_enter_chooses_an_installed_model_for_th
         await open_models(pilot)
         await pilot.press("slash", *"wen3-8")
         assert screen_of(app).query_one(ModelTable).num_shown == 1
-        app.desk.use = lambda word, changes=None: service.loads.append(word)  # type: ignore[method-assign, assignment]
+        app.worker.use = lambda word, changes=None: service.loads.append(word)  # type: ignore[method-assign, assignment]
         await pilot.press("enter")
         await until(pilot, lambda: app.screen is app.chat)
         await until(pilot, lambda: service.loads[-1] == "qwen3-8b")
@@ -274,7 +273,7 @@ async def test_a_pull_shows_how_far_it_is_and_is_paused_and_gone_on_with(disk: F
         disk.let.release(7)
         await until(pilot, lambda: "gemma-3-1b is here" in shown(app))
         assert disk.begun == ["gemma-3-1b", "gemma-3-1b"]
-        await until(pilot, lambda: not app.transfers.all and not app.screen.query(TransferView))
+        await until(pilot, lambda: not app.downloads.all and not app.screen.query(DownloadView))
 
 
 def where(app: ChatApp, word: str) -> tuple[int, int] | None:
@@ -293,7 +292,7 @@ async def test_a_pull_is_paused_and_cancelled_by_the_mouse(disk: FakeDisk) -> No
             assert place is not None
             await pilot.click(offset=place)
             await until(pilot, lambda state=state: state in shown(app))
-        assert app.transfers.all == ()
+        assert app.downloads.all == ()
 
 
 async def test_a_pull_goes_on_behind_the_chat_which_tells_of_its_end(disk: FakeDisk) -> None:
@@ -327,7 +326,7 @@ async def test_leaving_stops_a_pull_that_keeps_what_it_has(disk: FakeDisk) -> No
         await begin_pull(pilot, "gemma-3-1b", disk)
         disk.let.release(2)
         await until(pilot, lambda: "pulling 20%" in shown(app))
-    (transfer,) = app.transfers.all
+    (transfer,) = app.downloads.all
     assert transfer.state == "paused" and disk.done["gemma-3-1b"] == 2 * PART
 
 
@@ -362,7 +361,7 @@ async def test_a_model_is_packed_in_the_chosen_format_and_can_be_cancelled(monke
         assert packed == ["int8"] and "3.0 GiB of 4.0 GiB" in shown(app)
         await pilot.press("c")
         await until(pilot, lambda: "what is there is kept" in shown(app))
-        assert app.transfers.all == ()
+        assert app.downloads.all == ()
 
 
 async def test_delete_names_what_goes_and_tells_what_was_freed(disk: FakeDisk) -> None:
@@ -370,7 +369,7 @@ async def test_delete_names_what_goes_and_tells_what_was_freed(disk: FakeDisk) -
     async with running(app) as pilot:
         await open_models(pilot, "qwen3-8b")
         await pilot.press("d")
-        await until(pilot, lambda: isinstance(app.screen, Choice))
+        await until(pilot, lambda: isinstance(app.screen, ChoiceDialog))
         assert "16.0 GiB of Qwen/Qwen3-8B" in shown(app) and "frees 20.0 GiB" in shown(app)
         await pilot.press("enter")  # what is highlighted keeps it
         await until(pilot, lambda: "nothing was deleted" in shown(app))
@@ -406,7 +405,7 @@ async def test_the_loaded_model_is_not_deleted_without_a_word(disk: FakeDisk) ->
     async with running(app) as pilot:
         await open_models(pilot, "tiny")
         await pilot.press("d")
-        await until(pilot, lambda: isinstance(app.screen, Choice))
+        await until(pilot, lambda: isinstance(app.screen, ChoiceDialog))
         assert "It is the model that is loaded" in shown(app)
 
 
@@ -444,7 +443,7 @@ async def test_a_click_highlights_and_another_one_chooses_which_asks_where_the_m
         await pilot.click(offset=(5, row))
         await until(pilot, lambda: highlighted(app) == "llama-3.3-70b")
         await pilot.click(offset=(5, row))
-        await until(pilot, lambda: isinstance(app.screen, Choice))
+        await until(pilot, lambda: isinstance(app.screen, ChoiceDialog))
         for told in ("meta-llama/Llama-3.3-70B-Instruct", "llama3.3", "gated", "about 131.5 GiB", "HF_TOKEN"):
             assert told in shown(app)
         await pilot.press("escape")

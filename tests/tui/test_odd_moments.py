@@ -16,10 +16,10 @@ from localllm.errors import HistoryError, LocalLLMError, TemplateError, Unsuppor
 from localllm.frontend.keeping import Keeper, look_up
 from localllm.frontend.selection import Selection
 from localllm.history import History, history_file
-from localllm.tui import archive, messages
+from localllm.tui import history_worker, messages
 from localllm.tui.key_names import KeyNames
 from localllm.tui.screens import chats, models
-from localllm.tui.screens.prompt import Prompt
+from localllm.tui.screens.dialogs import LineDialog
 from tests.history_support import said
 from tests.tui.support import FakeEngine, FakeService, chat_app, running, say, send, shown, texts, until
 
@@ -54,7 +54,7 @@ async def test_an_edit_ends_with_the_chat_that_it_was_begun_in() -> None:
         await say(pilot, "other")
         await pilot.press("ctrl+up", "ctrl+up", "e")
         assert first is not None
-        app.desk.do(lambda: app.desk.open(first))
+        app.worker.do(lambda: app.worker.open(first))
         await until(pilot, lambda: ("user", "one") in texts(app))
         await say(pilot, "two")
         assert [text for _, text in texts(app)] == ["one", "A", "two", "C"]
@@ -64,7 +64,7 @@ async def test_a_question_that_is_gone_is_not_written_anew() -> None:
     app = chat_app()
     async with running(app) as pilot:
         await say(pilot, "one")
-        app.desk.do(lambda: app.desk.edit({"role": "user", "content": "of another chat"}, "anew"))
+        app.worker.do(lambda: app.worker.edit({"role": "user", "content": "of another chat"}, "anew"))
         await until(pilot, lambda: app.chat.notice.error is not None)
         assert len(texts(app)) == 2
 
@@ -87,14 +87,14 @@ async def test_a_new_conversation_does_not_inherit_the_system_message_of_a_chat_
     app = chat_app()
     async with running(app) as pilot:
         assert pirate is not None
-        app.desk.do(lambda: app.desk.open(pirate))
-        await until(pilot, lambda: app.chat.num_turns == 2 and app.desk._dialogue.system == "Be a pirate.")
+        app.worker.do(lambda: app.worker.open(pirate))
+        await until(pilot, lambda: app.chat.num_turns == 2 and app.worker._dialogue.system == "Be a pirate.")
         await pilot.press("ctrl+n")
         await until(pilot, lambda: app.chat.num_turns == 0)
-        assert app.desk._dialogue.system is None
+        assert app.worker._dialogue.system is None
         app.chat.take_command("/system Be brief.")
         await pilot.press("ctrl+n")
-        await until(pilot, lambda: app.desk._dialogue.system == "Be brief.")
+        await until(pilot, lambda: app.worker._dialogue.system == "Be brief.")
 
 
 @pytest.mark.parametrize("text", [" ", "\t", " \n"])
@@ -102,7 +102,7 @@ async def test_an_answer_of_blanks_can_be_opened_again(text: str) -> None:
     app = chat_app(FakeService([[text]]))
     async with running(app) as pilot:
         await say(pilot, "one")
-    app = chat_app(resumed=look_up(app.desk, "last"))
+    app = chat_app(resumed=look_up(app.worker, "last"))
     async with running(app) as pilot:
         await until(pilot, lambda: texts(app) == [("user", "one"), ("assistant", text)])
 
@@ -124,7 +124,7 @@ async def test_a_first_model_that_is_refused_leaves_chats_that_can_be_opened_and
         assert "no model (F3 chooses one)" in shown(app) and app.chat.composer.asked == ["old"]
         await send(pilot, "mine")
         await until(pilot, lambda: app.chat.num_turns == 1)
-        app.desk.do(lambda: app.desk.open("old"))
+        app.worker.do(lambda: app.worker.open("old"))
         await until(pilot, lambda: app.chat.num_turns == 2)
         await send(pilot, "more")
         await until(pilot, lambda: app.chat.num_turns == 3)
@@ -154,7 +154,7 @@ async def test_f5_without_a_model_takes_nothing_back() -> None:
     async with running(app) as pilot:
         await say(pilot, "one")
         service.failure = FAILURE
-        app.desk.do(lambda: app.desk.use("tiny"))
+        app.worker.do(lambda: app.worker.use("tiny"))
         await until(pilot, lambda: app.chat.notice.error is FAILURE)
         await pilot.press("f5")
         await until(pilot, lambda: "there is no model" in shown(app))
@@ -171,11 +171,11 @@ async def test_of_a_model_that_was_left_nothing_is_told_and_its_load_ends() -> N
 
     app = chat_app(Watched())
     async with running(app) as pilot:
-        app.desk.do(lambda: app.desk.use("tiny"))
+        app.worker.do(lambda: app.worker.use("tiny"))
         await until(pilot, lambda: len(posts) == 2 and not app.chat.is_busy)
         with pytest.raises(LocalLLMError, match="not wanted"):
-            posts[0](messages.Loading("loading the old one", 1, 2))
-        posts[0](messages.Told("of the old one"))
+            posts[0](messages.ModelLoading("loading the old one", 1, 2))
+        posts[0](messages.Noted("of the old one"))
         await pilot.pause(0.1)
         assert not app.chat.is_busy and "old one" not in shown(app)
 
@@ -291,7 +291,7 @@ async def test_a_thought_that_was_interrupted_is_a_thought_when_the_chat_is_open
         await pilot.press("escape")
         await until(pilot, lambda: not app.chat.is_answering)
     assert while_written.state == "writing" and while_written.begins_in_thought
-    app = chat_app(resumed=look_up(app.desk, "last"))
+    app = chat_app(resumed=look_up(app.worker, "last"))
     async with running(app) as pilot:
         await until(pilot, lambda: "thought: " in shown(app))
         assert "may be" not in shown(app)
@@ -341,9 +341,9 @@ async def test_a_chat_that_another_window_has_gone_on_with_says_so_and_loses_not
 async def test_one_can_look_at_the_beginning_while_an_answer_is_written() -> None:
     app = chat_app(FakeService(["A"]))
     async with running(app) as pilot:
-        app.desk.do(lambda: app.desk._dialogue.turns.extend(turns(50)))
+        app.worker.do(lambda: app.worker._dialogue.turns.extend(turns(50)))
         await say(pilot, "q")
-    app = chat_app(FakeService(["word " * 300], pause_s=0.005), look_up(app.desk, "last"))
+    app = chat_app(FakeService(["word " * 300], pause_s=0.005), look_up(app.worker, "last"))
     async with running(app) as pilot:
         await until(pilot, lambda: app.chat.num_turns == 52)
         await send(pilot, "last")
@@ -377,7 +377,7 @@ async def test_whatever_the_list_of_models_raises_is_a_notice(monkeypatch: pytes
 
 
 async def test_a_folder_for_the_editor_that_there_is_not_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    from localllm.tui.editor import edited
+    from localllm.tui.drafts import edited
 
     monkeypatch.setattr("tempfile.tempdir", "/nowhere")
     with pytest.raises(LocalLLMError, match="did not work"):
@@ -388,7 +388,7 @@ async def test_a_folder_for_the_editor_that_there_is_not_is_told_of(monkeypatch:
 async def test_a_name_that_is_none_gets_an_ending_too(name: str) -> None:
     app = chat_app()
     async with running(app) as pilot:
-        app.push_screen(Prompt("export", name, endings=(".md", ".json")))
+        app.push_screen(LineDialog("export", name, endings=(".md", ".json")))
         await pilot.press("ctrl+t")
         await pilot.pause()
         assert app.screen.query_one(Input).value.endswith("chat.md")
@@ -396,15 +396,15 @@ async def test_a_name_that_is_none_gets_an_ending_too(name: str) -> None:
 
 def test_what_came_of_a_chat_is_told_where_its_list_was_left(tmp_path: Path) -> None:
     path = tmp_path / "a.md"
-    assert chats._as_told(archive.Exported(path), KeyNames()) == messages.Told(f"wrote {path}")
-    refused = chats._as_told(archive.Refused(None, path), KeyNames())  # type: ignore[arg-type]
-    assert isinstance(refused, messages.Failed) and "a-2.md" in refused.error.fix
+    assert chats._as_told(history_worker.ChatExported(path), KeyNames()) == messages.Noted(f"wrote {path}")
+    refused = chats._as_told(history_worker.ExportRefused(None, path), KeyNames())  # type: ignore[arg-type]
+    assert isinstance(refused, messages.JobFailed) and "a-2.md" in refused.error.fix
 
 
 async def test_a_question_of_a_megabyte_on_one_line_is_shown_in_part_and_edited_folded() -> None:
     app = chat_app()
     async with running(app) as pilot:
-        app.desk.do(lambda: app.desk.say("x" * 1_000_000))
+        app.worker.do(lambda: app.worker.say("x" * 1_000_000))
         await until(pilot, lambda: app.chat.num_turns == 2 and not app.chat.is_answering)
         await pilot.press("ctrl+home")
         assert "996,000 more characters" in str(app.chat.transcript.views[0].render())

@@ -21,8 +21,8 @@ from localllm.offload.profile import Profile
 from localllm.offload.search import Search
 from localllm.quant.recipe import RECIPES
 from localllm.tui.app import ChatApp
-from localllm.tui.loading import serve
-from localllm.tui.replanning import NOW, Bounds, Wish
+from localllm.tui.model_loader import serve
+from localllm.tui.plan_worker import AS_IT_RUNS, PlanBounds, PlanWish
 from localllm.tui.screens.plan import PlanScreen
 from localllm.tui.widgets.key_bar import KeyBar
 from tests.patience import PATIENCE_S
@@ -64,9 +64,9 @@ class FakePlanning:
     vram_bytes: int | None = None
     reason: str = ""  # why a measurement has to wait
     measures: str = ""
-    error: LocalLLMError | None = None  # of every wish but NOW
+    error: LocalLLMError | None = None  # of every wish but AS_IT_RUNS
     advice: tuple[str, ...] = ()
-    wishes: list[Wish] = field(default_factory=list)
+    wishes: list[PlanWish] = field(default_factory=list)
     gate: threading.Event = field(default_factory=threading.Event)
     advice_gate: threading.Event = field(default_factory=threading.Event)
 
@@ -74,15 +74,15 @@ class FakePlanning:
         self.gate.set()
         self.advice_gate.set()
 
-    def bounds(self) -> Bounds:
-        return Bounds(longest_ctx=20_000, ram_bytes=3 * GIB, vram_bytes=self.vram_bytes)
+    def bounds(self) -> PlanBounds:
+        return PlanBounds(longest_ctx=20_000, ram_bytes=3 * GIB, vram_bytes=self.vram_bytes)
 
-    def considered(self, wish: Wish, say: Callable[[str], None]) -> Considered:
+    def considered(self, wish: PlanWish, say: Callable[[str], None]) -> Considered:
         if self.measures:
             say(self.measures)
         self.wishes.append(wish)
         assert self.gate.wait(PATIENCE_S)
-        if self.error is not None and wish != NOW:
+        if self.error is not None and wish != AS_IT_RUNS:
             raise self.error
         return Considered(self._planned(wish), self._advise)
 
@@ -93,11 +93,11 @@ class FakePlanning:
     def why_wait(self, *, measures: bool) -> str:
         return self.reason if measures else ""
 
-    def told(self, wish: Wish, error: Exception) -> LocalLLMError:
+    def told(self, wish: PlanWish, error: Exception) -> LocalLLMError:
         assert isinstance(error, LocalLLMError), error
         return error
 
-    def _planned(self, wish: Wish) -> Planned:
+    def _planned(self, wish: PlanWish) -> Planned:
         shape = model_shape(self.name, wish.changes.get("kv", "auto"))
         ram_bytes = parse_bytes(wish.changes.get("ram")) or 2 * GIB
         memory = Memory(ram_bytes, 300 * _MIB, 2 * GIB, 3 * GIB)
@@ -126,9 +126,9 @@ def _band(amount: float) -> Prediction:
 
 async def opened(app: ChatApp, pilot: object, fake: FakePlanning) -> PlanScreen:
     """The screen on a machine that is known, with its first plan."""
-    await until(pilot, lambda: app.desk.selection is not None and not app.desk.is_loading)  # type: ignore[arg-type]
-    assert app.desk.selection is not None
-    screen = PlanScreen(app.desk, app.desk.selection, fake)
+    await until(pilot, lambda: app.worker.selection is not None and not app.worker.is_loading)  # type: ignore[arg-type]
+    assert app.worker.selection is not None
+    screen = PlanScreen(app.worker, app.worker.selection, fake)
     app.push_screen(screen)
     if fake.gate.is_set() and not fake.reason:
         await settled(pilot, screen)
@@ -184,7 +184,7 @@ async def test_a_slider_shows_what_would_change_before_anything_is_applied() -> 
     async with running(app, (128, 45)) as pilot:
         screen = await opened(app, pilot, fake)
         await pilot.press("down", "down", "down", *["left"] * 5)
-        assert screen.wish == Wish({"ram": "768MiB"})
+        assert screen.wish == PlanWish({"ram": "768MiB"})
         plan = await settled(pilot, screen)
         assert plan is not None and plan.streamed
         picture = shown(app)
@@ -222,10 +222,10 @@ async def test_enter_loads_the_model_with_the_settings_and_the_conversation_stay
         await pilot.press("right", "right", "down", "right", "down", "right", "down", "left")
         await settled(pilot, screen)
         await pilot.press("enter")
-        await until(pilot, lambda: len(service.loads) == 2 and not app.desk.is_loading)
+        await until(pilot, lambda: len(service.loads) == 2 and not app.worker.is_loading)
         assert app.screen is app.chat
-        assert app.desk.selection is not None
-        settings = app.desk.selection.settings
+        assert app.worker.selection is not None
+        settings = app.worker.selection.settings
         assert (settings.ctx, settings.kv, settings.weights, settings.ram) == (512, "bf16", "bf16", 3 * GIB)
         assert texts(app) == [("user", "Hi"), ("assistant", "Hello.")]
         await say(pilot, "And?")
@@ -238,10 +238,10 @@ async def test_a_setting_is_given_back_to_the_plan_where_one_was_set() -> None:
         screen = await opened(app, pilot, fake)
         assert screen.sliders["ctx"].value == 3000
         await pilot.press("home")
-        assert screen.wish == Wish({"ctx": None})
+        assert screen.wish == PlanWish({"ctx": None})
         await pilot.press("a")
         await until(pilot, lambda: len(service.loads) == 2)
-        await until(pilot, lambda: app.desk.selection is not None and app.desk.selection.settings.ctx is None)
+        await until(pilot, lambda: app.worker.selection is not None and app.worker.selection.settings.ctx is None)
 
 
 async def test_r_goes_back_to_what_runs_now_and_enter_has_nothing_to_do_then() -> None:
@@ -250,9 +250,9 @@ async def test_r_goes_back_to_what_runs_now_and_enter_has_nothing_to_do_then() -
     async with running(app) as pilot:
         screen = await opened(app, pilot, fake)
         await pilot.press("end", "down", "end")
-        assert screen.wish == Wish({"ctx": 20_000, "kv": "int4"})
+        assert screen.wish == PlanWish({"ctx": 20_000, "kv": "int4"})
         await pilot.press("r")
-        assert screen.wish == NOW
+        assert screen.wish == AS_IT_RUNS
         await settled(pilot, screen)
         assert "as it runs now" in shown(app)
         await pilot.press("enter")
@@ -313,7 +313,7 @@ async def test_everything_can_be_done_with_the_mouse() -> None:
         screen = await opened(app, pilot, fake)
         context, kv, row = screen.sliders["ctx"], screen.sliders["kv"], screen.query_one(KeyBar)
         await pilot.click(kv, offset=(kv.render().plain.index("k8v4") + 1, 0))
-        assert screen.wish == Wish({"kv": "k8v4"}) and kv.has_focus
+        assert screen.wish == PlanWish({"kv": "k8v4"}) and kv.has_focus
         track = context.render().plain.index("●")
         await pilot.mouse_down(context, offset=(track + 2, 0))
         await pilot.hover(context, offset=(track + 40, 0))
@@ -325,12 +325,12 @@ async def test_everything_can_be_done_with_the_mouse() -> None:
         assert context.value == 256
         keys = str(row.render())
         await pilot.click(row, offset=(keys.index("reset") + 2, 0))
-        assert screen.wish == NOW
+        assert screen.wish == AS_IT_RUNS
         await pilot.click(kv, offset=(kv.render().plain.index("int4") + 1, 0))
         await settled(pilot, screen)
         await pilot.click(row, offset=(keys.index("apply") + 2, 0))
         await until(pilot, lambda: len(service.loads) == 2)
-        assert app.desk.selection is not None and app.desk.selection.settings.kv == "int4"
+        assert app.worker.selection is not None and app.worker.selection.settings.kv == "int4"
 
 
 @pytest.mark.parametrize("vram_bytes", [None, 24 * GIB])
@@ -377,12 +377,12 @@ async def test_nothing_is_applied_while_an_answer_is_written() -> None:
     app, fake = chat_app(service), FakePlanning()
     async with running(app) as pilot:
         screen = await opened(app, pilot, fake)
-        app.desk.do(lambda: app.desk.say("Go on"))
-        await until(pilot, lambda: app.desk.answering.is_under_way)
+        app.worker.do(lambda: app.worker.say("Go on"))
+        await until(pilot, lambda: app.worker.answering.is_under_way)
         await pilot.press("right", "enter")
         await until(pilot, lambda: "an answer is being written" in shown(app))
         assert app.screen is screen
-        app.desk.answering.stop()
+        app.worker.answering.stop()
     assert service.loads == ["tiny"]
 
 
@@ -391,8 +391,8 @@ async def test_nothing_is_applied_to_a_model_whose_plan_is_not_shown() -> None:
     app, fake = chat_app(service), FakePlanning()
     async with running(app) as pilot:
         screen = await opened(app, pilot, fake)
-        app.desk.do(lambda: app.desk.use(None, {"ctx": 1000}))
-        await until(pilot, lambda: len(service.loads) == 2 and not app.desk.is_loading)
+        app.worker.do(lambda: app.worker.use(None, {"ctx": 1000}))
+        await until(pilot, lambda: len(service.loads) == 2 and not app.worker.is_loading)
         await pilot.press("right", "enter")
         await until(pilot, lambda: "loaded anew meanwhile" in shown(app))
         assert app.screen is screen
@@ -434,19 +434,19 @@ async def test_the_real_model_is_planned_and_loaded_anew_beside_its_conversation
     async with running(app, (120, 40)) as pilot:
         await say(pilot, "Where did the fox go?")
         said = texts(app)
-        assert app.desk.plan is not None and app.desk.host_bytes >= app.desk.plan.ledger["ram"]["weights"]
+        assert app.worker.plan is not None and app.worker.host_bytes >= app.worker.plan.ledger["ram"]["weights"]
         await pilot.press("f2")
         await until(pilot, lambda: isinstance(app.screen, PlanScreen))
         screen = app.screen
         assert isinstance(screen, PlanScreen)
         now = await settled(pilot, screen)
         assert now is not None and now.is_whole and "tiny: " in shown(app)
-        assert now.blocks == app.desk.plan.blocks and "in the last answer" in shown(app)
+        assert now.blocks == app.worker.plan.blocks and "in the last answer" in shown(app)
         await pilot.press("home")
         plan = await settled(pilot, screen)
         assert plan is not None and plan.ctx == 256 < now.ctx
         await pilot.press("enter")
-        await until(pilot, lambda: app.desk.plan is not None and app.desk.plan.ctx == 256)
+        await until(pilot, lambda: app.worker.plan is not None and app.worker.plan.ctx == 256)
         assert texts(app) == said
         await say(pilot, "And then?")
         assert len(texts(app)) == 4
@@ -456,7 +456,7 @@ async def test_without_a_model_there_is_no_plan_yet() -> None:
     app = chat_app()
     async with running(app) as pilot:
         await pilot.pause()  # the first model is asked for
-        app.desk = SimpleNamespace(selection=None, close=app.desk.close)  # type: ignore[assignment]
+        app.worker = SimpleNamespace(selection=None, close=app.worker.close)  # type: ignore[assignment]
         await pilot.press("f2")
         assert app.screen is app.chat and "there is no model yet" in shown(app)
 
@@ -468,7 +468,7 @@ def test_a_plan_says_nothing_of_advice_until_it_is_asked_for() -> None:
         asked.append(1)
         return ["--ctx 1024"]
 
-    planned = FakePlanning()._planned(NOW)
+    planned = FakePlanning()._planned(AS_IT_RUNS)
     found = Considered(planned, advise)
     assert found.planned.advice == [] and not asked
     assert found.advised() == replace(planned, advice=["--ctx 1024"])

@@ -19,23 +19,21 @@ from localllm.frontend.text import one_line, printable, visible
 from localllm.frontend.thinking import kept_apart
 from localllm.history import content_of
 from localllm.tui import messages
-from localllm.tui.code_blocks import code_blocks
 from localllm.tui.commands import COMMANDS
-from localllm.tui.editor import edited
+from localllm.tui.drafts import edited
+from localllm.tui.markdown_render import code_blocks
 from localllm.tui.screens.slash_commands import SlashCommands
-from localllm.tui.widgets.activity import Activity
 from localllm.tui.widgets.composer import Composer
-from localllm.tui.widgets.message_view import MessageView
-from localllm.tui.widgets.notice import Notice
-from localllm.tui.widgets.status import Run, Status
-from localllm.tui.widgets.thought import Thought
+from localllm.tui.widgets.composer_panel import ComposerPanel
+from localllm.tui.widgets.message_view import MessageView, Thought
+from localllm.tui.widgets.notice import Activity, Notice
+from localllm.tui.widgets.status import AnswerRun, Status
 from localllm.tui.widgets.transcript import Transcript
-from localllm.tui.widgets.writing import Writing
 
 if TYPE_CHECKING:
     from localllm.tui.app import ChatApp
-    from localllm.tui.desk import Desk
-    from localllm.tui.jobs import Job
+    from localllm.tui.chat_worker import ChatWorker
+    from localllm.tui.job_queue import Job
 
 _LEAVE_S = 3.0  # in which a second Ctrl-C leaves
 _QUIET: Any = {"show": False, "priority": True}  # before the composer, and not among the keys at the bottom
@@ -72,11 +70,11 @@ class ChatScreen(Screen[None]):
     ]
     AUTO_FOCUS = "Composer"
 
-    def __init__(self, desk: Desk, draft: str, *, shows_statistics: bool = False) -> None:
+    def __init__(self, worker: ChatWorker, draft: str, *, shows_statistics: bool = False) -> None:
         """draft: what stands in the composer before the first key can come."""
         super().__init__()
-        self.desk = desk
-        self._busy = f"an answer is being written: {desk.key_names['chat.stop']} stops it"
+        self.worker = worker
+        self._busy = f"an answer is being written: {worker.key_names['chat.stop']} stops it"
         self._draft = draft
         self._shows_statistics = shows_statistics
         self._turns: tuple[messages.Turn, ...] = ()
@@ -90,10 +88,10 @@ class ChatScreen(Screen[None]):
 
     def compose(self) -> ComposeResult:
         yield Static("", id="title")
-        yield Transcript(self.desk.key_names, shows_thoughts=self.desk.shows_thoughts)
+        yield Transcript(self.worker.key_names, shows_thoughts=self.worker.shows_thoughts)
         yield Activity()
         yield Notice()
-        yield Writing(self._draft, self.desk.key_names)
+        yield ComposerPanel(self._draft, self.worker.key_names)
         yield Status()
         yield Footer(show_command_palette=True, compact=True)
 
@@ -109,8 +107,8 @@ class ChatScreen(Screen[None]):
         return self.query_one(Transcript)
 
     @property
-    def writing(self) -> Writing:
-        return self.query_one(Writing)
+    def writing(self) -> ComposerPanel:
+        return self.query_one(ComposerPanel)
 
     @property
     def composer(self) -> Composer:
@@ -149,13 +147,13 @@ class ChatScreen(Screen[None]):
 
     # What the conversation's thread tells
 
-    @on(messages.Begun)
-    def _on_begun(self, message: messages.Begun) -> None:
+    @on(messages.ChatStarted)
+    def _on_begun(self, message: messages.ChatStarted) -> None:
         self.composer.remember([*self.composer.asked, *message.asked])
         self.transcript.welcome.machine = message.machine
 
-    @on(messages.Loading)
-    def _on_loading(self, message: messages.Loading) -> None:
+    @on(messages.ModelLoading)
+    def _on_loading(self, message: messages.ModelLoading) -> None:
         self._is_loading = True
         self.status.facts = None
         self.status.model_text = one_line(message.text)
@@ -173,15 +171,15 @@ class ChatScreen(Screen[None]):
     def _on_model_failed(self, message: messages.ModelFailed) -> None:
         self._is_loading = False
         self.query_one(Activity).clear()
-        self.status.model_text = f"no model ({self.desk.key_names['app.models']} chooses one)"
+        self.status.model_text = f"no model ({self.worker.key_names['app.models']} chooses one)"
         self.notice.tell(message.error)
 
-    @on(messages.Shown)
-    async def _on_shown(self, message: messages.Shown) -> None:
+    @on(messages.ConversationChanged)
+    async def _on_shown(self, message: messages.ConversationChanged) -> None:
         self._session_id = message.session_id
         if self._turns and not (message.turns and message.turns[0] is self._turns[0]):  # another conversation
             self.notice.clear()
-            self.status.run_now = Run()
+            self.status.run_now = AnswerRun()
         self._turns, self._thinking = message.turns, message.thinking
         if self.writing.editing is not None and not any(turn is self.writing.editing for turn in message.turns):
             self.writing.leave_edit()
@@ -193,8 +191,8 @@ class ChatScreen(Screen[None]):
         self.query_one("#title", Static).update(Content(f"localllm  {visible(one_line(title))}{private}"))
         self.writing.attach(message.attached)
 
-    @on(messages.TakenBack)
-    def _on_taken_back(self, message: messages.TakenBack) -> None:
+    @on(messages.QuestionReturned)
+    def _on_taken_back(self, message: messages.QuestionReturned) -> None:
         if not self.composer.text:
             self.composer.write(message.text)
         else:
@@ -206,31 +204,31 @@ class ChatScreen(Screen[None]):
         if message.is_chosen and view is not None:
             self.set_focus(view)
 
-    @on(messages.AnswerBegan)
-    async def _on_began(self, message: messages.AnswerBegan) -> None:
+    @on(messages.AnswerStarted)
+    async def _on_began(self, message: messages.AnswerStarted) -> None:
         self._is_answering = True
-        self.status.run_now = Run()
-        self.desk.answering.pace.begin()
+        self.status.run_now = AnswerRun()
+        self.worker.answering.pace.begin()
         view = await self.transcript.begin_answer(is_thinking=message.is_thinking)
         self.query_one(Activity).progress("reading the prompt")
         if message.said:
             await view.hear(message.said)
         self.refresh_bindings()
 
-    @on(messages.Prefilled)
-    def _on_prefilled(self, message: messages.Prefilled) -> None:
+    @on(messages.PrefillProgress)
+    def _on_prefilled(self, message: messages.PrefillProgress) -> None:
         if message.done < message.total:
             text = f"reading the prompt: {message.done:,} of {message.total:,} tokens"
             self.query_one(Activity).progress(text, message.done, message.total)
 
-    @on(messages.Said)
-    async def _on_said(self, message: messages.Said) -> None:
-        self.desk.answering.pace.heard()
+    @on(messages.AnswerDelta)
+    async def _on_said(self, message: messages.AnswerDelta) -> None:
+        self.worker.answering.pace.heard()
         self.query_one(Activity).clear()
         view = self.transcript.live
         if view is not None:
             await view.hear(message.text)
-        self.status.run_now = Run(message.num_tokens, message.elapsed_s)
+        self.status.run_now = AnswerRun(message.num_tokens, message.elapsed_s)
 
     @on(messages.AnswerEnded)
     async def _on_ended(self, message: messages.AnswerEnded) -> None:
@@ -244,38 +242,40 @@ class ChatScreen(Screen[None]):
         if view is None or (message.finished is None and not message.text):
             await self.transcript.drop_answer()
             if message.finished is not None:
-                self.notice.note(f"stopped before the first word: {self.desk.key_names['chat.regenerate']} asks again")
+                self.notice.note(
+                    f"stopped before the first word: {self.worker.key_names['chat.regenerate']} asks again"
+                )
         else:
             await view.end()
-            last = self.desk.answering.last
+            last = self.worker.answering.last
             if self._shows_statistics and last is not None and last.finished is not None:
                 view.tell(statistics(last))
         if message.finished is not None:
-            self.status.run_now = Run(message.finished.usage.completion_tokens, 0.0, message.finished)
+            self.status.run_now = AnswerRun(message.finished.usage.completion_tokens, 0.0, message.finished)
         self.refresh_bindings()
 
-    @on(messages.Settled)
+    @on(messages.RequestDone)
     def _on_settled(self) -> None:
         self._is_asked = False
         self.notice.withdraw(self._busy)
         self.refresh_bindings()
 
-    @on(messages.Counted)
-    def _on_counted(self, message: messages.Counted) -> None:
+    @on(messages.UsageCounted)
+    def _on_counted(self, message: messages.UsageCounted) -> None:
         self.status.usage = message.usage
 
-    @on(messages.Told)
-    def _on_told(self, message: messages.Told) -> None:
+    @on(messages.Noted)
+    def _on_told(self, message: messages.Noted) -> None:
         self.notice.note(message.text, is_warning=message.severity == "warning")
 
-    @on(messages.Failed)
-    def _on_failed(self, message: messages.Failed) -> None:
+    @on(messages.JobFailed)
+    def _on_failed(self, message: messages.JobFailed) -> None:
         self.notice.tell(message.error)
 
     # The composer
 
-    @on(Writing.Finished)
-    async def _on_finished(self, event: Writing.Finished) -> None:
+    @on(ComposerPanel.Finished)
+    async def _on_finished(self, event: ComposerPanel.Finished) -> None:
         if event.text.startswith("/") and self.writing.editing is None:
             self.take_command(event.text)
         elif self.is_answering:
@@ -284,13 +284,13 @@ class ChatScreen(Screen[None]):
             self.notice.close_error()
             question, text = self.writing.take(), event.text.strip()
             await self.transcript.go_end()
-            self._answer(lambda: self.desk.say(text) if question is None else self.desk.edit(question, text))
+            self._answer(lambda: self.worker.say(text) if question is None else self.worker.edit(question, text))
 
     @on(TextArea.Changed)
     def _on_written(self) -> None:
         self.chat_app.unsent = self.writing.unsent
 
-    @on(Writing.ModeChanged)
+    @on(ComposerPanel.ModeChanged)
     def _on_mode_changed(self) -> None:
         self.refresh_bindings()
 
@@ -321,7 +321,7 @@ class ChatScreen(Screen[None]):
     # Keys
 
     def action_stop(self) -> None:
-        self.desk.answering.stop()
+        self.worker.answering.stop()
 
     def action_close(self) -> None:
         """Closes what is open, and comes back to the composer."""
@@ -336,7 +336,7 @@ class ChatScreen(Screen[None]):
             self.copy(selected or composer.selected_text, "the selection")
             self.clear_selection()
         elif self.is_answering:
-            self.desk.answering.stop()
+            self.worker.answering.stop()
         elif self.writing.editing is not None:
             self.writing.leave_edit()
         elif composer.text:
@@ -382,29 +382,29 @@ class ChatScreen(Screen[None]):
             thought.is_open = is_open
 
     def action_new(self) -> None:
-        self.unless_answering(self.desk.new)
+        self.unless_answering(self.worker.new)
 
     def action_regenerate(self) -> None:
-        self.unless_answering(self.desk.regenerate, self._answer)
+        self.unless_answering(self.worker.regenerate, self._answer)
 
     def action_continue(self) -> None:
-        self.unless_answering(self.desk.go_on, self._answer)
+        self.unless_answering(self.worker.go_on, self._answer)
 
     def action_code(self) -> None:
         self.pick_code(self.answer_text)
 
     def unless_answering(self, job: Job, do: Callable[[Job], None] | None = None) -> None:
-        """do: as `desk.do`, the default."""
+        """do: as `worker.do`, the default."""
         if self.is_answering:
             self.notice.note(self._busy)
         else:
             self.notice.close_error()
-            (do or self.desk.do)(job)
+            (do or self.worker.do)(job)
 
     def _answer(self, job: Job) -> None:
         """Has it done; until it is, nothing else is asked, and esc stops it."""
         self._is_asked = True
-        self.desk.answer(job)
+        self.worker.answer(job)
         self.refresh_bindings()
 
     # Messages
@@ -419,12 +419,12 @@ class ChatScreen(Screen[None]):
                 self.pick_code(view.said)
             case "fork":
                 self.set_focus(self.composer)
-                self.unless_answering(lambda: self.desk.fork(view.index + 1))
+                self.unless_answering(lambda: self.worker.fork(view.index + 1))
             case "edit":
                 self.begin_edit(view.index)
             case "other" if view.turn is not None:
                 turn = view.turn
-                self.unless_answering(lambda: self.desk.turn_over(turn))
+                self.unless_answering(lambda: self.worker.turn_over(turn))
             case "regenerate":
                 self.set_focus(self.composer)
                 if view.index >= len(self._turns) - 2:
@@ -456,13 +456,13 @@ class ChatScreen(Screen[None]):
 
     @work
     async def pick_code(self, text: str) -> None:
-        from localllm.tui.screens.code import CodePicker
+        from localllm.tui.screens.dialogs import CodeDialog
 
         blocks = code_blocks(text)
         if not blocks:
             self.notice.note("there is no code block")
             return
-        picked = await self.app.push_screen_wait(CodePicker(blocks))
+        picked = await self.app.push_screen_wait(CodeDialog(blocks))
         if picked is None:
             return
         number, path = picked
@@ -472,4 +472,4 @@ class ChatScreen(Screen[None]):
             self.save_code(blocks[number].code, path)
 
     def save_code(self, code: str, path: str) -> None:
-        self.desk.do(lambda: self.desk.save_code(code, path))
+        self.worker.do(lambda: self.worker.save_code(code, path))

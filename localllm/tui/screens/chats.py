@@ -20,10 +20,10 @@ from localllm.errors import UsageError
 from localllm.frontend.exporting import proposed_name
 from localllm.frontend.text import one_line
 from localllm.history import GoneError, Session
-from localllm.tui import archive, messages
-from localllm.tui.archive import Archive
+from localllm.tui import history_worker, messages
+from localllm.tui.history_worker import HistoryWorker
 from localllm.tui.key_names import KeyNames
-from localllm.tui.screens.prompt import Prompt
+from localllm.tui.screens.dialogs import LineDialog
 from localllm.tui.widgets.chat_list import ChatList
 from localllm.tui.widgets.chat_preview import ChatPreview
 from localllm.tui.widgets.key_bar import KeyBar
@@ -70,10 +70,10 @@ class ChatsScreen(Screen[None]):
     ]
     AUTO_FOCUS = "ChatList"
 
-    def __init__(self, chat: ChatScreen, archive: Archive) -> None:
+    def __init__(self, chat: ChatScreen, archive: HistoryWorker) -> None:
         super().__init__()
         self._chat = chat
-        self._archive = archive
+        self._history = archive
         self._query = ""
         self._is_cut = False  # there is more than is listed
         self._leaving: set[str] = set()  # uids of sessions that are being removed
@@ -118,18 +118,18 @@ class ChatsScreen(Screen[None]):
 
     def _hear(self, message: Message) -> None:
         """From the archive's thread. What comes after this screen was left is told on the chat."""
-        desk = self._chat.desk
-        if isinstance(message, archive.TakenOut):
+        worker = self._chat.worker
+        if isinstance(message, history_worker.ChatDeleted):
             taken = message.session
-            desk.do(lambda: desk.forget(taken.id))
-        elif isinstance(message, archive.PutBack) and message.session is not None:
+            worker.do(lambda: worker.forget(taken.id))
+        elif isinstance(message, history_worker.ChatRestored) and message.session is not None:
             back = message.session
-            desk.do(lambda: desk.recall(back.uid))
+            worker.do(lambda: worker.recall(back.uid))
         if not self.post_message(message):
-            self._chat.post_message(_as_told(message, self._chat.desk.key_names))
+            self._chat.post_message(_as_told(message, self._chat.worker.key_names))
 
     def _list(self) -> None:
-        self._archive.find(self._query, self._hear)
+        self._history.find(self._query, self._hear)
 
     def _after(self, name: str, delay_s: float, action: Callable[[], None]) -> None:
         """Does it once nothing of that name was asked for during `delay_s`."""
@@ -139,8 +139,8 @@ class ChatsScreen(Screen[None]):
 
     # The list
 
-    @on(archive.Listed)
-    def _on_listed(self, message: archive.Listed) -> None:
+    @on(history_worker.ChatsListed)
+    def _on_listed(self, message: history_worker.ChatsListed) -> None:
         if message.query != self._query or (message.is_first and self.chats.rows):
             return
         rows = [row for row in message.rows if row.session.uid not in self._leaving]
@@ -189,10 +189,10 @@ class ChatsScreen(Screen[None]):
         row = self.chats.row
         if row is not None and self.preview.display and row.key != self._previewed:
             self._previewed = row.key
-            self._archive.preview(row, self._hear)
+            self._history.preview(row, self._hear)
 
-    @on(archive.Previewed)
-    def _on_previewed(self, message: archive.Previewed) -> None:
+    @on(history_worker.ChatPreviewed)
+    def _on_previewed(self, message: history_worker.ChatPreviewed) -> None:
         row = self.chats.row
         if row is not None and row.key == message.row.key:
             self.preview.show(message, self._query)
@@ -209,36 +209,38 @@ class ChatsScreen(Screen[None]):
 
     # What came of it
 
-    @on(messages.Failed)
-    def _on_failed(self, message: messages.Failed) -> None:
+    @on(messages.JobFailed)
+    def _on_failed(self, message: messages.JobFailed) -> None:
         self.notice.tell(message.error)
         if self._leaving or isinstance(message.error, GoneError):
             self._leaving.clear()
             self._list()
 
-    @on(messages.Told)
-    def _on_told(self, message: messages.Told) -> None:
+    @on(messages.Noted)
+    def _on_told(self, message: messages.Noted) -> None:
         self.notice.note(message.text, is_warning=message.severity == "warning")
 
-    @on(archive.Checked)
-    def _on_checked(self, message: archive.Checked) -> None:
+    @on(history_worker.ChatChecked)
+    def _on_checked(self, message: history_worker.ChatChecked) -> None:
         session, found = message.row.session, message.row.message
         number = found.number if found is not None else None
         if session.id != self._chat.session_id or number is not None:
-            self._chat.desk.do(lambda: self._chat.desk.open(session.id, number))
+            self._chat.worker.do(lambda: self._chat.worker.open(session.id, number))
         self.dismiss()
 
-    @on(archive.Changed)
-    def _on_changed(self, message: archive.Changed) -> None:
+    @on(history_worker.ChatChanged)
+    def _on_changed(self, message: history_worker.ChatChanged) -> None:
         self._list()
 
-    @on(archive.TakenOut)
-    def _on_taken_out(self, message: archive.TakenOut) -> None:
+    @on(history_worker.ChatDeleted)
+    def _on_taken_out(self, message: history_worker.ChatDeleted) -> None:
         self._leaving.discard(message.session.uid)
-        self.notice.note(f"deleted: {message.session.title} ({self._chat.desk.key_names['chats.undo']} brings it back)")
+        self.notice.note(
+            f"deleted: {message.session.title} ({self._chat.worker.key_names['chats.undo']} brings it back)"
+        )
 
-    @on(archive.PutBack)
-    def _on_put_back(self, message: archive.PutBack) -> None:
+    @on(history_worker.ChatRestored)
+    def _on_put_back(self, message: history_worker.ChatRestored) -> None:
         session = message.session
         if session is None:
             self.notice.note("nothing was deleted here that could be brought back")
@@ -246,12 +248,12 @@ class ChatsScreen(Screen[None]):
         self.notice.note(f"back again: {session.title}")
         self._list()
 
-    @on(archive.Exported)
-    def _on_exported(self, message: archive.Exported) -> None:
+    @on(history_worker.ChatExported)
+    def _on_exported(self, message: history_worker.ChatExported) -> None:
         self.notice.note(f"wrote {message.path}")
 
-    @on(archive.Refused)
-    def _on_refused(self, message: archive.Refused) -> None:
+    @on(history_worker.ExportRefused)
+    def _on_refused(self, message: history_worker.ExportRefused) -> None:
         self._ask_to_overwrite(message.row, message.path)
 
     # Keys
@@ -265,16 +267,16 @@ class ChatsScreen(Screen[None]):
         if row.message is None and row.session.id == self._chat.session_id:
             self.dismiss()
         elif self._is_free():
-            self._archive.check(row, self._hear)
+            self._history.check(row, self._hear)
 
     def action_new(self) -> None:
         if self._is_free():
-            self._chat.desk.do(self._chat.desk.new)
+            self._chat.worker.do(self._chat.worker.new)
             self.dismiss()
 
     def _is_free(self) -> bool:
         if self._chat.is_answering:
-            self.notice.note(self._chat.desk.answering.busy_text)
+            self.notice.note(self._chat.worker.answering.busy_text)
         return not self._chat.is_answering
 
     def action_search(self) -> None:
@@ -303,29 +305,29 @@ class ChatsScreen(Screen[None]):
 
     def action_pin(self) -> None:
         if (session := self._session) is not None:
-            self._archive.pin(session, not session.is_pinned, self._hear)
+            self._history.pin(session, not session.is_pinned, self._hear)
 
     def action_delete(self) -> None:
         if (session := self._session) is not None:
             self._leaving.add(session.uid)
             self.chats.drop(session.uid)
             self._tell_count()
-            self._archive.take_out(session, self._hear)
+            self._history.take_out(session, self._hear)
 
     def action_undo(self) -> None:
-        self._archive.put_back(self._hear)
+        self._history.put_back(self._hear)
 
     @work
     async def action_rename(self) -> None:
         if (session := self._session) is None:
             return
-        title = await self.app.push_screen_wait(Prompt("another title", session.title))
+        title = await self.app.push_screen_wait(LineDialog("another title", session.title))
         if title is None:
             return
         title = " ".join(title.split())
-        self._archive.rename(session, title, self._hear)
+        self._history.rename(session, title, self._hear)
         if session.id == self._chat.session_id:  # which would else give it its own again
-            self._chat.desk.do(lambda: self._chat.desk.rename(title))
+            self._chat.worker.do(lambda: self._chat.worker.rename(title))
 
     @work
     async def action_export(self) -> None:
@@ -333,17 +335,17 @@ class ChatsScreen(Screen[None]):
             return
         hint = "in this folder; .md is to be read, .json has every branch and can be imported"
         name = f"{proposed_name(row.session.title)}{_ENDINGS[0]}"
-        path = await self.app.push_screen_wait(Prompt("write the chat into", name, hint, endings=_ENDINGS))
+        path = await self.app.push_screen_wait(LineDialog("write the chat into", name, hint, endings=_ENDINGS))
         if path is not None:
-            self._archive.export(row, Path(path), self._hear)
+            self._history.export(row, Path(path), self._hear)
 
     @work
-    async def _ask_to_overwrite(self, row: archive.Row, path: Path) -> None:
+    async def _ask_to_overwrite(self, row: history_worker.ChatRow, path: Path) -> None:
         title = f"{one_line(str(path))} is there already"
         hint = "accept, and what is in it is lost; or another name"
-        wanted = await self.app.push_screen_wait(Prompt(title, str(path), hint, endings=_ENDINGS))
+        wanted = await self.app.push_screen_wait(LineDialog(title, str(path), hint, endings=_ENDINGS))
         if wanted is not None:
-            self._archive.export(row, Path(wanted), self._hear, overwrites=Path(wanted) == path)
+            self._history.export(row, Path(wanted), self._hear, overwrites=Path(wanted) == path)
 
     @property
     def _session(self) -> Session | None:
@@ -353,12 +355,12 @@ class ChatsScreen(Screen[None]):
 def _as_told(message: Message, key_names: KeyNames) -> Message:
     """What came of it, for a screen that has no list."""
     match message:
-        case archive.Exported(path=path):
-            return messages.Told(f"wrote {path}")
-        case archive.Refused(path=path):
+        case history_worker.ChatExported(path=path):
+            return messages.Noted(f"wrote {path}")
+        case history_worker.ExportRefused(path=path):
             fix = f"another name: {path.with_stem(f'{path.stem}-2')}"
-            return messages.Failed(UsageError(f"{str(path)!r} is there already", why="it would be lost", fix=fix))
-        case archive.TakenOut(session=session):
+            return messages.JobFailed(UsageError(f"{str(path)!r} is there already", why="it would be lost", fix=fix))
+        case history_worker.ChatDeleted(session=session):
             way = f"{key_names['app.chats']}, and {key_names['chats.undo']} there"
-            return messages.Told(f"deleted: {session.title} ({way}, brings it back)")
+            return messages.Noted(f"deleted: {session.title} ({way}, brings it back)")
     return message

@@ -24,14 +24,13 @@ from localllm.frontend.selection import told_of
 from localllm.frontend.text import one_line
 from localllm.registry import REPO_ID, REVISION
 from localllm.tui import messages
+from localllm.tui.download_worker import Download, DownloadWorker
+from localllm.tui.fit_worker import FitWorker
 from localllm.tui.screens.model_choices import EVERYTHING, NO, PACKED, ask_how_to_pack, ask_to_delete, ask_to_pull
-from localllm.tui.transfers import Transfer, Transfers
-from localllm.tui.verdicts import Verdicts
+from localllm.tui.widgets.download_list import DownloadList, DownloadView
 from localllm.tui.widgets.key_bar import KeyBar
-from localllm.tui.widgets.model_details import ModelDetails
-from localllm.tui.widgets.model_table import Line, ModelTable
+from localllm.tui.widgets.model_table import ModelDetails, ModelLine, ModelTable
 from localllm.tui.widgets.notice import Notice
-from localllm.tui.widgets.transfer_list import TransferList, TransferView
 
 if TYPE_CHECKING:
     from localllm.tui.screens.chat import ChatScreen
@@ -88,12 +87,12 @@ class ModelsScreen(Screen[None]):
     ]
     AUTO_FOCUS = "ModelTable"
 
-    def __init__(self, chat: ChatScreen, transfers: Transfers, verdicts: Verdicts) -> None:
+    def __init__(self, chat: ChatScreen, transfers: DownloadWorker, verdicts: FitWorker) -> None:
         super().__init__()
         self._chat = chat
-        self._desk = chat.desk
-        self._transfers = transfers
-        self._verdicts = verdicts
+        self._worker = chat.worker
+        self._downloads = transfers
+        self._fits = verdicts
         self._rows: list[ModelRow] = []
         self._facts: list[tuple[str, str]] = []
         self._wants_details: bool | None = None  # None: where there is room beside the table
@@ -107,7 +106,7 @@ class ModelsScreen(Screen[None]):
                 yield ModelTable()
             yield ModelDetails()
         yield Static("", id="measuring", markup=False)
-        yield TransferList()
+        yield DownloadList()
         yield Notice()
         yield KeyBar()
 
@@ -124,7 +123,7 @@ class ModelsScreen(Screen[None]):
         return self.query_one("#filter", Input)
 
     def on_mount(self) -> None:
-        self.query_one(TransferList).show(self._transfers.all)
+        self.query_one(DownloadList).show(self._downloads.all)
         self._list()
 
     def on_resize(self, event: events.Resize) -> None:
@@ -138,16 +137,16 @@ class ModelsScreen(Screen[None]):
         try:
             self.post_message(_Listed(model_rows(has_available=True)))
         except Exception as error:
-            self.post_message(messages.Failed(self._told(error)))
+            self.post_message(messages.JobFailed(self._told(error)))
 
     @on(_Listed)
     def _on_listed(self, message: _Listed) -> None:
         is_first = not self._rows
         self._rows = message.rows
         self._show_lines()
-        if is_first and self._desk.model_name is not None:
-            self.table.highlight(self._desk.model_name)
-        self._verdicts.want(self._rows, self._desk.resolved)
+        if is_first and self._worker.model_name is not None:
+            self.table.highlight(self._worker.model_name)
+        self._fits.want(self._rows, self._worker.resolved)
         self._describe_highlighted()
 
     def judged(self, name: str) -> None:
@@ -164,9 +163,9 @@ class ModelsScreen(Screen[None]):
         line.update(Content(f"{one_line(text)} …"))
         line.display = bool(text)
 
-    def follow(self, transfer: Transfer) -> None:
+    def follow(self, transfer: Download) -> None:
         """A pull or a conversion has moved on."""
-        self.query_one(TransferList).show(self._transfers.all)
+        self.query_one(DownloadList).show(self._downloads.all)
         row = next((row for row in self._rows if row.name == transfer.name), None)
         if row is not None:
             self.table.change(self._line(row))
@@ -183,13 +182,13 @@ class ModelsScreen(Screen[None]):
                 self.notice.tell(transfer.error)
                 self._list()
 
-    @on(messages.Told)
-    def _on_told(self, message: messages.Told) -> None:
+    @on(messages.Noted)
+    def _on_told(self, message: messages.Noted) -> None:
         self.notice.note(message.text)
         self._list()
 
-    @on(messages.Failed)
-    def _on_failed(self, message: messages.Failed) -> None:
+    @on(messages.JobFailed)
+    def _on_failed(self, message: messages.JobFailed) -> None:
         self.notice.tell(message.error)
 
     # The table
@@ -246,7 +245,7 @@ class ModelsScreen(Screen[None]):
         words = self.filter_input.value.strip()
         lines = [self._line(row) for row in self._rows]
         if not any(line.matches(words) for line in lines) and _is_repository(words):
-            lines.append(Line(ModelRow(words, "available", words.partition("@")[0])))
+            lines.append(ModelLine(ModelRow(words, "available", words.partition("@")[0])))
         self.table.show(lines, words)
         here = sum(row.is_here for row in self._rows)
         found = f"{here} on this disk, {len(self._rows)} in all"
@@ -254,19 +253,19 @@ class ModelsScreen(Screen[None]):
             found = f"no name has {words!r} in it; ORG/REPOSITORY is looked for on the hub"
         self.query_one("#title", Static).update(Content(f"models: {one_line(found)}"))
 
-    def _line(self, row: ModelRow) -> Line:
-        verdict = self._verdicts.of(row, self._desk.resolved)
-        return Line(row, verdict, self._transfers.of(row.name), row.name == self._desk.model_name)
+    def _line(self, row: ModelRow) -> ModelLine:
+        verdict = self._fits.of(row, self._worker.resolved)
+        return ModelLine(row, verdict, self._downloads.of(row.name), row.name == self._worker.model_name)
 
     # Choosing
 
     def _use(self, row: ModelRow) -> None:
         if self._chat.is_answering:
-            self.notice.note(self._desk.answering.busy_text)
-        elif row.name == self._desk.model_name:
+            self.notice.note(self._worker.answering.busy_text)
+        elif row.name == self._worker.model_name:
             self.notice.note(f"{row.name} is the model that the chat has")
         else:
-            self._desk.do(lambda: self._desk.use(row.name))
+            self._worker.do(lambda: self._worker.use(row.name))
             self.dismiss()
 
     # Fetching and packing
@@ -276,7 +275,7 @@ class ModelsScreen(Screen[None]):
         row = self._row
         if row is None:
             return
-        if (transfer := self._transfers.of(row.name)) is not None:
+        if (transfer := self._downloads.of(row.name)) is not None:
             self._toggle(transfer)
         elif row.is_here:
             self.notice.note(f"{row.name} is on this disk")
@@ -285,16 +284,16 @@ class ModelsScreen(Screen[None]):
 
     @work
     async def _fetch(self, row: ModelRow) -> None:
-        transfer = self._transfers.of(row.name)
+        transfer = self._downloads.of(row.name)
         if transfer is not None and transfer.is_running:
             self.notice.note(f"{row.name} is on its way")
         elif transfer is not None:
             self._toggle(transfer)
         elif row.repo is None:
             self.notice.note(f"{row.name} was a folder of yours, which is gone: d deletes what was packed of it")
-        elif await self.app.push_screen_wait(ask_to_pull(row, self._verdicts.of(row, self._desk.resolved))) == "pull":
+        elif await self.app.push_screen_wait(ask_to_pull(row, self._fits.of(row, self._worker.resolved))) == "pull":
             self.notice.note("p pauses it, c cancels it; it goes on behind the chat, too")
-            self._transfers.pull(row.name, self._desk.resolved)
+            self._downloads.pull(row.name, self._worker.resolved)
 
     @work
     async def action_pack(self) -> None:
@@ -303,37 +302,37 @@ class ModelsScreen(Screen[None]):
             return
         if not row.is_here:
             self.notice.note(f"{row.name} is not on this disk: p fetches it")
-        elif any(transfer.kind == "pack" and transfer.is_running for transfer in self._transfers.all):
+        elif any(transfer.kind == "pack" and transfer.is_running for transfer in self._downloads.all):
             self.notice.note("another model is being packed: two would need the memory of both")
         elif (weights := await self.app.push_screen_wait(ask_how_to_pack(row))) is not None:
             self.notice.close()
-            self._transfers.pack(row.name, weights, self._desk.resolved)
+            self._downloads.pack(row.name, weights, self._worker.resolved)
 
     def action_cancel(self) -> None:
         """Ends what is done with the model that is highlighted, or the only thing that is done."""
         row = self._row
-        transfer = None if row is None else self._transfers.of(row.name)
-        if transfer is None and len(self._transfers.all) == 1:
-            transfer = self._transfers.all[0]
+        transfer = None if row is None else self._downloads.of(row.name)
+        if transfer is None and len(self._downloads.all) == 1:
+            transfer = self._downloads.all[0]
         if transfer is not None:
-            self._transfers.cancel(transfer)
+            self._downloads.cancel(transfer)
         else:
             self.notice.note("nothing is fetched or packed")
 
-    @on(TransferView.Toggled)
-    def _on_toggled(self, event: TransferView.Toggled) -> None:
+    @on(DownloadView.Toggled)
+    def _on_toggled(self, event: DownloadView.Toggled) -> None:
         self._toggle(event.transfer)
 
-    @on(TransferView.Cancelled)
-    def _on_cancelled(self, event: TransferView.Cancelled) -> None:
-        self._transfers.cancel(event.transfer)
+    @on(DownloadView.Cancelled)
+    def _on_cancelled(self, event: DownloadView.Cancelled) -> None:
+        self._downloads.cancel(event.transfer)
 
-    def _toggle(self, transfer: Transfer) -> None:
+    def _toggle(self, transfer: Download) -> None:
         if transfer.is_running:
-            self._transfers.pause(transfer)
+            self._downloads.pause(transfer)
         else:
             self.notice.close()
-            self._transfers.resume(transfer)
+            self._downloads.resume(transfer)
 
     # Deleting
 
@@ -341,7 +340,7 @@ class ModelsScreen(Screen[None]):
         row = self._row
         if row is None:
             return
-        transfer = self._transfers.of(row.name)
+        transfer = self._downloads.of(row.name)
         if transfer is not None and transfer.is_running:
             self.notice.note(
                 f"{row.name} is being {'fetched' if transfer.kind == 'pull' else 'packed'}: c cancels that"
@@ -356,7 +355,7 @@ class ModelsScreen(Screen[None]):
         try:
             self.post_message(_Sized(row, *freed_by(row)))
         except Exception as error:
-            self.post_message(messages.Failed(self._told(error)))
+            self.post_message(messages.JobFailed(self._told(error)))
 
     @on(_Sized)
     def _on_sized(self, message: _Sized) -> None:
@@ -365,12 +364,12 @@ class ModelsScreen(Screen[None]):
     @work
     async def _ask_to_delete(self, sized: _Sized) -> None:
         row = sized.row
-        is_loaded = row.name == self._desk.model_name
+        is_loaded = row.name == self._worker.model_name
         choice = ask_to_delete(row, sized.checkpoint_bytes, sized.packed_bytes, is_loaded=is_loaded)
         answer = await self.app.push_screen_wait(choice)
         if answer in (EVERYTHING, PACKED):
-            if (paused := self._transfers.of(row.name)) is not None:
-                self._transfers.cancel(paused)
+            if (paused := self._downloads.of(row.name)) is not None:
+                self._downloads.cancel(paused)
             self._delete(row.name, packed_only=answer == PACKED)
         elif answer == NO:
             self.notice.note("nothing was deleted")
@@ -380,10 +379,10 @@ class ModelsScreen(Screen[None]):
         try:
             freed_bytes = hub.remove(name, packed_only=packed_only)
         except Exception as error:
-            self.post_message(messages.Failed(self._told(error)))
+            self.post_message(messages.JobFailed(self._told(error)))
             return
         what = f"what was packed of {name}" if packed_only else name
-        self.post_message(messages.Told(f"deleted {what}: {format_bytes(freed_bytes)} freed"))
+        self.post_message(messages.Noted(f"deleted {what}: {format_bytes(freed_bytes)} freed"))
 
     # Details
 
@@ -411,7 +410,7 @@ class ModelsScreen(Screen[None]):
         self.post_message(_Described(name, facts))
 
     def _told(self, error: Exception) -> LocalLLMError:
-        return told_of(error, None, self._desk.resolved)
+        return told_of(error, None, self._worker.resolved)
 
     @on(_Described)
     def _on_described(self, message: _Described) -> None:

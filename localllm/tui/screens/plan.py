@@ -16,31 +16,30 @@ from textual.screen import Screen
 from textual.widgets import Static
 
 from localllm.config import KV_FORMATS, Settings, format_bytes
-from localllm.tui import plan_drawing as drawing
-from localllm.tui.replanning import (
-    NOW,
-    Bounded,
-    Bounds,
-    Busy,
-    DeskPlanning,
-    NotPlanned,
+from localllm.tui import plan_charts as drawing
+from localllm.tui.plan_worker import (
+    AS_IT_RUNS,
+    BoundsFound,
+    ModelPlanning,
+    PlanBounds,
+    PlanDelayed,
+    PlanFound,
     Planning,
-    Replanned,
-    Replanner,
-    Wish,
+    PlanRefused,
+    PlanWish,
+    PlanWorker,
 )
-from localllm.tui.widgets.activity import Activity
-from localllm.tui.widgets.drawn import Drawn
+from localllm.tui.widgets.drawn import Chart
 from localllm.tui.widgets.key_bar import KeyBar
-from localllm.tui.widgets.notice import Notice
-from localllm.tui.widgets.slider import Slider, Stop
+from localllm.tui.widgets.notice import Activity, Notice
+from localllm.tui.widgets.slider import Slider, SliderStop
 
 if TYPE_CHECKING:
     from localllm.engine.planning import Planned
     from localllm.frontend.context import ContextUsage
     from localllm.frontend.selection import Selection
     from localllm.offload.plan import Plan
-    from localllm.tui.desk import Desk
+    from localllm.tui.chat_worker import ChatWorker
 
 _WEIGHTS = ("auto", "bf16", "bf12", "int8", "int4", "nf4")
 _LEAST_CTX = 256
@@ -66,7 +65,7 @@ class PlanScreen(Screen[None]):
         & #sliders { height: auto; padding: 0 1; border-bottom: solid $border-blurred; }
         & #predicted, & #changed { padding: 0 1; }
         & #picture { height: 1fr; padding: 0 1; border-top: solid $border-blurred; }
-        & #picture Drawn { margin: 0 0 1 0; }
+        & #picture Chart { margin: 0 0 1 0; }
         &.-stale #predicted, &.-stale #changed, &.-stale #picture { text-opacity: 50%; }
         &.-wide #body { layout: horizontal; }
         &.-wide #wishes { width: 2fr; max-width: 90; height: 1fr; max-height: 100%; }
@@ -88,27 +87,27 @@ class PlanScreen(Screen[None]):
     ]
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (130, "-wide")]
 
-    def __init__(self, desk: Desk, selection: Selection, planning: Planning | None = None) -> None:
-        """planning: in the place of the desk's own."""
+    def __init__(self, worker: ChatWorker, selection: Selection, planning: Planning | None = None) -> None:
+        """planning: in the place of the worker's own."""
         super().__init__()
-        self._desk = desk
+        self._worker = worker
         self._selection = selection
-        self._planning = planning or DeskPlanning(desk, selection)
-        self._replanner: Replanner | None = None
+        self._planning = planning or ModelPlanning(worker, selection)
+        self._replanner: PlanWorker | None = None
         self._before: Planned | None = None  # as the model runs
-        self._shown: Replanned | None = None
+        self._shown: PlanFound | None = None
 
     def compose(self) -> ComposeResult:
         yield Static("", id="title")
         with Container(id="body"):
             with VerticalScroll(id="wishes", can_focus=False):
                 yield Vertical(id="sliders")
-                yield Drawn(id="predicted")
-                yield Drawn(id="changed")
+                yield Chart(id="predicted")
+                yield Chart(id="changed")
             with VerticalScroll(id="picture", can_focus=False):
-                yield Drawn(id="map")
-                yield Drawn(id="ledger")
-                yield Drawn(id="said")
+                yield Chart(id="map")
+                yield Chart(id="ledger")
+                yield Chart(id="said")
         yield Activity()
         yield Notice()
         yield KeyBar(_KEYS)
@@ -119,11 +118,11 @@ class PlanScreen(Screen[None]):
         return {slider.key: slider for slider in self.query(Slider)}
 
     @property
-    def wish(self) -> Wish:
+    def wish(self) -> PlanWish:
         """What the sliders say, beside what runs now."""
         moved = {key: slider.value for key, slider in self.sliders.items() if slider.is_moved}
-        goal = moved.pop("goal", NOW.goal)
-        return Wish({key: _as_in_a_file(key, value) for key, value in moved.items()}, goal)
+        goal = moved.pop("goal", AS_IT_RUNS.goal)
+        return PlanWish({key: _as_in_a_file(key, value) for key, value in moved.items()}, goal)
 
     @property
     def planned(self) -> Planned | None:
@@ -131,7 +130,7 @@ class PlanScreen(Screen[None]):
         return None if self._shown is None else self._shown.planned
 
     @property
-    def shown_wish(self) -> Wish | None:
+    def shown_wish(self) -> PlanWish | None:
         """Whose plan that is; None where there is none yet, or the last wish could not be honoured."""
         return None if self._shown is None else self._shown.wish
 
@@ -142,7 +141,7 @@ class PlanScreen(Screen[None]):
     def on_mount(self) -> None:
         self.query_one("#title", Static).update(Content("plan"))
         self.query_one(Activity).progress("planning")
-        self._replanner = Replanner(self._planning, self.post_message)
+        self._replanner = PlanWorker(self._planning, self.post_message)
 
     def on_unmount(self) -> None:
         if self._replanner is not None:
@@ -150,16 +149,16 @@ class PlanScreen(Screen[None]):
 
     # What the plans' thread tells
 
-    @on(Bounded)
-    async def _on_bounded(self, message: Bounded) -> None:
-        plan = self._desk.plan
+    @on(BoundsFound)
+    async def _on_bounded(self, message: BoundsFound) -> None:
+        plan = self._worker.plan
         sliders = list(_sliders(self._selection.settings, message.bounds, None if plan is None else plan.ctx))
         await self.query_one("#sliders").mount(*sliders)
         sliders[0].focus()
 
-    @on(Replanned)
-    def _on_replanned(self, message: Replanned) -> None:
-        if message.wish == NOW:
+    @on(PlanFound)
+    def _on_replanned(self, message: PlanFound) -> None:
+        if message.wish == AS_IT_RUNS:
             self._before = message.planned
         if message.wish == self.wish:
             self.query_one(Activity).clear()
@@ -169,15 +168,15 @@ class PlanScreen(Screen[None]):
             self.remove_class("-stale")
             self._show(message)
 
-    @on(NotPlanned)
-    def _on_not_planned(self, message: NotPlanned) -> None:
+    @on(PlanRefused)
+    def _on_not_planned(self, message: PlanRefused) -> None:
         if message.wish == self.wish:
             self.query_one(Activity).clear()
             self._shown = None
             self.notice.tell(message.error)
 
-    @on(Busy)
-    def _on_busy(self, message: Busy) -> None:
+    @on(PlanDelayed)
+    def _on_busy(self, message: PlanDelayed) -> None:
         self.query_one(Activity).progress(message.text)
 
     @on(Slider.Moved)
@@ -186,8 +185,8 @@ class PlanScreen(Screen[None]):
         self.set_class(self.shown_wish != self.wish, "-stale")
         self._replanner.want(self.wish)
 
-    def _show(self, message: Replanned) -> None:
-        planned, before, measured = message.planned, self._before, self._desk.answering.tok_s
+    def _show(self, message: PlanFound) -> None:
+        planned, before, measured = message.planned, self._before, self._worker.answering.tok_s
         is_advised = message.is_advised
         self.query_one("#title", Static).update(drawing.title(planned))
         self._drawn("predicted").show(lambda columns: drawing.predicted(planned, before, measured, columns))
@@ -198,13 +197,13 @@ class PlanScreen(Screen[None]):
                 self._drawn(name).show(None)
             return
         now = before.plan if before is not None else None
-        running, told = self._desk.plan or now, _beside(message.wish, plan, self._desk.usage)
+        running, told = self._worker.plan or now, _beside(message.wish, plan, self._worker.usage)
         self._drawn("changed").show(lambda columns: _changes(plan, running, now or running, told, columns))
         self._drawn("map").show(lambda columns: drawing.block_map(plan, columns))
         self._drawn("ledger").show(lambda columns: drawing.ledger(plan, columns))
 
-    def _drawn(self, name: str) -> Drawn:
-        return self.query_one(f"#{name}", Drawn)
+    def _drawn(self, name: str) -> Chart:
+        return self.query_one(f"#{name}", Chart)
 
     # Keys
 
@@ -229,21 +228,21 @@ class PlanScreen(Screen[None]):
     def action_apply(self) -> None:
         wish = self.wish
         if not wish.changes:
-            batch = "; the goal is that of `localllm run --batch`" if wish.goal != NOW.goal else ""
+            batch = "; the goal is that of `localllm run --batch`" if wish.goal != AS_IT_RUNS.goal else ""
             self.notice.note(f"nothing is changed{batch}")
         elif self.shown_wish == wish and self.planned is not None and self.planned.plan is None:
             self.notice.note("nothing is applied: the model does not fit with these settings")
         elif self.notice.error is not None:
             self.notice.note("nothing is applied: these settings cannot be honoured")
-        elif self._desk.selection is not self._selection:
-            key = self._desk.key_names["app.plan"]
+        elif self._worker.selection is not self._selection:
+            key = self._worker.key_names["app.plan"]
             why = "the model was loaded anew meanwhile"
             self.notice.note(f"nothing is applied: {why}; leave, and {key} shows its plan")
-        elif self._desk.answering.is_under_way:
-            self.notice.note(self._desk.answering.busy_text)
+        elif self._worker.answering.is_under_way:
+            self.notice.note(self._worker.answering.busy_text)
         else:
             changes = dict(wish.changes)
-            self._desk.do(lambda: self._desk.use(None, changes))
+            self._worker.do(lambda: self._worker.use(None, changes))
             self.dismiss()
 
     def action_close(self) -> None:
@@ -264,7 +263,7 @@ class _Scale:
     shown: Callable[[int], str]
 
 
-def _sliders(settings: Settings, bounds: Bounds, ctx: int | None) -> Iterator[Slider]:
+def _sliders(settings: Settings, bounds: PlanBounds, ctx: int | None) -> Iterator[Slider]:
     """ctx: of the model that runs."""
     longest = bounds.longest_ctx
     contexts = [*(1 << power for power in range(longest.bit_length()) if 1 << power >= _LEAST_CTX), longest]
@@ -274,7 +273,7 @@ def _sliders(settings: Settings, bounds: Bounds, ctx: int | None) -> Iterator[Sl
     yield _scale(settings, _cap("ram", "RAM cap", bounds.ram_bytes))
     if bounds.vram_bytes is not None:
         yield _scale(settings, _cap("vram", "VRAM cap", bounds.vram_bytes))
-    goals = [Stop("latency", "latency"), Stop("throughput", "throughput")]
+    goals = [SliderStop("latency", "latency"), SliderStop("throughput", "throughput")]
     yield Slider("goal", "goal", goals, 0, is_scale=False)
 
 
@@ -286,8 +285,8 @@ def _scale(settings: Settings, scale: _Scale) -> Slider:
     """The amounts, what is set among them, and that nothing is set."""
     value = getattr(settings, scale.key)
     amounts = sorted({*scale.amounts, *([] if value is None else [value])})
-    stops = [Stop(each, scale.shown(each)) for each in amounts]
-    stops.insert(sum(each <= scale.open_amount for each in amounts), Stop(None, scale.unset))
+    stops = [SliderStop(each, scale.shown(each)) for each in amounts]
+    stops.insert(sum(each <= scale.open_amount for each in amounts), SliderStop(None, scale.unset))
     index = next(number for number, stop in enumerate(stops) if stop.value == value)
     return Slider(scale.key, scale.label, stops, index, is_scale=True)
 
@@ -295,7 +294,7 @@ def _scale(settings: Settings, scale: _Scale) -> Slider:
 def _choice(settings: Settings, key: str, label: str, values: tuple[str, ...]) -> Slider:
     value = getattr(settings, key)
     known = dict.fromkeys((*values, value))
-    stops = [Stop(each, each) for each in known]
+    stops = [SliderStop(each, each) for each in known]
     return Slider(key, label, stops, list(known).index(value), is_scale=False)
 
 
@@ -313,7 +312,7 @@ def _as_in_a_file(key: str, value: Any) -> Any:
     return f"{value >> 20}MiB" if key in ("ram", "vram") and value is not None else value
 
 
-def _beside(wish: Wish, plan: Plan, usage: ContextUsage | None) -> list[tuple[str, str]]:
+def _beside(wish: PlanWish, plan: Plan, usage: ContextUsage | None) -> list[tuple[str, str]]:
     """What is to be known before it is applied, each with its style. usage: of the conversation."""
     told = []
     if usage is not None and usage.used >= plan.ctx:
@@ -321,7 +320,7 @@ def _beside(wish: Wish, plan: Plan, usage: ContextUsage | None) -> list[tuple[st
     packing = plan.shape.packing
     if packing is not None and not (packing.is_for_streaming and plan.is_whole):
         told.append(("the model is packed for it first, once", "$text-warning"))
-    if wish.goal != NOW.goal:
+    if wish.goal != AS_IT_RUNS.goal:
         batch = "as `localllm run --batch` would have it; a chat goes on with one answer at a time"
         told.append((batch, "$foreground-muted"))
     return told

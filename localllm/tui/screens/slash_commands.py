@@ -8,7 +8,7 @@ from localllm.errors import UsageError
 from localllm.frontend import slash
 from localllm.frontend.answer import statistics
 from localllm.frontend.context import usage_lines
-from localllm.tui.code_blocks import code_blocks
+from localllm.tui.markdown_render import code_blocks
 
 if TYPE_CHECKING:
     from localllm.tui.screens.chat import ChatScreen
@@ -19,13 +19,13 @@ class SlashCommands:
 
     def __init__(self, screen: ChatScreen) -> None:
         self._screen = screen
-        self._desk = screen.desk
+        self._worker = screen.worker
 
     def do_help(self, _: str) -> None:
         self._screen.chat_app.action_help()
 
     def do_system(self, text: str) -> None:
-        self._desk.do(lambda: self._desk.system(text))
+        self._worker.do(lambda: self._worker.system(text))
 
     def do_regen(self, _: str) -> None:
         self._screen.action_regenerate()
@@ -37,16 +37,16 @@ class SlashCommands:
         self._screen.begin_edit(self._screen.num_turns - 1)
 
     def do_undo(self, _: str) -> None:
-        self._screen.unless_answering(self._desk.undo)
+        self._screen.unless_answering(self._worker.undo)
 
     def do_clear(self, _: str) -> None:
         self._screen.action_new()
 
     def do_fork(self, _: str) -> None:
-        self._screen.unless_answering(self._desk.fork)
+        self._screen.unless_answering(self._worker.fork)
 
     def do_title(self, text: str) -> None:
-        self._desk.do(lambda: self._desk.rename(text))
+        self._worker.do(lambda: self._worker.rename(text))
 
     def do_copy(self, number: str) -> None:
         if not number:
@@ -77,14 +77,14 @@ class SlashCommands:
         return blocks[int(number) - 1].code
 
     def do_file(self, path: str) -> None:
-        self._desk.do(lambda: self._desk.attach(path))
+        self._worker.do(lambda: self._worker.attach(path))
 
     def do_detach(self, _: str) -> None:
-        self._desk.do(self._desk.detach)
+        self._worker.do(self._worker.detach)
 
     def do_model(self, name: str) -> None:
         if name:
-            self._screen.unless_answering(lambda: self._desk.use(name))
+            self._screen.unless_answering(lambda: self._worker.use(name))
         else:
             self._screen.chat_app.action_models()
 
@@ -95,26 +95,26 @@ class SlashCommands:
         self._screen.chat_app.action_plan()
 
     def do_save(self, path: str) -> None:
-        self._desk.do(lambda: self._desk.save(path or "chat.json"))
+        self._worker.do(lambda: self._worker.save(path or "chat.json"))
 
     def do_export(self, path: str) -> None:
-        self._desk.do(lambda: self._desk.export(path))
+        self._worker.do(lambda: self._worker.export(path))
 
     def do_load(self, path: str) -> None:
-        self._screen.unless_answering(lambda: self._desk.load(path))
+        self._screen.unless_answering(lambda: self._worker.load(path))
 
     def do_set(self, text: str) -> None:
         key, value = slash.setting(text)
-        self._desk.do(lambda: self._desk.set(key, value) if value else self._desk.tell_settings(key))
+        self._worker.do(lambda: self._worker.set(key, value) if value else self._worker.tell_settings(key))
 
     def do_think(self, effort: str) -> None:
-        self._desk.do(lambda: self._desk.think(effort))
+        self._worker.do(lambda: self._worker.think(effort))
 
     def do_show(self, _: str) -> None:
-        self._desk.do(self._desk.tell_all)
+        self._worker.do(self._worker.tell_all)
 
     def do_stats(self, _: str) -> None:
-        last = self._desk.answering.last
+        last = self._worker.answering.last
         self._screen.notice.note(
             statistics(last) if last is not None and last.finished is not None else "there is no answer yet"
         )
@@ -124,7 +124,7 @@ class SlashCommands:
         self._screen.notice.lines(usage_lines(usage) if usage is not None else ["there is no model yet"])
 
     def do_cache(self, _: str) -> None:
-        self._desk.do(lambda: self._desk.note(self._desk.answering.why_missed()))
+        self._worker.do(lambda: self._worker.note(self._worker.answering.why_missed()))
 
     def do_theme(self, name: str) -> None:
         self._screen.chat_app.choose_theme(name)

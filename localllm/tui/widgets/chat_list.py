@@ -18,7 +18,7 @@ from textual.visual import Visual
 
 from localllm.frontend.text import format_ago, one_line, visible
 from localllm.history import search
-from localllm.tui.archive import Row
+from localllm.tui.history_worker import ChatRow
 
 _WHEN = 10  # columns of "59 min ago" and "2026-11-21"
 _COUNT = 5
@@ -58,7 +58,7 @@ class ChatList(ScrollView, can_focus=True):
     class Highlighted(Message):
         """Another chat is chosen; row: None where there is none."""
 
-        def __init__(self, row: Row | None) -> None:
+        def __init__(self, row: ChatRow | None) -> None:
             super().__init__()
             self.row = row
 
@@ -67,17 +67,17 @@ class ChatList(ScrollView, can_focus=True):
 
     def __init__(self) -> None:
         super().__init__()
-        self._rows: list[Row] = []
+        self._rows: list[ChatRow] = []
         self._query = ""
         self._model_columns = 0
         self.open_id: str | None = None  # of the session that is gone on with now
 
     @property
-    def rows(self) -> Sequence[Row]:
+    def rows(self) -> Sequence[ChatRow]:
         return self._rows
 
     @property
-    def row(self) -> Row | None:
+    def row(self) -> ChatRow | None:
         """The chosen one."""
         return self._rows[self.cursor] if self.cursor < len(self._rows) else None
 
@@ -86,7 +86,7 @@ class ChatList(ScrollView, can_focus=True):
         """Lines of a row: what was found has its excerpt below it."""
         return 2 if self._query else 1
 
-    def show(self, rows: Sequence[Row], query: str) -> None:
+    def show(self, rows: Sequence[ChatRow], query: str) -> None:
         """Shows these; the chosen one stays so where it is still there. query: what was found, "" for all chats."""
         chosen, before = self.row, self._query
         self._rows, self._query = list(rows), query
@@ -173,7 +173,7 @@ class ChatList(ScrollView, can_focus=True):
         content = self._line(self._rows[at], line, columns)
         return Visual.to_strips(self, content, columns, 1, style, pad=True)[0]
 
-    def _line(self, row: Row, line: int, columns: int) -> Content:
+    def _line(self, row: ChatRow, line: int, columns: int) -> Content:
         if line == 0:
             return self._title_line(row, columns)
         if row.message is None:
@@ -182,7 +182,7 @@ class ChatList(ScrollView, can_focus=True):
         role = _ROLES.get(row.message.role, row.message.role)
         return (Content.styled(f"   {visible(one_line(role))}: ", "dim") + found).truncate(columns, ellipsis=True)
 
-    def _title_line(self, row: Row, columns: int) -> Content:
+    def _title_line(self, row: ChatRow, columns: int) -> Content:
         """Pin, title, messages, model and when it was gone on with, or said, as far as there is room."""
         session = row.session
         then = row.message.created if row.message is not None else session.updated

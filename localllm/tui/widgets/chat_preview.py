@@ -11,7 +11,7 @@ from localllm.frontend.text import one_line, visible
 from localllm.frontend.thinking import split
 from localllm.history import Message, search
 from localllm.history.exchange import format_time
-from localllm.tui.archive import Previewed
+from localllm.tui.history_worker import ChatPreviewed
 from localllm.tui.widgets.chat_list import highlighted
 
 _MOST = 3000  # characters of a message
@@ -34,7 +34,7 @@ class ChatPreview(VerticalScroll):
         yield Static("", id="before")
         yield Static("", id="rest")
 
-    def show(self, found: Previewed, query: str) -> None:
+    def show(self, found: ChatPreviewed, query: str) -> None:
         """From the message that was found on, or the end of the chat."""
         at = found.at or 0
         parts = [_said(message, query) for message in found.messages]
@@ -58,7 +58,7 @@ class ChatPreview(VerticalScroll):
         self.scroll_to_widget(self._part("#rest"), animate=False, top=True, immediate=True)
 
 
-def _about(found: Previewed) -> list[Content]:
+def _about(found: ChatPreviewed) -> list[Content]:
     session = found.row.session
     facts = (format_time(session.updated), session.model or "", session.id)
     lines = [

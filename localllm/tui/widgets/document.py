@@ -18,11 +18,10 @@ from textual.widgets import Markdown
 from textual.widgets._markdown import MarkdownBlock
 from textual.widgets.markdown import MarkdownStream
 
-from localllm.tui import rendering
-from localllm.tui.highlighting import Highlighter
-from localllm.tui.pieces import Block
-from localllm.tui.widgets.clear import Clear
-from localllm.tui.widgets.laid_out_once import LaidOutOnce
+from localllm.tui import markdown_render
+from localllm.tui.highlighter import Highlighter
+from localllm.tui.markdown_blocks import MarkdownLayout
+from localllm.tui.widgets.clear import Clear, LaidOutOnce
 
 
 class DocumentBlock(LaidOutOnce, MarkdownBlock):
@@ -39,7 +38,7 @@ class DocumentBlock(LaidOutOnce, MarkdownBlock):
         super().__init__(document, tokens[0])
         self._highlighters: list[Highlighter] = []
         self._shown: tuple[Sequence[str], bool] = (), False
-        self.block = Block([])
+        self.block = MarkdownLayout([])
 
     def show(self, tokens: Sequence[Token], lines: Sequence[str], *, grows: bool = False) -> None:
         """lines: their source; if it is as before nothing is done. grows: it may have more of them soon, and until then
@@ -47,7 +46,7 @@ class DocumentBlock(LaidOutOnce, MarkdownBlock):
         if (lines, grows) == self._shown:
             return
         self._shown = lines, grows
-        block = Block(rendering.pieces(tokens, self._highlighters if grows else None))
+        block = MarkdownLayout(markdown_render.pieces(tokens, self._highlighters if grows else None))
         block.grow_from(self.block)
         self.block = block
         self.update(block)
@@ -86,7 +85,7 @@ class Document(Clear, Markdown):
     """
 
     def __init__(self, text: str = "", *, classes: str | None = None) -> None:
-        super().__init__(classes=classes, parser_factory=rendering.parser, open_links=False)
+        super().__init__(classes=classes, parser_factory=markdown_render.parser, open_links=False)
         self._tail = self._markdown = text  # the tail: of the blocks that more text may change
         self._open: list[DocumentBlock] = []  # these blocks
         self._num_read = 0  # characters of the tail, up to the end of a line
@@ -115,9 +114,9 @@ class Document(Clear, Markdown):
     async def _grow(self, *, is_whole: bool = False) -> None:
         async with self.lock:
             text = self._tail
-            groups = list(rendering.groups(rendering.parser().parse(text)))
+            groups = list(markdown_render.groups(markdown_render.parser().parse(text)))
             lines = text.split("\n")
-            begins = [*map(rendering.first_line, groups), len(lines)]
+            begins = [*map(markdown_render.first_line, groups), len(lines)]
             more = [DocumentBlock(self, group) for group in groups[len(self._open) :]]
             surplus = self._open[len(groups) :]
             self._open = [*self._open[: len(groups)], *more]
@@ -135,7 +134,7 @@ class Document(Clear, Markdown):
         whole = text[: text.rfind("\n") + 1]
         if len(whole) == self._num_read:
             return
-        begins = rendering.first_lines(whole)
+        begins = markdown_render.first_lines(whole)
         if len(begins) > 1:
             num_closed = sum(len(line) + 1 for line in whole.split("\n")[: begins[-1]])
             self._tail = self._tail[num_closed:]
@@ -145,7 +144,7 @@ class Document(Clear, Markdown):
 
     def compose(self) -> ComposeResult:
         # What is whole is one block: a conversation that is scrolled through mounts a third of the widgets.
-        if tokens := rendering.parser().parse(self._tail):  # of blanks there are none
+        if tokens := markdown_render.parser().parse(self._tail):  # of blanks there are none
             self._open = [DocumentBlock(self, tokens)]
             self._open[0].show(tokens, [self._tail])
         yield from self._open

@@ -11,11 +11,11 @@ from textual.widget import Widget
 Draw = Callable[[int], Content]  # for so many columns
 
 
-class Drawn(Widget):
+class Chart(Widget):
     """As high as the picture; hidden where there is none."""
 
     DEFAULT_CSS = """
-    Drawn { height: auto; width: 1fr; display: none; }
+    Chart { height: auto; width: 1fr; display: none; }
     """
 
     _draw: Draw | None = None

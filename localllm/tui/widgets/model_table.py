@@ -1,21 +1,24 @@
-"""All models, a line each: name, state, size, what is packed, and whether it fits into this machine."""
+"""All models, one a line, and the details of the one that is highlighted."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from textual import events
+from textual.app import ComposeResult
+from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.message import Message
-from textual.widgets import OptionList
+from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
 from localllm.config import format_bytes
 from localllm.frontend.model_rows import ModelRow, packed_text
 from localllm.frontend.text import one_line, visible
 from localllm.frontend.verdict import Verdict
-from localllm.tui.transfers import Transfer
+from localllm.tui.download_worker import Download
 
 _GAP = "  "
 _SHORTEST_NAME, _LONGEST_NAME = 12, 44  # columns; a folder's path is cut
@@ -26,12 +29,12 @@ _VERDICT_STYLES = {"fits": "$text-success", "offloads": "$text-warning", "too la
 
 
 @dataclass(frozen=True)
-class Line:
+class ModelLine:
     """A model as the table has it."""
 
     row: ModelRow
     verdict: Verdict | None = None
-    transfer: Transfer | None = None
+    transfer: Download | None = None
     is_loaded: bool = False
 
     @property
@@ -51,20 +54,20 @@ class _Column:
 
     title: str
     rank: int
-    cell: Callable[[Line], Content]
+    cell: Callable[[ModelLine], Content]
     least: int = 0
 
-    def width(self, lines: Sequence[Line]) -> int:
+    def width(self, lines: Sequence[ModelLine]) -> int:
         return max(len(self.title), self.least, *(self.cell(line).cell_length for line in lines), 0)
 
 
-def _name(line: Line) -> Content:
+def _name(line: ModelLine) -> Content:
     mark = Content.styled("● ", "$text-success") if line.is_loaded else Content("  ")
     name = Content(visible(one_line(line.name)))
     return mark + (name.stylize("bold") if line.row.is_here else name)
 
 
-def _state(line: Line) -> Content:
+def _state(line: ModelLine) -> Content:
     transfer = line.transfer
     if transfer is None:
         return Content.styled(line.row.state, _STATE_STYLES.get(line.row.state, "$foreground-muted"))
@@ -79,22 +82,22 @@ def about_bytes(row: ModelRow) -> int | None:
     return None if row.parameters is None else int(row.parameters * 1e9 * _CHECKPOINT_BYTES)
 
 
-def _size(line: Line) -> Content:
+def _size(line: ModelLine) -> Content:
     here = line.row.size_bytes or line.row.partial_bytes
     if here or (about := about_bytes(line.row)) is None:
         return Content(format_bytes(here) if here else "")
     return Content.styled(f"~{format_bytes(about)}", "$foreground-muted")
 
 
-def _packed(line: Line) -> Content:
+def _packed(line: ModelLine) -> Content:
     return Content(", ".join(one_line(packed_text(packed)) for packed in line.row.packed))
 
 
-def _verdict(line: Line) -> Content:
+def _verdict(line: ModelLine) -> Content:
     return _judged(line.verdict, "" if line.verdict is None else line.verdict.text)
 
 
-def _short_verdict(line: Line) -> Content:
+def _short_verdict(line: ModelLine) -> Content:
     return _judged(line.verdict, "" if line.verdict is None else line.verdict.short_text)
 
 
@@ -134,14 +137,14 @@ class ModelTable(OptionList):
 
     def __init__(self) -> None:
         super().__init__(markup=False, compact=True)
-        self._every: list[Line] = []
-        self._shown: list[Line] = []
+        self._every: list[ModelLine] = []
+        self._shown: list[ModelLine] = []
         self._words = ""
         self._columns: list[tuple[_Column, int]] = []
         self._marked: int | None = None  # the line that is drawn as the highlighted one
 
     @property
-    def line(self) -> Line | None:
+    def line(self) -> ModelLine | None:
         """The one that is highlighted."""
         at = self.highlighted
         return self._shown[at] if at is not None and at < len(self._shown) else None
@@ -150,13 +153,13 @@ class ModelTable(OptionList):
     def num_shown(self) -> int:
         return len(self._shown)
 
-    def show(self, lines: Sequence[Line], words: str = "") -> None:
+    def show(self, lines: Sequence[ModelLine], words: str = "") -> None:
         """Those of them in whose names all the words are; the highlight stays with its model."""
         self._every = list(lines)
         self._words = words
         self._redraw()
 
-    def change(self, line: Line) -> None:
+    def change(self, line: ModelLine) -> None:
         """The line of one model."""
         self._every = [line if other.name == line.name else other for other in self._every]
         for index, other in enumerate(self._shown):
@@ -209,7 +212,7 @@ class ModelTable(OptionList):
         return Content(drawn.plain) if index == self._marked else drawn
 
 
-def _fitting_columns(lines: Sequence[Line], columns: int) -> list[tuple[_Column, int]]:
+def _fitting_columns(lines: Sequence[ModelLine], columns: int) -> list[tuple[_Column, int]]:
     """Those that have room, with their widths: shorter verdicts come before that a column goes, and the least important
     one goes first; a long name has what is left, and then what is packed."""
     for wanted in (_ROOMY, _NARROW):
@@ -230,3 +233,46 @@ def _fitting_columns(lines: Sequence[Line], columns: int) -> list[tuple[_Column,
 
 def _total(columns: Sequence[_Column], widths: Mapping[_Column, int]) -> int:
     return sum(widths[column] + len(_GAP) for column in columns) - len(_GAP)
+
+
+_LABEL = 16  # columns; "attention heads" has room
+
+
+class ModelDetails(VerticalScroll, can_focus=False):
+    """The name of the model that it tells of is `model`."""
+
+    DEFAULT_CSS = """
+    ModelDetails { padding: 0 1; border-left: solid $border-blurred; display: none; }
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = ""
+        self._told: list[tuple[str, str]] = []
+
+    def compose(self) -> ComposeResult:
+        yield Static("", markup=False)
+
+    def on_resize(self, event: events.Resize) -> None:
+        self._redraw()
+
+    def tell(self, name: str, facts: Sequence[tuple[str, str]], verdict: Verdict | None) -> None:
+        """facts: (label, text)."""
+        if name != self.model:
+            self.model = name
+            self.scroll_home(animate=False)
+        here = [] if verdict is None else [("on this machine", verdict.text), ("", verdict.details)]
+        self._told = [*facts, *(line for line in here if line[1])]
+        self._redraw()
+
+    def _redraw(self) -> None:
+        columns = self.scrollable_content_region.width
+        lines = (line for label, text in self._told for line in _lines(label, text, columns))
+        self.query_one(Static).update(Content("\n").join(lines))
+
+
+def _lines(label: str, text: str, columns: int) -> Iterator[Content]:
+    """The text beside its label, as many lines as it takes."""
+    for piece in textwrap.wrap(visible(one_line(text)), max(10, columns - _LABEL)) or [""]:
+        yield Content.styled(f"{label:<{_LABEL}}", "$foreground-muted") + Content(piece)
+        label = ""

@@ -1,14 +1,44 @@
-"""What happened, above the composer: a line that goes by itself, or an error that stays until it is closed."""
+"""The lines above the composer: the progress of what runs, notes that go by themselves, an error that stays."""
 
 from __future__ import annotations
 
 from textual import events
 from textual.content import Content
+from textual.reactive import reactive
 from textual.timer import Timer
+from textual.widget import Widget
 from textual.widgets import Static
 
 from localllm.errors import LocalLLMError
 from localllm.frontend.text import error_rows, one_line
+from localllm.tui.bars import bar
+
+_BAR = 24  # columns
+
+
+class Activity(Widget):
+    """One line; hidden where nothing goes on."""
+
+    DEFAULT_CSS = """
+    Activity { height: 1; padding: 0 1; color: $text-muted; display: none; }
+    """
+    text = reactive("")
+    share: reactive[float | None] = reactive(None)
+
+    def progress(self, text: str, done: int = 0, total: int = 0) -> None:
+        """`done` of `total`; 0 where that is not known."""
+        self.text = one_line(text)
+        self.share = done / total if total else None
+        self.display = True
+
+    def clear(self) -> None:
+        self.display = False
+
+    def render(self) -> Content:
+        if self.share is None:
+            return Content(f"{self.text} …")
+        return bar(self.share, _BAR) + Content(f" {self.share:4.0%}  {self.text}")
+
 
 _NOTE_S = 8.0
 _MOST_NOTES = 4  # lines; the oldest go

@@ -19,7 +19,7 @@ _GAP = 2  # between two words
 
 
 @dataclass(frozen=True)
-class Stop:
+class SliderStop:
     """value: None where the model or the machine decides."""
 
     value: Any
@@ -43,7 +43,7 @@ class Slider(Widget, can_focus=True):
     class Moved(Message):
         slider: Slider
 
-    def __init__(self, key: str, label: str, stops: Sequence[Stop], index: int, *, is_scale: bool) -> None:
+    def __init__(self, key: str, label: str, stops: Sequence[SliderStop], index: int, *, is_scale: bool) -> None:
         """key: of the setting. index: the stop that is so at present."""
         super().__init__(id=key)
         self.key = key

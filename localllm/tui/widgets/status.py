@@ -14,7 +14,7 @@ from localllm.engine.events import FinishedEvent
 from localllm.frontend.context import ContextUsage
 from localllm.frontend.text import one_line
 from localllm.tui.bars import bar, fitting, split_bar
-from localllm.tui.messages import Facts
+from localllm.tui.messages import ModelFacts
 
 _BAR = 10  # columns
 _SLOW = 0.1  # of the time of the steps, from which on waiting is told of
@@ -30,7 +30,7 @@ _BOUND = {"disk": ("disk", "reading blocks from the disk"), "link": ("link", "co
 
 
 @dataclass(frozen=True)
-class Run:
+class AnswerRun:
     """An answer: as it goes, or how it went. num_tokens in elapsed_s: since its first."""
 
     num_tokens: int = 0
@@ -44,7 +44,7 @@ class Run:
         return (self.num_tokens - 1) / self.elapsed_s if self.num_tokens > 1 and self.elapsed_s > 0 else None
 
 
-def model_line(facts: Facts | None, loading: str, usage: ContextUsage | None) -> list[tuple[int, Content]]:
+def model_line(facts: ModelFacts | None, loading: str, usage: ContextUsage | None) -> list[tuple[int, Content]]:
     """Model and context, each part with its rank: the last go where there is no room."""
     model = Content(loading) if facts is None else Content(one_line(f"{facts.name} {facts.weights}"))
     parts = [(0, model.stylize("bold"))]
@@ -58,7 +58,7 @@ def model_line(facts: Facts | None, loading: str, usage: ContextUsage | None) ->
     return parts
 
 
-def speed_line(run: Run) -> list[tuple[int, Content]]:
+def speed_line(run: AnswerRun) -> list[tuple[int, Content]]:
     """How fast it is, or was; as `model_line`."""
     parts = []
     if (rate := run.tok_s) is not None:
@@ -68,7 +68,7 @@ def speed_line(run: Run) -> list[tuple[int, Content]]:
     return parts
 
 
-def growing(usage: ContextUsage, run: Run) -> ContextUsage:
+def growing(usage: ContextUsage, run: AnswerRun) -> ContextUsage:
     """While an answer is being written: with its tokens so far. What was the last turn is history."""
     if run.finished is not None or not run.num_tokens:
         return usage
@@ -91,7 +91,7 @@ def _finished(finished: FinishedEvent) -> list[tuple[int, Content]]:
     return parts
 
 
-def memory_line(facts: Facts | None, run: Run, columns: int) -> Content:
+def memory_line(facts: ModelFacts | None, run: AnswerRun, columns: int) -> Content:
     """Memory by tier, and why it is slow; in short where there is no room for more."""
     if facts is None:
         return Content()
@@ -105,7 +105,7 @@ def memory_line(facts: Facts | None, run: Run, columns: int) -> Content:
     return shown
 
 
-def _memory(facts: Facts, *, is_short: bool) -> Iterator[Content]:
+def _memory(facts: ModelFacts, *, is_short: bool) -> Iterator[Content]:
     for tier, name in _TIERS.items():
         if limit := facts.limits.get(tier):
             used = sum(facts.ledger.get(tier, {}).values())
@@ -120,7 +120,7 @@ def _memory(facts: Facts, *, is_short: bool) -> Iterator[Content]:
         yield disk + Content.styled("–", "$foreground-muted")
 
 
-def why_slow(facts: Facts, finished: FinishedEvent | None, *, is_short: bool = False) -> str:
+def why_slow(facts: ModelFacts, finished: FinishedEvent | None, *, is_short: bool = False) -> str:
     """What a step waits for, measured if an answer was written; "" where it is neither the disk nor the link."""
     name, what = _BOUND.get(facts.bound_by, ("blocks", "blocks on their way"))
     if finished is None:
@@ -147,9 +147,9 @@ class Status(Widget):
         color: $foreground;
     }
     """
-    facts: reactive[Facts | None] = reactive(None)
+    facts: reactive[ModelFacts | None] = reactive(None)
     usage: reactive[ContextUsage | None] = reactive(None)
-    run_now: reactive[Run] = reactive(Run())
+    run_now: reactive[AnswerRun] = reactive(AnswerRun())
     model_text: reactive[str] = reactive("no model")
 
     def render(self) -> Content:

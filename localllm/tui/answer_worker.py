@@ -13,16 +13,16 @@ from localllm.frontend.context import evicted_text
 from localllm.frontend.keeping import Resumed
 from localllm.frontend.talk import Asked, Talk
 from localllm.tui.facts import facts_of
-from localllm.tui.following import Pace, follow
 from localllm.tui.key_names import KeyNames
-from localllm.tui.loading import Post
-from localllm.tui.messages import AnswerBegan, AnswerEnded, ModelReady, Told, Turn
+from localllm.tui.messages import AnswerEnded, AnswerStarted, ModelReady, Noted, Turn
+from localllm.tui.model_loader import Post
+from localllm.tui.stream_throttle import StreamThrottle, follow
 
 if TYPE_CHECKING:
     from localllm.engine.facts import AnswerStream, Service
 
 
-class Answering:
+class AnswerWorker:
     """Of the conversation's thread, but `stop` and what may be read, which are anybody's."""
 
     def __init__(self, post: Post, key_names: KeyNames) -> None:
@@ -33,7 +33,7 @@ class Answering:
         self._goes_on = f"{key_names['chat.continue']} goes on, {self._anew}"
         self._stream: AnswerStream | None = None
         self._stops = threading.Event()
-        self.pace = Pace()
+        self.pace = StreamThrottle()
         self._asked: Asked | None = None
         self._ending: tuple[Turn, str] = {}, ""  # the latest answer that is not whole, and why
         self.last: Answer | None = None
@@ -103,10 +103,10 @@ class Answering:
         if asked.said:
             show()
         if asked.evicted.turns:
-            self._post(Told(evicted_text(asked.evicted)))
-        self._post(AnswerBegan(asked.said, asked.is_thinking))
+            self._post(Noted(evicted_text(asked.evicted)))
+        self._post(AnswerStarted(asked.said, asked.is_thinking))
         if asked.note:
-            self._post(Told(asked.note))
+            self._post(Noted(asked.note))
         said = [asked.said] if asked.said else []
         answer = Answer(len(asked.request.prompt_ids), asked.request.sampling.seed, said, thinking=asked.thinking)
         try:
@@ -118,7 +118,7 @@ class Answering:
             self._post(AnswerEnded(answer.text, answer.finished, answer.seed))
             is_whole = answer.finished is not None and answer.finished.finish_reason == "stop"
             if is_whole and asked.said and answer.text == asked.said:
-                self._post(Told("nothing was added: to the model the answer is whole"))
+                self._post(Noted("nothing was added: to the model the answer is whole"))
 
     def tell_of(self, talk: Talk) -> None:
         """What the last answer has changed: where blocks are, how full the context is."""
@@ -129,9 +129,9 @@ class Answering:
             with suppress(EngineGoneError):
                 self._post(ModelReady(facts_of(talk.files.name, talk.engine)))
         if self.last is not None and (empty := silence(self.last)) is not None:
-            self._post(Told(empty, "warning"))
+            self._post(Noted(empty, "warning"))
         if (fullness := talk.fullness(finished)) is not None:
-            self._post(Told(fullness.text, "warning" if fullness.is_full else "information"))
+            self._post(Noted(fullness.text, "warning" if fullness.is_full else "information"))
 
     def why_missed(self) -> str:
         """What of the last prompt had to be computed, and why."""

@@ -29,7 +29,7 @@ State = Literal["running", "stopping", "paused", "ended", "failed", "cancelled"]
 
 
 @dataclass(frozen=True)
-class Step:
+class DownloadStep:
     """How far it is. done, total: bytes, 0 where that is not known; file_done, file_total: of the file that is worked
     on. note: what is out of the ordinary, or what is done before there are figures."""
 
@@ -42,14 +42,14 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class Download:
     """One of them as it is now. weights: the format that is packed. told: what came of it."""
 
     name: str
     kind: Kind
     weights: str = ""
     state: State = "running"
-    step: Step = Step()
+    step: DownloadStep = DownloadStep()
     rate_bytes_s: float = 0.0
     told: str = ""
     error: LocalLLMError | None = None
@@ -80,11 +80,11 @@ class Transfer:
 
 
 @dataclass
-class TransferMoved(Message):
-    transfer: Transfer
+class DownloadChanged(Message):
+    transfer: Download
 
 
-Hear = Callable[[Step], None]
+Hear = Callable[[DownloadStep], None]
 Work = Callable[[Hear], str]  # does it to its end, and says what came of it
 Post = Callable[[Message], object]
 
@@ -96,7 +96,7 @@ class _StoppedError(Exception):
 class _Run:
     """A transfer's thread, from its beginning until it ends or is stopped."""
 
-    def __init__(self, transfer: Transfer, work: Work, post: Post) -> None:
+    def __init__(self, transfer: Download, work: Work, post: Post) -> None:
         self.transfer = transfer
         self.work = work
         self._post = post
@@ -136,7 +136,7 @@ class _Run:
         else:
             self._move(state="ended", told=told)
 
-    def _hear(self, step: Step) -> None:
+    def _hear(self, step: DownloadStep) -> None:
         now_s = time.monotonic()
         with self._lock:
             if self._stops_as is not None:
@@ -145,15 +145,15 @@ class _Run:
             self.transfer = replace(self.transfer, step=step, rate_bytes_s=rate_bytes_s)
             if now_s - self._posted_s >= _PAUSE_S:
                 self._posted_s = now_s
-                self._post(TransferMoved(self.transfer))
+                self._post(DownloadChanged(self.transfer))
 
     def _move(self, **changes: Any) -> None:
         with self._lock:
             self.transfer = replace(self.transfer, **changes)
-            self._post(TransferMoved(self.transfer))
+            self._post(DownloadChanged(self.transfer))
 
 
-class Transfers:
+class DownloadWorker:
     """All that go on, are paused or have failed, by the model's name and the format. Asked from one thread."""
 
     def __init__(self, post: Post) -> None:
@@ -162,40 +162,40 @@ class Transfers:
         self._runs: dict[tuple[str, str], _Run] = {}
 
     @property
-    def all(self) -> tuple[Transfer, ...]:
+    def all(self) -> tuple[Download, ...]:
         return tuple(run.transfer for run in list(self._runs.values()))
 
     @property
     def is_running(self) -> bool:
         return any(transfer.is_running for transfer in self.all)
 
-    def of(self, name: str) -> Transfer | None:
+    def of(self, name: str) -> Download | None:
         """What is done with a model; of several the one that runs."""
         found = [transfer for transfer in self.all if transfer.name == name]
         return next((transfer for transfer in found if transfer.is_running), found[0] if found else None)
 
     def pull(self, name: str, resolved: ResolvedSettings) -> None:
-        self._begin(Transfer(name, "pull"), lambda hear: _pull(name, resolved, hear))
+        self._begin(Download(name, "pull"), lambda hear: _pull(name, resolved, hear))
 
     def pack(self, name: str, weights: str, resolved: ResolvedSettings) -> None:
         """weights: the recipe's name."""
-        self._begin(Transfer(name, "pack", weights), lambda hear: _pack(name, weights, resolved, hear))
+        self._begin(Download(name, "pack", weights), lambda hear: _pack(name, weights, resolved, hear))
 
-    def pause(self, transfer: Transfer) -> None:
+    def pause(self, transfer: Download) -> None:
         self._stop(transfer, "paused")
 
-    def cancel(self, transfer: Transfer) -> None:
+    def cancel(self, transfer: Download) -> None:
         """What was fetched or packed stays on the disk."""
         if not self._stop(transfer, "cancelled"):
             self._runs.pop(transfer.key, None)
-            self._post(TransferMoved(replace(transfer, state="cancelled")))
+            self._post(DownloadChanged(replace(transfer, state="cancelled")))
 
-    def resume(self, transfer: Transfer) -> None:
+    def resume(self, transfer: Download) -> None:
         run = self._runs.get(transfer.key)
         if run is not None and not run.transfer.is_running:
             self._begin(run.transfer, run.work)
 
-    def settle(self, transfer: Transfer) -> None:
+    def settle(self, transfer: Download) -> None:
         """Forgets one that is over."""
         run = self._runs.get(transfer.key)
         if run is not None and transfer.is_over and run.transfer.is_over:
@@ -210,13 +210,13 @@ class Transfers:
         for run in running:
             run.join(max(0.0, end_s - time.monotonic()))
 
-    def _begin(self, transfer: Transfer, work: Work) -> None:
+    def _begin(self, transfer: Download, work: Work) -> None:
         before = self._runs.get(transfer.key)
         if before is None or not before.transfer.is_running:
             run = self._runs[transfer.key] = _Run(transfer, work, self._post)
             run.start()
 
-    def _stop(self, transfer: Transfer, state: State) -> bool:
+    def _stop(self, transfer: Download, state: State) -> bool:
         run = self._runs.get(transfer.key)
         return run is not None and run.stop(state)
 
@@ -226,7 +226,7 @@ def _pull(name: str, resolved: ResolvedSettings, hear: Hear) -> str:
         is_plain = progress.phase == "downloading"
         note = "" if is_plain else f"{progress.phase} {progress.note}".strip()
         sizes = progress.done_bytes, progress.total_bytes
-        hear(Step(*sizes, progress.file, progress.file_done_bytes, progress.file_bytes, note))
+        hear(DownloadStep(*sizes, progress.file, progress.file_done_bytes, progress.file_bytes, note))
 
     fetch(name, resolved, tell)
     return f"{name} is here"
@@ -239,12 +239,12 @@ def _pack(name: str, weights: str, resolved: ResolvedSettings, hear: Hear) -> st
     from localllm.quant.recipe import recipe
 
     files = hub.locate(name, offline=True)
-    hear(Step(note="looking at the checkpoint"))
+    hear(DownloadStep(note="looking at the checkpoint"))
     pack_model(
         files,
         recipe(weights),
-        lambda done, total: hear(Step(done, total)),
-        lambda process: hear(Step(note=f"process {process} is packing it; waiting for that")),
+        lambda done, total: hear(DownloadStep(done, total)),
+        lambda process: hear(DownloadStep(note=f"process {process} is packing it; waiting for that")),
         resolved.settings.ram,
     )
     return f"{name} is packed: {weights}, {format_bytes(own_bytes(packed_directory(files, weights)))}"

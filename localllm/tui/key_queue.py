@@ -17,7 +17,7 @@ _ROUNDS = 4  # from the widget to the app: a key that sends takes three, as each
 _STUCK_S = 0.5  # for a round; a widget that goes away takes the message with it
 
 
-class KeyOrder(App[None]):
+class KeyQueue(App[None]):
     """Hands on a key when what the one before has brought about is done."""
 
     class Round(Message):

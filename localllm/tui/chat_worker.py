@@ -20,24 +20,24 @@ from localllm.frontend.planning import with_changes
 from localllm.frontend.selection import Selection, locate, told_of, with_defaults
 from localllm.frontend.talk import Asked, Talk, mended_in_chat
 from localllm.frontend.text_file import read_text_file, typed_path
-from localllm.tui.answering import Answering
+from localllm.tui.answer_worker import AnswerWorker
 from localllm.tui.facts import asked_before, facts_of
-from localllm.tui.jobs import Job, Jobs
+from localllm.tui.job_queue import Job, JobQueue
 from localllm.tui.key_names import KeyNames
-from localllm.tui.loading import Loader, Post, Serve
 from localllm.tui.messages import (
-    Begun,
-    Counted,
-    Failed,
+    ChatStarted,
+    ConversationChanged,
     GoTo,
+    JobFailed,
     ModelFailed,
     ModelReady,
-    Settled,
-    Shown,
-    TakenBack,
-    Told,
+    Noted,
+    QuestionReturned,
+    RequestDone,
     Turn,
+    UsageCounted,
 )
+from localllm.tui.model_loader import ModelLoader, Post, Serve
 
 if TYPE_CHECKING:
     from localllm.engine.facts import LoadedEngine, Service
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from localllm.offload.plan import Plan
 
 
-class Desk:
+class ChatWorker:
     """resolved: the settings under which models are chosen. extra: sampling parameters that are no settings."""
 
     def __init__(
@@ -55,28 +55,28 @@ class Desk:
         self._resolved = resolved
         self._extra = extra
         self._post = post
-        self._jobs = Jobs("conversation")
+        self._jobs = JobQueue("conversation")
         self._dialogue = Dialogue(resolved, resolved.settings.system)
         self._attached: list[tuple[str, int]] = []
         self._sent_with: tuple[list[tuple[str, int]], list[str]] = [], []  # the files of the last question
         self._selection: Selection | None = None
         self._keeper: Keeper | None = None
-        self._loader = Loader(serve, post)
+        self._loader = ModelLoader(serve, post)
         self._talk: Talk | None = None
         self._system: str | None = None  # of a new conversation
         self._waits = False  # the last question, for a model that is on its way
         self.usage: ContextUsage | None = None  # that was posted last
         self._is_another = False  # the model was chosen in the chat
         self._typed = ""  # the last question, without what was attached
-        self.answering = Answering(post, key_names)
+        self.answering = AnswerWorker(post, key_names)
 
     # Teller, for what keeps the conversation
 
     def note(self, text: str) -> None:
-        self._post(Told(text))
+        self._post(Noted(text))
 
     def warn(self, text: str) -> None:
-        self._post(Told(text, "warning"))
+        self._post(Noted(text, "warning"))
 
     # What the screen asks for; each returns at once
 
@@ -107,7 +107,7 @@ class Desk:
             try:
                 job()
             finally:
-                self._post(Settled())
+                self._post(RequestDone())
 
         self.do(settled)
 
@@ -160,7 +160,7 @@ class Desk:
             self._post(ModelFailed(self._told(error)))
         if resumed is not None and self._kept.is_private:
             self.note("private: what is said now is not kept, and the kept chat stays as it is")
-        self._post(Begun(asked_before(), machine_line()))
+        self._post(ChatStarted(asked_before(), machine_line()))
 
     def say(self, text: str) -> None:
         self._ask(text)
@@ -384,7 +384,7 @@ class Desk:
         try:
             job()
         except Exception as error:
-            self._post(Failed(self._told(error)))
+            self._post(JobFailed(self._told(error)))
 
     def _leave(self) -> None:
         if self._keeper is not None:
@@ -425,7 +425,7 @@ class Desk:
     def _show(self) -> None:
         keeper, turns = self._kept, tuple(self._dialogue.turns)
         self._post(
-            Shown(
+            ConversationChanged(
                 turns,
                 keeper.title or keeper.title_for(self._dialogue),
                 keeper.session_id,
@@ -502,7 +502,7 @@ class Desk:
         if not stands and question[0]["role"] == "user":
             self._attached, self._dialogue.attached = self._sent_with
             self._show()
-            self._post(TakenBack(self._typed))
+            self._post(QuestionReturned(self._typed))
 
     def _count(self, num_said: int = 0) -> None:
         """num_said: tokens of an answer that is gone on with, which is no turn meanwhile."""
@@ -510,4 +510,4 @@ class Desk:
             usage = self._talk.usage()
             parts = {**usage.parts, "answer": usage.parts.get("answer", 0) + num_said}
             self.usage = replace(usage, used=usage.used + num_said, parts=parts)
-            self._post(Counted(self.usage))
+            self._post(UsageCounted(self.usage))

@@ -14,34 +14,34 @@ from textual.widget import Widget
 from localllm.config import format_bytes
 from localllm.frontend.text import format_seconds, one_line, visible
 from localllm.tui.bars import bar, fitting
-from localllm.tui.transfers import Transfer
+from localllm.tui.download_worker import Download
 
 _BAR = 20  # columns
 
 
-class TransferView(Widget):
+class DownloadView(Widget):
     """Two lines: all of it, and the file that is worked on."""
 
     DEFAULT_CSS = """
-    TransferView { height: 2; padding: 0 1; link-style: underline; link-color: $text-accent; }
+    DownloadView { height: 2; padding: 0 1; link-style: underline; link-color: $text-accent; }
     """
-    transfer: reactive[Transfer] = reactive(Transfer("", "pull"))
+    transfer: reactive[Download] = reactive(Download("", "pull"))
 
     class Toggled(Message):
         """It is to pause, or to go on."""
 
-        def __init__(self, transfer: Transfer) -> None:
+        def __init__(self, transfer: Download) -> None:
             super().__init__()
             self.transfer = transfer
 
     class Cancelled(Message):
-        def __init__(self, transfer: Transfer) -> None:
+        def __init__(self, transfer: Download) -> None:
             super().__init__()
             self.transfer = transfer
 
-    def __init__(self, transfer: Transfer) -> None:
+    def __init__(self, transfer: Download) -> None:
         super().__init__()
-        self.set_reactive(TransferView.transfer, transfer)
+        self.set_reactive(DownloadView.transfer, transfer)
 
     def render(self) -> Content:
         columns = self.content_size.width
@@ -87,19 +87,19 @@ class TransferView(Widget):
             yield 1, Content("cancel").stylize(Style.from_meta({"@click": "cancel"}))
 
 
-class TransferList(VerticalScroll, can_focus=False):
+class DownloadList(VerticalScroll, can_focus=False):
     """Hidden where nothing is fetched or packed."""
 
     DEFAULT_CSS = """
-    TransferList { height: auto; max-height: 7; border-top: solid $border-blurred; display: none; }
+    DownloadList { height: auto; max-height: 7; border-top: solid $border-blurred; display: none; }
     """
 
-    def show(self, transfers: Sequence[Transfer]) -> None:
+    def show(self, transfers: Sequence[Download]) -> None:
         """All that there are."""
-        views = list(self.query(TransferView))
+        views = list(self.query(DownloadView))
         for view, transfer in zip(views, transfers, strict=False):
             view.transfer = transfer
         for view in views[len(transfers) :]:
             view.remove()
-        self.mount(*(TransferView(transfer) for transfer in transfers[len(views) :]))
+        self.mount(*(DownloadView(transfer) for transfer in transfers[len(views) :]))
         self.display = bool(transfers)

@@ -19,7 +19,7 @@ _TAB = 4  # columns
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """Text that is wrapped within `first` and `rest`: what stands in front of its first line, and of the others.
 
     is_code: every blank counts, and the background reaches to the end of the line.
@@ -30,11 +30,11 @@ class Piece:
     rest: Content = field(default_factory=Content)
     is_code: bool = False
 
-    def indented(self, first: Content, rest: Content) -> Piece:
+    def indented(self, first: Content, rest: Content) -> TextPiece:
         """The same further in."""
         return replace(self, first=first + self.first, rest=rest + self.rest)
 
-    def is_same(self, other: Piece) -> bool:
+    def is_same(self, other: TextPiece) -> bool:
         """Whether it looks the same, which equal content need not."""
         mine, its = (self.content, self.first, self.rest), (other.content, other.first, other.rest)
         return self.is_code == other.is_code and all(map(Content.is_same, mine, its))
@@ -60,14 +60,14 @@ def _on_background(line: Content, columns: int) -> Content:
 
 
 @dataclass(frozen=True)
-class Table:
+class TablePiece:
     """Rows of cells, the header in front. Columns share what room there is, and cells are wrapped."""
 
     rows: Sequence[Sequence[Content]]
     first: Content = field(default_factory=Content)
     rest: Content = field(default_factory=Content)
 
-    def indented(self, first: Content, rest: Content) -> Table:
+    def indented(self, first: Content, rest: Content) -> TablePiece:
         """The same further in."""
         return replace(self, first=first + self.first, rest=rest + self.rest)
 
@@ -111,17 +111,17 @@ def _row_lines(row: Sequence[Content], widths: Sequence[int]) -> Iterator[Conten
 
 
 @dataclass
-class Block(Visual):
+class MarkdownLayout(Visual):
     """Pieces below each other. Selected by lines as they are shown."""
 
-    pieces: Sequence[Piece | Table]
+    pieces: Sequence[TextPiece | TablePiece]
     _by_piece: list[list[Content]] = field(default_factory=list)
     _lines: list[Content] = field(default_factory=list)
     _width: int = -1
     _strips: list[Strip] = field(default_factory=list)  # of the first lines, in `_style`
     _style: Style | None = None
 
-    def grow_from(self, earlier: Block) -> None:
+    def grow_from(self, earlier: MarkdownLayout) -> None:
         """It stands where `earlier` stood: what looks the same is not drawn again."""
         if earlier._width < 0:
             return
@@ -169,8 +169,8 @@ class Block(Visual):
         return self._strips[:height]
 
 
-def _are_same(one: Piece | Table, other: Piece | Table) -> bool:
-    return isinstance(one, Piece) and isinstance(other, Piece) and one.is_same(other)
+def _are_same(one: TextPiece | TablePiece, other: TextPiece | TablePiece) -> bool:
+    return isinstance(one, TextPiece) and isinstance(other, TextPiece) and one.is_same(other)
 
 
 def _selected(y: int, line: Content, options: RenderOptions) -> Content:

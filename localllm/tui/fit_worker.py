@@ -23,12 +23,12 @@ _Key = tuple[str, bool, tuple[str, ...], str]
 
 
 @dataclass
-class VerdictCame(Message):
+class FitFound(Message):
     name: str
 
 
 @dataclass
-class Measuring(Message):
+class FitMeasuring(Message):
     """text: what of this machine is measured; "" once that is done."""
 
     text: str
@@ -38,7 +38,7 @@ class _ClosedError(Exception):
     """Nobody waits for it any more."""
 
 
-class Verdicts:
+class FitWorker:
     """post: hears of each. is_busy: whether the machine computes, when measuring it would say nothing true."""
 
     def __init__(self, post: Callable[[Message], object], is_busy: Callable[[], bool]) -> None:
@@ -83,19 +83,19 @@ class Verdicts:
                 self._known[key] = Verdict("unknown", why=f"{type(error).__name__}: {error}")
             if self._is_measuring:
                 self._is_measuring = False
-                self._post(Measuring(""))
-            self._post(VerdictCame(key[0]))
+                self._post(FitMeasuring(""))
+            self._post(FitFound(key[0]))
 
     def _wait_for_quiet(self, text: str) -> None:
         """Before each measurement."""
         self._is_measuring = True
         if self._is_busy():
-            self._post(Measuring("this machine is measured once it has nothing else to do"))
+            self._post(FitMeasuring("this machine is measured once it has nothing else to do"))
         while self._is_busy() and not self._closed.is_set():
             self._closed.wait(_PAUSE_S)
         if self._closed.is_set():
             raise _ClosedError
-        self._post(Measuring(text))
+        self._post(FitMeasuring(text))
 
 
 def _key(row: ModelRow, resolved: ResolvedSettings) -> _Key:

@@ -12,30 +12,30 @@ from textual.message import Message
 from localllm.frontend.origins import with_origins
 from localllm.frontend.planning import Goal, considered, with_changes
 from localllm.frontend.selection import Selection, named, told_of
-from localllm.tui.loading import Post
+from localllm.tui.model_loader import Post
 
 if TYPE_CHECKING:
     from localllm.engine.planning import Considered, Planned
     from localllm.errors import LocalLLMError
-    from localllm.tui.desk import Desk
+    from localllm.tui.chat_worker import ChatWorker
 
 _LOOK_S = 0.1  # between two looks at what is waited for
 _REST_S = 0.15  # without another wish, before what would be better is looked for: that takes longer than a plan
 
 
 @dataclass(frozen=True)
-class Wish:
+class PlanWish:
     """changes: of the settings under which the model runs, as a file would have them."""
 
     changes: Mapping[str, Any] = field(default_factory=dict)
     goal: Goal = "latency"
 
 
-NOW = Wish()  # as the model runs
+AS_IT_RUNS = PlanWish()  # as the model runs
 
 
 @dataclass(frozen=True)
-class Bounds:
+class PlanBounds:
     """The most that can be wished for. vram_bytes: None where no GPU is used."""
 
     longest_ctx: int
@@ -44,29 +44,29 @@ class Bounds:
 
 
 @dataclass
-class Bounded(Message):
-    bounds: Bounds
+class BoundsFound(Message):
+    bounds: PlanBounds
 
 
 @dataclass
-class Replanned(Message):
+class PlanFound(Message):
     """is_advised: what would be better was looked for."""
 
-    wish: Wish
+    wish: PlanWish
     planned: Planned
     is_advised: bool
 
 
 @dataclass
-class NotPlanned(Message):
+class PlanRefused(Message):
     """What was wished for cannot be honoured."""
 
-    wish: Wish
+    wish: PlanWish
     error: LocalLLMError
 
 
 @dataclass
-class Busy(Message):
+class PlanDelayed(Message):
     """What takes its time before there is a plan."""
 
     text: str
@@ -75,9 +75,9 @@ class Busy(Message):
 class Planning(Protocol):
     """What is asked for plans; on the thread of those."""
 
-    def bounds(self) -> Bounds: ...
+    def bounds(self) -> PlanBounds: ...
 
-    def considered(self, wish: Wish, say: Callable[[str], None]) -> Considered:
+    def considered(self, wish: PlanWish, say: Callable[[str], None]) -> Considered:
         """say: hears what is measured, before it is."""
         ...
 
@@ -85,17 +85,17 @@ class Planning(Protocol):
         """What has to end before a plan, or a measurement, would be right; "" where nothing has."""
         ...
 
-    def told(self, wish: Wish, error: Exception) -> LocalLLMError: ...
+    def told(self, wish: PlanWish, error: Exception) -> LocalLLMError: ...
 
 
 @dataclass(frozen=True)
-class DeskPlanning:
-    """Of the desk's model, which would make room for itself under other settings."""
+class ModelPlanning:
+    """Of the worker's model, which would make room for itself under other settings."""
 
-    desk: Desk
+    worker: ChatWorker
     selection: Selection
 
-    def bounds(self) -> Bounds:
+    def bounds(self) -> PlanBounds:
         import psutil
         import torch
 
@@ -108,21 +108,21 @@ class DeskPlanning:
         vram_bytes = torch.cuda.get_device_properties(device).total_memory if has_card(device) else None
         total_bytes = int(psutil.virtual_memory().total)
         longest_ctx = find_shape(self.selection.model_name).config.longest_context
-        return Bounds(longest_ctx, min(total_bytes, cgroup_limit_bytes() or total_bytes), vram_bytes)
+        return PlanBounds(longest_ctx, min(total_bytes, cgroup_limit_bytes() or total_bytes), vram_bytes)
 
-    def considered(self, wish: Wish, say: Callable[[str], None]) -> Considered:
+    def considered(self, wish: PlanWish, say: Callable[[str], None]) -> Considered:
         resolved = with_changes(self.selection.resolved, wish.changes)
-        found = considered(self.selection.model_name, resolved, wish.goal, say, say, self.desk.host_bytes)
+        found = considered(self.selection.model_name, resolved, wish.goal, say, say, self.worker.host_bytes)
         if found.planned.refusal is not None:
             with_origins(named(found.planned.refusal, self.selection.files), resolved)
         return found
 
     def why_wait(self, *, measures: bool) -> str:
-        if self.desk.is_loading:
+        if self.worker.is_loading:
             return "the model to be loaded"
-        return "the answer to end" if measures and self.desk.answering.is_under_way else ""
+        return "the answer to end" if measures and self.worker.answering.is_under_way else ""
 
-    def told(self, wish: Wish, error: Exception) -> LocalLLMError:
+    def told(self, wish: PlanWish, error: Exception) -> LocalLLMError:
         return told_of(error, self.selection.files, self.selection.resolved)
 
 
@@ -130,19 +130,19 @@ class _ClosedError(Exception):
     """Nobody waits for a plan any more."""
 
 
-class Replanner:
+class PlanWorker:
     """Posts Bounded, then Replanned or NotPlanned for NOW and for each wish that no other has overtaken."""
 
     def __init__(self, planning: Planning, post: Post) -> None:
         self._planning = planning
         self._post = post
         self._changed = threading.Condition()
-        self._wish: Wish | None = None  # the next
+        self._wish: PlanWish | None = None  # the next
         self._is_closed = False
         # A daemon, as a measurement takes seconds and no one leaving should wait for it.
         threading.Thread(target=self._run, name="planning", daemon=True).start()
 
-    def want(self, wish: Wish) -> None:
+    def want(self, wish: PlanWish) -> None:
         """In the place of what was wished for before."""
         with self._changed:
             self._wish = wish
@@ -156,30 +156,30 @@ class Replanner:
     def _run(self) -> None:
         try:
             try:
-                self._post(Bounded(self._planning.bounds()))
+                self._post(BoundsFound(self._planning.bounds()))
             except Exception as error:
-                self._post(NotPlanned(NOW, self._planning.told(NOW, error)))
+                self._post(PlanRefused(AS_IT_RUNS, self._planning.told(AS_IT_RUNS, error)))
                 return
-            wish = NOW
+            wish = AS_IT_RUNS
             while True:
                 self._plan(wish)
                 wish = self._next()
         except _ClosedError:
             return
 
-    def _plan(self, wish: Wish) -> None:
+    def _plan(self, wish: PlanWish) -> None:
         try:
             self._await(measures=False)
             found = self._planning.considered(wish, self._say)
-            self._post(Replanned(wish, found.planned, is_advised=False))
+            self._post(PlanFound(wish, found.planned, is_advised=False))
             if not self._is_overtaken(_REST_S):
-                self._post(Replanned(wish, found.advised(), is_advised=True))
+                self._post(PlanFound(wish, found.advised(), is_advised=True))
         except _ClosedError:
             raise
         except Exception as error:
-            self._post(NotPlanned(wish, self._planning.told(wish, error)))
+            self._post(PlanRefused(wish, self._planning.told(wish, error)))
 
-    def _next(self) -> Wish:
+    def _next(self) -> PlanWish:
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or self._wish is not None)
             wish, self._wish = self._wish, None
@@ -193,14 +193,14 @@ class Replanner:
 
     def _say(self, text: str) -> None:
         self._await(measures=True)  # beside an answer everything would seem slow
-        self._post(Busy(text))
+        self._post(PlanDelayed(text))
 
     def _await(self, *, measures: bool) -> None:
         reason = ""
         while (now := self._planning.why_wait(measures=measures)) and not self._is_closed:
             if now != reason:
                 reason = now
-                self._post(Busy(f"waiting for {reason}"))
+                self._post(PlanDelayed(f"waiting for {reason}"))
             with self._changed:
                 self._changed.wait_for(lambda: self._is_closed, _LOOK_S)
         if self._is_closed:

@@ -11,8 +11,8 @@ from textual._compositor import Compositor
 from localllm.engine.events import FinishedEvent, Timings, TokenEvent, Usage
 from localllm.engine.service import RequestStream
 from localllm.frontend.answer import Answer
-from localllm.tui import following
-from localllm.tui.following import Pace, follow
+from localllm.tui import stream_throttle
+from localllm.tui.stream_throttle import StreamThrottle, follow
 from tests.patience import PATIENCE_S
 from tests.tui.support import FakeService, chat_app, running, until
 
@@ -22,8 +22,8 @@ def test_an_answer_is_drawn_as_often_as_a_fifth_of_a_core_allows(
     cost_s: float, interval_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spent_s = 5.0
-    monkeypatch.setattr(following.time, "thread_time", lambda: spent_s)
-    pace = Pace()
+    monkeypatch.setattr(stream_throttle.time, "thread_time", lambda: spent_s)
+    pace = StreamThrottle()
     pace.heard()
     spent_s += cost_s
     pace.heard()
@@ -35,7 +35,7 @@ def test_an_answer_is_drawn_as_often_as_a_fifth_of_a_core_allows(
 
 
 def test_the_end_of_an_answer_is_not_waited_for_as_its_words_are() -> None:
-    stream, pace = RequestStream(0, lambda _: None), Pace()
+    stream, pace = RequestStream(0, lambda _: None), StreamThrottle()
     pace.interval_s = PATIENCE_S
     end = FinishedEvent(0, "stop", Usage(1, 0, 2), Timings())
     stream.events.put(TokenEvent(0, 1, "one"))

@@ -16,7 +16,7 @@ from localllm.errors import LocalLLMError
 from localllm.frontend.attaching import attached
 from localllm.frontend.opening import Opening, check, open_engine
 from localllm.frontend.selection import Selection
-from localllm.tui.messages import Loading, Told
+from localllm.tui.messages import ModelLoading, Noted
 
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine
@@ -37,11 +37,11 @@ def serve_attached(selection: Selection, post: Post, before: Callable[[], None])
     """As `serve`; where a server of this user runs, its engine is used."""
 
     def note(text: str) -> None:
-        post(Told(text))
+        post(Noted(text))
 
     def tell(kind: str, arguments: tuple[Any, ...]) -> None:
         if kind in ("noting", "warning"):
-            post(Told(str(arguments[0]), "warning" if kind == "warning" else "information"))
+            post(Noted(str(arguments[0]), "warning" if kind == "warning" else "information"))
 
     service = attached(selection, note, tell)
     if service is None:
@@ -62,12 +62,12 @@ def serve(selection: Selection, post: Post, before: Callable[[], None]) -> Servi
         return open_engine(selection, Opening(keeps_pages=True), _Watch(selection.files.name, post).watcher(), warn)
 
     def warn(text: str) -> None:
-        post(Told(text, "warning"))
+        post(Noted(text, "warning"))
 
     return EngineService(load)
 
 
-class Loader:
+class ModelLoader:
     """One model at a time, and of that one alone what is told. service: its own; None where there is none."""
 
     def __init__(self, serve: Serve, post: Post) -> None:
@@ -87,7 +87,7 @@ class Loader:
         def hear(message: Message) -> None:
             if self._watched is watched:
                 self._post(message)
-            elif isinstance(message, Loading):  # it is given up: what it has of the memory is another's
+            elif isinstance(message, ModelLoading):  # it is given up: what it has of the memory is another's
                 raise LocalLLMError("the model is not wanted any more", why="another was chosen", fix="/model NAME")
 
         try:
@@ -96,7 +96,7 @@ class Loader:
             self._watched = last
             raise
         self.service = service
-        self._post(Loading(f"loading {selection.files.name}"))
+        self._post(ModelLoading(f"loading {selection.files.name}"))
         threading.Thread(target=_await, args=(service, ended), name="loading", daemon=True).start()
 
 
@@ -139,16 +139,16 @@ class _Watch:
     def _waiting(self, process: str) -> None:
         if process != self._waits_for:
             self._waits_for = process
-            self._post(Told(f"process {process} is packing {self._name}; waiting for that"))
+            self._post(Noted(f"process {process} is packing {self._name}; waiting for that"))
 
     def _measuring(self, text: str) -> None:
-        self._post(Loading(text))
+        self._post(ModelLoading(text))
 
     def _noting(self, text: str) -> None:
-        self._post(Told(text))
+        self._post(Noted(text))
 
     def _progress(self, text: str, done: int, total: int) -> None:
         now = time.monotonic()
         if now - self._posted_at >= _PAUSE_S or done >= total:
             self._posted_at = now
-            self._post(Loading(text, done, total))
+            self._post(ModelLoading(text, done, total))

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from localllm.tui.app import ChatApp
 from localllm.tui.screens.chat import ChatScreen
 from localllm.tui.screens.chats import ChatsScreen
+from localllm.tui.screens.dialogs import LineDialog
 from localllm.tui.screens.models import ModelsScreen
 from localllm.tui.screens.plan import PlanScreen
-from localllm.tui.screens.prompt import Prompt
 from localllm.tui.widgets.composer import Composer
 from localllm.tui.widgets.message_view import MessageView
 
@@ -25,7 +25,7 @@ def rooms() -> dict[str, type[DOMNode]]:
         "Writing": Composer,
         "A message": MessageView,
         "Chats": ChatsScreen,
-        "Asked for a line": Prompt,
+        "Asked for a line": LineDialog,
         "Models": ModelsScreen,
         "Plan": PlanScreen,
     }

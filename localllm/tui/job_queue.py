@@ -9,7 +9,7 @@ from collections.abc import Callable
 Job = Callable[[], object]
 
 
-class Jobs:
+class JobQueue:
     """Each tells itself what it fails by: what it raised would end the thread."""
 
     def __init__(self, name: str) -> None:

@@ -19,8 +19,8 @@ from localllm.frontend.keeping import moved_text
 from localllm.frontend.text_file import typed_path
 from localllm.history import History, Removed, Session, history_file, nothing_is_kept
 from localllm.history import Message as Kept
-from localllm.tui.jobs import Jobs
-from localllm.tui.messages import Failed, Told
+from localllm.tui.job_queue import JobQueue
+from localllm.tui.messages import JobFailed, Noted
 
 _MOST_FOUND = 200  # hits that are listed
 _FIRST = 200  # chats that are listed before all are: a screenful, where thousands take a quarter of a second
@@ -32,7 +32,7 @@ _Job = Callable[[Hear], object]
 
 
 @dataclass(frozen=True)
-class Row:
+class ChatRow:
     """A chat in a list. num_messages: that it shows. message: in which words were found, None for the chat itself."""
 
     session: Session
@@ -45,21 +45,21 @@ class Row:
 
 
 @dataclass
-class Listed(Message):
+class ChatsListed(Message):
     """What there is, in its order: all chats, or what was found of `query`. is_cut: there is more. is_first: these are
     the latest, the whole list is on its way."""
 
     query: str
-    rows: tuple[Row, ...]
+    rows: tuple[ChatRow, ...]
     is_cut: bool = False
     is_first: bool = False
 
 
 @dataclass
-class Previewed(Message):
+class ChatPreviewed(Message):
     """Messages of a chat. num_before: that it has in front of them. at: which of them is to be seen; None: the last."""
 
-    row: Row
+    row: ChatRow
     messages: tuple[Kept, ...]
     num_before: int
     at: int | None
@@ -67,53 +67,53 @@ class Previewed(Message):
 
 
 @dataclass
-class Checked(Message):
+class ChatChecked(Message):
     """The row's chat is there to be opened."""
 
-    row: Row
+    row: ChatRow
 
 
 @dataclass
-class Changed(Message):
+class ChatChanged(Message):
     """A chat has another title or pin."""
 
     session: Session
 
 
 @dataclass
-class TakenOut(Message):
+class ChatDeleted(Message):
     """A chat was removed, which can be undone."""
 
     session: Session
 
 
 @dataclass
-class PutBack(Message):
+class ChatRestored(Message):
     """A removal was undone; session: None where there was none to undo."""
 
     session: Session | None
 
 
 @dataclass
-class Exported(Message):
+class ChatExported(Message):
     path: Path
 
 
 @dataclass
-class Refused(Message):
+class ExportRefused(Message):
     """Nothing was exported: the file is there already."""
 
-    row: Row
+    row: ChatRow
     path: Path
 
 
-class Archive:
+class HistoryWorker:
     """What was removed can be put back as long as this is there, the last one first."""
 
     def __init__(self) -> None:
         self._removed: list[Removed] = []
         self._asked: Counter[str] = Counter()
-        self._jobs = Jobs("archive")
+        self._jobs = JobQueue("archive")
         self._jobs.begin()
 
     def close(self, timeout_s: float) -> None:
@@ -126,17 +126,17 @@ class Archive:
         """Listed: all chats where `query` is empty; by the last query alone that was asked for."""
         self._do_last("find", lambda tell: tell(_listed(query, tell)), hear)
 
-    def preview(self, row: Row, hear: Hear) -> None:
+    def preview(self, row: ChatRow, hear: Hear) -> None:
         """Previewed, the last alone that was asked for."""
         self._do_last("preview", lambda tell: tell(_previewed(row, tell)), hear)
 
-    def check(self, row: Row, hear: Hear) -> None:
+    def check(self, row: ChatRow, hear: Hear) -> None:
         """Checked, if it is still there."""
 
         def job(tell: Hear) -> None:
             with _opened(tell) as history:
                 session = history.refresh(row.session)
-            tell(Checked(Row(session, row.num_messages, row.message)))
+            tell(ChatChecked(ChatRow(session, row.num_messages, row.message)))
 
         self._do(job, hear)
 
@@ -154,7 +154,7 @@ class Archive:
         def job(tell: Hear) -> None:
             with _opened(tell) as history:
                 self._removed.append(history.take_out(session))
-            tell(TakenOut(session))
+            tell(ChatDeleted(session))
 
         self._do(job, hear)
 
@@ -167,11 +167,11 @@ class Archive:
                 with _opened(tell, makes=True) as history:
                     session = history.put_back(self._removed[-1])
                 self._removed.pop()
-            tell(PutBack(session))
+            tell(ChatRestored(session))
 
         self._do(job, hear)
 
-    def export(self, row: Row, path: Path, hear: Hear, *, overwrites: bool = False) -> None:
+    def export(self, row: ChatRow, path: Path, hear: Hear, *, overwrites: bool = False) -> None:
         """Exported, or Refused where the file is there and is not to be overwritten."""
 
         def job(tell: Hear) -> None:
@@ -181,9 +181,9 @@ class Archive:
             try:
                 (replace_file if overwrites else write_new)(file, text)
             except ExistsError:
-                tell(Refused(row, file))
+                tell(ExportRefused(row, file))
             else:
-                tell(Exported(file))
+                tell(ChatExported(file))
 
         self._do(job, hear)
 
@@ -208,9 +208,9 @@ def _try(job: _Job, hear: Hear) -> None:
     try:
         job(hear)
     except LocalLLMError as error:
-        hear(Failed(error))
+        hear(JobFailed(error))
     except Exception as error:
-        hear(Failed(BugError(f"this is a bug in localllm: {type(error).__name__}", why=str(error))))
+        hear(JobFailed(BugError(f"this is a bug in localllm: {type(error).__name__}", why=str(error))))
 
 
 @contextmanager
@@ -220,41 +220,41 @@ def _opened(tell: Hear, *, makes: bool = False) -> Iterator[History]:
         raise HistoryError("no chat is kept any more", why=f"there is no {history_file()}", fix="localllm chat")
     with History.open_to_read(history_file()) as history:
         if history.moved_to is not None:
-            tell(Told(moved_text(history.moved_to, history.num_rescued), "warning"))
+            tell(Noted(moved_text(history.moved_to, history.num_rescued), "warning"))
         yield history
 
 
-def _listed(query: str, tell: Hear) -> Listed:
+def _listed(query: str, tell: Hear) -> ChatsListed:
     if nothing_is_kept():
-        return Listed(query, ())
+        return ChatsListed(query, ())
     with _opened(tell) as history:
         if query.strip():
             hits = history.search(query, _MOST_FOUND)
-            rows = tuple(Row(hit.session, None, hit.message) for hit in hits)
-            return Listed(query, rows, len(hits) == _MOST_FOUND)
+            rows = tuple(ChatRow(hit.session, None, hit.message) for hit in hits)
+            return ChatsListed(query, rows, len(hits) == _MOST_FOUND)
         if history.count() > _FIRST:
-            tell(Listed(query, _rows(history, _FIRST), is_first=True))
-        return Listed(query, _rows(history, -1))
+            tell(ChatsListed(query, _rows(history, _FIRST), is_first=True))
+        return ChatsListed(query, _rows(history, -1))
 
 
-def _rows(history: History, limit: int) -> tuple[Row, ...]:
+def _rows(history: History, limit: int) -> tuple[ChatRow, ...]:
     """The latest first, but pinned ones above them."""
-    found = [Row(*one) for one in history.sessions(limit)]
+    found = [ChatRow(*one) for one in history.sessions(limit)]
     return tuple(sorted(found, key=lambda row: not row.session.is_pinned))
 
 
-def _previewed(row: Row, tell: Hear) -> Previewed:
+def _previewed(row: ChatRow, tell: Hear) -> ChatPreviewed:
     """Raises GoneError."""
     with _opened(tell) as history:
         path = history.path(history.refresh(row.session))
     if row.message is None:
         first = max(0, len(path) - _MOST_SHOWN)
-        return Previewed(row, tuple(path[first:]), first, None)
+        return ChatPreviewed(row, tuple(path[first:]), first, None)
     index = next((index for index, message in enumerate(path) if message.number == row.message.number), None)
     if index is None:
-        return Previewed(row, (row.message,), 0, 0, is_shown=False)
+        return ChatPreviewed(row, (row.message,), 0, 0, is_shown=False)
     first = max(0, index - _BEFORE)
-    return Previewed(row, tuple(path[first : first + _MOST_SHOWN]), first, index - first)
+    return ChatPreviewed(row, tuple(path[first : first + _MOST_SHOWN]), first, index - first)
 
 
 def _file(path: Path, title: str) -> Path:
@@ -269,4 +269,4 @@ def _file(path: Path, title: str) -> Path:
 
 def _changed(change: Callable[[History], Session], tell: Hear) -> None:
     with _opened(tell) as history:
-        tell(Changed(change(history)))
+        tell(ChatChanged(change(history)))

@@ -1,4 +1,4 @@
-"""Where a message is written: the composer, what is suggested for it, and the files that go with it."""
+"""The composer with its suggestions and the files attached to the next question."""
 
 from __future__ import annotations
 
@@ -10,22 +10,67 @@ from textual.containers import Vertical
 from textual.content import Content
 from textual.message import Message
 from textual.widgets import OptionList, Static, TextArea
+from textual.widgets.option_list import Option
 
-from localllm.frontend.text import one_line
+from localllm.frontend.text import one_line, visible
 from localllm.tui.commands import completions
 from localllm.tui.key_names import KeyNames
 from localllm.tui.messages import Turn
 from localllm.tui.widgets.composer import Composer
-from localllm.tui.widgets.suggestions import Suggestions
+
+
+class Suggestions(OptionList, can_focus=False):
+    """Hidden while there is nothing to suggest. The keys stay with the composer."""
+
+    DEFAULT_CSS = """
+    Suggestions {
+        height: auto;
+        max-height: 9;
+        border: none;
+        padding: 0 1;
+        background: $surface;
+        display: none;
+        text-wrap: nowrap;
+        text-overflow: ellipsis;
+        &.-shown { display: block; }
+        & > .option-list--option { padding: 0 1; }
+    }
+    """
+
+    def __init__(self) -> None:
+        super().__init__(compact=True, markup=False)
+        self._values: list[str] = []
+
+    def suggest(self, found: Sequence[tuple[str, str]]) -> None:
+        """(value, how it is shown); the first is chosen."""
+        self._values = [value for value, _ in found]
+        self.clear_options()
+        self.add_options([Option(Content(visible(" ".join(shown.split("\n"))))) for _, shown in found])
+        self.highlighted = 0 if found else None
+        self.set_class(bool(found), "-shown")
+
+    @property
+    def is_shown(self) -> bool:
+        return bool(self._values)
+
+    @property
+    def chosen(self) -> str | None:
+        """The value that is highlighted."""
+        index = self.highlighted
+        return self._values[index] if index is not None and index < len(self._values) else None
+
+    def value_of(self, index: int) -> str:
+        return self._values[index]
+
 
 _MOST_FOUND = 30  # questions that a search lists
 
 
-class Writing(Vertical):
+class ComposerPanel(Vertical):
     """editing: the earlier question that is written anew, if one is."""
 
     DEFAULT_CSS = """
-    Writing {
+    ComposerPanel {
         height: auto;
         & > .attached { height: auto; padding: 0 1; color: $text-accent; display: none; }
     }

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent, TokenEvent
 from localllm.frontend.answer import Answer
 from localllm.frontend.context import grown_text
-from localllm.tui.loading import Post
-from localllm.tui.messages import Prefilled, Said, Told
+from localllm.tui.messages import AnswerDelta, Noted, PrefillProgress
+from localllm.tui.model_loader import Post
 
 if TYPE_CHECKING:
     from localllm.engine.facts import AnswerStream
@@ -21,7 +21,7 @@ _SHARE = 0.2  # of a core, for drawing
 _DEAF_S = 0.02  # to the end of an answer
 
 
-class Pace:
+class StreamThrottle:
     """How often an answer is posted: as often as the screen's thread can draw it in a fifth of its time."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Pace:
         self._spent_s = spent_s
 
 
-def follow(stream: AnswerStream, answer: Answer, hear: Callable[[str], None], post: Post, pace: Pace) -> None:
+def follow(stream: AnswerStream, answer: Answer, hear: Callable[[str], None], post: Post, pace: StreamThrottle) -> None:
     """`answer` collects what is said; `hear` is given each text before it is posted."""
     began = 0.0
     for events in _batches(stream, pace):
@@ -54,19 +54,19 @@ def follow(stream: AnswerStream, answer: Answer, hear: Callable[[str], None], po
         _post_progress(events, post)
         if any(words):
             elapsed_s = time.monotonic() - began if began else 0.0
-            post(Said("".join(words), len(answer.token_ids), elapsed_s))
+            post(AnswerDelta("".join(words), len(answer.token_ids), elapsed_s))
 
 
 def _post_progress(events: Sequence[Event], post: Post) -> None:
     for event in events:
         if isinstance(event, GrownEvent):
-            post(Told(grown_text(event)))
+            post(Noted(grown_text(event)))
     prefilled = [event for event in events if isinstance(event, PrefillEvent)]
     if prefilled:
-        post(Prefilled(prefilled[-1].done, prefilled[-1].total))
+        post(PrefillProgress(prefilled[-1].done, prefilled[-1].total))
 
 
-def _batches(stream: AnswerStream, pace: Pace) -> Iterator[list[Event]]:
+def _batches(stream: AnswerStream, pace: StreamThrottle) -> Iterator[list[Event]]:
     """The events as they come, those of an interval together; the first at once."""
     events, flushed_at = iter(stream), 0.0
     for event in events:
