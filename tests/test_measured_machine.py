@@ -88,7 +88,7 @@ def test_the_full_screen_chat_says_it(laconic: Path) -> None:
         async with support.running(app) as pilot:
             await support.say(pilot, "Is it?")
             assert support.texts(app)[-1] == ("assistant", SAID)
-            assert app.worker.answering.tok_s is None
+            assert app.worker.answers.tok_s is None
 
     asyncio.run(chat())
 

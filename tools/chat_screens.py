@@ -32,11 +32,11 @@ from localllm.history import Conversation, History, Said, history_file
 from localllm.hub import InstalledModel, ModelDescription, ModelFiles, PackedWeights
 from localllm.registry import load_registry
 from localllm.tui.app import ChatApp
-from localllm.tui.plan_worker import AS_IT_RUNS
+from localllm.tui.plan_worker import AS_IT_RUNS, PlanWorker
 from localllm.tui.screens.plan import PlanScreen
 from localllm.tui.widgets.chat_preview import ChatPreview
 from tests.tui.support import FakeService, chat_app, running, say, shown, until
-from tests.tui.test_plan_screen import FakePlanning
+from tests.tui.test_plan_screen import FakePlanner
 
 FOLDER = Path(__file__).parent.parent / "docs" / "screens"
 VERSIONS = FOLDER / "versions.json"
@@ -129,9 +129,10 @@ async def _plan(pilot: Pilot[Any]) -> None:
     app = _app(pilot)
     assert app.worker.selection is not None
     advice = ("--ram 1.1GiB: about 45 tok/s", "--kv int4: twice the context in the same memory")
-    planning = FakePlanning("gemma-3-1b", advice=advice)
-    engine: Any = app.worker._talk_now.engine
-    engine.current_plan = planning._planned(AS_IT_RUNS).plan
+    planning = FakePlanner("gemma-3-1b", advice=advice)
+    talk: Any = app.worker._talk
+    talk.engine.current_plan = planning._planned(AS_IT_RUNS).plan
+    PlanWorker.__init__(planning, app.worker, app.worker.selection)
     screen = PlanScreen(app.worker, app.worker.selection, planning)
     app.push_screen(screen)
     await until(pilot, lambda: bool(screen.sliders) and screen.shown_wish == screen.wish)

@@ -61,9 +61,7 @@ def run_screen(
     finally:
         background.restore()
     front.interrupts.terminal_reset = ""
-    app.keep_draft()
-    app.worker.close(_END_S)
-    app.history.close(_END_S)
+    app.close(_END_S)
     if app.failure is not None:
         raise app.failure
     if app.chat.session_id is not None:
@@ -83,7 +81,7 @@ def _app(
     try:
         from localllm.tui import drafts
         from localllm.tui.app import DARK, LIGHT, ChatApp, Start
-        from localllm.tui.keys import checked_keys, checked_theme
+        from localllm.tui.key_scopes import checked_keys, checked_theme
         from localllm.tui.model_loader import serve, serve_attached
         from localllm.tui.terminal import as_meant
     finally:

@@ -1,50 +1,61 @@
-"""The answers of a conversation: the one that is being written, posted as it comes, and what is known of the last."""
+"""The answers of a conversation: the one that streams, posted as it comes, and the state of the last."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from localllm.engine.events import Event, GrownEvent, PrefillEvent, TokenEvent
 from localllm.errors import EngineGoneError
 from localllm.frontend.answer import Answer, silence
-from localllm.frontend.context import evicted_text
+from localllm.frontend.context import evicted_text, grown_text
 from localllm.frontend.keeping import Resumed
 from localllm.frontend.talk import Asked, Talk
-from localllm.tui.facts import facts_of
-from localllm.tui.key_names import KeyNames
-from localllm.tui.messages import AnswerEnded, AnswerStarted, ModelReady, Noted, Turn
-from localllm.tui.model_loader import Post
-from localllm.tui.stream_throttle import StreamThrottle, follow
+from localllm.tui.keys import KeyNames
+from localllm.tui.messages import (
+    AnswerDelta,
+    AnswerEnded,
+    AnswerStarted,
+    ModelReady,
+    Noted,
+    Post,
+    PrefillProgress,
+    Turn,
+)
+from localllm.tui.stream_throttle import StreamThrottle
 
 if TYPE_CHECKING:
     from localllm.engine.facts import AnswerStream, Service
 
+_CUTS = {"cancelled": "stopped", "length": "cut by its length", "error": "ended by an error"}
+
 
 class AnswerWorker:
-    """Of the conversation's thread, but `stop` and what may be read, which are anybody's."""
+    """Used by the conversation's thread; `stop` and the properties by any thread."""
 
     def __init__(self, post: Post, key_names: KeyNames) -> None:
-        """busy_text: what is said on the other screens of what has to wait for an answer."""
         self._post = post
+        # Shown on the other screens where something has to wait for an answer.
         self.busy_text = f"an answer is being written: {key_names['chat.stop']} in the chat stops it"
         self._anew = f"{key_names['chat.regenerate']} answers anew"
         self._goes_on = f"{key_names['chat.continue']} goes on, {self._anew}"
         self._stream: AnswerStream | None = None
         self._stops = threading.Event()
-        self.pace = StreamThrottle()
+        self.throttle = StreamThrottle()
         self._asked: Asked | None = None
-        self._ending: tuple[Turn, str] = {}, ""  # the latest answer that is not whole, and why
+        self._ending: tuple[Turn, str] = {}, ""  # the latest answer that is not whole, and the reason
         self.last: Answer | None = None
-        self.tok_s: float | None = None  # of the last answer of the model that is loaded
+        self.tok_s: float | None = None  # of the last answer of the loaded model
 
     @property
     def is_under_way(self) -> bool:
         return self._stream is not None
 
     def resume(self, resumed: Resumed) -> None:
-        """What is known of a kept conversation's answers."""
+        """Take the state of a saved conversation's last answer."""
         if resumed.is_cut:
             self._ending = resumed.turns[-1][0], f"interrupted: {self._goes_on}"
 
@@ -54,63 +65,70 @@ class AnswerWorker:
             self._ending = turn, ending
 
     def ending_of(self, turns: Sequence[Turn]) -> str:
-        """Why the last of them ends where it does; of an answer that is whole nothing."""
+        """Why the last of the turns ends where it does; "" for a complete answer."""
         turn, ending = self._ending
         return ending if turns and turns[-1] is turn else ""
 
     def _ending_now(self, talk: Talk) -> str:
-        """Why the last answer ends where it does, and what can be done about it; "" where it is whole."""
+        """Why the last answer ends where it does, and how to go on; "" for a complete answer."""
         finished = None if self.last is None else self.last.finished
         if finished is None:
             return f"interrupted: {self._goes_on}"
         if not talk.has_room_behind(finished):
             return f"cut by the full context: {self._anew}"
-        reasons = {"cancelled": "stopped", "length": "cut by its length", "error": "ended by an error"}
-        reason = reasons.get(finished.finish_reason)
+        reason = _CUTS.get(finished.finish_reason)
         return f"{reason}: {self._goes_on}" if reason else ""
 
     def expect(self) -> None:
-        """An answer is asked for: what stopped the one before has nothing to do with it."""
+        """An answer is requested: a stop of the one before does not apply to it."""
         self._stops.clear()
 
     def stop(self) -> None:
-        """Ends the answer that is being written, or is asked for; what was said stays."""
+        """End the answer that streams or is requested; its text so far stays."""
         self._stops.set()
         stream = self._stream
         if stream is not None:
             stream.abort()
 
     def forget_model(self) -> None:
-        """Another is loaded: what was measured and explained was the one's before."""
+        """Another model is loaded: rates and explanations were of the one before."""
         self._asked = self.tok_s = None
 
-    def write(
-        self,
-        talk: Talk,
-        service: Service,
-        ask: Callable[[], Asked],
-        show: Callable[[], None],
-        count: Callable[[int], None],
-    ) -> None:
-        """Has a question answered. show: what it did to the conversation; count: what it took of the context,
-        given the tokens of an answer that is gone on with.
-
-        Raises what kept it from being asked (`last` is then None), and the error that ended the answer.
-        """
+    def prepare(self, ask: Callable[[], Asked]) -> Asked:
+        """The next question as `ask` prepares it. Raises what it raises; `last` is then None."""
         self.last = None
-        asked = ask()
-        self._asked = asked
-        if asked.said:
-            show()
+        self._asked = asked = ask()
+        return asked
+
+    def write(self, talk: Talk, service: Service, asked: Asked, on_submitted: Callable[[], None]) -> None:
+        """Stream the answer to its end. on_submitted: called while the prompt is prefilled.
+
+        Raises the error that ended the answer.
+        """
         if asked.evicted.turns:
             self._post(Noted(evicted_text(asked.evicted)))
         self._post(AnswerStarted(asked.said, asked.is_thinking))
         if asked.note:
             self._post(Noted(asked.note))
-        said = [asked.said] if asked.said else []
-        answer = Answer(len(asked.request.prompt_ids), asked.request.sampling.seed, said, thinking=asked.thinking)
+        begun = [asked.said] if asked.said else []
+        answer = Answer(len(asked.request.prompt_ids), asked.request.sampling.seed, begun, thinking=asked.thinking)
+
+        def stream(record: Callable[[str], None]) -> Answer:
+            record(asked.said)
+            self._stream = service.submit(asked.request)
+            try:
+                if self._stops.is_set():
+                    self._stream.abort()
+                on_submitted()
+                self._follow(self._stream, answer, record)
+            finally:
+                self._stream = None
+            if answer.finished is not None and answer.finished.error is not None:
+                raise answer.finished.error
+            return answer
+
         try:
-            talk.answer(asked, lambda hear: self._heard(service, asked, answer, hear, count))
+            talk.answer(asked, stream)
         finally:
             self._stops.clear()
             self.last = answer
@@ -120,43 +138,43 @@ class AnswerWorker:
             if is_whole and asked.said and answer.text == asked.said:
                 self._post(Noted("nothing was added: to the model the answer is whole"))
 
-    def tell_of(self, talk: Talk) -> None:
-        """What the last answer has changed: where blocks are, how full the context is."""
+    def _follow(self, stream: AnswerStream, answer: Answer, record: Callable[[str], None]) -> None:
+        """Collect the answer; each text is recorded before it is posted."""
+        began = 0.0
+        for events in self.throttle.batches(stream):
+            texts = []
+            for event in events:
+                texts.append(answer.take(event).text)
+                record(texts[-1])
+                if isinstance(event, TokenEvent):
+                    began = began or time.monotonic()
+            self._post_progress(events)
+            if any(texts):
+                elapsed_s = time.monotonic() - began if began else 0.0
+                self._post(AnswerDelta("".join(texts), len(answer.token_ids), elapsed_s))
+
+    def _post_progress(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, GrownEvent):
+                self._post(Noted(grown_text(event)))
+        if prefilled := [event for event in events if isinstance(event, PrefillEvent)]:
+            self._post(PrefillProgress(prefilled[-1].done, prefilled[-1].total))
+
+    def report(self, talk: Talk) -> None:
+        """Post what the last answer has changed: the place of the blocks, the fullness of the context."""
         finished = None if self.last is None else self.last.finished
-        if finished is None:
+        if self.last is None or finished is None:
             return
         if finished.ctx is not None:  # blocks may have moved, the context grown
             with suppress(EngineGoneError):
-                self._post(ModelReady(facts_of(talk.files.name, talk.engine)))
-        if self.last is not None and (empty := silence(self.last)) is not None:
+                self._post(ModelReady(talk.files.name, talk.engine.facts()))
+        if (empty := silence(self.last)) is not None:
             self._post(Noted(empty, "warning"))
         if (fullness := talk.fullness(finished)) is not None:
             self._post(Noted(fullness.text, "warning" if fullness.is_full else "information"))
 
     def why_missed(self) -> str:
-        """What of the last prompt had to be computed, and why."""
+        """The cached share of the last prompt, and why it is not larger."""
         if self._asked is None or self.last is None or self.last.finished is None:
             return "there is no answer yet"
         return self._asked.told_of_cache(self.last.finished)
-
-    def _heard(
-        self,
-        service: Service,
-        asked: Asked,
-        answer: Answer,
-        hear: Callable[[str], None],
-        count: Callable[[int], None],
-    ) -> Answer:
-        """The answer, when it has ended. Raises the error that ended it."""
-        hear(asked.said)
-        stream = self._stream = service.submit(asked.request)
-        if self._stops.is_set():
-            stream.abort()
-        try:
-            count(asked.num_said_ids)  # while the prompt is being read
-            follow(stream, answer, hear, self._post, self.pace)
-        finally:
-            self._stream = None
-        if answer.finished is not None and answer.finished.error is not None:
-            raise answer.finished.error
-        return answer

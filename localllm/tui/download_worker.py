@@ -1,7 +1,7 @@
-"""Pulls and conversions, each on a thread of its own: they go on while another screen is looked at. Knows no widgets.
+"""Pulls and conversions, each in a thread worker of the app: they go on behind other screens. Knows no widgets.
 
-Whoever stops one raises out of what it tells its progress to: what was fetched or packed stays on the disk, and to
-begin again is to go on.
+A stop raises an exception out of the progress callback: what was fetched or packed stays on the disk, and the next run
+goes on from there.
 """
 
 from __future__ import annotations
@@ -30,8 +30,11 @@ State = Literal["running", "stopping", "paused", "ended", "failed", "cancelled"]
 
 @dataclass(frozen=True)
 class DownloadStep:
-    """How far it is. done, total: bytes, 0 where that is not known; file_done, file_total: of the file that is worked
-    on. note: what is out of the ordinary, or what is done before there are figures."""
+    """The progress of a download, in bytes; 0 where it is not known.
+
+    file_done, file_total: of the current file.
+    note: what is unusual, or happens before there are figures.
+    """
 
     done: int = 0
     total: int = 0
@@ -43,7 +46,7 @@ class DownloadStep:
 
 @dataclass(frozen=True)
 class Download:
-    """One of them as it is now. weights: the format that is packed. told: what came of it."""
+    """A download at one moment. weights: the format that is packed. result: the outcome in words."""
 
     name: str
     kind: Kind
@@ -51,7 +54,7 @@ class Download:
     state: State = "running"
     step: DownloadStep = DownloadStep()
     rate_bytes_s: float = 0.0
-    told: str = ""
+    result: str = ""
     error: LocalLLMError | None = None
 
     @property
@@ -64,7 +67,7 @@ class Download:
 
     @property
     def is_over(self) -> bool:
-        """Whether there is nothing to go on with."""
+        """Whether nothing is left to resume."""
         return self.state in ("ended", "cancelled")
 
     @property
@@ -73,7 +76,7 @@ class Download:
 
     @property
     def left_s(self) -> float | None:
-        """Until it is done; None where that cannot be foreseen."""
+        """Seconds to the end; None where they cannot be foreseen."""
         if self.state != "running" or self.rate_bytes_s <= 0 or not self.step.total:
             return None
         return (self.step.total - self.step.done) / self.rate_bytes_s
@@ -81,170 +84,161 @@ class Download:
 
 @dataclass
 class DownloadChanged(Message):
-    transfer: Download
+    download: Download
 
 
-Hear = Callable[[DownloadStep], None]
-Work = Callable[[Hear], str]  # does it to its end, and says what came of it
+Progress = Callable[[DownloadStep], None]
+Work = Callable[[Progress], str]  # runs to its end, and returns the result in words
 Post = Callable[[Message], object]
 
 
 class _StoppedError(Exception):
-    """It was told to stop."""
+    """The download is to stop."""
 
 
 class _Run:
-    """A transfer's thread, from its beginning until it ends or is stopped."""
+    """A download from its start until it ends or is stopped. `run` is the body of a thread worker."""
 
-    def __init__(self, transfer: Download, work: Work, post: Post) -> None:
-        self.transfer = transfer
+    def __init__(self, download: Download, work: Work, post: Post) -> None:
+        self.download = download
         self.work = work
+        self.ended = threading.Event()
         self._post = post
-        self._lock = threading.RLock()  # the thread tells how far it is while it is told to stop
+        self._lock = threading.RLock()  # progress and a stop come from two threads
         self._stops_as: State | None = None
         self._pace = Pace()
         self._posted_s = 0.0
-        self._thread = threading.Thread(target=self._run, name=f"{transfer.kind} {transfer.name}", daemon=True)
-
-    def start(self) -> None:
-        self._move(error=None, rate_bytes_s=0.0, state="running")
-        self._thread.start()
+        self._change(error=None, rate_bytes_s=0.0, state="running")
 
     def stop(self, state: State) -> bool:
-        """Ends the thread at its next progress; `state` is what the transfer is in then. False where it has ended."""
+        """End at the next progress, in `state`. Returns False where it has ended."""
         with self._lock:
-            if not self.transfer.is_running:
+            if not self.download.is_running:
                 return False
             self._stops_as = state
-            self._move(state="stopping")
+            self._change(state="stopping")
         return True
 
-    def join(self, timeout_s: float) -> None:
-        self._thread.join(timeout_s)
-
-    def _run(self) -> None:
+    def run(self) -> None:
         try:
-            told = self.work(self._hear)
+            result = self.work(self._progress)
         except _StoppedError:
-            assert self._stops_as is not None
-            self._move(state=self._stops_as)
+            self._change(state=self._stops_as)
         except LocalLLMError as error:
-            self._move(state="failed", error=error)
+            self._change(state="failed", error=error)
         except Exception as error:
             bug = BugError(f"this is a bug in localllm: {type(error).__name__}", why=str(error))
-            self._move(state="failed", error=bug)
+            self._change(state="failed", error=bug)
         else:
-            self._move(state="ended", told=told)
+            self._change(state="ended", result=result)
+        finally:
+            self.ended.set()
 
-    def _hear(self, step: DownloadStep) -> None:
+    def _progress(self, step: DownloadStep) -> None:
         now_s = time.monotonic()
         with self._lock:
             if self._stops_as is not None:
                 raise _StoppedError
             rate_bytes_s = self._pace.after(now_s, step.done)
-            self.transfer = replace(self.transfer, step=step, rate_bytes_s=rate_bytes_s)
+            self.download = replace(self.download, step=step, rate_bytes_s=rate_bytes_s)
             if now_s - self._posted_s >= _PAUSE_S:
                 self._posted_s = now_s
-                self._post(DownloadChanged(self.transfer))
+                self._post(DownloadChanged(self.download))
 
-    def _move(self, **changes: Any) -> None:
+    def _change(self, **changes: Any) -> None:
         with self._lock:
-            self.transfer = replace(self.transfer, **changes)
-            self._post(DownloadChanged(self.transfer))
+            self.download = replace(self.download, **changes)
+            self._post(DownloadChanged(self.download))
 
 
 class DownloadWorker:
-    """All that go on, are paused or have failed, by the model's name and the format. Asked from one thread."""
+    """Downloads that run, are paused or have failed, by the model's name and the format. Called from one thread."""
 
-    def __init__(self, post: Post) -> None:
-        """post: hears of all that moves, from the threads."""
+    def __init__(self, post: Post, start: Callable[[Callable[[], None]], object]) -> None:
+        """post: called from the workers' threads. start: starts a thread worker."""
         self._post = post
+        self._start = start
         self._runs: dict[tuple[str, str], _Run] = {}
 
     @property
     def all(self) -> tuple[Download, ...]:
-        return tuple(run.transfer for run in list(self._runs.values()))
+        return tuple(run.download for run in list(self._runs.values()))
 
     @property
     def is_running(self) -> bool:
-        return any(transfer.is_running for transfer in self.all)
+        return any(download.is_running for download in self.all)
 
     def of(self, name: str) -> Download | None:
-        """What is done with a model; of several the one that runs."""
-        found = [transfer for transfer in self.all if transfer.name == name]
-        return next((transfer for transfer in found if transfer.is_running), found[0] if found else None)
+        """The download of a model; of several the one that runs."""
+        found = [download for download in self.all if download.name == name]
+        return next((download for download in found if download.is_running), found[0] if found else None)
 
     def pull(self, name: str, resolved: ResolvedSettings) -> None:
-        self._begin(Download(name, "pull"), lambda hear: _pull(name, resolved, hear))
+        self._begin(Download(name, "pull"), lambda progress: _pull(name, resolved, progress))
 
     def pack(self, name: str, weights: str, resolved: ResolvedSettings) -> None:
         """weights: the recipe's name."""
-        self._begin(Download(name, "pack", weights), lambda hear: _pack(name, weights, resolved, hear))
+        self._begin(Download(name, "pack", weights), lambda progress: _pack(name, weights, resolved, progress))
 
-    def pause(self, transfer: Download) -> None:
-        self._stop(transfer, "paused")
+    def pause(self, download: Download) -> None:
+        self._stop(download, "paused")
 
-    def cancel(self, transfer: Download) -> None:
+    def cancel(self, download: Download) -> None:
         """What was fetched or packed stays on the disk."""
-        if not self._stop(transfer, "cancelled"):
-            self._runs.pop(transfer.key, None)
-            self._post(DownloadChanged(replace(transfer, state="cancelled")))
+        if not self._stop(download, "cancelled"):
+            self._runs.pop(download.key, None)
+            self._post(DownloadChanged(replace(download, state="cancelled")))
 
-    def resume(self, transfer: Download) -> None:
-        run = self._runs.get(transfer.key)
-        if run is not None and not run.transfer.is_running:
-            self._begin(run.transfer, run.work)
+    def resume(self, download: Download) -> None:
+        if (run := self._runs.get(download.key)) is not None:
+            self._begin(run.download, run.work)
 
-    def settle(self, transfer: Download) -> None:
-        """Forgets one that is over."""
-        run = self._runs.get(transfer.key)
-        if run is not None and transfer.is_over and run.transfer.is_over:
-            del self._runs[transfer.key]
+    def settle(self, download: Download) -> None:
+        """Forget one that is over."""
+        run = self._runs.get(download.key)
+        if run is not None and download.is_over and run.download.is_over:
+            del self._runs[download.key]
 
     def close(self, timeout_s: float) -> None:
-        """Has all of them stop, and waits for that no longer than this."""
+        """Stop all of them, and wait for that at most `timeout_s`."""
         end_s = time.monotonic() + timeout_s
-        running = [run for run in self._runs.values() if run.transfer.is_running]
+        running = [run for run in self._runs.values() if run.stop("paused")]
         for run in running:
-            run.stop("paused")
-        for run in running:
-            run.join(max(0.0, end_s - time.monotonic()))
+            run.ended.wait(max(0.0, end_s - time.monotonic()))
 
-    def _begin(self, transfer: Download, work: Work) -> None:
-        before = self._runs.get(transfer.key)
-        if before is None or not before.transfer.is_running:
-            run = self._runs[transfer.key] = _Run(transfer, work, self._post)
-            run.start()
+    def _begin(self, download: Download, work: Work) -> None:
+        before = self._runs.get(download.key)
+        if before is None or not before.download.is_running:
+            run = self._runs[download.key] = _Run(download, work, self._post)
+            self._start(run.run)
 
-    def _stop(self, transfer: Download, state: State) -> bool:
-        run = self._runs.get(transfer.key)
+    def _stop(self, download: Download, state: State) -> bool:
+        run = self._runs.get(download.key)
         return run is not None and run.stop(state)
 
 
-def _pull(name: str, resolved: ResolvedSettings, hear: Hear) -> str:
-    def tell(progress: PullProgress) -> None:
-        is_plain = progress.phase == "downloading"
-        note = "" if is_plain else f"{progress.phase} {progress.note}".strip()
-        sizes = progress.done_bytes, progress.total_bytes
-        hear(DownloadStep(*sizes, progress.file, progress.file_done_bytes, progress.file_bytes, note))
+def _pull(name: str, resolved: ResolvedSettings, progress: Progress) -> str:
+    def tell(now: PullProgress) -> None:
+        note = "" if now.phase == "downloading" else f"{now.phase} {now.note}".strip()
+        progress(DownloadStep(now.done_bytes, now.total_bytes, now.file, now.file_done_bytes, now.file_bytes, note))
 
     fetch(name, resolved, tell)
     return f"{name} is here"
 
 
-def _pack(name: str, weights: str, resolved: ResolvedSettings, hear: Hear) -> str:
+def _pack(name: str, weights: str, resolved: ResolvedSettings, progress: Progress) -> str:
     from localllm import hub
     from localllm.engine.weights import pack_model
     from localllm.hub.packed import own_bytes, packed_directory
     from localllm.quant.recipe import recipe
 
     files = hub.locate(name, offline=True)
-    hear(DownloadStep(note="looking at the checkpoint"))
+    progress(DownloadStep(note="looking at the checkpoint"))
     pack_model(
         files,
         recipe(weights),
-        lambda done, total: hear(DownloadStep(done, total)),
-        lambda process: hear(DownloadStep(note=f"process {process} is packing it; waiting for that")),
+        lambda done, total: progress(DownloadStep(done, total)),
+        lambda process: progress(DownloadStep(note=f"process {process} is packing it; waiting for that")),
         resolved.settings.ram,
     )
     return f"{name} is packed: {weights}, {format_bytes(own_bytes(packed_directory(files, weights)))}"

@@ -1,24 +1,27 @@
-"""What a model would do on this machine, found out on a thread of its own, and kept while the program runs."""
+"""How models would fit this machine, found by a worker and cached while the program runs."""
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from textual.message import Message
+from textual.worker import get_current_worker
 
 from localllm.config import ResolvedSettings
 
 if TYPE_CHECKING:
+    from textual.app import App
+
     from localllm.frontend.model_rows import ModelRow
     from localllm.frontend.verdict import Verdict
 
-_PAUSE_S = 0.2  # between two looks whether the machine is quiet
+_PAUSE_S = 0.2  # between two looks at whether the machine is idle
 
-# Of the name: whether it is here, what is packed of it, and what the settings ask for.
+# The name, whether the model is here, its packed formats, and the settings.
 _Key = tuple[str, bool, tuple[str, ...], str]
 
 
@@ -29,73 +32,68 @@ class FitFound(Message):
 
 @dataclass
 class FitMeasuring(Message):
-    """text: what of this machine is measured; "" once that is done."""
+    """text: the measurement that runs; "" once it is done."""
 
     text: str
 
 
-class _ClosedError(Exception):
-    """Nobody waits for it any more."""
+class _CancelledError(Exception):
+    """The worker was cancelled."""
 
 
 class FitWorker:
-    """post: hears of each. is_busy: whether the machine computes, when measuring it would say nothing true."""
+    """Posts FitFound for each model, and FitMeasuring around a measurement of the machine."""
 
-    def __init__(self, post: Callable[[Message], object], is_busy: Callable[[], bool]) -> None:
-        self._post = post
+    def __init__(self, app: App[None], is_busy: Callable[[], bool]) -> None:
+        """is_busy: whether the machine computes, when a measurement would be wrong."""
+        self._app = app
         self._is_busy = is_busy
         self._known: dict[_Key, Verdict] = {}
-        self._asked: set[_Key] = set()
-        self._queue: queue.SimpleQueue[tuple[_Key, ResolvedSettings] | None] = queue.SimpleQueue()
-        self._closed = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._one_at_a_time = threading.Lock()
         self._is_measuring = False
 
     def of(self, row: ModelRow, resolved: ResolvedSettings) -> Verdict | None:
-        """None where it is not known yet."""
+        """The verdict on a model; None while it is not known."""
         return self._known.get(_key(row, resolved))
 
     def want(self, rows: Iterable[ModelRow], resolved: ResolvedSettings) -> None:
-        """Finds out what is not known of these, in their order. Returns at once."""
-        for row in rows:
-            key = _key(row, resolved)
-            if key not in self._asked:
-                self._asked.add(key)
-                self._queue.put((key, resolved))
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="verdicts", daemon=True)
-            self._thread.start()
+        """Find the missing verdicts in the order of the rows. Returns at once."""
+        keys = [_key(row, resolved) for row in rows]
+        work = partial(self._find, [key for key in keys if key not in self._known], resolved)
+        self._app.run_worker(work, thread=True, exclusive=True, group="fit")
 
-    def close(self) -> None:
-        self._closed.set()
-        self._queue.put(None)
-
-    def _run(self) -> None:
+    def _find(self, keys: list[_Key], resolved: ResolvedSettings) -> None:
         from localllm.frontend.verdict import Verdict, judge
 
-        while (wanted := self._queue.get()) is not None:
-            key, resolved = wanted
-            try:
-                self._known[key] = judge(key[0], resolved, self._wait_for_quiet)
-            except _ClosedError:
-                return
-            except Exception as error:
-                self._known[key] = Verdict("unknown", why=f"{type(error).__name__}: {error}")
-            if self._is_measuring:
-                self._is_measuring = False
-                self._post(FitMeasuring(""))
-            self._post(FitFound(key[0]))
+        worker = get_current_worker()
+        for key in keys:
+            with self._one_at_a_time:  # a cancelled worker ends its model first
+                if worker.is_cancelled:
+                    return
+                if key in self._known:
+                    continue
+                try:
+                    self._known[key] = judge(key[0], resolved, self._wait_for_quiet)
+                except _CancelledError:
+                    return
+                except Exception as error:
+                    self._known[key] = Verdict("unknown", why=f"{type(error).__name__}: {error}")
+                if self._is_measuring:
+                    self._is_measuring = False
+                    self._app.post_message(FitMeasuring(""))
+                self._app.post_message(FitFound(key[0]))
 
     def _wait_for_quiet(self, text: str) -> None:
-        """Before each measurement."""
+        """Wait before a measurement. Raises _CancelledError."""
+        worker = get_current_worker()
         self._is_measuring = True
         if self._is_busy():
-            self._post(FitMeasuring("this machine is measured once it has nothing else to do"))
-        while self._is_busy() and not self._closed.is_set():
-            self._closed.wait(_PAUSE_S)
-        if self._closed.is_set():
-            raise _ClosedError
-        self._post(FitMeasuring(text))
+            self._app.post_message(FitMeasuring("this machine is measured once it has nothing else to do"))
+        while self._is_busy() and not worker.cancelled_event.wait(_PAUSE_S):
+            pass
+        if worker.is_cancelled:
+            raise _CancelledError
+        self._app.post_message(FitMeasuring(text))
 
 
 def _key(row: ModelRow, resolved: ResolvedSettings) -> _Key:

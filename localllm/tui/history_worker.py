@@ -1,6 +1,6 @@
-"""The history on a thread of its own: what it is asked for it does in order, and posts what comes of it.
+"""The history behind a job queue: each request posts its result. Knows no widgets.
 
-Each job opens the file anew, so that it is never in the way of others who write it. Knows no widgets.
+Each job opens the file anew, so that it is never in the way of others who write it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from textual.message import Message
@@ -18,26 +18,24 @@ from localllm.frontend.exporting import ExistsError, exported, proposed_name, re
 from localllm.frontend.keeping import moved_text
 from localllm.frontend.text_file import typed_path
 from localllm.history import History, Removed, Session, history_file, nothing_is_kept
-from localllm.history import Message as Kept
+from localllm.history import Message as SavedMessage
 from localllm.tui.job_queue import JobQueue
-from localllm.tui.messages import JobFailed, Noted
+from localllm.tui.messages import JobFailed, Noted, Post
 
 _MOST_FOUND = 200  # hits that are listed
 _FIRST = 200  # chats that are listed before all are: a screenful, where thousands take a quarter of a second
 _MOST_SHOWN = 40  # messages of a preview
 _BEFORE = 1  # messages in front of one that was found
-
-Hear = Callable[[Message], object]
-_Job = Callable[[Hear], object]
+_MOST_ASKED, _LONGEST_ASKED = 500, 4000  # questions, characters, for the arrows and the search
 
 
 @dataclass(frozen=True)
 class ChatRow:
-    """A chat in a list. num_messages: that it shows. message: in which words were found, None for the chat itself."""
+    """A chat in a list. message: the one in which words were found, None for the chat itself."""
 
     session: Session
     num_messages: int | None = None
-    message: Kept | None = None
+    message: SavedMessage | None = None
 
     @property
     def key(self) -> tuple[str, int | None]:
@@ -46,8 +44,11 @@ class ChatRow:
 
 @dataclass
 class ChatsListed(Message):
-    """What there is, in its order: all chats, or what was found of `query`. is_cut: there is more. is_first: these are
-    the latest, the whole list is on its way."""
+    """All chats in their order, or the hits of `query`.
+
+    is_cut: there are more.
+    is_first: these are the latest; the whole list follows.
+    """
 
     query: str
     rows: tuple[ChatRow, ...]
@@ -57,18 +58,23 @@ class ChatsListed(Message):
 
 @dataclass
 class ChatPreviewed(Message):
-    """Messages of a chat. num_before: that it has in front of them. at: which of them is to be seen; None: the last."""
+    """Messages of a chat.
+
+    num_before: messages in front of them.
+    at: the one to show, None for the last.
+    is_shown: the hit is on the path that the chat shows.
+    """
 
     row: ChatRow
-    messages: tuple[Kept, ...]
+    messages: tuple[SavedMessage, ...]
     num_before: int
     at: int | None
-    is_shown: bool = True  # what was found is on the path that the chat shows
+    is_shown: bool = True
 
 
 @dataclass
 class ChatChecked(Message):
-    """The row's chat is there to be opened."""
+    """The row's chat exists and can be opened."""
 
     row: ChatRow
 
@@ -101,139 +107,127 @@ class ChatExported(Message):
 
 @dataclass
 class ExportRefused(Message):
-    """Nothing was exported: the file is there already."""
+    """Nothing was exported: the file exists."""
 
     row: ChatRow
     path: Path
 
 
 class HistoryWorker:
-    """What was removed can be put back as long as this is there, the last one first."""
+    """Requests return at once; their results are posted from the worker's thread.
+
+    Removed chats can be restored as long as this object lives, the last one first.
+    """
 
     def __init__(self) -> None:
         self._removed: list[Removed] = []
-        self._asked: Counter[str] = Counter()
-        self._jobs = JobQueue("archive")
-        self._jobs.begin()
+        self._latest: Counter[str] = Counter()
+        self._jobs = JobQueue()
+        self.run = self._jobs.run  # the body of a thread worker
+        self.close = self._jobs.close
 
-    def close(self, timeout_s: float) -> None:
-        """Ends the thread once all is done that was asked for."""
-        self._jobs.close(timeout_s)
+    def find(self, query: str, post: Post) -> None:
+        """ChatsListed: all chats for an empty query; only for the latest request."""
+        self._do(lambda: _listed(query, post), post, latest="find")
 
-    # Each returns at once, and has `hear` told of what comes of it, from the archive's thread
+    def preview(self, row: ChatRow, post: Post) -> None:
+        """ChatPreviewed; only for the latest request."""
+        self._do(lambda: _previewed(row, post), post, latest="preview")
 
-    def find(self, query: str, hear: Hear) -> None:
-        """Listed: all chats where `query` is empty; by the last query alone that was asked for."""
-        self._do_last("find", lambda tell: tell(_listed(query, tell)), hear)
+    def check(self, row: ChatRow, post: Post) -> None:
+        """ChatChecked."""
+        self._change(lambda history: ChatChecked(replace(row, session=history.refresh(row.session))), post)
 
-    def preview(self, row: ChatRow, hear: Hear) -> None:
-        """Previewed, the last alone that was asked for."""
-        self._do_last("preview", lambda tell: tell(_previewed(row, tell)), hear)
+    def rename(self, session: Session, title: str, post: Post) -> None:
+        """ChatChanged."""
+        self._change(lambda history: ChatChanged(history.rename(session, title)), post)
 
-    def check(self, row: ChatRow, hear: Hear) -> None:
-        """Checked, if it is still there."""
+    def pin(self, session: Session, is_pinned: bool, post: Post) -> None:
+        """ChatChanged."""
+        self._change(lambda history: ChatChanged(history.pin(session, is_pinned)), post)
 
-        def job(tell: Hear) -> None:
-            with _opened(tell) as history:
-                session = history.refresh(row.session)
-            tell(ChatChecked(ChatRow(session, row.num_messages, row.message)))
+    def delete(self, session: Session, post: Post) -> None:
+        """ChatDeleted."""
 
-        self._do(job, hear)
+        def change(history: History) -> Message:
+            self._removed.append(history.take_out(session))
+            return ChatDeleted(session)
 
-    def rename(self, session: Session, title: str, hear: Hear) -> None:
-        """Changed."""
-        self._do(lambda tell: _changed(lambda history: history.rename(session, title), tell), hear)
+        self._change(change, post)
 
-    def pin(self, session: Session, is_pinned: bool, hear: Hear) -> None:
-        """Changed."""
-        self._do(lambda tell: _changed(lambda history: history.pin(session, is_pinned), tell), hear)
+    def restore(self, post: Post) -> None:
+        """ChatRestored: the chat that was deleted last."""
 
-    def take_out(self, session: Session, hear: Hear) -> None:
-        """TakenOut."""
+        def job() -> Message:
+            if not self._removed:
+                return ChatRestored(None)
+            with _opened(post, makes=True) as history:
+                session = history.put_back(self._removed[-1])
+            self._removed.pop()
+            return ChatRestored(session)
 
-        def job(tell: Hear) -> None:
-            with _opened(tell) as history:
-                self._removed.append(history.take_out(session))
-            tell(ChatDeleted(session))
+        self._do(job, post)
 
-        self._do(job, hear)
+    def export(self, row: ChatRow, path: Path, post: Post, *, overwrites: bool = False) -> None:
+        """ChatExported, or ExportRefused where the file exists and is not to be overwritten."""
 
-    def put_back(self, hear: Hear) -> None:
-        """PutBack: the last one that was taken out."""
-
-        def job(tell: Hear) -> None:
-            session = None
-            if self._removed:
-                with _opened(tell, makes=True) as history:
-                    session = history.put_back(self._removed[-1])
-                self._removed.pop()
-            tell(ChatRestored(session))
-
-        self._do(job, hear)
-
-    def export(self, row: ChatRow, path: Path, hear: Hear, *, overwrites: bool = False) -> None:
-        """Exported, or Refused where the file is there and is not to be overwritten."""
-
-        def job(tell: Hear) -> None:
+        def change(history: History) -> Message:
             file = _file(path, row.session.title)
-            with _opened(tell) as history:
-                text = exported(history, history.refresh(row.session), file)
+            text = exported(history, history.refresh(row.session), file)
             try:
                 (replace_file if overwrites else write_new)(file, text)
             except ExistsError:
-                tell(ExportRefused(row, file))
-            else:
-                tell(ChatExported(file))
+                return ExportRefused(row, file)
+            return ChatExported(file)
 
-        self._do(job, hear)
+        self._change(change, post)
 
-    # Inside
+    def _change(self, change: Callable[[History], Message], post: Post) -> None:
+        def job() -> Message:
+            with _opened(post) as history:
+                return change(history)
 
-    def _do(self, job: _Job, hear: Hear) -> None:
-        self._jobs.do(lambda: _try(job, hear))
+        self._do(job, post)
 
-    def _do_last(self, kind: str, job: _Job, hear: Hear) -> None:
-        """Does it unless another one of its kind was asked for meanwhile."""
-        self._asked[kind] += 1
-        number = self._asked[kind]
+    def _do(self, job: Callable[[], Message], post: Post, *, latest: str = "") -> None:
+        """Queue a job and post its result. latest: a kind of job of which only the last request runs."""
+        self._latest[latest] += 1
+        number = self._latest[latest]
 
-        def unless_another(tell: Hear) -> None:
-            if self._asked[kind] == number:
-                job(tell)
+        def run() -> None:
+            if latest and self._latest[latest] != number:
+                return
+            try:
+                post(job())
+            except LocalLLMError as error:
+                post(JobFailed(error))
+            except Exception as error:
+                post(JobFailed(BugError(f"this is a bug in localllm: {type(error).__name__}", why=str(error))))
 
-        self._do(unless_another, hear)
-
-
-def _try(job: _Job, hear: Hear) -> None:
-    try:
-        job(hear)
-    except LocalLLMError as error:
-        hear(JobFailed(error))
-    except Exception as error:
-        hear(JobFailed(BugError(f"this is a bug in localllm: {type(error).__name__}", why=str(error))))
+        self._jobs.add(run)
 
 
 @contextmanager
-def _opened(tell: Hear, *, makes: bool = False) -> Iterator[History]:
-    """makes: where there is none. Raises HistoryError."""
+def _opened(post: Post, *, makes: bool = False) -> Iterator[History]:
+    """The history; made where there is none and `makes`. Raises HistoryError."""
     if not makes and nothing_is_kept():
         raise HistoryError("no chat is kept any more", why=f"there is no {history_file()}", fix="localllm chat")
     with History.open_to_read(history_file()) as history:
         if history.moved_to is not None:
-            tell(Noted(moved_text(history.moved_to, history.num_rescued), "warning"))
+            post(Noted(moved_text(history.moved_to, history.num_rescued), "warning"))
         yield history
 
 
-def _listed(query: str, tell: Hear) -> ChatsListed:
+def _listed(query: str, post: Post) -> ChatsListed:
     if nothing_is_kept():
         return ChatsListed(query, ())
-    with _opened(tell) as history:
+    with _opened(post) as history:
         if query.strip():
             hits = history.search(query, _MOST_FOUND)
             rows = tuple(ChatRow(hit.session, None, hit.message) for hit in hits)
             return ChatsListed(query, rows, len(hits) == _MOST_FOUND)
         if history.count() > _FIRST:
-            tell(ChatsListed(query, _rows(history, _FIRST), is_first=True))
+            post(ChatsListed(query, _rows(history, _FIRST), is_first=True))
         return ChatsListed(query, _rows(history, -1))
 
 
@@ -243,9 +237,9 @@ def _rows(history: History, limit: int) -> tuple[ChatRow, ...]:
     return tuple(sorted(found, key=lambda row: not row.session.is_pinned))
 
 
-def _previewed(row: ChatRow, tell: Hear) -> ChatPreviewed:
+def _previewed(row: ChatRow, post: Post) -> ChatPreviewed:
     """Raises GoneError."""
-    with _opened(tell) as history:
+    with _opened(post) as history:
         path = history.path(history.refresh(row.session))
     if row.message is None:
         first = max(0, len(path) - _MOST_SHOWN)
@@ -258,7 +252,7 @@ def _previewed(row: ChatRow, tell: Hear) -> ChatPreviewed:
 
 
 def _file(path: Path, title: str) -> Path:
-    """In a folder, a file with a name made of the title. Raises UsageError."""
+    """The file to write; in a folder, one named after the title. Raises UsageError."""
     try:
         file = typed_path(str(path))
         return file / f"{proposed_name(title)}.md" if file.is_dir() else file
@@ -267,6 +261,13 @@ def _file(path: Path, title: str) -> Path:
         raise UsageError(f"{str(path)!r} cannot be written", why=str(error), fix=fix) from None
 
 
-def _changed(change: Callable[[History], Session], tell: Hear) -> None:
-    with _opened(tell) as history:
-        tell(ChatChanged(change(history)))
+def past_questions() -> tuple[str, ...]:
+    """The questions of all saved chats, the latest first, without those too long to be written again."""
+    try:
+        if nothing_is_kept():
+            return ()
+        with History.peek(history_file()) as history:
+            found = history.questions(_MOST_ASKED)
+    except HistoryError:  # the next job that writes reports it
+        return ()
+    return tuple(text for text in found if len(text) <= _LONGEST_ASKED)

@@ -1,39 +1,26 @@
-"""What the conversation's thread tells the screen. Values: nothing in them changes once they are posted."""
+"""The messages of the conversation's thread to the screen. They are values: none changes once it is posted."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from textual.message import Message
 
 if TYPE_CHECKING:
     from localllm.engine.events import FinishedEvent
+    from localllm.engine.facts import EngineFacts
     from localllm.errors import LocalLLMError
     from localllm.frontend.context import ContextUsage
 
 Turn = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """A loaded model. ledger, limits: bytes of each owner, and of all, in each tier. bound_by: what a step waits for.
-    streamed_bytes: read from the disk at every step."""
-
-    name: str
-    weights: str
-    kv: str
-    ctx: int
-    ledger: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    limits: Mapping[str, int] = field(default_factory=dict)
-    bound_by: str = ""
-    streamed_bytes: int = 0
+Post = Callable[[Message], object]
 
 
 @dataclass
 class ModelLoading(Message):
-    """A model is on its way. done, total: bytes; 0 where that is not known."""
+    """The progress of a load. done, total: bytes; 0 where they are not known."""
 
     text: str
     done: int = 0
@@ -42,7 +29,8 @@ class ModelLoading(Message):
 
 @dataclass
 class ModelReady(Message):
-    facts: ModelFacts
+    name: str
+    facts: EngineFacts
 
 
 @dataclass
@@ -52,21 +40,25 @@ class ModelFailed(Message):
 
 @dataclass
 class ConversationChanged(Message):
-    """The conversation as it is now. Turns that did not change are the same objects."""
+    """The conversation as it is now. Turns that did not change are the same objects.
+
+    attached: names of files that wait for the next question, and their characters.
+    ending: why the last answer ends where it does; "" for a complete one.
+    thinking: the turns that are answers beginning in a thought.
+    """
 
     turns: tuple[Turn, ...]
     title: str
     session_id: str | None
     is_private: bool
-    system: str | None = None
-    attached: tuple[tuple[str, int], ...] = ()  # names of files that wait, and their characters
-    ending: str = ""  # of the last answer, why it ends where it does; of one that is whole nothing
-    thinking: frozenset[int] = frozenset()  # which turns are answers that begin in a thought
+    attached: tuple[tuple[str, int], ...] = ()
+    ending: str = ""
+    thinking: frozenset[int] = frozenset()
 
 
 @dataclass
 class ChatStarted(Message):
-    """What is known before a model is there. asked: before, the latest first. machine: in a line."""
+    """asked: the questions of saved chats, the latest first. machine: a line about this machine."""
 
     asked: tuple[str, ...]
     machine: str
@@ -74,14 +66,14 @@ class ChatStarted(Message):
 
 @dataclass
 class QuestionReturned(Message):
-    """A question that could not be answered, as it was typed."""
+    """A question could not be answered. text: as it was typed."""
 
     text: str
 
 
 @dataclass
 class GoTo(Message):
-    """A message of the conversation, by its place among the turns, is to be seen. is_chosen: the next key is for it."""
+    """Show the message at `index` among the turns. is_chosen: the next key is for it."""
 
     index: int
     is_chosen: bool = False
@@ -89,7 +81,7 @@ class GoTo(Message):
 
 @dataclass
 class AnswerStarted(Message):
-    """said: the beginning that is gone on with. is_thinking: the template has opened a thought."""
+    """said: the beginning that is continued. is_thinking: the template has opened a thought."""
 
     said: str
     is_thinking: bool
@@ -121,7 +113,7 @@ class AnswerEnded(Message):
 
 @dataclass
 class RequestDone(Message):
-    """What was asked is answered, or waits for a model, or was refused."""
+    """The question is answered, or waits for a model, or was refused."""
 
 
 @dataclass
@@ -131,7 +123,7 @@ class UsageCounted(Message):
 
 @dataclass
 class Noted(Message):
-    """Something to read."""
+    """A line to read."""
 
     text: str
     severity: Literal["information", "warning"] = "information"
@@ -139,13 +131,11 @@ class Noted(Message):
 
 @dataclass
 class BackgroundReported(Message):
-    """The terminal says, after a while, what colour it has."""
+    """The terminal has reported its colour, late."""
 
     is_light: bool
 
 
 @dataclass
 class JobFailed(Message):
-    """What was wanted could not be done."""
-
     error: LocalLLMError

@@ -1,9 +1,8 @@
-"""A model on its way, told of as it comes: what a service does before its engine is there."""
+"""A model that loads: the service that will answer, and its progress as messages."""
 
 from __future__ import annotations
 
 import gc
-import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,25 +15,25 @@ from localllm.errors import LocalLLMError
 from localllm.frontend.attaching import attached
 from localllm.frontend.opening import Opening, check, open_engine
 from localllm.frontend.selection import Selection
-from localllm.tui.messages import ModelLoading, Noted
+from localllm.tui.job_queue import Job
+from localllm.tui.messages import ModelLoading, Noted, Post
 
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine
     from localllm.engine.facts import LoadedEngine
     from localllm.engine.loading import Watcher
 
-Post = Callable[[Message], object]
 _PAUSE_S = 0.1  # between two messages of progress
 
 
 class Serve(Protocol):
-    """Begins to load a model, after `before` has given up what was there."""
+    """Begins to load a model; `before` releases the previous one."""
 
     def __call__(self, selection: Selection, post: Post, before: Callable[[], None]) -> Service: ...
 
 
 def serve_attached(selection: Selection, post: Post, before: Callable[[], None]) -> Service:
-    """As `serve`; where a server of this user runs, its engine is used."""
+    """Use the engine of this user's running server; without a server as `serve`."""
 
     def note(text: str) -> None:
         post(Noted(text))
@@ -52,14 +51,14 @@ def serve_attached(selection: Selection, post: Post, before: Callable[[], None])
 
 
 def serve(selection: Selection, post: Post, before: Callable[[], None]) -> Service:
-    """The service of a model, in this process. Raises what can be known at once: that it cannot run."""
+    """The service of a model in this process. Raises at once where it is known that the model cannot run."""
     from localllm.engine.service import EngineService
 
     check(selection)
 
     def load() -> Engine:
         before()
-        return open_engine(selection, Opening(keeps_pages=True), _Watch(selection.files.name, post).watcher(), warn)
+        return open_engine(selection, Opening(keeps_pages=True), _watcher(selection.files.name, post), warn)
 
     def warn(text: str) -> None:
         post(Noted(text, "warning"))
@@ -68,87 +67,83 @@ def serve(selection: Selection, post: Post, before: Callable[[], None]) -> Servi
 
 
 class ModelLoader:
-    """One model at a time, and of that one alone what is told. service: its own; None where there is none."""
+    """Loads one model at a time, and posts the progress of that one alone. service: its own, or None."""
 
-    def __init__(self, serve: Serve, post: Post) -> None:
+    def __init__(self, serve: Serve, post: Post, start: Callable[[Job], object]) -> None:
+        """start: starts a thread worker."""
         self._serve = serve
         self._post = post
-        self._watched = object()  # a sign of the load that is told of
+        self._start = start
+        self._current = object()  # identifies the load whose progress is posted
         self.service: Service | None = None
 
     def begin(self, selection: Selection, ended: Callable[[Service, LoadedEngine | Exception], None]) -> None:
-        """Begins to load it, after the model that is there has been given up. ended: told of it on another thread.
+        """Begin to load, after the previous model has been released. ended: called on another thread.
 
-        Raises what can be known at once; the model that is there then stays.
+        Raises what can be known at once; the previous model then stays.
         """
-        before, last = self.service, self._watched
-        watched = self._watched = object()
+        before, last = self.service, self._current
+        current = self._current = object()
 
-        def hear(message: Message) -> None:
-            if self._watched is watched:
+        def post(message: Message) -> None:
+            if self._current is current:
                 self._post(message)
-            elif isinstance(message, ModelLoading):  # it is given up: what it has of the memory is another's
+            elif isinstance(message, ModelLoading):  # abandoned: its memory belongs to the next model
                 raise LocalLLMError("the model is not wanted any more", why="another was chosen", fix="/model NAME")
 
+        def release() -> None:
+            if before is not None:
+                before.close()
+                gc.collect()  # an engine's parts know each other: 14 MiB of `tiny` would stay for a while
+
         try:
-            service = self._serve(selection, hear, lambda: _give_up(before) if before is not None else None)
+            service = self._serve(selection, post, release)
         except Exception:
-            self._watched = last
+            self._current = last
             raise
         self.service = service
         self._post(ModelLoading(f"loading {selection.files.name}"))
-        threading.Thread(target=_await, args=(service, ended), name="loading", daemon=True).start()
+
+        def wait() -> None:
+            try:
+                found: LoadedEngine | Exception | None = service.wait_loaded()
+            except Exception as error:
+                found = error
+            if found is not None:  # else it was closed as soon as it was loaded
+                ended(service, found)
+
+        self._start(wait)
 
 
-def _give_up(service: Service) -> None:
-    service.close()
-    gc.collect()  # an engine's parts know each other: 14 MiB of `tiny` would stay for a while
+def _watcher(name: str, post: Post) -> Watcher:
+    """An observer of `Engine.load` that posts messages, ten a second. Imports torch."""
+    from localllm.engine.loading import Watcher
 
+    posted_at, waits_for = 0.0, ""
 
-def _await(service: Service, ended: Callable[[Service, LoadedEngine | Exception], None]) -> None:
-    try:
-        engine = service.wait_loaded()
-    except Exception as error:
-        ended(service, error)
-        return
-    if engine is not None:  # else it was closed as soon as it was there: nobody waits for it any more
-        ended(service, engine)
-
-
-class _Watch:
-    """Turns what a load tells into messages, ten a second."""
-
-    def __init__(self, name: str, post: Post) -> None:
-        self._name = name
-        self._post = post
-        self._posted_at = 0.0
-        self._waits_for = ""
-
-    def watcher(self) -> Watcher:
-        """What `Engine.load` is given; imports torch."""
-        from localllm.engine.loading import Watcher
-
-        return Watcher(self._reading, self._packing, self._waiting, self._measuring, self._noting)
-
-    def _reading(self, done: int, total: int) -> None:
-        self._progress(f"loading {self._name}", done, total)
-
-    def _packing(self, done: int, total: int) -> None:
-        self._progress(f"packing {self._name}, once: {format_bytes(total)}", done, total)
-
-    def _waiting(self, process: str) -> None:
-        if process != self._waits_for:
-            self._waits_for = process
-            self._post(Noted(f"process {process} is packing {self._name}; waiting for that"))
-
-    def _measuring(self, text: str) -> None:
-        self._post(ModelLoading(text))
-
-    def _noting(self, text: str) -> None:
-        self._post(Noted(text))
-
-    def _progress(self, text: str, done: int, total: int) -> None:
+    def progress(text: str, done: int, total: int) -> None:
+        nonlocal posted_at
         now = time.monotonic()
-        if now - self._posted_at >= _PAUSE_S or done >= total:
-            self._posted_at = now
-            self._post(ModelLoading(text, done, total))
+        if now - posted_at >= _PAUSE_S or done >= total:
+            posted_at = now
+            post(ModelLoading(text, done, total))
+
+    def waiting(process: str) -> None:
+        nonlocal waits_for
+        if process != waits_for:
+            waits_for = process
+            post(Noted(f"process {process} is packing {name}; waiting for that"))
+
+    def measuring(text: str) -> None:
+        post(ModelLoading(text))
+
+    def noting(text: str) -> None:
+        post(Noted(text))
+
+    return Watcher(
+        lambda done, total: progress(f"loading {name}", done, total),
+        lambda done, total: progress(f"packing {name}, once: {format_bytes(total)}", done, total),
+        waiting,
+        measuring,
+        noting,
+    )

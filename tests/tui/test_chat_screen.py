@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from textual.binding import Binding
 from textual.command import CommandList
 from textual.pilot import Pilot
 from textual.widgets import Input
@@ -17,8 +16,8 @@ from localllm.errors import ContextOverflowError, DoesNotFitError
 from localllm.frontend.keeping import look_up
 from localllm.history import History, history_file
 from localllm.tui.app import ChatApp
-from localllm.tui.key_names import DEFAULTS
-from localllm.tui.key_scopes import rooms
+from localllm.tui.key_scopes import key_scopes
+from localllm.tui.keys import DEFAULTS
 from localllm.tui.screens.dialogs import CodeDialog
 from localllm.tui.screens.help import HelpScreen
 from localllm.tui.widgets.message_view import Thought
@@ -466,7 +465,7 @@ async def test_hints_name_the_users_own_keys() -> None:
 
 
 def test_the_keys_that_hints_name_are_those_of_their_bindings() -> None:
-    bindings = [binding for room in rooms().values() for binding in room.BINDINGS if isinstance(binding, Binding)]
+    bindings = [binding for scope in key_scopes().values() for binding in scope]
     bound = {binding.id: binding.key for binding in bindings}
     assert {name: bound[name] for name in DEFAULTS} == DEFAULTS
 

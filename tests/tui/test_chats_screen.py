@@ -444,7 +444,7 @@ async def test_while_an_answer_is_written_no_other_chat_is_opened() -> None:
         await until(pilot, lambda: "an answer is being written" in shown(app))
         await pilot.press("n")
         assert isinstance(app.screen, ChatsScreen)
-        app.worker.answering.stop()
+        app.worker.answers.stop()
 
 
 async def test_the_mouse_chooses_opens_and_presses_keys() -> None:

@@ -79,7 +79,7 @@ async def test_of_a_private_chat_no_draft_is_kept(monkeypatch: pytest.MonkeyPatc
         app.chat.composer.write("half a sentence")
         end = time.monotonic() + 0.3
         await until(pilot, lambda: time.monotonic() > end)
-        app.keep_draft()
+        app.save_draft()
         assert not drafts._path().exists()
 
 

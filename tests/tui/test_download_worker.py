@@ -26,20 +26,22 @@ SETTINGS = ResolvedSettings()
 
 
 class Told:
-    """What the transfers post, in order."""
+    """What the downloads post, in order."""
 
     def __init__(self) -> None:
         self.messages: queue.Queue[Message] = queue.Queue()
-        self.downloads = DownloadWorker(self.messages.put)
+        self.downloads = DownloadWorker(
+            self.messages.put, lambda run: threading.Thread(target=run, daemon=True).start()
+        )
 
     def until(self, state: State, least_bytes: int = 0) -> Download:
         while True:
             message = self.messages.get(timeout=PATIENCE_S)
             assert isinstance(message, DownloadChanged)
-            transfer = message.transfer
-            if transfer.state == state and transfer.step.done >= least_bytes:
-                return transfer
-            assert state == "failed" or transfer.error is None, transfer.error
+            download = message.download
+            if download.state == state and download.step.done >= least_bytes:
+                return download
+            assert state == "failed" or download.error is None, download.error
 
 
 @pytest.fixture
@@ -65,9 +67,9 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 
 def test_a_paused_pull_goes_on_at_the_byte_where_it_stopped(told: Told, fake: FakeHub, tmp_path: Path) -> None:
     told.downloads.pull(REPO, SETTINGS)
-    transfer = told.until("running", least_bytes=PIECE)
-    assert transfer.rate_bytes_s > 0 and transfer.left_s is not None and transfer.step.file == "model.safetensors"
-    told.downloads.pause(transfer)
+    download = told.until("running", least_bytes=PIECE)
+    assert download.rate_bytes_s > 0 and download.left_s is not None and download.step.file == "model.safetensors"
+    told.downloads.pause(download)
     told.until("paused")
     fake.seconds_per_chunk = 0.0
     (paused,) = told.downloads.all
@@ -92,7 +94,7 @@ def test_closing_waits_until_what_runs_has_stopped(told: Told, fake: FakeHub) ->
     told.downloads.pull(REPO, SETTINGS)
     told.until("running", least_bytes=1)
     told.downloads.close(5.0)
-    assert [transfer.state for transfer in told.downloads.all] == ["paused"]
+    assert [download.state for download in told.downloads.all] == ["paused"]
 
 
 def test_what_is_already_on_its_way_is_not_begun_twice(told: Told, fake: FakeHub) -> None:
@@ -118,7 +120,7 @@ def test_a_conversion_that_was_stopped_goes_on_and_is_whole(
     told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "cache"))
-    hear, stopped = download_worker._Run._hear, threading.Event()
+    hear, stopped = download_worker._Run._progress, threading.Event()
 
     def held(run: download_worker._Run, step: download_worker.DownloadStep) -> None:
         hear(run, step)
@@ -126,12 +128,12 @@ def test_a_conversion_that_was_stopped_goes_on_and_is_whole(
             stopped.wait(PATIENCE_S)  # without which the conversion may end before it can be stopped
 
     monkeypatch.setattr(download_worker, "_PAUSE_S", 0.0)
-    monkeypatch.setattr(download_worker._Run, "_hear", held)
+    monkeypatch.setattr(download_worker._Run, "_progress", held)
     told.downloads.pack("tiny", "int8", SETTINGS)
     told.downloads.pause(told.until("running", least_bytes=1))
     stopped.set()
     paused = told.until("paused")
     assert packed_recipes(hub.locate("tiny")) == []
     told.downloads.resume(paused)
-    assert "tiny is packed: int8" in told.until("ended").told
+    assert "tiny is packed: int8" in told.until("ended").result
     assert packed_recipes(hub.locate("tiny")) == ["int8"]

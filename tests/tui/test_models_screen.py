@@ -200,7 +200,7 @@ async def test_nothing_is_measured_and_no_other_model_chosen_while_an_answer_is_
         await pilot.press("enter")
         await until(pilot, lambda: "an answer is being written" in shown(app))
         assert isinstance(app.screen, ModelsScreen) and not measured.is_set()
-        app.worker.answering.stop()
+        app.worker.answers.stop()
         await until(pilot, measured.is_set)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from localllm.frontend.keeping import Keeper, look_up
 from localllm.frontend.selection import Selection
 from localllm.history import History, history_file
 from localllm.tui import history_worker, messages
-from localllm.tui.key_names import KeyNames
+from localllm.tui.keys import KeyNames
 from localllm.tui.screens import chats, models
 from localllm.tui.screens.dialogs import LineDialog
 from tests.history_support import said
@@ -302,7 +301,7 @@ async def test_a_model_that_is_closed_as_soon_as_it_is_loaded_is_nobodys(monkeyp
     monkeypatch.setattr(service, "wait_loaded", lambda timeout_s=None: None)  # as of one that was closed meanwhile
     app = chat_app(service)
     async with running(app) as pilot:  # fails where a thread ends with an exception
-        await until(pilot, lambda: not [each for each in threading.enumerate() if each.name == "loading"])
+        await until(pilot, lambda: not [each for each in app.workers if "wait" in each.name])
         assert app.chat.status.facts is None and app.failure is None
 
 
@@ -396,8 +395,8 @@ async def test_a_name_that_is_none_gets_an_ending_too(name: str) -> None:
 
 def test_what_came_of_a_chat_is_told_where_its_list_was_left(tmp_path: Path) -> None:
     path = tmp_path / "a.md"
-    assert chats._as_told(history_worker.ChatExported(path), KeyNames()) == messages.Noted(f"wrote {path}")
-    refused = chats._as_told(history_worker.ExportRefused(None, path), KeyNames())  # type: ignore[arg-type]
+    assert chats._as_note(history_worker.ChatExported(path), KeyNames()) == messages.Noted(f"wrote {path}")
+    refused = chats._as_note(history_worker.ExportRefused(None, path), KeyNames())  # type: ignore[arg-type]
     assert isinstance(refused, messages.JobFailed) and "a-2.md" in refused.error.fix
 
 

@@ -22,7 +22,7 @@ from localllm.offload.search import Search
 from localllm.quant.recipe import RECIPES
 from localllm.tui.app import ChatApp
 from localllm.tui.model_loader import serve
-from localllm.tui.plan_worker import AS_IT_RUNS, PlanBounds, PlanWish
+from localllm.tui.plan_worker import AS_IT_RUNS, BoundsFound, PlanWish, PlanWorker
 from localllm.tui.screens.plan import PlanScreen
 from localllm.tui.widgets.key_bar import KeyBar
 from tests.patience import PATIENCE_S
@@ -57,7 +57,7 @@ def model_shape(name: str, kv: str) -> ModelShape:
 
 
 @dataclass
-class FakePlanning:
+class FakePlanner(PlanWorker):
     """A machine that has 2 GiB of memory free, and rates that are known. gate: nothing is planned before it is set."""
 
     name: str = "the model"
@@ -74,12 +74,12 @@ class FakePlanning:
         self.gate.set()
         self.advice_gate.set()
 
-    def bounds(self) -> PlanBounds:
-        return PlanBounds(longest_ctx=20_000, ram_bytes=3 * GIB, vram_bytes=self.vram_bytes)
+    def bounds(self) -> BoundsFound:
+        return BoundsFound(longest_ctx=20_000, ram_bytes=3 * GIB, vram_bytes=self.vram_bytes)
 
-    def considered(self, wish: PlanWish, say: Callable[[str], None]) -> Considered:
+    def considered(self, wish: PlanWish, before_measurement: Callable[[str], None]) -> Considered:
         if self.measures:
-            say(self.measures)
+            before_measurement(self.measures)
         self.wishes.append(wish)
         assert self.gate.wait(PATIENCE_S)
         if self.error is not None and wish != AS_IT_RUNS:
@@ -92,10 +92,6 @@ class FakePlanning:
 
     def why_wait(self, *, measures: bool) -> str:
         return self.reason if measures else ""
-
-    def told(self, wish: PlanWish, error: Exception) -> LocalLLMError:
-        assert isinstance(error, LocalLLMError), error
-        return error
 
     def _planned(self, wish: PlanWish) -> Planned:
         shape = model_shape(self.name, wish.changes.get("kv", "auto"))
@@ -124,10 +120,11 @@ def _band(amount: float) -> Prediction:
     return Prediction(amount / 1.25, amount, amount * 1.25)
 
 
-async def opened(app: ChatApp, pilot: object, fake: FakePlanning) -> PlanScreen:
+async def opened(app: ChatApp, pilot: object, fake: FakePlanner) -> PlanScreen:
     """The screen on a machine that is known, with its first plan."""
     await until(pilot, lambda: app.worker.selection is not None and not app.worker.is_loading)  # type: ignore[arg-type]
     assert app.worker.selection is not None
+    PlanWorker.__init__(fake, app.worker, app.worker.selection)
     screen = PlanScreen(app.worker, app.worker.selection, fake)
     app.push_screen(screen)
     if fake.gate.is_set() and not fake.reason:
@@ -144,7 +141,7 @@ async def settled(pilot: object, screen: PlanScreen) -> Plan | None:
 
 
 async def test_the_plan_of_the_running_model_is_a_picture_with_its_figures() -> None:
-    app, fake = chat_app(), FakePlanning(advice=("--ctx 1024: a shorter context",))
+    app, fake = chat_app(), FakePlanner(advice=("--ctx 1024: a shorter context",))
     async with running(app, (128, 45)) as pilot:
         screen = await opened(app, pilot, fake)
         plan = await settled(pilot, screen)
@@ -169,7 +166,7 @@ async def test_the_plan_of_the_running_model_is_a_picture_with_its_figures() -> 
 
 
 async def test_the_plan_is_there_before_its_advice() -> None:
-    app, fake = chat_app(), FakePlanning(advice=("--ram 3GiB: more",))
+    app, fake = chat_app(), FakePlanner(advice=("--ram 3GiB: more",))
     fake.advice_gate.clear()
     async with running(app, (150, 45)) as pilot:
         await opened(app, pilot, fake)
@@ -180,7 +177,7 @@ async def test_the_plan_is_there_before_its_advice() -> None:
 
 async def test_a_slider_shows_what_would_change_before_anything_is_applied() -> None:
     service = FakeService()
-    app, fake = chat_app(service), FakePlanning()
+    app, fake = chat_app(service), FakePlanner()
     async with running(app, (128, 45)) as pilot:
         screen = await opened(app, pilot, fake)
         await pilot.press("down", "down", "down", *["left"] * 5)
@@ -200,7 +197,7 @@ async def test_a_slider_shows_what_would_change_before_anything_is_applied() -> 
 
 
 async def test_of_quick_changes_the_first_and_the_last_alone_are_planned() -> None:
-    app, fake = chat_app(), FakePlanning()
+    app, fake = chat_app(), FakePlanner()
     async with running(app) as pilot:
         screen = await opened(app, pilot, fake)
         fake.gate.clear()
@@ -215,7 +212,7 @@ async def test_of_quick_changes_the_first_and_the_last_alone_are_planned() -> No
 
 async def test_enter_loads_the_model_with_the_settings_and_the_conversation_stays() -> None:
     service = FakeService(["Hello."])
-    app, fake = chat_app(service), FakePlanning()
+    app, fake = chat_app(service), FakePlanner()
     async with running(app) as pilot:
         await say(pilot, "Hi")
         screen = await opened(app, pilot, fake)
@@ -233,7 +230,7 @@ async def test_enter_loads_the_model_with_the_settings_and_the_conversation_stay
 
 async def test_a_setting_is_given_back_to_the_plan_where_one_was_set() -> None:
     service = FakeService()
-    app, fake = chat_app(service, ctx=3000), FakePlanning()
+    app, fake = chat_app(service, ctx=3000), FakePlanner()
     async with running(app) as pilot:
         screen = await opened(app, pilot, fake)
         assert screen.sliders["ctx"].value == 3000
@@ -246,7 +243,7 @@ async def test_a_setting_is_given_back_to_the_plan_where_one_was_set() -> None:
 
 async def test_r_goes_back_to_what_runs_now_and_enter_has_nothing_to_do_then() -> None:
     service = FakeService()
-    app, fake = chat_app(service), FakePlanning()
+    app, fake = chat_app(service), FakePlanner()
     async with running(app) as pilot:
         screen = await opened(app, pilot, fake)
         await pilot.press("end", "down", "end")
@@ -263,7 +260,7 @@ async def test_r_goes_back_to_what_runs_now_and_enter_has_nothing_to_do_then() -
 @pytest.mark.parametrize("key", ["escape", "f2"])
 async def test_leaving_changes_nothing(key: str) -> None:
     service = FakeService()
-    app, fake = chat_app(service), FakePlanning()
+    app, fake = chat_app(service), FakePlanner()
     async with running(app) as pilot:
         screen = await opened(app, pilot, fake)
         await pilot.press("right")
@@ -275,7 +272,7 @@ async def test_leaving_changes_nothing(key: str) -> None:
 
 async def test_where_nothing_fits_the_refusal_is_shown_and_nothing_is_applied() -> None:
     service = FakeService()
-    app, fake = chat_app(service), FakePlanning(advice=("localllm plan tiny: fits into this memory",))
+    app, fake = chat_app(service), FakePlanner(advice=("localllm plan tiny: fits into this memory",))
     async with running(app) as pilot:
         screen = await opened(app, pilot, fake)
         await pilot.press("down", "down", "down", "home")
@@ -291,7 +288,7 @@ async def test_where_nothing_fits_the_refusal_is_shown_and_nothing_is_applied() 
 
 async def test_a_wish_that_cannot_be_honoured_is_a_notice_and_another_wish_closes_it() -> None:
     service = FakeService()
-    app, fake = chat_app(service), FakePlanning(error=UsageError("no [b]such[/b] thing", why="so", fix="--ctx 1"))
+    app, fake = chat_app(service), FakePlanner(error=UsageError("no [b]such[/b] thing", why="so", fix="--ctx 1"))
     async with running(app) as pilot:
         screen = await opened(app, pilot, fake)
         await pilot.press("right")
@@ -308,7 +305,7 @@ async def test_a_wish_that_cannot_be_honoured_is_a_notice_and_another_wish_close
 
 async def test_everything_can_be_done_with_the_mouse() -> None:
     service = FakeService()
-    app, fake = chat_app(service), FakePlanning()
+    app, fake = chat_app(service), FakePlanner()
     async with running(app) as pilot:
         screen = await opened(app, pilot, fake)
         context, kv, row = screen.sliders["ctx"], screen.sliders["kv"], screen.query_one(KeyBar)
@@ -335,7 +332,7 @@ async def test_everything_can_be_done_with_the_mouse() -> None:
 
 @pytest.mark.parametrize("vram_bytes", [None, 24 * GIB])
 async def test_a_cap_on_the_memory_of_a_gpu_is_offered_where_there_is_one(vram_bytes: int | None) -> None:
-    app, fake = chat_app(), FakePlanning(vram_bytes=vram_bytes)
+    app, fake = chat_app(), FakePlanner(vram_bytes=vram_bytes)
     async with running(app) as pilot:
         screen = await opened(app, pilot, fake)
         assert ("vram" in screen.sliders) == (vram_bytes is not None)
@@ -346,7 +343,7 @@ async def test_a_cap_on_the_memory_of_a_gpu_is_offered_where_there_is_one(vram_b
 
 async def test_the_goal_changes_the_picture_but_nothing_that_a_chat_could_be_loaded_with() -> None:
     service = FakeService()
-    app, fake = chat_app(service), FakePlanning()
+    app, fake = chat_app(service), FakePlanner()
     async with running(app) as pilot:
         screen = await opened(app, pilot, fake)
         await pilot.press("up", "right")
@@ -359,7 +356,7 @@ async def test_the_goal_changes_the_picture_but_nothing_that_a_chat_could_be_loa
 
 
 async def test_a_measurement_is_told_and_waits_for_what_would_disturb_it() -> None:
-    app, fake = chat_app(), FakePlanning(measures="measuring the memory", reason="the answer to end")
+    app, fake = chat_app(), FakePlanner(measures="measuring the memory", reason="the answer to end")
     async with running(app) as pilot:
         screen = await opened(app, pilot, fake)
         await until(pilot, lambda: "waiting for the answer to end" in shown(app))
@@ -374,21 +371,21 @@ async def test_a_measurement_is_told_and_waits_for_what_would_disturb_it() -> No
 
 async def test_nothing_is_applied_while_an_answer_is_written() -> None:
     service = FakeService(["word " * 2000], pause_s=0.01)
-    app, fake = chat_app(service), FakePlanning()
+    app, fake = chat_app(service), FakePlanner()
     async with running(app) as pilot:
         screen = await opened(app, pilot, fake)
         app.worker.do(lambda: app.worker.say("Go on"))
-        await until(pilot, lambda: app.worker.answering.is_under_way)
+        await until(pilot, lambda: app.worker.answers.is_under_way)
         await pilot.press("right", "enter")
         await until(pilot, lambda: "an answer is being written" in shown(app))
         assert app.screen is screen
-        app.worker.answering.stop()
+        app.worker.answers.stop()
     assert service.loads == ["tiny"]
 
 
 async def test_nothing_is_applied_to_a_model_whose_plan_is_not_shown() -> None:
     service = FakeService()
-    app, fake = chat_app(service), FakePlanning()
+    app, fake = chat_app(service), FakePlanner()
     async with running(app) as pilot:
         screen = await opened(app, pilot, fake)
         app.worker.do(lambda: app.worker.use(None, {"ctx": 1000}))
@@ -401,7 +398,7 @@ async def test_nothing_is_applied_to_a_model_whose_plan_is_not_shown() -> None:
 
 @pytest.mark.parametrize("theme", ["textual-dark", "textual-light"])
 async def test_a_small_screen_shows_the_sliders_and_the_prediction_and_scrolls_the_picture(theme: str) -> None:
-    app, fake = chat_app(theme=theme), FakePlanning(name="[bold]a\x1b[31m name")
+    app, fake = chat_app(theme=theme), FakePlanner(name="[bold]a\x1b[31m name")
     async with running(app, (80, 24)) as pilot:
         screen = await opened(app, pilot, fake)
         picture = shown(app)
@@ -414,7 +411,7 @@ async def test_a_small_screen_shows_the_sliders_and_the_prediction_and_scrolls_t
 
 
 async def test_leaving_does_not_wait_for_a_measurement() -> None:
-    app, fake = chat_app(), FakePlanning()
+    app, fake = chat_app(), FakePlanner()
     fake.gate.clear()
     async with running(app) as pilot:
         await opened(app, pilot, fake)
@@ -468,7 +465,7 @@ def test_a_plan_says_nothing_of_advice_until_it_is_asked_for() -> None:
         asked.append(1)
         return ["--ctx 1024"]
 
-    planned = FakePlanning()._planned(AS_IT_RUNS)
+    planned = FakePlanner()._planned(AS_IT_RUNS)
     found = Considered(planned, advise)
     assert found.planned.advice == [] and not asked
     assert found.advised() == replace(planned, advice=["--ctx 1024"])

@@ -12,7 +12,7 @@ from localllm.engine.events import FinishedEvent, Timings, TokenEvent, Usage
 from localllm.engine.service import RequestStream
 from localllm.frontend.answer import Answer
 from localllm.tui import stream_throttle
-from localllm.tui.stream_throttle import StreamThrottle, follow
+from localllm.tui.stream_throttle import StreamThrottle
 from tests.patience import PATIENCE_S
 from tests.tui.support import FakeService, chat_app, running, until
 
@@ -23,26 +23,28 @@ def test_an_answer_is_drawn_as_often_as_a_fifth_of_a_core_allows(
 ) -> None:
     spent_s = 5.0
     monkeypatch.setattr(stream_throttle.time, "thread_time", lambda: spent_s)
-    pace = StreamThrottle()
-    pace.heard()
+    throttle = StreamThrottle()
+    throttle.drawn()
     spent_s += cost_s
-    pace.heard()
-    assert pace.interval_s == pytest.approx(interval_s)
-    pace.begin()  # what has been drawn since, of the prompt's progress too, was not the answer
+    throttle.drawn()
+    assert throttle.interval_s == pytest.approx(interval_s)
+    throttle.begin()  # what has been drawn since, of the prompt's progress too, was not the answer
     spent_s += cost_s
-    pace.heard()
-    assert pace.interval_s == pytest.approx(0.07)
+    throttle.drawn()
+    assert throttle.interval_s == pytest.approx(0.07)
 
 
 def test_the_end_of_an_answer_is_not_waited_for_as_its_words_are() -> None:
-    stream, pace = RequestStream(0, lambda _: None), StreamThrottle()
-    pace.interval_s = PATIENCE_S
+    stream, throttle = RequestStream(0, lambda _: None), StreamThrottle()
+    throttle.interval_s = PATIENCE_S
     end = FinishedEvent(0, "stop", Usage(1, 0, 2), Timings())
     stream.events.put(TokenEvent(0, 1, "one"))
     threading.Timer(0.1, lambda: stream.events.put(TokenEvent(0, 2, "two"))).start()
     threading.Timer(0.2, lambda: stream.events.put(end)).start()
     answer, began = Answer(1), time.monotonic()
-    follow(stream, answer, lambda _: None, lambda _: True, pace)
+    for batch in throttle.batches(stream):
+        for event in batch:
+            answer.take(event)
     assert answer.text == "onetwo" and answer.finished is end and time.monotonic() - began < PATIENCE_S
 
 

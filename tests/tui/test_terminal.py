@@ -174,7 +174,6 @@ async def test_what_is_pressed_while_the_program_ends_is_left_alone(monkeypatch:
 
     async def close_and_press(app: ChatApp) -> None:
         await closed(app)
-        app.post_message(app.Round(0))  # behind a key that was on its way
         await press_at_once(app, "a", "enter")
         app.post_message(events.Paste("b"))
         app.post_message(events.MouseMove(None, 1, 1, 0, 0, 0, False, False, False))
@@ -220,11 +219,12 @@ async def test_what_is_typed_before_the_conversation_has_begun_stands_behind_wha
 
 @pytest.mark.usefixtures("home")
 async def test_what_is_asked_before_the_conversation_has_begun_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = ChatApp._begin
     monkeypatch.setattr(ChatApp, "_begin", lambda _: None)
     app = chat_app(FakeService(["A"]))
     async with running(app) as pilot:
         await send(pilot, "early")
         await pilot.pause(0.2)
-        app.worker.begin_with(app._start.selection, None, None)
+        begin(app)
         await until(pilot, lambda: texts(app) == [("user", "early"), ("assistant", "A")])
         assert app.chat.notice.error is None

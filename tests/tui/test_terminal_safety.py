@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from rich.segment import Segment
 
+from localllm.engine.facts import EngineFacts
 from localllm.errors import LocalLLMError
 from localllm.frontend.text import one_line, visible
 from localllm.tui import markdown_render, messages
 from localllm.tui.app import ChatApp
-from localllm.tui.messages import ModelFacts
 from tests.tui.support import FakeService, chat_app, running, say, shown, until
 
 pytestmark = pytest.mark.usefixtures("home")
@@ -84,7 +84,7 @@ async def test_an_answer_a_question_a_title_an_error_and_a_name_are_shown_as_the
             app.chat.post_message(messages.JobFailed(LocalLLMError(text, why=text, fix=text)))
             app.chat.post_message(messages.Noted(text))
             app.chat.post_message(messages.ModelLoading(text, 1, 2))
-            app.chat.post_message(messages.ModelReady(ModelFacts(text, "int4", "int8", 10)))
+            app.chat.post_message(messages.ModelReady(text, EngineFacts(10, "int4", "int8")))
             await until(pilot, lambda: app.chat.notice.error is not None)
             assert_intact(app)
             await pilot.press("escape")
@@ -108,7 +108,7 @@ async def test_515_naughty_strings_leave_the_screen_intact(shared_data: Callable
                 await view.hear(f"{text}\n\n")
             await view.end()
             name, what = strings[begin], strings[-begin]
-            app.chat.post_message(messages.ModelReady(ModelFacts(name, what, "int8", 10)))
+            app.chat.post_message(messages.ModelReady(name, EngineFacts(10, what, "int8")))
             app.chat.notice.tell(LocalLLMError(what, why=name, fix=what))
             await pilot.pause()
             assert_intact(app)

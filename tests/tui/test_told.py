@@ -19,7 +19,7 @@ LONG = "word " * 400
 async def stopped(pilot, app) -> None:  # type: ignore[no-untyped-def]
     """A question whose answer is stopped in its midst."""
     await send(pilot, "Go on")
-    await until(pilot, lambda: app.chat.is_answering and len(app.chat.transcript.live.text) > 20)
+    await until(pilot, lambda: app.chat.transcript.live is not None and len(app.chat.transcript.live.text) > 20)
     await pilot.press("escape")
     await until(pilot, lambda: not app.chat.is_answering and "stopped: F6 goes on" in shown(app))
 

@@ -1,28 +1,31 @@
-"""The conversation: what was said, what is being said, and where the next message is written."""
+"""The conversation: its messages, the answer that streams, and the composer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
-from textual import on, work
+from textual import getters, on, work
 from textual.app import ComposeResult, SuspendNotSupported
 from textual.binding import Binding
 from textual.content import Content
 from textual.screen import Screen
 from textual.widgets import Footer, Static, TextArea
 
-from localllm.errors import LocalLLMError
+from localllm.errors import LocalLLMError, UsageError
 from localllm.frontend import slash
 from localllm.frontend.answer import statistics
+from localllm.frontend.context import usage_lines
 from localllm.frontend.text import one_line, printable, visible
 from localllm.frontend.thinking import kept_apart
 from localllm.history import content_of
 from localllm.tui import messages
+from localllm.tui.chat_worker import ChatWorker
 from localllm.tui.commands import COMMANDS
 from localllm.tui.drafts import edited
-from localllm.tui.markdown_render import code_blocks
-from localllm.tui.screens.slash_commands import SlashCommands
+from localllm.tui.job_queue import Job
+from localllm.tui.markdown_render import CodeBlock, code_blocks
 from localllm.tui.widgets.composer import Composer
 from localllm.tui.widgets.composer_panel import ComposerPanel
 from localllm.tui.widgets.message_view import MessageView, Thought
@@ -30,13 +33,24 @@ from localllm.tui.widgets.notice import Activity, Notice
 from localllm.tui.widgets.status import AnswerRun, Status
 from localllm.tui.widgets.transcript import Transcript
 
-if TYPE_CHECKING:
-    from localllm.tui.app import ChatApp
-    from localllm.tui.chat_worker import ChatWorker
-    from localllm.tui.job_queue import Job
-
 _LEAVE_S = 3.0  # in which a second Ctrl-C leaves
 _QUIET: Any = {"show": False, "priority": True}  # before the composer, and not among the keys at the bottom
+
+
+class Shell(Protocol):
+    """The parts of the program that the chat uses. unsent: the text in the composer, set by the chat."""
+
+    unsent: str
+    away: Callable[[], AbstractContextManager[None]]
+
+    @property
+    def time(self) -> float: ...
+    def leave(self) -> None: ...
+    def choose_theme(self, name: str) -> None: ...
+    def action_help(self) -> None: ...
+    def action_models(self) -> None: ...
+    def action_chats(self) -> None: ...
+    def action_plan(self) -> None: ...
 
 
 class ChatScreen(Screen[None]):
@@ -70,10 +84,17 @@ class ChatScreen(Screen[None]):
     ]
     AUTO_FOCUS = "Composer"
 
-    def __init__(self, worker: ChatWorker, draft: str, *, shows_statistics: bool = False) -> None:
-        """draft: what stands in the composer before the first key can come."""
+    transcript = getters.query_one(Transcript)
+    panel = getters.query_one(ComposerPanel)
+    notice = getters.query_one(Notice)
+    activity = getters.query_one(Activity)
+    status = getters.query_one(Status)
+
+    def __init__(self, worker: ChatWorker, shell: Shell, draft: str, *, shows_statistics: bool = False) -> None:
+        """draft: the composer's first text."""
         super().__init__()
         self.worker = worker
+        self._shell = shell
         self._busy = f"an answer is being written: {worker.key_names['chat.stop']} stops it"
         self._draft = draft
         self._shows_statistics = shows_statistics
@@ -84,7 +105,6 @@ class ChatScreen(Screen[None]):
         self._is_loading = False
         self._interrupted_at = 0.0
         self._session_id: str | None = None
-        self._commands = SlashCommands(self)
 
     def compose(self) -> ComposeResult:
         yield Static("", id="title")
@@ -96,56 +116,33 @@ class ChatScreen(Screen[None]):
         yield Footer(show_command_palette=True, compact=True)
 
     @property
-    def chat_app(self) -> ChatApp:
-        from localllm.tui.app import ChatApp
-
-        assert isinstance(self.app, ChatApp)
-        return self.app
-
-    @property
-    def transcript(self) -> Transcript:
-        return self.query_one(Transcript)
-
-    @property
-    def writing(self) -> ComposerPanel:
-        return self.query_one(ComposerPanel)
-
-    @property
     def composer(self) -> Composer:
-        return self.writing.composer
-
-    @property
-    def notice(self) -> Notice:
-        return self.query_one(Notice)
-
-    @property
-    def status(self) -> Status:
-        return self.query_one(Status)
+        return self.panel.composer
 
     @property
     def num_turns(self) -> int:
-        """Messages of the conversation."""
+        """The number of messages of the conversation."""
         return len(self._turns)
 
     @property
     def is_answering(self) -> bool:
-        """Whether an answer is written, or asked for."""
+        """Whether an answer streams or is requested."""
         return self._is_answering or self._is_asked
 
     @property
     def is_busy(self) -> bool:
-        """Whether a model is loaded or computes."""
+        """Whether a model loads or computes."""
         return self.is_answering or self._is_loading
 
     @property
     def session_id(self) -> str | None:
-        """The kept chat's; None where nothing is kept (yet)."""
+        """The saved chat's; None while nothing is saved."""
         return self._session_id
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         return self.is_answering if action == "stop" else True
 
-    # What the conversation's thread tells
+    # Messages of the conversation's worker
 
     @on(messages.ChatStarted)
     def _on_begun(self, message: messages.ChatStarted) -> None:
@@ -157,20 +154,21 @@ class ChatScreen(Screen[None]):
         self._is_loading = True
         self.status.facts = None
         self.status.model_text = one_line(message.text)
-        self.query_one(Activity).progress(message.text, message.done, message.total)
+        self.activity.progress(message.text, message.done, message.total)
 
     @on(messages.ModelReady)
     def _on_ready(self, message: messages.ModelReady) -> None:
         self._is_loading = False
         if self.status.facts is None:
-            self.query_one(Activity).clear()
+            self.activity.clear()
         self.status.facts = message.facts
-        self.transcript.welcome.model = message.facts.name
+        self.status.model_text = one_line(f"{message.name} {message.facts.weights}")
+        self.transcript.welcome.model = message.name
 
     @on(messages.ModelFailed)
     def _on_model_failed(self, message: messages.ModelFailed) -> None:
         self._is_loading = False
-        self.query_one(Activity).clear()
+        self.activity.clear()
         self.status.model_text = f"no model ({self.worker.key_names['app.models']} chooses one)"
         self.notice.tell(message.error)
 
@@ -181,15 +179,15 @@ class ChatScreen(Screen[None]):
             self.notice.clear()
             self.status.run_now = AnswerRun()
         self._turns, self._thinking = message.turns, message.thinking
-        if self.writing.editing is not None and not any(turn is self.writing.editing for turn in message.turns):
-            self.writing.leave_edit()
+        if self.panel.editing is not None and not any(turn is self.panel.editing for turn in message.turns):
+            self.panel.leave_edit()
         await self.transcript.show(message.turns, message.ending, message.thinking)
         private = "  private: nothing is kept" if message.is_private else ""
         if message.turns and message.session_id is None and not message.is_private:
             private = "  not kept"
         title = message.title or "new conversation"
         self.query_one("#title", Static).update(Content(f"localllm  {visible(one_line(title))}{private}"))
-        self.writing.attach(message.attached)
+        self.panel.attach(message.attached)
 
     @on(messages.QuestionReturned)
     def _on_taken_back(self, message: messages.QuestionReturned) -> None:
@@ -208,9 +206,9 @@ class ChatScreen(Screen[None]):
     async def _on_began(self, message: messages.AnswerStarted) -> None:
         self._is_answering = True
         self.status.run_now = AnswerRun()
-        self.worker.answering.pace.begin()
+        self.worker.answers.throttle.begin()
         view = await self.transcript.begin_answer(is_thinking=message.is_thinking)
-        self.query_one(Activity).progress("reading the prompt")
+        self.activity.progress("reading the prompt")
         if message.said:
             await view.hear(message.said)
         self.refresh_bindings()
@@ -219,12 +217,12 @@ class ChatScreen(Screen[None]):
     def _on_prefilled(self, message: messages.PrefillProgress) -> None:
         if message.done < message.total:
             text = f"reading the prompt: {message.done:,} of {message.total:,} tokens"
-            self.query_one(Activity).progress(text, message.done, message.total)
+            self.activity.progress(text, message.done, message.total)
 
     @on(messages.AnswerDelta)
     async def _on_said(self, message: messages.AnswerDelta) -> None:
-        self.worker.answering.pace.heard()
-        self.query_one(Activity).clear()
+        self.worker.answers.throttle.drawn()
+        self.activity.clear()
         view = self.transcript.live
         if view is not None:
             await view.hear(message.text)
@@ -233,8 +231,8 @@ class ChatScreen(Screen[None]):
     @on(messages.AnswerEnded)
     async def _on_ended(self, message: messages.AnswerEnded) -> None:
         self._is_answering = False
-        self.notice.withdraw(self._busy)  # what was asked before there was a model is settled before it is answered
-        self.query_one(Activity).clear()
+        self.notice.withdraw(self._busy)  # a question that waited for a model is done before it is answered
+        self.activity.clear()
         view = self.transcript.live
         if view is not None and not message.text and message.finished is not None:
             is_blank = message.finished.finish_reason not in ("stop", "length")
@@ -247,9 +245,8 @@ class ChatScreen(Screen[None]):
                 )
         else:
             await view.end()
-            last = self.worker.answering.last
-            if self._shows_statistics and last is not None and last.finished is not None:
-                view.tell(statistics(last))
+            if self._shows_statistics:
+                view.tell(self._statistics())
         if message.finished is not None:
             self.status.run_now = AnswerRun(message.finished.usage.completion_tokens, 0.0, message.finished)
         self.refresh_bindings()
@@ -276,19 +273,19 @@ class ChatScreen(Screen[None]):
 
     @on(ComposerPanel.Finished)
     async def _on_finished(self, event: ComposerPanel.Finished) -> None:
-        if event.text.startswith("/") and self.writing.editing is None:
+        if event.text.startswith("/") and self.panel.editing is None:
             self.take_command(event.text)
         elif self.is_answering:
             self.notice.note(self._busy)
         else:
             self.notice.close_error()
-            question, text = self.writing.take(), event.text.strip()
+            question, text = self.panel.take(), event.text.strip()
             await self.transcript.go_end()
             self._answer(lambda: self.worker.say(text) if question is None else self.worker.edit(question, text))
 
     @on(TextArea.Changed)
     def _on_written(self) -> None:
-        self.chat_app.unsent = self.writing.unsent
+        self._shell.unsent = self.panel.unsent
 
     @on(ComposerPanel.ModeChanged)
     def _on_mode_changed(self) -> None:
@@ -297,7 +294,7 @@ class ChatScreen(Screen[None]):
     @on(Composer.Edit)
     def _on_edit(self) -> None:
         try:
-            with self.app.suspend(), self.chat_app.away():
+            with self.app.suspend(), self._shell.away():
                 try:  # inside: the screen comes back by what stands behind the `with`
                     self.composer.write(edited(self.composer.whole))
                 except LocalLLMError as error:
@@ -308,53 +305,124 @@ class ChatScreen(Screen[None]):
         self.refresh(layout=True)
 
     def take_command(self, line: str) -> None:
-        """Does what a line says that begins with a slash. The arrow up brings a typed one back."""
+        """Run a slash command. The arrow up brings a typed one back."""
         self.notice.clear()
         if self.composer.text.startswith("/"):
             self.composer.put_away()
         try:
             name, rest = slash.split_command(line.strip(), COMMANDS)
-            getattr(self._commands, f"do_{name}")(rest)
+            self._actions[name](rest)
         except LocalLLMError as error:
             self.notice.tell(error)
+
+    @property
+    def _actions(self) -> Mapping[str, Callable[[str], object]]:
+        """What each of `COMMANDS` does, given the text behind it. The actions raise LocalLLMError."""
+        worker, shell, do = self.worker, self._shell, self.worker.do
+        return {
+            "help": lambda _: shell.action_help(),
+            "system": lambda text: do(lambda: worker.system(text)),
+            "regen": lambda _: self.action_regenerate(),
+            "continue": lambda _: self.action_continue(),
+            "edit": lambda _: self.begin_edit(self.num_turns - 1),
+            "undo": lambda _: self.unless_answering(worker.undo),
+            "clear": lambda _: self.action_new(),
+            "fork": lambda _: self.unless_answering(worker.fork),
+            "title": lambda text: do(lambda: worker.rename(text)),
+            "copy": self._copy_command,
+            "code": self._code_command,
+            "file": lambda path: do(lambda: worker.attach(path)),
+            "detach": lambda _: do(worker.detach),
+            "model": lambda name: self.unless_answering(lambda: worker.use(name)) if name else shell.action_models(),
+            "sessions": lambda _: shell.action_chats(),
+            "plan": lambda _: shell.action_plan(),
+            "save": lambda path: do(lambda: worker.save(path or "chat.json")),
+            "export": lambda path: do(lambda: worker.export(path)),
+            "load": lambda path: self.unless_answering(lambda: worker.load(path)),
+            "set": self._set_command,
+            "think": lambda effort: do(lambda: worker.think(effort)),
+            "show": lambda _: do(worker.tell_all),
+            "stats": lambda _: self.notice.note(self._statistics() or "there is no answer yet"),
+            "tokens": lambda _: self.notice.lines(
+                usage_lines(self.status.usage) if self.status.usage is not None else ["there is no model yet"]
+            ),
+            "cache": lambda _: do(lambda: worker.note(worker.answers.why_missed())),
+            "theme": shell.choose_theme,
+            "bye": lambda _: shell.leave(),
+        }
+
+    def _set_command(self, text: str) -> None:
+        key, value = slash.setting(text)
+        self.worker.do(lambda: self.worker.set(key, value) if value else self.worker.tell_settings(key))
+
+    def _copy_command(self, number: str) -> None:
+        if number:
+            self.copy(self._code_block(number, "/copy"), f"code block {number}")
+        elif self.answer_text:
+            self.copy(self.answer_text, "the answer")
+        else:
+            self.notice.note("there is no answer yet")
+
+    def _code_command(self, rest: str) -> None:
+        number, _, path = rest.partition(" ")
+        if not number:
+            self.action_code()
+        elif not path.strip():
+            raise UsageError("/code needs a path", why=f"only {number!r} is behind it", fix="/code 1 example.py")
+        else:
+            self._save_code(self._code_block(number, "/code"), path.strip())
+
+    def _code_block(self, number: str, command: str) -> str:
+        """The code of the last answer's block of this number. Raises UsageError."""
+        blocks = code_blocks(self.answer_text)
+        if not number.isdecimal() or not 1 <= int(number) <= len(blocks):
+            fix = f"{command} 1" if blocks else "/copy"
+            why = f"the last answer has {len(blocks)}"
+            raise UsageError(f"there is no code block {number[:20]!r}", why=why, fix=fix)
+        return blocks[int(number) - 1].code
+
+    def _statistics(self) -> str:
+        """The figures of the last answer; "" where there is none."""
+        last = self.worker.answers.last
+        return statistics(last) if last is not None and last.finished is not None else ""
 
     # Keys
 
     def action_stop(self) -> None:
-        self.worker.answering.stop()
+        self.worker.answers.stop()
 
     def action_close(self) -> None:
-        """Closes what is open, and comes back to the composer."""
-        if not self.writing.close() and not self.notice.close():
+        """Close what is open, and go back to the composer."""
+        if not self.panel.close() and not self.notice.close():
             self.set_focus(self.composer)
 
     def action_interrupt(self) -> None:
-        """Copies what is selected; else stops the answer, else empties the composer, else leaves at the second time."""
+        """Copy the selection; else stop the answer, else empty the composer, else leave at the second press."""
         selected = self.get_selected_text()
         composer = self.composer
         if selected or (composer.has_focus and composer.selected_text):
             self.copy(selected or composer.selected_text, "the selection")
             self.clear_selection()
         elif self.is_answering:
-            self.worker.answering.stop()
-        elif self.writing.editing is not None:
-            self.writing.leave_edit()
+            self.worker.answers.stop()
+        elif self.panel.editing is not None:
+            self.panel.leave_edit()
         elif composer.text:
             composer.put_away()
-        elif self.chat_app.time - self._interrupted_at < _LEAVE_S:
-            self.chat_app.leave()
+        elif self._shell.time - self._interrupted_at < _LEAVE_S:
+            self._shell.leave()
         else:
-            self._interrupted_at = self.chat_app.time
+            self._interrupted_at = self._shell.time
             self.notice.note("Ctrl-C again leaves; so do /bye and Ctrl-D", for_s=_LEAVE_S)
 
     def action_leave(self) -> None:
         if self.composer.text and self.composer.has_focus:
             self.composer.action_delete_right()
         else:
-            self.chat_app.leave()
+            self._shell.leave()
 
     def action_select(self, step: int) -> None:
-        """Focuses the message before or after; behind the last one is the composer."""
+        """Focus the message before or after; behind the last one is the composer."""
         views = self.transcript.views
         at = next((number for number, view in enumerate(views) if view.has_focus), len(views))
         target = at + step
@@ -394,7 +462,7 @@ class ChatScreen(Screen[None]):
         self.pick_code(self.answer_text)
 
     def unless_answering(self, job: Job, do: Callable[[Job], None] | None = None) -> None:
-        """do: as `worker.do`, the default."""
+        """Queue a job by `do` (by default `worker.do`), unless an answer is under way."""
         if self.is_answering:
             self.notice.note(self._busy)
         else:
@@ -402,7 +470,7 @@ class ChatScreen(Screen[None]):
             (do or self.worker.do)(job)
 
     def _answer(self, job: Job) -> None:
-        """Has it done; until it is, nothing else is asked, and esc stops it."""
+        """Queue a job that asks for an answer; until it is done nothing else is asked, and esc stops it."""
         self._is_asked = True
         self.worker.answer(job)
         self.refresh_bindings()
@@ -439,16 +507,16 @@ class ChatScreen(Screen[None]):
         if index < 0 or self.is_answering:
             self.notice.note(self._busy if index >= 0 else "there is no question")
             return
-        self.writing.edit(self._turns[index], content_of(self._turns[index])[0])
+        self.panel.edit(self._turns[index], content_of(self._turns[index])[0])
 
     def copy(self, text: str, what: str) -> None:
-        """To the clipboard, by the terminal (OSC 52); without control characters, which a paste could make obeyed."""
+        """Copy by the terminal (OSC 52), without control characters: a shell might obey them in a paste."""
         self.app.copy_to_clipboard(printable(text))
         self.notice.note(f"copied {what}: {len(text):,} characters")
 
     @property
     def answer_text(self) -> str:
-        """Of the last answer, without what was thought."""
+        """The last answer without its thought."""
         index = next((i for i, turn in reversed([*enumerate(self._turns)]) if turn["role"] == "assistant"), None)
         if index is None:
             return ""
@@ -458,18 +526,15 @@ class ChatScreen(Screen[None]):
     async def pick_code(self, text: str) -> None:
         from localllm.tui.screens.dialogs import CodeDialog
 
-        blocks = code_blocks(text)
+        blocks: list[CodeBlock] = code_blocks(text)
         if not blocks:
             self.notice.note("there is no code block")
-            return
-        picked = await self.app.push_screen_wait(CodeDialog(blocks))
-        if picked is None:
-            return
-        number, path = picked
-        if path is None:
-            self.copy(blocks[number].code, f"code block {number + 1}")
-        else:
-            self.save_code(blocks[number].code, path)
+        elif (picked := await self.app.push_screen_wait(CodeDialog(blocks))) is not None:
+            number, path = picked
+            if path is None:
+                self.copy(blocks[number].code, f"code block {number + 1}")
+            else:
+                self._save_code(blocks[number].code, path)
 
-    def save_code(self, code: str, path: str) -> None:
+    def _save_code(self, code: str, path: str) -> None:
         self.worker.do(lambda: self.worker.save_code(code, path))

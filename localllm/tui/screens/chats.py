@@ -1,4 +1,4 @@
-"""All chats that are kept: to search, read, open, rename, pin, delete and export."""
+"""The saved chats: search, read, open, rename, pin, delete and export."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from textual import events, on, work
+from textual import events, getters, on, work
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Horizontal
@@ -22,7 +22,7 @@ from localllm.frontend.text import one_line
 from localllm.history import GoneError, Session
 from localllm.tui import history_worker, messages
 from localllm.tui.history_worker import HistoryWorker
-from localllm.tui.key_names import KeyNames
+from localllm.tui.keys import KeyNames
 from localllm.tui.screens.dialogs import LineDialog
 from localllm.tui.widgets.chat_list import ChatList
 from localllm.tui.widgets.chat_preview import ChatPreview
@@ -70,12 +70,17 @@ class ChatsScreen(Screen[None]):
     ]
     AUTO_FOCUS = "ChatList"
 
+    chats = getters.query_one(ChatList)
+    notice = getters.query_one(Notice)
+    preview = getters.query_one(ChatPreview)
+    field = getters.query_one(Input)
+
     def __init__(self, chat: ChatScreen, archive: HistoryWorker) -> None:
         super().__init__()
         self._chat = chat
         self._history = archive
         self._query = ""
-        self._is_cut = False  # there is more than is listed
+        self._is_cut = False  # there are more than are listed
         self._leaving: set[str] = set()  # uids of sessions that are being removed
         self._delays: dict[str, Timer] = {}
         self._previewed: tuple[str, int | None] | None = None
@@ -101,23 +106,11 @@ class ChatsScreen(Screen[None]):
         self._title("reading …")
         self._list()
 
-    @property
-    def chats(self) -> ChatList:
-        return self.query_one(ChatList)
-
-    @property
-    def notice(self) -> Notice:
-        return self.query_one(Notice)
-
-    @property
-    def preview(self) -> ChatPreview:
-        return self.query_one(ChatPreview)
-
     def _title(self, text: str) -> None:
         self.query_one("#title", Static).update(Content(f"chats  {text}"))
 
-    def _hear(self, message: Message) -> None:
-        """From the archive's thread. What comes after this screen was left is told on the chat."""
+    def _post_result(self, message: Message) -> None:
+        """Take a result on the history's thread; after this screen was left the chat shows it."""
         worker = self._chat.worker
         if isinstance(message, history_worker.ChatDeleted):
             taken = message.session
@@ -126,13 +119,13 @@ class ChatsScreen(Screen[None]):
             back = message.session
             worker.do(lambda: worker.recall(back.uid))
         if not self.post_message(message):
-            self._chat.post_message(_as_told(message, self._chat.worker.key_names))
+            self._chat.post_message(_as_note(message, self._chat.worker.key_names))
 
     def _list(self) -> None:
-        self._history.find(self._query, self._hear)
+        self._history.find(self._query, self._post_result)
 
     def _after(self, name: str, delay_s: float, action: Callable[[], None]) -> None:
-        """Does it once nothing of that name was asked for during `delay_s`."""
+        """Call `action` once no other of its name has come for `delay_s`."""
         if name in self._delays:
             self._delays[name].stop()
         self._delays[name] = self.set_timer(delay_s, action)
@@ -149,19 +142,19 @@ class ChatsScreen(Screen[None]):
         self._previewed = None
         if not message.is_first:
             self._is_cut = message.is_cut
-            self._tell_count()
+            self._show_count()
 
     def on_descendant_focus(self) -> None:
         if self._query:  # the title names what a key does there
-            self._tell_count()
+            self._show_count()
 
-    def _tell_count(self) -> None:
+    def _show_count(self) -> None:
         count = len(self.chats.rows)
         if self._query:
             chats = len({row.session.uid for row in self.chats.rows})
             places = f"the latest {count:,} places" if self._is_cut else f"{count:,} place{'' if count == 1 else 's'}"
             more = "; more words find fewer" if self._is_cut else ""
-            keys = "  (tab: the list and its keys)" if count and self.query_one(Input).has_focus else ""
+            keys = "  (tab: the list and its keys)" if count and self.field.has_focus else ""
             self._title(f"{places} in {chats:,} chat{'' if chats == 1 else 's'}{more}{keys}")
         else:
             self._title(f"{count:,} kept")
@@ -175,7 +168,7 @@ class ChatsScreen(Screen[None]):
         self._after("search", _SEARCH_S, self._search)
 
     def _search(self) -> None:
-        self._query = self.query_one(Input).value.strip()
+        self._query = self.field.value.strip()
         self._list()
 
     @on(ChatList.Highlighted)
@@ -189,7 +182,7 @@ class ChatsScreen(Screen[None]):
         row = self.chats.row
         if row is not None and self.preview.display and row.key != self._previewed:
             self._previewed = row.key
-            self._history.preview(row, self._hear)
+            self._history.preview(row, self._post_result)
 
     @on(history_worker.ChatPreviewed)
     def _on_previewed(self, message: history_worker.ChatPreviewed) -> None:
@@ -201,13 +194,13 @@ class ChatsScreen(Screen[None]):
         self._after("preview", _PREVIEW_S, self._read)
 
     def on_key(self, event: events.Key) -> None:
-        """The list can be gone through while words are typed."""
-        if self.query_one(Input).has_focus and event.key in ("up", "down", "pageup", "pagedown"):
+        """Move in the list while the field has the focus."""
+        if self.field.has_focus and event.key in ("up", "down", "pageup", "pagedown"):
             event.stop()
             step = -1 if event.key.endswith("up") else 1
             (self.chats.action_page if event.key.startswith("page") else self.chats.action_move)(step)
 
-    # What came of it
+    # Results
 
     @on(messages.JobFailed)
     def _on_failed(self, message: messages.JobFailed) -> None:
@@ -267,7 +260,7 @@ class ChatsScreen(Screen[None]):
         if row.message is None and row.session.id == self._chat.session_id:
             self.dismiss()
         elif self._is_free():
-            self._history.check(row, self._hear)
+            self._history.check(row, self._post_result)
 
     def action_new(self) -> None:
         if self._is_free():
@@ -276,11 +269,11 @@ class ChatsScreen(Screen[None]):
 
     def _is_free(self) -> bool:
         if self._chat.is_answering:
-            self.notice.note(self._chat.worker.answering.busy_text)
+            self.notice.note(self._chat.worker.answers.busy_text)
         return not self._chat.is_answering
 
     def action_search(self) -> None:
-        self.query_one(Input).focus()
+        self.field.focus()
 
     def action_turn(self) -> None:
         self.toggle_class("-turned")
@@ -292,7 +285,7 @@ class ChatsScreen(Screen[None]):
         self._read()
 
     def action_back(self) -> None:
-        field = self.query_one(Input)
+        field = self.field
         if self.has_class("-turned") and self.has_class("-narrow"):
             self.action_turn()
         elif field.value or field.has_focus:
@@ -305,17 +298,17 @@ class ChatsScreen(Screen[None]):
 
     def action_pin(self) -> None:
         if (session := self._session) is not None:
-            self._history.pin(session, not session.is_pinned, self._hear)
+            self._history.pin(session, not session.is_pinned, self._post_result)
 
     def action_delete(self) -> None:
         if (session := self._session) is not None:
             self._leaving.add(session.uid)
             self.chats.drop(session.uid)
-            self._tell_count()
-            self._history.take_out(session, self._hear)
+            self._show_count()
+            self._history.delete(session, self._post_result)
 
     def action_undo(self) -> None:
-        self._history.put_back(self._hear)
+        self._history.restore(self._post_result)
 
     @work
     async def action_rename(self) -> None:
@@ -325,7 +318,7 @@ class ChatsScreen(Screen[None]):
         if title is None:
             return
         title = " ".join(title.split())
-        self._history.rename(session, title, self._hear)
+        self._history.rename(session, title, self._post_result)
         if session.id == self._chat.session_id:  # which would else give it its own again
             self._chat.worker.do(lambda: self._chat.worker.rename(title))
 
@@ -337,7 +330,7 @@ class ChatsScreen(Screen[None]):
         name = f"{proposed_name(row.session.title)}{_ENDINGS[0]}"
         path = await self.app.push_screen_wait(LineDialog("write the chat into", name, hint, endings=_ENDINGS))
         if path is not None:
-            self._history.export(row, Path(path), self._hear)
+            self._history.export(row, Path(path), self._post_result)
 
     @work
     async def _ask_to_overwrite(self, row: history_worker.ChatRow, path: Path) -> None:
@@ -345,15 +338,15 @@ class ChatsScreen(Screen[None]):
         hint = "accept, and what is in it is lost; or another name"
         wanted = await self.app.push_screen_wait(LineDialog(title, str(path), hint, endings=_ENDINGS))
         if wanted is not None:
-            self._history.export(row, Path(wanted), self._hear, overwrites=Path(wanted) == path)
+            self._history.export(row, Path(wanted), self._post_result, overwrites=Path(wanted) == path)
 
     @property
     def _session(self) -> Session | None:
         return self.chats.row.session if self.chats.row is not None else None
 
 
-def _as_told(message: Message, key_names: KeyNames) -> Message:
-    """What came of it, for a screen that has no list."""
+def _as_note(message: Message, key_names: KeyNames) -> Message:
+    """The result for a screen that has no list."""
     match message:
         case history_worker.ChatExported(path=path):
             return messages.Noted(f"wrote {path}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from textual import events, on, work
+from textual import events, getters, on, work
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Container
@@ -87,11 +87,16 @@ class ModelsScreen(Screen[None]):
     ]
     AUTO_FOCUS = "ModelTable"
 
-    def __init__(self, chat: ChatScreen, transfers: DownloadWorker, verdicts: FitWorker) -> None:
+    table = getters.query_one(ModelTable)
+    details = getters.query_one(ModelDetails)
+    notice = getters.query_one(Notice)
+    filter_input = getters.query_one("#filter", Input)
+
+    def __init__(self, chat: ChatScreen, downloads: DownloadWorker, verdicts: FitWorker) -> None:
         super().__init__()
         self._chat = chat
         self._worker = chat.worker
-        self._downloads = transfers
+        self._downloads = downloads
         self._fits = verdicts
         self._rows: list[ModelRow] = []
         self._facts: list[tuple[str, str]] = []
@@ -109,18 +114,6 @@ class ModelsScreen(Screen[None]):
         yield DownloadList()
         yield Notice()
         yield KeyBar()
-
-    @property
-    def table(self) -> ModelTable:
-        return self.query_one(ModelTable)
-
-    @property
-    def notice(self) -> Notice:
-        return self.query_one(Notice)
-
-    @property
-    def filter_input(self) -> Input:
-        return self.query_one("#filter", Input)
 
     def on_mount(self) -> None:
         self.query_one(DownloadList).show(self._downloads.all)
@@ -149,37 +142,37 @@ class ModelsScreen(Screen[None]):
         self._fits.want(self._rows, self._worker.resolved)
         self._describe_highlighted()
 
-    def judged(self, name: str) -> None:
+    def show_fit(self, name: str) -> None:
         """The verdict on a model is there."""
         row = next((row for row in self._rows if row.name == name), None)
         if row is not None:
             self.table.change(self._line(row))
-        if name == self.query_one(ModelDetails).model:
+        if name == self.details.model:
             self._tell_details(name)
 
-    def tell_measuring(self, text: str) -> None:
+    def show_measuring(self, text: str) -> None:
         """text: what of the machine is measured, "" where nothing is."""
         line = self.query_one("#measuring", Static)
         line.update(Content(f"{one_line(text)} …"))
         line.display = bool(text)
 
-    def follow(self, transfer: Download) -> None:
+    def show_download(self, download: Download) -> None:
         """A pull or a conversion has moved on."""
         self.query_one(DownloadList).show(self._downloads.all)
-        row = next((row for row in self._rows if row.name == transfer.name), None)
+        row = next((row for row in self._rows if row.name == download.name), None)
         if row is not None:
             self.table.change(self._line(row))
-        match transfer.state:
+        match download.state:
             case "ended":
-                self.notice.note(transfer.told)
+                self.notice.note(download.result)
                 self._list()
             case "cancelled":
-                self.notice.note(f"{transfer.name}: what is there is kept; d deletes it")
+                self.notice.note(f"{download.name}: what is there is kept; d deletes it")
                 self._list()
             case "paused":
                 self._list()
-            case "failed" if transfer.error is not None:
-                self.notice.tell(transfer.error)
+            case "failed" if download.error is not None:
+                self.notice.tell(download.error)
                 self._list()
 
     @on(messages.Noted)
@@ -261,7 +254,7 @@ class ModelsScreen(Screen[None]):
 
     def _use(self, row: ModelRow) -> None:
         if self._chat.is_answering:
-            self.notice.note(self._worker.answering.busy_text)
+            self.notice.note(self._worker.answers.busy_text)
         elif row.name == self._worker.model_name:
             self.notice.note(f"{row.name} is the model that the chat has")
         else:
@@ -275,8 +268,8 @@ class ModelsScreen(Screen[None]):
         row = self._row
         if row is None:
             return
-        if (transfer := self._downloads.of(row.name)) is not None:
-            self._toggle(transfer)
+        if (download := self._downloads.of(row.name)) is not None:
+            self._toggle(download)
         elif row.is_here:
             self.notice.note(f"{row.name} is on this disk")
         else:
@@ -284,11 +277,11 @@ class ModelsScreen(Screen[None]):
 
     @work
     async def _fetch(self, row: ModelRow) -> None:
-        transfer = self._downloads.of(row.name)
-        if transfer is not None and transfer.is_running:
+        download = self._downloads.of(row.name)
+        if download is not None and download.is_running:
             self.notice.note(f"{row.name} is on its way")
-        elif transfer is not None:
-            self._toggle(transfer)
+        elif download is not None:
+            self._toggle(download)
         elif row.repo is None:
             self.notice.note(f"{row.name} was a folder of yours, which is gone: d deletes what was packed of it")
         elif await self.app.push_screen_wait(ask_to_pull(row, self._fits.of(row, self._worker.resolved))) == "pull":
@@ -302,7 +295,7 @@ class ModelsScreen(Screen[None]):
             return
         if not row.is_here:
             self.notice.note(f"{row.name} is not on this disk: p fetches it")
-        elif any(transfer.kind == "pack" and transfer.is_running for transfer in self._downloads.all):
+        elif any(download.kind == "pack" and download.is_running for download in self._downloads.all):
             self.notice.note("another model is being packed: two would need the memory of both")
         elif (weights := await self.app.push_screen_wait(ask_how_to_pack(row))) is not None:
             self.notice.close()
@@ -311,28 +304,28 @@ class ModelsScreen(Screen[None]):
     def action_cancel(self) -> None:
         """Ends what is done with the model that is highlighted, or the only thing that is done."""
         row = self._row
-        transfer = None if row is None else self._downloads.of(row.name)
-        if transfer is None and len(self._downloads.all) == 1:
-            transfer = self._downloads.all[0]
-        if transfer is not None:
-            self._downloads.cancel(transfer)
+        download = None if row is None else self._downloads.of(row.name)
+        if download is None and len(self._downloads.all) == 1:
+            download = self._downloads.all[0]
+        if download is not None:
+            self._downloads.cancel(download)
         else:
             self.notice.note("nothing is fetched or packed")
 
     @on(DownloadView.Toggled)
     def _on_toggled(self, event: DownloadView.Toggled) -> None:
-        self._toggle(event.transfer)
+        self._toggle(event.download)
 
     @on(DownloadView.Cancelled)
     def _on_cancelled(self, event: DownloadView.Cancelled) -> None:
-        self._downloads.cancel(event.transfer)
+        self._downloads.cancel(event.download)
 
-    def _toggle(self, transfer: Download) -> None:
-        if transfer.is_running:
-            self._downloads.pause(transfer)
+    def _toggle(self, download: Download) -> None:
+        if download.is_running:
+            self._downloads.pause(download)
         else:
             self.notice.close()
-            self._downloads.resume(transfer)
+            self._downloads.resume(download)
 
     # Deleting
 
@@ -340,10 +333,10 @@ class ModelsScreen(Screen[None]):
         row = self._row
         if row is None:
             return
-        transfer = self._downloads.of(row.name)
-        if transfer is not None and transfer.is_running:
+        download = self._downloads.of(row.name)
+        if download is not None and download.is_running:
             self.notice.note(
-                f"{row.name} is being {'fetched' if transfer.kind == 'pull' else 'packed'}: c cancels that"
+                f"{row.name} is being {'fetched' if download.kind == 'pull' else 'packed'}: c cancels that"
             )
         elif row.state == "available":
             self.notice.note(f"nothing of {row.name} is on this disk")
@@ -422,7 +415,7 @@ class ModelsScreen(Screen[None]):
     def _tell_details(self, name: str) -> None:
         line = self.table.line
         verdict = line.verdict if line is not None and line.name == name else None
-        self.query_one(ModelDetails).tell(name, self._facts, verdict)
+        self.details.tell(name, self._facts, verdict)
 
 
 def _is_repository(words: str) -> bool:

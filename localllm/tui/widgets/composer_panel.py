@@ -14,7 +14,7 @@ from textual.widgets.option_list import Option
 
 from localllm.frontend.text import one_line, visible
 from localllm.tui.commands import completions
-from localllm.tui.key_names import KeyNames
+from localllm.tui.keys import KeyNames
 from localllm.tui.messages import Turn
 from localllm.tui.widgets.composer import Composer
 

@@ -25,23 +25,23 @@ class DownloadView(Widget):
     DEFAULT_CSS = """
     DownloadView { height: 2; padding: 0 1; link-style: underline; link-color: $text-accent; }
     """
-    transfer: reactive[Download] = reactive(Download("", "pull"))
+    download: reactive[Download] = reactive(Download("", "pull"))
 
     class Toggled(Message):
         """It is to pause, or to go on."""
 
-        def __init__(self, transfer: Download) -> None:
+        def __init__(self, download: Download) -> None:
             super().__init__()
-            self.transfer = transfer
+            self.download = download
 
     class Cancelled(Message):
-        def __init__(self, transfer: Download) -> None:
+        def __init__(self, download: Download) -> None:
             super().__init__()
-            self.transfer = transfer
+            self.download = download
 
-    def __init__(self, transfer: Download) -> None:
+    def __init__(self, download: Download) -> None:
         super().__init__()
-        self.set_reactive(DownloadView.transfer, transfer)
+        self.set_reactive(DownloadView.download, download)
 
     def render(self) -> Content:
         columns = self.content_size.width
@@ -49,41 +49,41 @@ class DownloadView(Widget):
         return Content("\n").join(lines)
 
     def action_pause(self) -> None:
-        self.post_message(self.Toggled(self.transfer))
+        self.post_message(self.Toggled(self.download))
 
     def action_cancel(self) -> None:
-        self.post_message(self.Cancelled(self.transfer))
+        self.post_message(self.Cancelled(self.download))
 
     def _first(self) -> Iterator[tuple[int, Content]]:
-        transfer, step = self.transfer, self.transfer.step
-        verb = "pull" if transfer.kind == "pull" else f"pack to {transfer.weights}"
-        yield 0, Content(visible(one_line(f"{verb} {transfer.name}"))).stylize("bold")
-        if transfer.state != "running":
-            yield 0, Content.styled(transfer.state, "$text-error" if transfer.state == "failed" else "$text-warning")
-        if transfer.share is not None:
-            yield 2, bar(transfer.share, _BAR)
-            yield 1, Content(f"{transfer.share:4.0%}")
+        download, step = self.download, self.download.step
+        verb = "pull" if download.kind == "pull" else f"pack to {download.weights}"
+        yield 0, Content(visible(one_line(f"{verb} {download.name}"))).stylize("bold")
+        if download.state != "running":
+            yield 0, Content.styled(download.state, "$text-error" if download.state == "failed" else "$text-warning")
+        if download.share is not None:
+            yield 2, bar(download.share, _BAR)
+            yield 1, Content(f"{download.share:4.0%}")
             yield 4, Content(f"{format_bytes(step.done)} of {format_bytes(step.total)}")
-        if transfer.state == "running" and transfer.rate_bytes_s > 0:
-            yield 5, Content(f"{format_bytes(int(transfer.rate_bytes_s))}/s")
-        if (left_s := transfer.left_s) is not None:
+        if download.state == "running" and download.rate_bytes_s > 0:
+            yield 5, Content(f"{format_bytes(int(download.rate_bytes_s))}/s")
+        if (left_s := download.left_s) is not None:
             yield 3, Content(f"{format_seconds(left_s)} left")
 
     def _second(self) -> Iterator[tuple[int, Content]]:
-        transfer, step = self.transfer, self.transfer.step
+        download, step = self.download, self.download.step
         if step.file_total:
             yield 3, Content.styled(f"  {visible(one_line(step.file))}", "$foreground-muted")
             yield 4, bar(step.file_done / step.file_total, _BAR // 2, "$secondary")
             figures = f"{format_bytes(step.file_done)} of {format_bytes(step.file_total)}"
             yield 5, Content.styled(figures, "$foreground-muted")
-        is_new = transfer.state == "running" and not (step.total or step.file)
+        is_new = download.state == "running" and not (step.total or step.file)
         if note := step.note or ("beginning" if is_new else ""):
             indent = "" if step.file_total else "  "
             yield 2, Content.styled(f"{indent}{visible(one_line(note))}", "$foreground-muted")
-        toggle = {"running": "pause", "paused": "resume", "failed": "again"}.get(transfer.state)
+        toggle = {"running": "pause", "paused": "resume", "failed": "again"}.get(download.state)
         if toggle is not None:
             yield 0, Content(toggle).stylize(Style.from_meta({"@click": "pause"}))
-        if transfer.state != "stopping":
+        if download.state != "stopping":
             yield 1, Content("cancel").stylize(Style.from_meta({"@click": "cancel"}))
 
 
@@ -94,12 +94,12 @@ class DownloadList(VerticalScroll, can_focus=False):
     DownloadList { height: auto; max-height: 7; border-top: solid $border-blurred; display: none; }
     """
 
-    def show(self, transfers: Sequence[Download]) -> None:
+    def show(self, downloads: Sequence[Download]) -> None:
         """All that there are."""
         views = list(self.query(DownloadView))
-        for view, transfer in zip(views, transfers, strict=False):
-            view.transfer = transfer
-        for view in views[len(transfers) :]:
+        for view, download in zip(views, downloads, strict=False):
+            view.download = download
+        for view in views[len(downloads) :]:
             view.remove()
-        self.mount(*(DownloadView(transfer) for transfer in transfers[len(views) :]))
-        self.display = bool(transfers)
+        self.mount(*(DownloadView(download) for download in downloads[len(views) :]))
+        self.display = bool(downloads)

@@ -34,7 +34,7 @@ class ModelLine:
 
     row: ModelRow
     verdict: Verdict | None = None
-    transfer: Download | None = None
+    download: Download | None = None
     is_loaded: bool = False
 
     @property
@@ -68,13 +68,13 @@ def _name(line: ModelLine) -> Content:
 
 
 def _state(line: ModelLine) -> Content:
-    transfer = line.transfer
-    if transfer is None:
+    download = line.download
+    if download is None:
         return Content.styled(line.row.state, _STATE_STYLES.get(line.row.state, "$foreground-muted"))
-    share = "" if transfer.share is None else f" {transfer.share:.0%}"
-    if transfer.state == "running":
-        return Content.styled(f"{'pulling' if transfer.kind == 'pull' else 'packing'}{share}", "$text-accent")
-    return Content.styled(f"{transfer.state}{share}", "$text-error" if transfer.state == "failed" else "$text-warning")
+    share = "" if download.share is None else f" {download.share:.0%}"
+    if download.state == "running":
+        return Content.styled(f"{'pulling' if download.kind == 'pull' else 'packing'}{share}", "$text-accent")
+    return Content.styled(f"{download.state}{share}", "$text-error" if download.state == "failed" else "$text-warning")
 
 
 def about_bytes(row: ModelRow) -> int | None:

@@ -13,7 +13,7 @@ from textual.widgets import Static
 
 from localllm.frontend.text import one_line
 from localllm.registry import BUILT_IN
-from localllm.tui.key_names import KeyNames
+from localllm.tui.keys import KeyNames
 from localllm.tui.messages import Turn
 from localllm.tui.widgets.clear import Clear
 from localllm.tui.widgets.message_view import AnswerView, MessageView, QuestionView
