@@ -111,7 +111,7 @@ async def _chat(pilot: Pilot[Any]) -> None:
 async def _error(pilot: Pilot[Any]) -> None:
     await _chat(pilot)
     why = "36.9 GiB are needed, 11.2 GiB of GPU memory and 24 GiB of memory are free"
-    _app(pilot).chat.notice.tell(
+    _app(pilot).chat.notice.show_error(
         DoesNotFitError("llama-3.3-70b does not fit", why=why, fix="localllm plan llama-3.3-70b")
     )
 

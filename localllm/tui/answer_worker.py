@@ -6,29 +6,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from localllm.engine.events import Event, GrownEvent, PrefillEvent, TokenEvent
+from localllm.engine.facts import AnswerStream, Service
 from localllm.errors import EngineGoneError
 from localllm.frontend.answer import Answer, silence
 from localllm.frontend.context import evicted_text, grown_text
 from localllm.frontend.keeping import Resumed
 from localllm.frontend.talk import Asked, Talk
+from localllm.tui import messages
 from localllm.tui.keys import KeyNames
-from localllm.tui.messages import (
-    AnswerDelta,
-    AnswerEnded,
-    AnswerStarted,
-    ModelReady,
-    Noted,
-    Post,
-    PrefillProgress,
-    Turn,
-)
+from localllm.tui.messages import Post, Turn
 from localllm.tui.stream_throttle import StreamThrottle
-
-if TYPE_CHECKING:
-    from localllm.engine.facts import AnswerStream, Service
 
 _CUTS = {"cancelled": "stopped", "length": "cut by its length", "error": "ended by an error"}
 
@@ -106,10 +95,10 @@ class AnswerWorker:
         Raises the error that ended the answer.
         """
         if asked.evicted.turns:
-            self._post(Noted(evicted_text(asked.evicted)))
-        self._post(AnswerStarted(asked.said, asked.is_thinking))
+            self._post(messages.Noted(evicted_text(asked.evicted)))
+        self._post(messages.AnswerStarted(asked.said, asked.is_thinking))
         if asked.note:
-            self._post(Noted(asked.note))
+            self._post(messages.Noted(asked.note))
         begun = [asked.said] if asked.said else []
         answer = Answer(len(asked.request.prompt_ids), asked.request.sampling.seed, begun, thinking=asked.thinking)
 
@@ -133,10 +122,10 @@ class AnswerWorker:
             self._stops.clear()
             self.last = answer
             self.tok_s = None if answer.finished is None else answer.finished.timings.decode_tok_s
-            self._post(AnswerEnded(answer.text, answer.finished, answer.seed))
+            self._post(messages.AnswerEnded(answer.text, answer.finished, answer.seed))
             is_whole = answer.finished is not None and answer.finished.finish_reason == "stop"
             if is_whole and asked.said and answer.text == asked.said:
-                self._post(Noted("nothing was added: to the model the answer is whole"))
+                self._post(messages.Noted("nothing was added: to the model the answer is whole"))
 
     def _follow(self, stream: AnswerStream, answer: Answer, record: Callable[[str], None]) -> None:
         """Collect the answer; each text is recorded before it is posted."""
@@ -151,14 +140,14 @@ class AnswerWorker:
             self._post_progress(events)
             if any(texts):
                 elapsed_s = time.monotonic() - began if began else 0.0
-                self._post(AnswerDelta("".join(texts), len(answer.token_ids), elapsed_s))
+                self._post(messages.AnswerDelta("".join(texts), len(answer.token_ids), elapsed_s))
 
     def _post_progress(self, events: Sequence[Event]) -> None:
         for event in events:
             if isinstance(event, GrownEvent):
-                self._post(Noted(grown_text(event)))
+                self._post(messages.Noted(grown_text(event)))
         if prefilled := [event for event in events if isinstance(event, PrefillEvent)]:
-            self._post(PrefillProgress(prefilled[-1].done, prefilled[-1].total))
+            self._post(messages.PrefillProgress(prefilled[-1].done, prefilled[-1].total))
 
     def report(self, talk: Talk) -> None:
         """Post what the last answer has changed: the place of the blocks, the fullness of the context."""
@@ -167,11 +156,11 @@ class AnswerWorker:
             return
         if finished.ctx is not None:  # blocks may have moved, the context grown
             with suppress(EngineGoneError):
-                self._post(ModelReady(talk.files.name, talk.engine.facts()))
+                self._post(messages.ModelReady(talk.files.name, talk.engine.facts()))
         if (empty := silence(self.last)) is not None:
-            self._post(Noted(empty, "warning"))
+            self._post(messages.Noted(empty, "warning"))
         if (fullness := talk.fullness(finished)) is not None:
-            self._post(Noted(fullness.text, "warning" if fullness.is_full else "information"))
+            self._post(messages.Noted(fullness.text, "warning" if fullness.is_full else "information"))
 
     def why_missed(self) -> str:
         """The cached share of the last prompt, and why it is not larger."""

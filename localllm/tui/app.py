@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from textual import on
 from textual.app import SystemCommand
 from textual.message import Message
 from textual.screen import Screen
@@ -70,9 +68,7 @@ class ChatApp(KeyQueue):
     TITLE = "localllm"
     BINDINGS = [*EVERYWHERE]
     ENABLE_COMMAND_PALETTE = True
-    CSS = """
-    Screen:inline { height: 75vh; min-height: 16; border: none; }
-    """
+    CSS = "Screen:inline { height: 75vh; min-height: 16; border: none; }"
 
     def __init__(
         self, start: Start, serve: Serve = serve, away: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -90,15 +86,10 @@ class ChatApp(KeyQueue):
         names, post = KeyNames(start.keys), self._post_to_chat
         self.worker = ChatWorker(start.resolved, dict(start.extra), serve, post, names, self._start_thread)
         self.chat = ChatScreen(self.worker, self, start.draft, shows_statistics=start.shows_statistics)
-        self.history = HistoryWorker()
+        self.history = HistoryWorker(lambda text: self.call_later(self._warn, text))
         self.downloads = DownloadWorker(self.post_message, self._start_thread)
         self.fits = FitWorker(self, lambda: self.chat.is_busy or self.downloads.is_running)
         self._models_screen: ModelsScreen | None = None
-
-    @property
-    def time(self) -> float:
-        """Seconds, never set back."""
-        return time.monotonic()
 
     def on_mount(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -125,6 +116,10 @@ class ChatApp(KeyQueue):
     def _post_to_chat(self, message: Message) -> None:
         """Post to the chat, whichever screen is shown."""
         self.chat.post_message(message)
+
+    def _warn(self, text: str) -> None:
+        """Show a warning on the present screen, or the chat below a dialog."""
+        getattr(self.screen, "notice", self.chat.notice).note(text, is_warning=True)
 
     def _save_draft_soon(self) -> None:
         """Save the draft, which then survives a kill."""
@@ -167,24 +162,20 @@ class ChatApp(KeyQueue):
         is_there = self.is_running and models is not None and models in self.screen_stack and models.is_mounted
         return models if is_there else None
 
-    @on(FitFound)
-    def _on_fit_found(self, message: FitFound) -> None:
+    def on_fit_found(self, message: FitFound) -> None:
         if (models := self._models) is not None:
             models.show_fit(message.name)
 
-    @on(FitMeasuring)
-    def _on_fit_measuring(self, message: FitMeasuring) -> None:
+    def on_fit_measuring(self, message: FitMeasuring) -> None:
         if (models := self._models) is not None:
             models.show_measuring(message.text)
 
-    @on(messages.BackgroundReported)
-    def _on_background(self, message: messages.BackgroundReported) -> None:
+    def on_background_reported(self, message: messages.BackgroundReported) -> None:
         if self._start.follows_terminal:
             before, self._first_theme = self._first_theme, LIGHT if message.is_light else DARK
             self.theme = self._first_theme if self.theme == before else self.theme
 
-    @on(DownloadChanged)
-    def _on_download(self, message: DownloadChanged) -> None:
+    def on_download_changed(self, message: DownloadChanged) -> None:
         """Show it on the models' screen where that is open; else the chat notes how it ended."""
         download = message.download
         self.downloads.settle(download)
@@ -195,7 +186,7 @@ class ChatApp(KeyQueue):
         elif download.state == "ended":
             self.chat.notice.note(f"{download.result} ({self.worker.key_names['app.models']}: models)")
         elif download.error is not None and download.state == "failed":
-            self.chat.notice.tell(download.error)
+            self.chat.notice.show_error(download.error)
 
     def action_leave(self) -> None:
         self.leave()
@@ -260,7 +251,7 @@ class ChatApp(KeyQueue):
             self.theme = self._first_theme
         else:
             known = ", ".join(sorted(self.available_themes))
-            self.chat.notice.tell(
+            self.chat.notice.show_error(
                 UsageError(f"there is no theme {name[:40]!r}", why=f"known are {known}", fix="/theme")
             )
 

@@ -12,7 +12,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from localllm.config import ResolvedSettings, shown_setting
+from localllm.engine.facts import LoadedEngine, Service
 from localllm.errors import BugError, ContextOverflowError, LocalLLMError, UsageError
+from localllm.frontend.context import ContextUsage
 from localllm.frontend.dialogue import Dialogue
 from localllm.frontend.exporting import export_chat, write_new
 from localllm.frontend.keeping import Keeper, Resumed, keeper_of, look_up
@@ -21,29 +23,15 @@ from localllm.frontend.planning import with_changes
 from localllm.frontend.selection import Selection, locate, told_of, with_defaults
 from localllm.frontend.talk import Asked, Talk, mended_in_chat
 from localllm.frontend.text_file import read_text_file, typed_path
+from localllm.tui import messages
 from localllm.tui.answer_worker import AnswerWorker
 from localllm.tui.history_worker import past_questions
 from localllm.tui.job_queue import Job, JobQueue
 from localllm.tui.keys import KeyNames
-from localllm.tui.messages import (
-    ChatStarted,
-    ConversationChanged,
-    GoTo,
-    JobFailed,
-    ModelFailed,
-    ModelReady,
-    Noted,
-    Post,
-    QuestionReturned,
-    RequestDone,
-    Turn,
-    UsageCounted,
-)
+from localllm.tui.messages import Post, Turn
 from localllm.tui.model_loader import ModelLoader, Serve
 
 if TYPE_CHECKING:
-    from localllm.engine.facts import LoadedEngine, Service
-    from localllm.frontend.context import ContextUsage
     from localllm.offload.plan import Plan
 
 
@@ -57,20 +45,17 @@ class ChatWorker:
         key_names: KeyNames,
         start: Callable[[Job], object],
     ) -> None:
-        """
-        resolved: the settings for models chosen later.
-        extra: sampling parameters that are no settings.
-        start: starts a thread worker.
-        """
+        """resolved: the settings for models chosen later. extra: sampling parameters that are no settings. start:
+        starts a thread worker."""
         self.key_names = key_names
-        self._resolved = resolved
+        self.resolved = resolved
         self._extra = extra
         self._post = post
         self._jobs = JobQueue()
         self._dialogue = Dialogue(resolved, resolved.settings.system)
         self._attached: list[tuple[str, int]] = []
         self._sent_with: tuple[list[tuple[str, int]], list[str]] = [], []  # the files of the last question
-        self._selection: Selection | None = None
+        self.selection: Selection | None = None  # of the conversation, loaded or not
         self._keeper: Keeper | None = None
         self._loader = ModelLoader(serve, post, start)
         self._talk: Talk | None = None
@@ -84,10 +69,10 @@ class ChatWorker:
     # Notes of what saves the conversation (the protocol `Teller`)
 
     def note(self, text: str) -> None:
-        self._post(Noted(text))
+        self._post(messages.Noted(text))
 
     def warn(self, text: str) -> None:
-        self._post(Noted(text, "warning"))
+        self._post(messages.Noted(text, "warning"))
 
     # Requests of the screen; each but `run` returns at once
 
@@ -107,7 +92,7 @@ class ChatWorker:
             try:
                 job()
             finally:
-                self._post(RequestDone())
+                self._post(messages.RequestDone())
 
         self.do(until_done)
 
@@ -122,24 +107,9 @@ class ChatWorker:
     # Read from any thread: true now, and maybe not a moment later
 
     @property
-    def resolved(self) -> ResolvedSettings:
-        """The settings for models chosen later."""
-        return self._resolved
-
-    @property
-    def shows_thoughts(self) -> bool:
-        return self._resolved.settings.show_thoughts
-
-    @property
     def model_name(self) -> str | None:
         """The name by which the loaded or loading model is found from any folder; None without one."""
-        selection = self._selection
-        return selection.model_name if selection is not None and self._loader.service is not None else None
-
-    @property
-    def selection(self) -> Selection | None:
-        """The model of the conversation, loaded or not; None before the first."""
-        return self._selection
+        return None if self.selection is None or self._loader.service is None else self.selection.model_name
 
     @property
     def is_loading(self) -> bool:
@@ -161,7 +131,7 @@ class ChatWorker:
 
     def begin(self, selection: Selection, resumed: Resumed | None, system: str | None) -> None:
         """Begin the first conversation: a new one, or a resumed one."""
-        self._selection = selection
+        self.selection = selection
         self._system = selection.settings.system if system is None else system
         self._dialogue = Dialogue(selection.resolved, self._system)
         if resumed is not None:
@@ -172,10 +142,10 @@ class ChatWorker:
         try:
             self._load(selection)
         except Exception as error:
-            self._post(ModelFailed(self._known_error(error)))
+            self._post(messages.ModelFailed(self._known_error(error)))
         if resumed is not None and self._kept.is_private:
             self.note("private: what is said now is not kept, and the kept chat stays as it is")
-        self._post(ChatStarted(past_questions(), machine_line()))
+        self._post(messages.ChatStarted(past_questions(), machine_line()))
 
     def say(self, text: str) -> None:
         self._ask(text)
@@ -214,8 +184,7 @@ class ChatWorker:
     def undo(self) -> None:
         if self._dialogue.take_back_question():
             self._kept.sync(self._dialogue)
-            self._show()
-            self._count()
+            self._show_and_count()
         else:
             self.note("there is nothing to take back")
 
@@ -225,8 +194,7 @@ class ChatWorker:
         if length is not None and name is not None:
             self._dialogue.cut(length)
             self._kept.sync(self._dialogue)
-        self._show()
-        self._count()
+        self._show_and_count()
         self.note(f"a copy: {name}" if name is not None else "there is nothing to copy: no question stands")
 
     def new(self) -> None:
@@ -236,8 +204,7 @@ class ChatWorker:
         self._attached.clear()
         self._kept.begin_anew()
         self._waits = False
-        self._show()
-        self._count()
+        self._show_and_count()
 
     def open(self, word: str, message: int | None = None, *, is_chosen: bool = False) -> None:
         """Open a saved conversation with the loaded model. message: the number of the one to go to; is_chosen: as in
@@ -254,15 +221,14 @@ class ChatWorker:
         self.answers.resume(resumed)
         if self._talk is not None:
             self._talk = Talk(self._talk.files, self._talk.engine, self._dialogue, self._kept, self._extra)
-        self._show()
-        self._count()
+        self._show_and_count()
         if (before := resumed.session.model) not in (None, self._chosen.model_name):
             self.note(f"this chat was held with {before}: /model {before} goes on with that")
         if self._talk is not None and (too_long := self._talk.too_long()) is not None:
             self.warn(too_long)
         if message is not None:
             self._kept.sync(self._dialogue)  # the branch with it is what the chat shows from now on
-            self._post(GoTo([number for _, number in resumed.turns].index(message), is_chosen))
+            self._post(messages.GoTo([number for _, number in resumed.turns].index(message), is_chosen))
 
     def turn_over(self, turn: Turn) -> None:
         """Show another wording of a question, or another answer, with the messages behind it."""
@@ -287,11 +253,11 @@ class ChatWorker:
 
     def use(self, word: str | None, changes: dict[str, Any] | None = None) -> None:
         """Load another model, or this one with `changes` of its settings, as a file would have them."""
-        resolved = with_changes(self._resolved, changes or {})
+        resolved = with_changes(self.resolved, changes or {})
         word = word if word is not None else self._chosen.model_name
         selection = with_defaults(resolved, locate(resolved, word))
         self._load(selection)  # first: where it cannot be, all stays as it is
-        self._resolved = resolved
+        self.resolved = resolved
         self._dialogue.use(selection.resolved)
         self._kept.use_model(selection.model_name)
         self._is_another = True
@@ -308,7 +274,7 @@ class ChatWorker:
         elif effort:  # whether a model can be had so is known when it is there
             self.set("think", effort)
         else:
-            self.tell_settings("think")
+            self.note_settings("think")
 
     def system(self, text: str) -> None:
         if text:
@@ -346,8 +312,7 @@ class ChatWorker:
         self._kept.begin_anew()
         self._kept.sync(self._dialogue)
         self._waits = False
-        self._show()
-        self._count()
+        self._show_and_count()
 
     def save_code(self, code: str, path: str) -> None:
         """Write a code block into a new file."""
@@ -362,17 +327,17 @@ class ChatWorker:
         export_chat(self._kept.session_id, typed_path(path))
         self.note(f"wrote {path}")
 
-    def tell_settings(self, key: str = "") -> None:
+    def note_settings(self, key: str = "") -> None:
         """Note one setting, or all that can be set. Raises as `Dialogue.settable`."""
         settings, names = self._dialogue.resolved.settings, self._dialogue.settable(key)
         self.note(", ".join(f"{name} {shown_setting(getattr(settings, name))}" for name in names))
 
-    def tell_all(self) -> None:
+    def note_all(self) -> None:
         """Note the model, the system message and the settings, for `/show`."""
         files = self._chosen.files
         self.note(f"model {files.name} in {files.directory}")
         self.note(f"system message: {self._dialogue.system or 'none'}")
-        self.tell_settings()
+        self.note_settings()
 
     # Inside
 
@@ -383,14 +348,14 @@ class ChatWorker:
 
     @property
     def _chosen(self) -> Selection:
-        assert self._selection is not None
-        return self._selection
+        assert self.selection is not None
+        return self.selection
 
     def _try(self, job: Job) -> None:
         try:
             job()
         except Exception as error:
-            self._post(JobFailed(self._known_error(error)))
+            self._post(messages.JobFailed(self._known_error(error)))
 
     def _leave(self) -> None:
         if self._keeper is not None:
@@ -399,8 +364,7 @@ class ChatWorker:
 
     def _known_error(self, error: Exception) -> LocalLLMError:
         """The error as the chat shows it."""
-        files = self._selection.files if self._selection is not None else None
-        known = told_of(error, files, self._dialogue.resolved)
+        known = told_of(error, None if self.selection is None else self.selection.files, self._dialogue.resolved)
         if isinstance(known, BugError):
             return known
         if known.fix.startswith("localllm pull "):
@@ -429,10 +393,14 @@ class ChatWorker:
             self._kept.sync(self._dialogue)
             self._show()
 
+    def _show_and_count(self) -> None:
+        self._show()
+        self._count()
+
     def _show(self) -> None:
         keeper, turns = self._kept, tuple(self._dialogue.turns)
         self._post(
-            ConversationChanged(
+            messages.ConversationChanged(
                 turns,
                 keeper.title or keeper.title_for(self._dialogue),
                 keeper.session_id,
@@ -448,7 +416,7 @@ class ChatWorker:
     def _load(self, selection: Selection) -> None:
         """Begin to load in place of the current model. Raises what can be known at once."""
         self._loader.begin(selection, lambda service, found: self.do(lambda: self._loaded(service, found)))
-        self._selection, self._talk = selection, None
+        self.selection, self._talk = selection, None
         self.answers.forget_model()
 
     def _loaded(self, service: Service, found: LoadedEngine | Exception) -> None:
@@ -461,11 +429,11 @@ class ChatWorker:
         except Exception as error:  # it cannot be loaded, or has no template
             service.close()
             self._loader.service = None
-            self._post(ModelFailed(self._known_error(error)))
+            self._post(messages.ModelFailed(self._known_error(error)))
             return
         self._talk = talk
         name, facts = self._chosen.files.name, talk.engine.facts()
-        self._post(ModelReady(name, facts))
+        self._post(messages.ModelReady(name, facts))
         self._count()
         if self._is_another:
             self.note(f"loaded {name}: {facts.weights} weights, {facts.kv} keys and values, {facts.ctx:,} tokens")
@@ -499,8 +467,7 @@ class ChatWorker:
             if turn is not None and turn["role"] == "assistant" and not any(turn is old for old in before):
                 self.answers.settle(talk, turn)
             self._kept.sync(self._dialogue)
-            self._show()
-            self._count()
+            self._show_and_count()
             self._give_back(before[-1:])
         self.answers.report(talk)
 
@@ -510,7 +477,7 @@ class ChatWorker:
         if not stands and question[0]["role"] == "user":
             self._attached, self._dialogue.attached = self._sent_with
             self._show()
-            self._post(QuestionReturned(self._typed))
+            self._post(messages.QuestionReturned(self._typed))
 
     def _count(self, num_said: int = 0) -> None:
         """Post the use of the context. num_said: tokens of a continued answer, which is no turn meanwhile."""
@@ -518,4 +485,4 @@ class ChatWorker:
             usage = self._talk.usage()
             parts = {**usage.parts, "answer": usage.parts.get("answer", 0) + num_said}
             self.usage = replace(usage, used=usage.used + num_said, parts=parts)
-            self._post(UsageCounted(self.usage))
+            self._post(messages.UsageCounted(self.usage))

@@ -67,7 +67,7 @@ class Download:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left to resume."""
+        """Return whether nothing is left to resume."""
         return self.state in ("ended", "cancelled")
 
     @property
@@ -184,7 +184,7 @@ class DownloadWorker:
         self._stop(download, "paused")
 
     def cancel(self, download: Download) -> None:
-        """What was fetched or packed stays on the disk."""
+        """Stop and forget a download. Its files stay on the disk."""
         if not self._stop(download, "cancelled"):
             self._runs.pop(download.key, None)
             self._post(DownloadChanged(replace(download, state="cancelled")))

@@ -20,7 +20,7 @@ def _path() -> Path:
 
 
 def save(text: str) -> None:
-    """Keeps it, readable by its owner alone; nothing where it is empty. A disk that refuses is not told of."""
+    """Save the draft, readable by its owner alone; remove it where it is empty. Errors of the disk are ignored."""
     path = _path()
     unfinished = path.with_name(f".draft.{os.getpid()}.tmp")
     with suppress(OSError):
@@ -35,7 +35,7 @@ def save(text: str) -> None:
 
 
 def take() -> str:
-    """What was kept, once; "" where nothing was."""
+    """Return the saved draft and remove it; "" where there is none."""
     path = _path()
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -46,11 +46,7 @@ def take() -> str:
 
 
 def edited(text: str, environ: Mapping[str, str] = os.environ) -> str:
-    """What the editor of $VISUAL or $EDITOR (else nano, where there is one, or vi) leaves of the text. Blocks until it
-    ends.
-
-    Raises LocalLLMError where it cannot be started or fails; the text is then as it was.
-    """
+    """The text after $VISUAL, $EDITOR, nano or vi has ended. Raises LocalLLMError where the editor fails."""
     command = environ.get("VISUAL") or environ.get("EDITOR") or shutil.which("nano") or "vi"
     try:
         with tempfile.TemporaryDirectory(prefix="localllm-") as folder:  # readable by its owner only
@@ -59,5 +55,5 @@ def edited(text: str, environ: Mapping[str, str] = os.environ) -> str:
             subprocess.run([*shlex.split(command), str(path)], check=True)
             return path.read_text(encoding="utf-8", errors="replace").removesuffix("\n")
     except (OSError, ValueError, subprocess.CalledProcessError) as error:
-        fix = "export EDITOR=nano"
-        raise LocalLLMError(f"the editor {command!r} did not work", why=str(error), fix=fix) from None
+        what = f"the editor {command!r} did not work"
+        raise LocalLLMError(what, why=str(error), fix="export EDITOR=nano") from None

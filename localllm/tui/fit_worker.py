@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from textual.app import App
 from textual.message import Message
 from textual.worker import get_current_worker
 
 from localllm.config import ResolvedSettings
 
 if TYPE_CHECKING:
-    from textual.app import App
-
     from localllm.frontend.model_rows import ModelRow
     from localllm.frontend.verdict import Verdict
 

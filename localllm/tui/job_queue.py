@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 Job = Callable[[], object]
+_Result = TypeVar("_Result")
 
 
 class DaemonExecutor(ThreadPoolExecutor):
@@ -20,16 +23,17 @@ class DaemonExecutor(ThreadPoolExecutor):
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
-
-        def run() -> None:
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(fn(*args, **kwargs))
-                except BaseException as error:
-                    future.set_exception(error)
-
-        threading.Thread(target=run, daemon=True).start()
+        threading.Thread(target=_run, args=(future, partial(fn, *args, **kwargs)), daemon=True).start()
         return future
+
+
+def _run(future: Future[Any], call: Callable[[], Any]) -> None:
+    """Make the call, unless the future is cancelled."""
+    if future.running() or future.set_running_or_notify_cancel():
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
 
 
 class JobQueue:
@@ -54,6 +58,14 @@ class JobQueue:
     def add(self, job: Job) -> None:
         """Return at once."""
         self._jobs.put(job)
+
+    async def result(self, call: Callable[[], _Result], *, can_be_skipped: bool = False) -> _Result:
+        """Queue a call and wait for its result. can_be_skipped: not made where it is cancelled before its turn."""
+        future: Future[_Result] = Future()
+        if not can_be_skipped:
+            future.set_running_or_notify_cancel()
+        self.add(partial(_run, future, call))
+        return await asyncio.wrap_future(future)
 
     def close(self, timeout_s: float) -> None:
         """Wait until all jobs have run; no longer than `timeout_s`, and not for a queue that never began."""

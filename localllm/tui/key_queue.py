@@ -59,7 +59,7 @@ class KeyQueue(App[None]):
                     break
 
     def _is_written(self, event: events.Key) -> bool:
-        """Whether the focused field takes the key as a letter: the next may then follow at once."""
+        """Return whether the focused field takes the key as a letter: the next may then follow at once."""
         focused = self.focused
         return focused is not None and event.is_printable and focused.check_consume_key(event.key, event.character)
 

@@ -112,7 +112,7 @@ def _why_no_key(key: str, scope: str) -> str | None:
 
 
 def _is_character(name: str) -> bool:
-    """Whether it is the Unicode name of a character: "question_mark"."""
+    """Return whether it is the Unicode name of a character: "question_mark"."""
     originals = {short: long for long, short in KEY_NAME_REPLACEMENTS.items()}
     try:
         return unicodedata.lookup(originals.get(name, name).replace("_", " ")).isprintable()

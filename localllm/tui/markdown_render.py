@@ -25,7 +25,7 @@ _STYLES = {"em": ".em", "strong": ".strong", "s": ".s"}
 
 def _commonmark() -> MarkdownIt:
     """CommonMark with tables and strikethrough. Raw HTML stays text, and so do definitions of links, which CommonMark
-    would take out of what is shown."""
+    would hide."""
     options = {"html": False, "maxNesting": _MOST_NESTED + 2}  # which it would leave out
     found = MarkdownIt("commonmark", options).enable(["table", "strikethrough"]).disable(["reference"])
     found.block.ruler.before("table", "too_deep", _too_deep)
@@ -34,13 +34,13 @@ def _commonmark() -> MarkdownIt:
 
 @cache
 def parser() -> MarkdownIt:
-    """What a model's Markdown is read by."""
+    """The parser of a model's Markdown."""
     return _commonmark()
 
 
 @cache
 def _outliner() -> MarkdownIt:
-    """`parser`, for blocks alone: what is in their lines takes most of the time."""
+    """A parser of blocks alone: their inline text takes most of the time."""
     return _commonmark().disable(["inline"])
 
 
@@ -73,8 +73,7 @@ def first_lines(text: str) -> list[int]:
 
 
 def pieces(tokens: Sequence[Token], highlighters: list[Highlighter] | None = None) -> list[TextPiece | TablePiece]:
-    """What the tokens of a block look like. highlighters: of the block's codes, in their order, which they have seen
-    before it grew; those of more codes are put behind them."""
+    """The pieces of a block's tokens. highlighters: of the block's earlier code, in order; new ones are appended."""
     return list(_Walk(tokens, [] if highlighters is None else highlighters).blocks(0))
 
 
@@ -125,7 +124,7 @@ def inline(token: Token) -> Content:
 
 
 class _Walk:
-    """Reads tokens from the front."""
+    """Turns tokens into pieces, from the front."""
 
     def __init__(self, tokens: Sequence[Token], highlighters: list[Highlighter]) -> None:
         self._tokens = tokens
@@ -134,7 +133,7 @@ class _Walk:
         self._at = 0
 
     def blocks(self, depth: int, *, is_tight: bool = False) -> Iterator[TextPiece | TablePiece]:
-        """The blocks up to the end of what was opened; depth: of lists around them."""
+        """The pieces up to the closing token. depth: of the surrounding lists."""
         is_first = True
         while self._at < len(self._tokens):
             token = self._tokens[self._at]
@@ -211,7 +210,7 @@ class _Walk:
 
 
 def _is_tight(tokens: Sequence[Token], at: int) -> bool:
-    """Whether a list's items stand without blank lines between them: CommonMark hides their paragraphs then."""
+    """Return whether there are no blank lines between a list's items: CommonMark then hides their paragraphs."""
     paragraph = next((token for token in tokens[at:] if token.type == "paragraph_open"), None)
     return paragraph is None or paragraph.hidden
 
@@ -223,8 +222,6 @@ class CodeBlock:
 
 
 def code_blocks(text: str) -> list[CodeBlock]:
-    """In the order of the text; the last may have no end yet."""
-    from localllm.tui.markdown_render import parser
-
+    """The fenced code blocks in order; the last may have no end yet."""
     fences = [token for token in parser().parse(text) if token.type in ("fence", "code_block")]
     return [CodeBlock((token.info.split() or [""])[0], token.content) for token in fences]

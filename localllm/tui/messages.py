@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from textual.message import Message
 
-if TYPE_CHECKING:
-    from localllm.engine.events import FinishedEvent
-    from localllm.engine.facts import EngineFacts
-    from localllm.errors import LocalLLMError
-    from localllm.frontend.context import ContextUsage
+from localllm.engine.events import FinishedEvent
+from localllm.engine.facts import EngineFacts
+from localllm.errors import LocalLLMError
+from localllm.frontend.context import ContextUsage
 
 Turn = Mapping[str, Any]
 Post = Callable[[Message], object]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from textual.message import Message
 
 from localllm.config import format_bytes
-from localllm.engine.facts import Service
+from localllm.engine.facts import LoadedEngine, Service
 from localllm.errors import LocalLLMError
 from localllm.frontend.attaching import attached
 from localllm.frontend.opening import Opening, check, open_engine
@@ -20,7 +20,6 @@ from localllm.tui.messages import ModelLoading, Noted, Post
 
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine
-    from localllm.engine.facts import LoadedEngine
     from localllm.engine.loading import Watcher
 
 _PAUSE_S = 0.1  # between two messages of progress

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from textual.content import Content
 
 from localllm.config import format_bytes, format_figure
+from localllm.errors import LocalLLMError
 from localllm.frontend import plan_picture as picture
 from localllm.frontend.text import error_rows, one_line, visible
 from localllm.tui.bars import bar, split_bar
 
 if TYPE_CHECKING:
     from localllm.engine.planning import Planned
-    from localllm.errors import LocalLLMError
     from localllm.offload.plan import Plan, Tier
 
 _LABEL = 13  # columns

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 from textual.message import Message
 from textual.worker import get_current_worker
 
+from localllm.errors import LocalLLMError
 from localllm.frontend.origins import with_origins
 from localllm.frontend.planning import Goal, considered, with_changes
 from localllm.frontend.selection import Selection, named, told_of
+from localllm.tui.chat_worker import ChatWorker
 
 if TYPE_CHECKING:
     from localllm.engine.planning import Considered, Planned
-    from localllm.errors import LocalLLMError
-    from localllm.tui.chat_worker import ChatWorker
 
 _LOOK_S = 0.1  # between two looks at what a plan waits for
 _REST_S = 0.15  # without another wish, before advice is computed: that takes longer than a plan
@@ -136,7 +136,7 @@ class PlanWorker:
         return found
 
     def why_wait(self, *, measures: bool) -> str:
-        """What has to end before a plan, or a measurement, would be right; "" where nothing has."""
+        """The activity that has to end before a plan, or a measurement, would be right; or ""."""
         if self._chat.is_loading:
             return "the model to be loaded"
         return "the answer to end" if measures and self._chat.answers.is_under_way else ""

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from localllm.engine.events import Event, FinishedEvent
-
-if TYPE_CHECKING:
-    from localllm.engine.facts import AnswerStream
+from localllm.engine.facts import AnswerStream
 
 _SHORTEST_S = 0.07  # between two batches: what an eye follows
 _LONGEST_S = 0.25

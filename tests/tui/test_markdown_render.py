@@ -15,7 +15,7 @@ from localllm.frontend.thinking import Splitter, opens_thought, split
 from localllm.tui.markdown_blocks import MarkdownLayout
 from localllm.tui.markdown_render import code_blocks, groups, parser, pieces
 from localllm.tui.widgets.document import DocumentBlock
-from tests.tui.support import FakeService, chat_app, running, until
+from tests.tui.support import FakeService, chatting, until
 
 
 def lines(text: str, width: int = 40) -> list[str]:
@@ -123,8 +123,7 @@ def drawn(widget: DocumentBlock, block: MarkdownLayout) -> list[Strip]:
 @pytest.mark.usefixtures("home")
 async def test_what_comes_in_pieces_looks_as_what_comes_whole() -> None:
     chance = random.Random(7)
-    app = chat_app(FakeService())
-    async with running(app, (60, 40)) as pilot:
+    async with chatting(FakeService(), size=(60, 40)) as (app, pilot):
         await until(pilot, lambda: app.chat.status.facts is not None)
         pairs = [chance.choice(SAMPLES) + "\n" + chance.choice(SAMPLES) for _ in range(5)]
         for text in [*SAMPLES, *pairs]:
@@ -132,7 +131,7 @@ async def test_what_comes_in_pieces_looks_as_what_comes_whole() -> None:
             begin = 0
             while begin < len(text):
                 end = begin + chance.randrange(1, max(12, len(text) // 10))
-                await view.hear(text[begin:end])
+                await view.append(text[begin:end])
                 begin = end
                 if chance.random() < 0.5:
                     await pilot.pause()
@@ -147,8 +146,7 @@ async def test_what_comes_in_pieces_looks_as_what_comes_whole() -> None:
 @pytest.mark.usefixtures("home")
 @pytest.mark.parametrize("text", CUT)
 async def test_what_looks_like_something_else_where_it_is_cut_does_not_stay_so(text: str) -> None:
-    app = chat_app(FakeService())
-    async with running(app, (60, 40)) as pilot:
+    async with chatting(FakeService(), size=(60, 40)) as (app, pilot):
         await until(pilot, lambda: app.chat.status.facts is not None)
         view = await app.chat.transcript.begin_answer(is_thinking=False)
         for character in text:

@@ -14,7 +14,7 @@ from localllm.frontend.answer import Answer
 from localllm.tui import stream_throttle
 from localllm.tui.stream_throttle import StreamThrottle
 from tests.patience import PATIENCE_S
-from tests.tui.support import FakeService, chat_app, running, until
+from tests.tui.support import FakeService, chatting, until
 
 
 @pytest.mark.parametrize(("cost_s", "interval_s"), [(0.001, 0.07), (0.03, 0.15), (2.0, 0.25)])
@@ -50,18 +50,17 @@ def test_the_end_of_an_answer_is_not_waited_for_as_its_words_are() -> None:
 
 @pytest.mark.usefixtures("home")
 async def test_a_line_more_lays_the_screen_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    app = chat_app(FakeService())
-    async with running(app, (80, 24)) as pilot:
+    async with chatting(FakeService(), size=(80, 24)) as (app, pilot):
         await until(pilot, lambda: app.chat.status.facts is not None)
         view = await app.chat.transcript.begin_answer(is_thinking=False)
-        await view.hear("line\\\n" * 20 + "end")
+        await view.append("line\\\n" * 20 + "end")
         for _ in range(5):
             await pilot.pause(0.02)
         layouts: list[int] = []
         reflow = Compositor.reflow
         monkeypatch.setattr(Compositor, "reflow", lambda *arguments: (layouts.append(1), reflow(*arguments))[1])
         height = view.region.height
-        await view.hear(" and\\\nmore")
+        await view.append(" and\\\nmore")
         await until(pilot, lambda: view.region.height > height)
         for _ in range(5):
             await pilot.pause(0.02)

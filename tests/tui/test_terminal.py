@@ -22,7 +22,7 @@ from localllm.tui.messages import BackgroundReported
 from localllm.tui.screens.chats import ChatsScreen
 from localllm.tui.terminal import TerminalParser, TerminalWriter
 from tests.patience import PATIENCE_S
-from tests.tui.support import FakeService, chat_app, running, send, texts, until
+from tests.tui.support import FakeService, chat_app, chatting, running, send, texts, until
 
 BEGIN, END = "\x1b[200~", "\x1b[201~"
 
@@ -136,8 +136,7 @@ def test_what_is_written_to_a_terminal_that_is_gone_holds_nobody_up(where: str) 
 
 
 async def test_the_theme_follows_a_terminal_that_answers_late_unless_another_was_chosen() -> None:
-    app = chat_app(follows_terminal=True)
-    async with running(app) as pilot:
+    async with chatting(follows_terminal=True) as (app, pilot):
         app.post_message(BackgroundReported(is_light=True))
         await until(pilot, lambda: app.theme == "textual-light")
         app.chat.take_command("/theme nord")
@@ -146,8 +145,7 @@ async def test_the_theme_follows_a_terminal_that_answers_late_unless_another_was
         assert app.theme == "nord"
         app.chat.take_command("/theme auto")
         assert app.theme == "textual-dark"
-    app = chat_app(theme="nord")
-    async with running(app) as pilot:
+    async with chatting(theme="nord") as (app, pilot):
         app.post_message(BackgroundReported(is_light=True))
         await pilot.pause()
         assert app.theme == "nord"
@@ -161,8 +159,7 @@ async def press_at_once(app: ChatApp, *keys: str) -> None:
 
 @pytest.mark.usefixtures("home")
 async def test_keys_that_come_at_once_act_in_their_order() -> None:
-    app = chat_app(FakeService(["A"]))
-    async with running(app) as pilot:
+    async with chatting(FakeService(["A"])) as (app, pilot):
         await press_at_once(app, *"hello", "enter", *"wor", "ctrl+j", *"ld")
         await until(pilot, lambda: app.chat.num_turns == 2)
         assert texts(app)[0] == ("user", "hello") and app.chat.composer.text == "wor\nld"
@@ -186,16 +183,14 @@ async def test_what_is_pressed_while_the_program_ends_is_left_alone(monkeypatch:
 
 @pytest.mark.usefixtures("home")
 async def test_letters_behind_a_key_that_opens_a_field_are_written_there() -> None:
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await press_at_once(app, "f4", "slash", *"duck")
         await until(pilot, lambda: isinstance(app.screen, ChatsScreen) and app.screen.query_one(Input).value == "duck")
 
 
 @pytest.mark.usefixtures("home")
 async def test_a_key_whose_widget_goes_away_holds_no_other_up() -> None:
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await press_at_once(app, "f1", "escape", "f4", "escape", *"ab")
         await until(pilot, lambda: app.chat.composer.text == "ab")
 
@@ -210,8 +205,7 @@ async def test_what_is_typed_before_the_conversation_has_begun_stands_behind_wha
         app.set_timer(0.2, lambda: begin(app))
 
     monkeypatch.setattr(ChatApp, "_begin", begin_late)
-    app = chat_app(draft="dra")
-    async with running(app) as pilot:
+    async with chatting(draft="dra") as (app, pilot):
         await pilot.press("f", "t")
         await until(pilot, lambda: app.chat.status.facts is not None)
         assert app.chat.composer.text == "draft"
@@ -221,8 +215,7 @@ async def test_what_is_typed_before_the_conversation_has_begun_stands_behind_wha
 async def test_what_is_asked_before_the_conversation_has_begun_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = ChatApp._begin
     monkeypatch.setattr(ChatApp, "_begin", lambda _: None)
-    app = chat_app(FakeService(["A"]))
-    async with running(app) as pilot:
+    async with chatting(FakeService(["A"])) as (app, pilot):
         await send(pilot, "early")
         await pilot.pause(0.2)
         begin(app)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from textual import getters, on, work
+from textual import getters, work
 from textual.app import ComposeResult, SuspendNotSupported
 from textual.binding import Binding
 from textual.content import Content
 from textual.screen import Screen
-from textual.widgets import Footer, Static, TextArea
+from textual.widgets import Footer, Static
 
 from localllm.errors import LocalLLMError, UsageError
 from localllm.frontend import slash
@@ -25,7 +26,7 @@ from localllm.tui.chat_worker import ChatWorker
 from localllm.tui.commands import COMMANDS
 from localllm.tui.drafts import edited
 from localllm.tui.job_queue import Job
-from localllm.tui.markdown_render import CodeBlock, code_blocks
+from localllm.tui.markdown_render import code_blocks
 from localllm.tui.widgets.composer import Composer
 from localllm.tui.widgets.composer_panel import ComposerPanel
 from localllm.tui.widgets.message_view import MessageView, Thought
@@ -43,8 +44,6 @@ class Shell(Protocol):
     unsent: str
     away: Callable[[], AbstractContextManager[None]]
 
-    @property
-    def time(self) -> float: ...
     def leave(self) -> None: ...
     def choose_theme(self, name: str) -> None: ...
     def action_help(self) -> None: ...
@@ -74,8 +73,8 @@ class ChatScreen(Screen[None]):
         Binding("ctrl+down", "select(1)", "later message", id="chat.later", **_QUIET),
         Binding("pageup", "page(-1)", "scroll up", id="chat.page_up", **_QUIET),
         Binding("pagedown", "page(1)", "scroll down", id="chat.page_down", **_QUIET),
-        Binding("ctrl+home", "home", "to the first message", id="chat.home", **_QUIET),
-        Binding("ctrl+end", "end", "to the last message", id="chat.end", **_QUIET),
+        Binding("ctrl+home", "go('home')", "to the first message", id="chat.home", **_QUIET),
+        Binding("ctrl+end", "go('end')", "to the last message", id="chat.end", **_QUIET),
         Binding("ctrl+t", "thoughts", "unfold or fold thoughts", id="chat.thoughts", **_QUIET),
         Binding("ctrl+n", "new", "new conversation", id="chat.new", **_QUIET),
         Binding("f5", "regenerate", "answer again", id="chat.regenerate", **_QUIET),
@@ -86,6 +85,7 @@ class ChatScreen(Screen[None]):
 
     transcript = getters.query_one(Transcript)
     panel = getters.query_one(ComposerPanel)
+    composer = getters.query_one(Composer)
     notice = getters.query_one(Notice)
     activity = getters.query_one(Activity)
     status = getters.query_one(Status)
@@ -100,24 +100,18 @@ class ChatScreen(Screen[None]):
         self._shows_statistics = shows_statistics
         self._turns: tuple[messages.Turn, ...] = ()
         self._thinking: frozenset[int] = frozenset()  # which of them are answers that begin in a thought
-        self._is_answering = False
-        self._is_asked = False
-        self._is_loading = False
+        self._is_answering = self._is_asked = self._is_loading = False
         self._interrupted_at = 0.0
-        self._session_id: str | None = None
+        self.session_id: str | None = None  # of the saved chat; None while nothing is saved
 
     def compose(self) -> ComposeResult:
         yield Static("", id="title")
-        yield Transcript(self.worker.key_names, shows_thoughts=self.worker.shows_thoughts)
+        yield Transcript(self.worker.key_names, shows_thoughts=self.worker.resolved.settings.show_thoughts)
         yield Activity()
         yield Notice()
         yield ComposerPanel(self._draft, self.worker.key_names)
         yield Status()
         yield Footer(show_command_palette=True, compact=True)
-
-    @property
-    def composer(self) -> Composer:
-        return self.panel.composer
 
     @property
     def num_turns(self) -> int:
@@ -126,38 +120,30 @@ class ChatScreen(Screen[None]):
 
     @property
     def is_answering(self) -> bool:
-        """Whether an answer streams or is requested."""
+        """Return whether an answer streams or is requested."""
         return self._is_answering or self._is_asked
 
     @property
     def is_busy(self) -> bool:
-        """Whether a model loads or computes."""
+        """Return whether a model loads or computes."""
         return self.is_answering or self._is_loading
-
-    @property
-    def session_id(self) -> str | None:
-        """The saved chat's; None while nothing is saved."""
-        return self._session_id
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         return self.is_answering if action == "stop" else True
 
     # Messages of the conversation's worker
 
-    @on(messages.ChatStarted)
-    def _on_begun(self, message: messages.ChatStarted) -> None:
+    def on_chat_started(self, message: messages.ChatStarted) -> None:
         self.composer.remember([*self.composer.asked, *message.asked])
         self.transcript.welcome.machine = message.machine
 
-    @on(messages.ModelLoading)
-    def _on_loading(self, message: messages.ModelLoading) -> None:
+    def on_model_loading(self, message: messages.ModelLoading) -> None:
         self._is_loading = True
         self.status.facts = None
         self.status.model_text = one_line(message.text)
         self.activity.progress(message.text, message.done, message.total)
 
-    @on(messages.ModelReady)
-    def _on_ready(self, message: messages.ModelReady) -> None:
+    def on_model_ready(self, message: messages.ModelReady) -> None:
         self._is_loading = False
         if self.status.facts is None:
             self.activity.clear()
@@ -165,16 +151,14 @@ class ChatScreen(Screen[None]):
         self.status.model_text = one_line(f"{message.name} {message.facts.weights}")
         self.transcript.welcome.model = message.name
 
-    @on(messages.ModelFailed)
-    def _on_model_failed(self, message: messages.ModelFailed) -> None:
+    def on_model_failed(self, message: messages.ModelFailed) -> None:
         self._is_loading = False
         self.activity.clear()
         self.status.model_text = f"no model ({self.worker.key_names['app.models']} chooses one)"
-        self.notice.tell(message.error)
+        self.notice.show_error(message.error)
 
-    @on(messages.ConversationChanged)
-    async def _on_shown(self, message: messages.ConversationChanged) -> None:
-        self._session_id = message.session_id
+    async def on_conversation_changed(self, message: messages.ConversationChanged) -> None:
+        self.session_id = message.session_id
         if self._turns and not (message.turns and message.turns[0] is self._turns[0]):  # another conversation
             self.notice.clear()
             self.status.run_now = AnswerRun()
@@ -182,97 +166,82 @@ class ChatScreen(Screen[None]):
         if self.panel.editing is not None and not any(turn is self.panel.editing for turn in message.turns):
             self.panel.leave_edit()
         await self.transcript.show(message.turns, message.ending, message.thinking)
-        private = "  private: nothing is kept" if message.is_private else ""
-        if message.turns and message.session_id is None and not message.is_private:
-            private = "  not kept"
-        title = message.title or "new conversation"
-        self.query_one("#title", Static).update(Content(f"localllm  {visible(one_line(title))}{private}"))
+        is_unsaved = bool(message.turns) and message.session_id is None
+        note = "  private: nothing is kept" if message.is_private else "  not kept" if is_unsaved else ""
+        title = visible(one_line(message.title or "new conversation"))
+        self.query_one("#title", Static).update(Content(f"localllm  {title}{note}"))
         self.panel.attach(message.attached)
 
-    @on(messages.QuestionReturned)
-    def _on_taken_back(self, message: messages.QuestionReturned) -> None:
+    def on_question_returned(self, message: messages.QuestionReturned) -> None:
         if not self.composer.text:
             self.composer.write(message.text)
         else:
             self.notice.note("the question was taken back: the arrow up brings it into the composer")
 
-    @on(messages.GoTo)
-    async def _on_go_to(self, message: messages.GoTo) -> None:
+    async def on_go_to(self, message: messages.GoTo) -> None:
         view = await self.transcript.go_to(message.index)
         if message.is_chosen and view is not None:
             self.set_focus(view)
 
-    @on(messages.AnswerStarted)
-    async def _on_began(self, message: messages.AnswerStarted) -> None:
+    async def on_answer_started(self, message: messages.AnswerStarted) -> None:
         self._is_answering = True
         self.status.run_now = AnswerRun()
         self.worker.answers.throttle.begin()
         view = await self.transcript.begin_answer(is_thinking=message.is_thinking)
         self.activity.progress("reading the prompt")
         if message.said:
-            await view.hear(message.said)
+            await view.append(message.said)
         self.refresh_bindings()
 
-    @on(messages.PrefillProgress)
-    def _on_prefilled(self, message: messages.PrefillProgress) -> None:
+    def on_prefill_progress(self, message: messages.PrefillProgress) -> None:
         if message.done < message.total:
             text = f"reading the prompt: {message.done:,} of {message.total:,} tokens"
             self.activity.progress(text, message.done, message.total)
 
-    @on(messages.AnswerDelta)
-    async def _on_said(self, message: messages.AnswerDelta) -> None:
+    async def on_answer_delta(self, message: messages.AnswerDelta) -> None:
         self.worker.answers.throttle.drawn()
         self.activity.clear()
-        view = self.transcript.live
-        if view is not None:
-            await view.hear(message.text)
+        if self.transcript.live is not None:
+            await self.transcript.live.append(message.text)
         self.status.run_now = AnswerRun(message.num_tokens, message.elapsed_s)
 
-    @on(messages.AnswerEnded)
-    async def _on_ended(self, message: messages.AnswerEnded) -> None:
+    async def on_answer_ended(self, message: messages.AnswerEnded) -> None:
         self._is_answering = False
         self.notice.withdraw(self._busy)  # a question that waited for a model is done before it is answered
         self.activity.clear()
         view = self.transcript.live
-        if view is not None and not message.text and message.finished is not None:
-            is_blank = message.finished.finish_reason not in ("stop", "length")
-            view = None if is_blank else view
-        if view is None or (message.finished is None and not message.text):
+        finished = message.finished
+        is_whole = finished is not None and finished.finish_reason in ("stop", "length")
+        if view is None or not (message.text or is_whole):
             await self.transcript.drop_answer()
-            if message.finished is not None:
-                self.notice.note(
-                    f"stopped before the first word: {self.worker.key_names['chat.regenerate']} asks again"
-                )
+            if finished is not None:
+                key = self.worker.key_names["chat.regenerate"]
+                self.notice.note(f"stopped before the first word: {key} asks again")
         else:
             await view.end()
             if self._shows_statistics:
-                view.tell(self._statistics())
-        if message.finished is not None:
-            self.status.run_now = AnswerRun(message.finished.usage.completion_tokens, 0.0, message.finished)
+                view.show_figures(self._statistics())
+        if finished is not None:
+            self.status.run_now = AnswerRun(finished.usage.completion_tokens, 0.0, finished)
         self.refresh_bindings()
 
-    @on(messages.RequestDone)
-    def _on_settled(self) -> None:
+    def on_request_done(self) -> None:
         self._is_asked = False
         self.notice.withdraw(self._busy)
         self.refresh_bindings()
 
-    @on(messages.UsageCounted)
-    def _on_counted(self, message: messages.UsageCounted) -> None:
+    def on_usage_counted(self, message: messages.UsageCounted) -> None:
         self.status.usage = message.usage
 
-    @on(messages.Noted)
-    def _on_told(self, message: messages.Noted) -> None:
+    def on_noted(self, message: messages.Noted) -> None:
         self.notice.note(message.text, is_warning=message.severity == "warning")
 
-    @on(messages.JobFailed)
-    def _on_failed(self, message: messages.JobFailed) -> None:
-        self.notice.tell(message.error)
+    def on_job_failed(self, message: messages.JobFailed) -> None:
+        self.notice.show_error(message.error)
 
     # The composer
 
-    @on(ComposerPanel.Finished)
-    async def _on_finished(self, event: ComposerPanel.Finished) -> None:
+    async def on_composer_panel_finished(self, event: ComposerPanel.Finished) -> None:
         if event.text.startswith("/") and self.panel.editing is None:
             self.take_command(event.text)
         elif self.is_answering:
@@ -283,25 +252,23 @@ class ChatScreen(Screen[None]):
             await self.transcript.go_end()
             self._answer(lambda: self.worker.say(text) if question is None else self.worker.edit(question, text))
 
-    @on(TextArea.Changed)
-    def _on_written(self) -> None:
+    def on_text_area_changed(self) -> None:
         self._shell.unsent = self.panel.unsent
 
-    @on(ComposerPanel.ModeChanged)
-    def _on_mode_changed(self) -> None:
-        self.refresh_bindings()
-
-    @on(Composer.Edit)
-    def _on_edit(self) -> None:
+    def on_composer_wanted(self, event: Composer.Wanted) -> None:
+        if event.what != "edit":
+            return
         try:
             with self.app.suspend(), self._shell.away():
                 try:  # inside: the screen comes back by what stands behind the `with`
                     self.composer.write(edited(self.composer.whole))
                 except LocalLLMError as error:
-                    self.notice.tell(error)
+                    self.notice.show_error(error)
         except SuspendNotSupported:
             why = "it cannot be lent to another program"
-            self.notice.tell(LocalLLMError("an editor has no place on this terminal", why=why, fix="localllm chat"))
+            self.notice.show_error(
+                LocalLLMError("an editor has no place on this terminal", why=why, fix="localllm chat")
+            )
         self.refresh(layout=True)
 
     def take_command(self, line: str) -> None:
@@ -313,12 +280,12 @@ class ChatScreen(Screen[None]):
             name, rest = slash.split_command(line.strip(), COMMANDS)
             self._actions[name](rest)
         except LocalLLMError as error:
-            self.notice.tell(error)
+            self.notice.show_error(error)
 
     @property
     def _actions(self) -> Mapping[str, Callable[[str], object]]:
-        """What each of `COMMANDS` does, given the text behind it. The actions raise LocalLLMError."""
-        worker, shell, do = self.worker, self._shell, self.worker.do
+        """The action of each of `COMMANDS`, given the text behind it. Actions raise LocalLLMError."""
+        worker, shell, do, usage = self.worker, self._shell, self.worker.do, self.status.usage
         return {
             "help": lambda _: shell.action_help(),
             "system": lambda text: do(lambda: worker.system(text)),
@@ -341,10 +308,10 @@ class ChatScreen(Screen[None]):
             "load": lambda path: self.unless_answering(lambda: worker.load(path)),
             "set": self._set_command,
             "think": lambda effort: do(lambda: worker.think(effort)),
-            "show": lambda _: do(worker.tell_all),
+            "show": lambda _: do(worker.note_all),
             "stats": lambda _: self.notice.note(self._statistics() or "there is no answer yet"),
             "tokens": lambda _: self.notice.lines(
-                usage_lines(self.status.usage) if self.status.usage is not None else ["there is no model yet"]
+                usage_lines(usage) if usage is not None else ["there is no model yet"]
             ),
             "cache": lambda _: do(lambda: worker.note(worker.answers.why_missed())),
             "theme": shell.choose_theme,
@@ -353,7 +320,7 @@ class ChatScreen(Screen[None]):
 
     def _set_command(self, text: str) -> None:
         key, value = slash.setting(text)
-        self.worker.do(lambda: self.worker.set(key, value) if value else self.worker.tell_settings(key))
+        self.worker.do(lambda: self.worker.set(key, value) if value else self.worker.note_settings(key))
 
     def _copy_command(self, number: str) -> None:
         if number:
@@ -409,10 +376,10 @@ class ChatScreen(Screen[None]):
             self.panel.leave_edit()
         elif composer.text:
             composer.put_away()
-        elif self._shell.time - self._interrupted_at < _LEAVE_S:
+        elif time.monotonic() - self._interrupted_at < _LEAVE_S:
             self._shell.leave()
         else:
-            self._interrupted_at = self._shell.time
+            self._interrupted_at = time.monotonic()
             self.notice.note("Ctrl-C again leaves; so do /bye and Ctrl-D", for_s=_LEAVE_S)
 
     def action_leave(self) -> None:
@@ -424,8 +391,7 @@ class ChatScreen(Screen[None]):
     def action_select(self, step: int) -> None:
         """Focus the message before or after; behind the last one is the composer."""
         views = self.transcript.views
-        at = next((number for number, view in enumerate(views) if view.has_focus), len(views))
-        target = at + step
+        target = step + next((number for number, view in enumerate(views) if view.has_focus), len(views))
         if 0 <= target < len(views):
             views[target].focus()
         elif target >= len(views):
@@ -434,14 +400,10 @@ class ChatScreen(Screen[None]):
             self.transcript.scroll_home(animate=False)
 
     def action_page(self, step: int) -> None:
-        transcript = self.transcript
-        transcript.scroll_relative(y=step * max(1, transcript.size.height - 2), animate=False)
+        self.transcript.scroll_relative(y=step * max(1, self.transcript.size.height - 2), animate=False)
 
-    async def action_home(self) -> None:
-        await self.transcript.go_home()
-
-    async def action_end(self) -> None:
-        await self.transcript.go_end()
+    async def action_go(self, where: str) -> None:
+        await (self.transcript.go_home() if where == "home" else self.transcript.go_end())
 
     def action_thoughts(self) -> None:
         thoughts = self.query(Thought)
@@ -477,14 +439,13 @@ class ChatScreen(Screen[None]):
 
     # Messages
 
-    @on(MessageView.Wanted)
-    def _on_wanted(self, event: MessageView.Wanted) -> None:
+    def on_message_view_wanted(self, event: MessageView.Wanted) -> None:
         view = event.view
         match event.what:
             case "copy":
-                self.copy(view.said, "the message")
+                self.copy(view.copy_text, "the message")
             case "code":
-                self.pick_code(view.said)
+                self.pick_code(view.copy_text)
             case "fork":
                 self.set_focus(self.composer)
                 self.unless_answering(lambda: self.worker.fork(view.index + 1))
@@ -506,8 +467,8 @@ class ChatScreen(Screen[None]):
             index -= 1
         if index < 0 or self.is_answering:
             self.notice.note(self._busy if index >= 0 else "there is no question")
-            return
-        self.panel.edit(self._turns[index], content_of(self._turns[index])[0])
+        else:
+            self.panel.edit(self._turns[index], content_of(self._turns[index])[0])
 
     def copy(self, text: str, what: str) -> None:
         """Copy by the terminal (OSC 52), without control characters: a shell might obey them in a paste."""
@@ -517,17 +478,16 @@ class ChatScreen(Screen[None]):
     @property
     def answer_text(self) -> str:
         """The last answer without its thought."""
-        index = next((i for i, turn in reversed([*enumerate(self._turns)]) if turn["role"] == "assistant"), None)
-        if index is None:
-            return ""
-        return kept_apart(content_of(self._turns[index])[0], is_thinking=index in self._thinking)[1]
+        for index, turn in reversed([*enumerate(self._turns)]):
+            if turn["role"] == "assistant":
+                return kept_apart(content_of(turn)[0], is_thinking=index in self._thinking)[1]
+        return ""
 
     @work
     async def pick_code(self, text: str) -> None:
         from localllm.tui.screens.dialogs import CodeDialog
 
-        blocks: list[CodeBlock] = code_blocks(text)
-        if not blocks:
+        if not (blocks := code_blocks(text)):
             self.notice.note("there is no code block")
         elif (picked := await self.app.push_screen_wait(CodeDialog(blocks))) is not None:
             number, path = picked

@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from textual import events, getters, on, work
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Horizontal
 from textual.content import Content
-from textual.message import Message
 from textual.screen import Screen
 from textual.timer import Timer
 from textual.widgets import Input, Static
 
 from localllm.errors import UsageError
 from localllm.frontend.exporting import proposed_name
+from localllm.frontend.selection import told_of
 from localllm.frontend.text import one_line
 from localllm.history import GoneError, Session
-from localllm.tui import history_worker, messages
-from localllm.tui.history_worker import HistoryWorker
-from localllm.tui.keys import KeyNames
+from localllm.tui.history_worker import ChatRow, ChatRows, HistoryWorker
+from localllm.tui.screens.chat import ChatScreen
 from localllm.tui.screens.dialogs import LineDialog
 from localllm.tui.widgets.chat_list import ChatList
 from localllm.tui.widgets.chat_preview import ChatPreview
 from localllm.tui.widgets.key_bar import KeyBar
 from localllm.tui.widgets.notice import Notice
 
-if TYPE_CHECKING:
-    from localllm.tui.screens.chat import ChatScreen
-
 _SEARCH_S = 0.15  # after the last letter
+_FIRST = 200  # chats that are listed before all are: a screenful, where thousands take a quarter of a second
 _PREVIEW_S = 0.1  # after the last step through the list
 _WIDE = 110  # columns, from which on list and preview have room beside each other
 _ENDINGS = (".md", ".json")
@@ -75,10 +72,11 @@ class ChatsScreen(Screen[None]):
     preview = getters.query_one(ChatPreview)
     field = getters.query_one(Input)
 
-    def __init__(self, chat: ChatScreen, archive: HistoryWorker) -> None:
+    def __init__(self, chat: ChatScreen, history: HistoryWorker) -> None:
         super().__init__()
         self._chat = chat
-        self._history = archive
+        self._worker = chat.worker
+        self._history = history
         self._query = ""
         self._is_cut = False  # there are more than are listed
         self._leaving: set[str] = set()  # uids of sessions that are being removed
@@ -109,20 +107,25 @@ class ChatsScreen(Screen[None]):
     def _title(self, text: str) -> None:
         self.query_one("#title", Static).update(Content(f"chats  {text}"))
 
-    def _post_result(self, message: Message) -> None:
-        """Take a result on the history's thread; after this screen was left the chat shows it."""
-        worker = self._chat.worker
-        if isinstance(message, history_worker.ChatDeleted):
-            taken = message.session
-            worker.do(lambda: worker.forget(taken.id))
-        elif isinstance(message, history_worker.ChatRestored) and message.session is not None:
-            back = message.session
-            worker.do(lambda: worker.recall(back.uid))
-        if not self.post_message(message):
-            self._chat.post_message(_as_note(message, self._chat.worker.key_names))
+    def _run(self, job: Coroutine[Any, Any, None]) -> None:
+        """Run a job to its end also where this screen is left; its error is shown."""
 
-    def _list(self) -> None:
-        self._history.find(self._query, self._post_result)
+        async def run() -> None:
+            try:
+                await job
+            except Exception as error:
+                known = told_of(error, None, self._worker.resolved)
+                self._notice_now.show_error(known)
+                if self.is_running and (self._leaving or isinstance(known, GoneError)):
+                    self._leaving.clear()
+                    self._list()
+
+        self.app.run_worker(run(), group="history")
+
+    @property
+    def _notice_now(self) -> Notice:
+        """The notice of this screen, or of the chat once this screen was left."""
+        return self.notice if self.is_running else self._chat.notice
 
     def _after(self, name: str, delay_s: float, action: Callable[[], None]) -> None:
         """Call `action` once no other of its name has come for `delay_s`."""
@@ -132,17 +135,28 @@ class ChatsScreen(Screen[None]):
 
     # The list
 
-    @on(history_worker.ChatsListed)
-    def _on_listed(self, message: history_worker.ChatsListed) -> None:
-        if message.query != self._query or (message.is_first and self.chats.rows):
-            return
-        rows = [row for row in message.rows if row.session.uid not in self._leaving]
+    @work(exclusive=True, group="list")
+    async def _list(self) -> None:
+        try:
+            if not self.chats.rows and not self._query:
+                first = await self._history.find("", _FIRST)
+                if not first.is_cut:
+                    self._show(first)
+                    return
+                self._show_rows(first)
+            self._show(await self._history.find(self._query))
+        except Exception as error:
+            self.notice.show_error(told_of(error, None, self._worker.resolved))
+
+    def _show(self, found: ChatRows) -> None:
+        self._show_rows(found)
+        self._is_cut = found.is_cut
+        self._show_count()
+
+    def _show_rows(self, found: ChatRows) -> None:
         self.chats.open_id = self._chat.session_id
-        self.chats.show(rows, self._query)
+        self.chats.show([row for row in found.rows if row.session.uid not in self._leaving], self._query)
         self._previewed = None
-        if not message.is_first:
-            self._is_cut = message.is_cut
-            self._show_count()
 
     def on_descendant_focus(self) -> None:
         if self._query:  # the title names what a key does there
@@ -163,16 +177,14 @@ class ChatsScreen(Screen[None]):
         empty.update(Content(none))
         self.set_class(not count, "-empty")
 
-    @on(Input.Changed)
-    def _on_typed(self) -> None:
+    def on_input_changed(self) -> None:
         self._after("search", _SEARCH_S, self._search)
 
     def _search(self) -> None:
         self._query = self.field.value.strip()
         self._list()
 
-    @on(ChatList.Highlighted)
-    def _on_highlighted(self, event: ChatList.Highlighted) -> None:
+    def on_chat_list_highlighted(self, event: ChatList.Highlighted) -> None:
         if event.row is None:
             self.preview.clear()
         else:
@@ -182,13 +194,19 @@ class ChatsScreen(Screen[None]):
         row = self.chats.row
         if row is not None and self.preview.display and row.key != self._previewed:
             self._previewed = row.key
-            self._history.preview(row, self._post_result)
+            self._preview(row)
 
-    @on(history_worker.ChatPreviewed)
-    def _on_previewed(self, message: history_worker.ChatPreviewed) -> None:
-        row = self.chats.row
-        if row is not None and row.key == message.row.key:
-            self.preview.show(message, self._query)
+    @work(exclusive=True, group="preview")
+    async def _preview(self, row: ChatRow) -> None:
+        try:
+            found = await self._history.excerpt(row)
+        except Exception as error:
+            self.notice.show_error(told_of(error, None, self._worker.resolved))
+            if isinstance(error, GoneError):
+                self._list()
+            return
+        if self.chats.row is not None and self.chats.row.key == row.key:
+            self.preview.show(found, self._query)
 
     def on_resize(self, event: events.Resize) -> None:
         self._after("preview", _PREVIEW_S, self._read)
@@ -199,55 +217,6 @@ class ChatsScreen(Screen[None]):
             event.stop()
             step = -1 if event.key.endswith("up") else 1
             (self.chats.action_page if event.key.startswith("page") else self.chats.action_move)(step)
-
-    # Results
-
-    @on(messages.JobFailed)
-    def _on_failed(self, message: messages.JobFailed) -> None:
-        self.notice.tell(message.error)
-        if self._leaving or isinstance(message.error, GoneError):
-            self._leaving.clear()
-            self._list()
-
-    @on(messages.Noted)
-    def _on_told(self, message: messages.Noted) -> None:
-        self.notice.note(message.text, is_warning=message.severity == "warning")
-
-    @on(history_worker.ChatChecked)
-    def _on_checked(self, message: history_worker.ChatChecked) -> None:
-        session, found = message.row.session, message.row.message
-        number = found.number if found is not None else None
-        if session.id != self._chat.session_id or number is not None:
-            self._chat.worker.do(lambda: self._chat.worker.open(session.id, number))
-        self.dismiss()
-
-    @on(history_worker.ChatChanged)
-    def _on_changed(self, message: history_worker.ChatChanged) -> None:
-        self._list()
-
-    @on(history_worker.ChatDeleted)
-    def _on_taken_out(self, message: history_worker.ChatDeleted) -> None:
-        self._leaving.discard(message.session.uid)
-        self.notice.note(
-            f"deleted: {message.session.title} ({self._chat.worker.key_names['chats.undo']} brings it back)"
-        )
-
-    @on(history_worker.ChatRestored)
-    def _on_put_back(self, message: history_worker.ChatRestored) -> None:
-        session = message.session
-        if session is None:
-            self.notice.note("nothing was deleted here that could be brought back")
-            return
-        self.notice.note(f"back again: {session.title}")
-        self._list()
-
-    @on(history_worker.ChatExported)
-    def _on_exported(self, message: history_worker.ChatExported) -> None:
-        self.notice.note(f"wrote {message.path}")
-
-    @on(history_worker.ExportRefused)
-    def _on_refused(self, message: history_worker.ExportRefused) -> None:
-        self._ask_to_overwrite(message.row, message.path)
 
     # Keys
 
@@ -260,16 +229,24 @@ class ChatsScreen(Screen[None]):
         if row.message is None and row.session.id == self._chat.session_id:
             self.dismiss()
         elif self._is_free():
-            self._history.check(row, self._post_result)
+            self._run(self._open(row))
+
+    async def _open(self, row: ChatRow) -> None:
+        session = await self._history.refresh(row.session)
+        number = row.message.number if row.message is not None else None
+        if session.id != self._chat.session_id or number is not None:
+            self._worker.do(lambda: self._worker.open(session.id, number))
+        if self.is_running:
+            self.dismiss()
 
     def action_new(self) -> None:
         if self._is_free():
-            self._chat.worker.do(self._chat.worker.new)
+            self._worker.do(self._worker.new)
             self.dismiss()
 
     def _is_free(self) -> bool:
         if self._chat.is_answering:
-            self.notice.note(self._chat.worker.answers.busy_text)
+            self.notice.note(self._worker.answers.busy_text)
         return not self._chat.is_answering
 
     def action_search(self) -> None:
@@ -298,17 +275,40 @@ class ChatsScreen(Screen[None]):
 
     def action_pin(self) -> None:
         if (session := self._session) is not None:
-            self._history.pin(session, not session.is_pinned, self._post_result)
+            self._run(self._change(self._history.pin(session, not session.is_pinned)))
+
+    async def _change(self, change: Awaitable[Session]) -> None:
+        await change
+        if self.is_running:
+            self._list()
 
     def action_delete(self) -> None:
         if (session := self._session) is not None:
             self._leaving.add(session.uid)
             self.chats.drop(session.uid)
             self._show_count()
-            self._history.delete(session, self._post_result)
+            self._run(self._delete(session))
+
+    async def _delete(self, session: Session) -> None:
+        await self._history.delete(session)
+        self._worker.do(lambda: self._worker.forget(session.id))
+        self._leaving.discard(session.uid)
+        keys = self._worker.key_names
+        way = keys["chats.undo"] if self.is_running else f"{keys['app.chats']}, and {keys['chats.undo']} there,"
+        self._notice_now.note(f"deleted: {session.title} ({way} brings it back)")
 
     def action_undo(self) -> None:
-        self._history.restore(self._post_result)
+        self._run(self._restore())
+
+    async def _restore(self) -> None:
+        session = await self._history.restore()
+        if session is None:
+            self._notice_now.note("nothing was deleted here that could be brought back")
+            return
+        self._worker.do(lambda: self._worker.recall(session.uid))
+        self._notice_now.note(f"back again: {session.title}")
+        if self.is_running:
+            self._list()
 
     @work
     async def action_rename(self) -> None:
@@ -318,9 +318,9 @@ class ChatsScreen(Screen[None]):
         if title is None:
             return
         title = " ".join(title.split())
-        self._history.rename(session, title, self._post_result)
+        self._run(self._change(self._history.rename(session, title)))
         if session.id == self._chat.session_id:  # which would else give it its own again
-            self._chat.worker.do(lambda: self._chat.worker.rename(title))
+            self._worker.do(lambda: self._worker.rename(title))
 
     @work
     async def action_export(self) -> None:
@@ -330,30 +330,26 @@ class ChatsScreen(Screen[None]):
         name = f"{proposed_name(row.session.title)}{_ENDINGS[0]}"
         path = await self.app.push_screen_wait(LineDialog("write the chat into", name, hint, endings=_ENDINGS))
         if path is not None:
-            self._history.export(row, Path(path), self._post_result)
+            self._run(self._export(row, Path(path)))
+
+    async def _export(self, row: ChatRow, path: Path, *, overwrites: bool = False) -> None:
+        file, is_written = await self._history.export(row, path, overwrites=overwrites)
+        if is_written:
+            self._notice_now.note(f"wrote {file}")
+        elif self.is_running:
+            self._ask_to_overwrite(row, file)
+        else:
+            fix = f"another name: {file.with_stem(f'{file.stem}-2')}"
+            raise UsageError(f"{str(file)!r} is there already", why="it would be lost", fix=fix)
 
     @work
-    async def _ask_to_overwrite(self, row: history_worker.ChatRow, path: Path) -> None:
+    async def _ask_to_overwrite(self, row: ChatRow, path: Path) -> None:
         title = f"{one_line(str(path))} is there already"
         hint = "accept, and what is in it is lost; or another name"
         wanted = await self.app.push_screen_wait(LineDialog(title, str(path), hint, endings=_ENDINGS))
         if wanted is not None:
-            self._history.export(row, Path(wanted), self._post_result, overwrites=Path(wanted) == path)
+            self._run(self._export(row, Path(wanted), overwrites=Path(wanted) == path))
 
     @property
     def _session(self) -> Session | None:
         return self.chats.row.session if self.chats.row is not None else None
-
-
-def _as_note(message: Message, key_names: KeyNames) -> Message:
-    """The result for a screen that has no list."""
-    match message:
-        case history_worker.ChatExported(path=path):
-            return messages.Noted(f"wrote {path}")
-        case history_worker.ExportRefused(path=path):
-            fix = f"another name: {path.with_stem(f'{path.stem}-2')}"
-            return messages.JobFailed(UsageError(f"{str(path)!r} is there already", why="it would be lost", fix=fix))
-        case history_worker.ChatDeleted(session=session):
-            way = f"{key_names['app.chats']}, and {key_names['chats.undo']} there"
-            return messages.Noted(f"deleted: {session.title} ({way}, brings it back)")
-    return message

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
+from typing import Any
 
 from textual import on
 from textual.app import ComposeResult
@@ -23,15 +24,24 @@ from localllm.tui.widgets.key_bar import KeyBar
 
 @dataclass(frozen=True)
 class DialogReply:
-    """value: what the question returns. note: beside it."""
+    """value: returned by the dialog. note: shown beside the text."""
 
     value: str
     text: str
     note: str = ""
 
 
-class ChoiceDialog(ModalScreen[str | None]):
-    """Returns the answer's value; None where it was left."""
+class Dialog(ModalScreen[Any]):
+    """Esc closes it, and returns None."""
+
+    BINDINGS = [Binding("escape", "close", "close")]
+
+    def action_close(self) -> None:
+        self.dismiss(None)
+
+
+class ChoiceDialog(Dialog):
+    """Returns the value of the chosen reply."""
 
     CSS = """
     ChoiceDialog {
@@ -45,10 +55,9 @@ class ChoiceDialog(ModalScreen[str | None]):
         & #hint { color: $text-muted; height: 1; margin-top: 1; }
     }
     """
-    BINDINGS = [Binding("escape", "close", "close")]
 
     def __init__(self, title: str, lines: Sequence[Content], replies: Sequence[DialogReply], chosen: int = 0) -> None:
-        """chosen: which of the replies is highlighted."""
+        """chosen: the number of the highlighted reply."""
         super().__init__()
         self._title = title
         self._lines = lines
@@ -67,21 +76,16 @@ class ChoiceDialog(ModalScreen[str | None]):
     def on_mount(self) -> None:
         self.query_one(OptionList).highlighted = self._chosen
 
-    @on(OptionList.OptionSelected)
-    def _on_selected(self, event: OptionList.OptionSelected) -> None:
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         self.dismiss(self._replies[event.option_index].value)
 
-    def action_close(self) -> None:
-        self.dismiss(None)
 
-
-class LineDialog(ModalScreen[str | None]):
-    """Returns the line, None where it was closed or left empty."""
+class LineDialog(Dialog, inherit_bindings=False):
+    """Returns the line, None where it is empty."""
 
     CSS = """
     LineDialog {
-        align: center middle;
-        background: $background 60%;
+        align: center middle; background: $background 60%;
         & > Vertical { width: 90%; max-width: 90; height: auto; border: round $border; background: $surface; }
         & Static { padding: 0 1; height: auto; }
         & #hint { color: $text-muted; }
@@ -96,7 +100,7 @@ class LineDialog(ModalScreen[str | None]):
     ]
 
     def __init__(self, title: str, value: str, hint: str = "", *, endings: tuple[str, ...] = ()) -> None:
-        """endings: that a file's name may have; a key goes through them."""
+        """endings: of a file's name; a key goes through them."""
         super().__init__()
         self._title = title
         self._value = printable(value)
@@ -126,15 +130,9 @@ class LineDialog(ModalScreen[str | None]):
         at = self._endings.index(path.suffix) if path.suffix in self._endings else -1
         field.value = str(path.with_suffix(self._endings[(at + 1) % len(self._endings)]))
 
-    def action_close(self) -> None:
-        self.dismiss(None)
 
-
-Picked = tuple[int, str | None] | None
-
-
-class CodeDialog(ModalScreen[Picked]):
-    """Returns the block's number and the file it goes into, None for the clipboard."""
+class CodeDialog(Dialog):
+    """Returns the block's number and the file to write, None for the clipboard."""
 
     CSS = """
     CodeDialog {
@@ -148,10 +146,7 @@ class CodeDialog(ModalScreen[Picked]):
         & #hint { color: $text-muted; height: 1; }
     }
     """
-    BINDINGS = [
-        Binding("escape", "close", "close"),
-        Binding("s", "save", "save into a file"),
-    ]
+    BINDINGS = [Binding("s", "save", "save into a file")]
 
     def __init__(self, blocks: Sequence[CodeBlock]) -> None:
         super().__init__()
@@ -160,9 +155,8 @@ class CodeDialog(ModalScreen[Picked]):
     def compose(self) -> ComposeResult:
         with Vertical() as box:
             box.border_title = "code blocks"
-            yield OptionList(
-                *(Option(_label(number, block)) for number, block in enumerate(self._blocks, 1)), markup=False
-            )
+            labels = (_label(number, block) for number, block in enumerate(self._blocks, 1))
+            yield OptionList(*map(Option, labels), markup=False)
             with VerticalScroll(can_focus=False):
                 yield Static("", id="code", markup=False)
             yield Input(placeholder="a file's path")
@@ -171,17 +165,14 @@ class CodeDialog(ModalScreen[Picked]):
     def on_mount(self) -> None:
         self.query_one(OptionList).highlighted = 0
 
-    @on(OptionList.OptionHighlighted)
-    def _preview(self, event: OptionList.OptionHighlighted) -> None:
+    def on_option_list_option_highlighted(self, event: OptionList.OptionHighlighted) -> None:
         block = self._blocks[event.option_index]
         self.query_one("#code", Static).update(highlight(visible(block.code), language=block.language or None))
 
-    @on(OptionList.OptionSelected)
-    def _copy(self, event: OptionList.OptionSelected) -> None:
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         self.dismiss((event.option_index, None))
 
-    @on(Input.Submitted)
-    def _saved(self, event: Input.Submitted) -> None:
+    def on_input_submitted(self, event: Input.Submitted) -> None:
         number = self.query_one(OptionList).highlighted
         if not event.value.strip():
             self.query_one("#hint", Static).update(Content("a file's path, as example.py; esc closes"))
@@ -192,9 +183,6 @@ class CodeDialog(ModalScreen[Picked]):
         path = self.query_one(Input)
         path.display = True
         path.focus()
-
-    def action_close(self) -> None:
-        self.dismiss(None)
 
 
 def _label(number: int, block: CodeBlock) -> Content:

@@ -1,4 +1,4 @@
-"""What is asked before a model is fetched, packed or deleted."""
+"""The questions before a model is fetched, packed or deleted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FORMATS = {
 
 
 def ask_to_pull(row: ModelRow, verdict: Verdict | None) -> ChoiceDialog:
-    """Returns "pull" where it is to be fetched."""
+    """A dialog that returns "pull" or NO."""
     about = about_bytes(row)
     size = "not known before the hub is asked" if about is None else f"about {format_bytes(about)}"
     if row.partial_bytes:
@@ -43,15 +43,13 @@ def ask_to_pull(row: ModelRow, verdict: Verdict | None) -> ChoiceDialog:
 
 
 def ask_how_to_pack(row: ModelRow) -> ChoiceDialog:
-    """Returns the name of a format."""
+    """A dialog that returns the name of a format."""
     packed = {model.weights: model for model in row.packed}
     replies = []
     for name, meaning in _FORMATS.items():
-        there = packed.get(name)
-        known = ""
-        if there is not None:
-            known = f" ({'there' if there.state == 'whole' else 'begun'}: {format_bytes(there.size_bytes)})"
-        replies.append(DialogReply(name, name, meaning + known))
+        if (there := packed.get(name)) is not None:
+            meaning += f" ({'there' if there.state == 'whole' else 'begun'}: {format_bytes(there.size_bytes)})"
+        replies.append(DialogReply(name, name, meaning))
     lines = [
         Content("The first use does it, too; ahead of time nobody waits for it."),
         Content("What is packed already is verified, what was begun is gone on with."),
@@ -60,7 +58,7 @@ def ask_how_to_pack(row: ModelRow) -> ChoiceDialog:
 
 
 def ask_to_delete(row: ModelRow, checkpoint_bytes: int, packed_bytes: int, *, is_loaded: bool) -> ChoiceDialog:
-    """Returns EVERYTHING, PACKED, or NO. checkpoint_bytes: 0 where its files are not to be deleted."""
+    """A dialog that returns EVERYTHING, PACKED, or NO. checkpoint_bytes: 0 where its files are not deleted."""
     lines: list[Content] = []
     replies: list[DialogReply] = []
     where = row.repo or row.directory or row.name

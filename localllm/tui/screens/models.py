@@ -1,61 +1,40 @@
-"""The models: chosen, fetched, packed and deleted."""
+"""The models: choose, fetch, pack and delete them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
 
 from textual import events, getters, on, work
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Container
 from textual.content import Content
-from textual.message import Message
 from textual.screen import Screen
 from textual.widgets import Input, OptionList, Static
 
 from localllm import hub
 from localllm.config import format_bytes
-from localllm.errors import LocalLLMError
 from localllm.frontend.deleting import freed_by
 from localllm.frontend.model_facts import fact_lines
 from localllm.frontend.model_rows import ModelRow, model_rows
 from localllm.frontend.selection import told_of
 from localllm.frontend.text import one_line
 from localllm.registry import REPO_ID, REVISION
-from localllm.tui import messages
 from localllm.tui.download_worker import Download, DownloadWorker
 from localllm.tui.fit_worker import FitWorker
+from localllm.tui.screens.chat import ChatScreen
 from localllm.tui.screens.model_choices import EVERYTHING, NO, PACKED, ask_how_to_pack, ask_to_delete, ask_to_pull
 from localllm.tui.widgets.download_list import DownloadList, DownloadView
 from localllm.tui.widgets.key_bar import KeyBar
 from localllm.tui.widgets.model_table import ModelDetails, ModelLine, ModelTable
 from localllm.tui.widgets.notice import Notice
 
-if TYPE_CHECKING:
-    from localllm.tui.screens.chat import ChatScreen
-
 _WIDE = 130  # columns, from which on the details have room beside the table
 
 
-@dataclass
-class _Listed(Message):
-    rows: list[ModelRow]
-
-
-@dataclass
-class _Described(Message):
-    name: str
-    facts: list[tuple[str, str]]
-
-
-@dataclass
-class _Sized(Message):
-    """What a deletion would free."""
-
-    row: ModelRow
-    checkpoint_bytes: int
-    packed_bytes: int
+_Result = TypeVar("_Result")
 
 
 class ModelsScreen(Screen[None]):
@@ -92,12 +71,12 @@ class ModelsScreen(Screen[None]):
     notice = getters.query_one(Notice)
     filter_input = getters.query_one("#filter", Input)
 
-    def __init__(self, chat: ChatScreen, downloads: DownloadWorker, verdicts: FitWorker) -> None:
+    def __init__(self, chat: ChatScreen, downloads: DownloadWorker, fits: FitWorker) -> None:
         super().__init__()
         self._chat = chat
         self._worker = chat.worker
         self._downloads = downloads
-        self._fits = verdicts
+        self._fits = fits
         self._rows: list[ModelRow] = []
         self._facts: list[tuple[str, str]] = []
         self._wants_details: bool | None = None  # None: where there is room beside the table
@@ -123,19 +102,21 @@ class ModelsScreen(Screen[None]):
         self.set_class(event.size.width >= _WIDE, "-wide")
         self._show_details()
 
-    # What the threads tell
-
-    @work(thread=True, exclusive=True, group="list")
-    def _list(self) -> None:
+    async def _in_thread(self, call: Callable[[], _Result]) -> _Result | None:
+        """The result of a blocking call; None where it failed, which is shown."""
         try:
-            self.post_message(_Listed(model_rows(has_available=True)))
+            return await asyncio.to_thread(call)
         except Exception as error:
-            self.post_message(messages.JobFailed(self._told(error)))
+            self.notice.show_error(told_of(error, None, self._worker.resolved))
+            return None
 
-    @on(_Listed)
-    def _on_listed(self, message: _Listed) -> None:
+    @work(exclusive=True, group="list")
+    async def _list(self) -> None:
+        rows = await self._in_thread(lambda: model_rows(has_available=True))
+        if rows is None:
+            return
         is_first = not self._rows
-        self._rows = message.rows
+        self._rows = rows
         self._show_lines()
         if is_first and self._worker.model_name is not None:
             self.table.highlight(self._worker.model_name)
@@ -143,70 +124,51 @@ class ModelsScreen(Screen[None]):
         self._describe_highlighted()
 
     def show_fit(self, name: str) -> None:
-        """The verdict on a model is there."""
-        row = next((row for row in self._rows if row.name == name), None)
-        if row is not None:
-            self.table.change(self._line(row))
+        """Show the verdict on a model."""
+        self._change_line(name)
         if name == self.details.model:
-            self._tell_details(name)
+            self._show_facts(name)
+
+    def _change_line(self, name: str) -> None:
+        for row in self._rows:
+            if row.name == name:
+                self.table.change(self._line(row))
 
     def show_measuring(self, text: str) -> None:
-        """text: what of the machine is measured, "" where nothing is."""
+        """text: the measurement that runs; "" for none."""
         line = self.query_one("#measuring", Static)
         line.update(Content(f"{one_line(text)} …"))
         line.display = bool(text)
 
     def show_download(self, download: Download) -> None:
-        """A pull or a conversion has moved on."""
+        """Show the progress of a download, or its end."""
         self.query_one(DownloadList).show(self._downloads.all)
-        row = next((row for row in self._rows if row.name == download.name), None)
-        if row is not None:
-            self.table.change(self._line(row))
+        self._change_line(download.name)
         match download.state:
             case "ended":
                 self.notice.note(download.result)
-                self._list()
             case "cancelled":
                 self.notice.note(f"{download.name}: what is there is kept; d deletes it")
-                self._list()
-            case "paused":
-                self._list()
             case "failed" if download.error is not None:
-                self.notice.tell(download.error)
-                self._list()
-
-    @on(messages.Noted)
-    def _on_told(self, message: messages.Noted) -> None:
-        self.notice.note(message.text)
-        self._list()
-
-    @on(messages.JobFailed)
-    def _on_failed(self, message: messages.JobFailed) -> None:
-        self.notice.tell(message.error)
+                self.notice.show_error(download.error)
+        if not download.is_running:
+            self._list()
 
     # The table
 
-    @on(ModelTable.Arranged)
-    def _on_arranged(self, event: ModelTable.Arranged) -> None:
+    def on_model_table_arranged(self, event: ModelTable.Arranged) -> None:
         self.query_one("#header", Static).update(event.header)
 
-    @on(OptionList.OptionHighlighted)
-    def _on_highlighted(self) -> None:
+    def on_option_list_option_highlighted(self) -> None:
         self._describe_highlighted()
 
     @on(OptionList.OptionSelected)
     @on(Input.Submitted)
     def action_choose(self) -> None:
-        row = self._row
-        if row is None:
-            return
-        if row.is_here:
-            self._use(row)
-        else:
-            self._fetch(row)
+        if (row := self._row) is not None:
+            (self._use if row.is_here else self._fetch)(row)
 
-    @on(Input.Changed)
-    def _on_filter_written(self) -> None:
+    def on_input_changed(self) -> None:
         self._show_lines()
 
     def action_filter(self) -> None:
@@ -214,7 +176,7 @@ class ModelsScreen(Screen[None]):
         self.filter_input.focus()
 
     def action_move(self, step: int) -> None:
-        """From the filter, which keeps the focus."""
+        """Move in the table while the filter has the focus."""
         (self.table.action_cursor_down if step > 0 else self.table.action_cursor_up)()
 
     def action_back(self) -> None:
@@ -264,7 +226,7 @@ class ModelsScreen(Screen[None]):
     # Fetching and packing
 
     def action_pull(self) -> None:
-        """Fetches the model; pauses what is done with it, or goes on with that."""
+        """Fetch the model; pause or resume its download."""
         row = self._row
         if row is None:
             return
@@ -302,7 +264,7 @@ class ModelsScreen(Screen[None]):
             self._downloads.pack(row.name, weights, self._worker.resolved)
 
     def action_cancel(self) -> None:
-        """Ends what is done with the model that is highlighted, or the only thing that is done."""
+        """Cancel the download of the highlighted model, or the only one that there is."""
         row = self._row
         download = None if row is None else self._downloads.of(row.name)
         if download is None and len(self._downloads.all) == 1:
@@ -312,12 +274,10 @@ class ModelsScreen(Screen[None]):
         else:
             self.notice.note("nothing is fetched or packed")
 
-    @on(DownloadView.Toggled)
-    def _on_toggled(self, event: DownloadView.Toggled) -> None:
+    def on_download_view_toggled(self, event: DownloadView.Toggled) -> None:
         self._toggle(event.download)
 
-    @on(DownloadView.Cancelled)
-    def _on_cancelled(self, event: DownloadView.Cancelled) -> None:
+    def on_download_view_cancelled(self, event: DownloadView.Cancelled) -> None:
         self._downloads.cancel(event.download)
 
     def _toggle(self, download: Download) -> None:
@@ -335,47 +295,35 @@ class ModelsScreen(Screen[None]):
             return
         download = self._downloads.of(row.name)
         if download is not None and download.is_running:
-            self.notice.note(
-                f"{row.name} is being {'fetched' if download.kind == 'pull' else 'packed'}: c cancels that"
-            )
+            verb = "fetched" if download.kind == "pull" else "packed"
+            self.notice.note(f"{row.name} is being {verb}: c cancels that")
         elif row.state == "available":
             self.notice.note(f"nothing of {row.name} is on this disk")
         else:
-            self._size_up(row)
+            self._ask_to_delete(row)
 
-    @work(thread=True, exclusive=True, group="delete")
-    def _size_up(self, row: ModelRow) -> None:
-        try:
-            self.post_message(_Sized(row, *freed_by(row)))
-        except Exception as error:
-            self.post_message(messages.JobFailed(self._told(error)))
-
-    @on(_Sized)
-    def _on_sized(self, message: _Sized) -> None:
-        self._ask_to_delete(message)
+    @work(exclusive=True, group="delete")
+    async def _ask_to_delete(self, row: ModelRow) -> None:
+        sizes = await self._in_thread(lambda: freed_by(row))
+        if sizes is None:
+            return
+        choice = ask_to_delete(row, *sizes, is_loaded=row.name == self._worker.model_name)
+        answer = await self.app.push_screen_wait(choice)
+        if answer == NO:
+            self.notice.note("nothing was deleted")
+        if answer not in (EVERYTHING, PACKED):
+            return
+        if (paused := self._downloads.of(row.name)) is not None:
+            self._downloads.cancel(paused)
+        self._delete(row.name, packed_only=answer == PACKED)
 
     @work
-    async def _ask_to_delete(self, sized: _Sized) -> None:
-        row = sized.row
-        is_loaded = row.name == self._worker.model_name
-        choice = ask_to_delete(row, sized.checkpoint_bytes, sized.packed_bytes, is_loaded=is_loaded)
-        answer = await self.app.push_screen_wait(choice)
-        if answer in (EVERYTHING, PACKED):
-            if (paused := self._downloads.of(row.name)) is not None:
-                self._downloads.cancel(paused)
-            self._delete(row.name, packed_only=answer == PACKED)
-        elif answer == NO:
-            self.notice.note("nothing was deleted")
-
-    @work(thread=True, group="delete")
-    def _delete(self, name: str, *, packed_only: bool) -> None:
-        try:
-            freed_bytes = hub.remove(name, packed_only=packed_only)
-        except Exception as error:
-            self.post_message(messages.JobFailed(self._told(error)))
-            return
-        what = f"what was packed of {name}" if packed_only else name
-        self.post_message(messages.Noted(f"deleted {what}: {format_bytes(freed_bytes)} freed"))
+    async def _delete(self, name: str, *, packed_only: bool) -> None:
+        freed_bytes = await self._in_thread(lambda: hub.remove(name, packed_only=packed_only))
+        if freed_bytes is not None:
+            what = f"what was packed of {name}" if packed_only else name
+            self.notice.note(f"deleted {what}: {format_bytes(freed_bytes)} freed")
+            self._list()
 
     # Details
 
@@ -393,32 +341,24 @@ class ModelsScreen(Screen[None]):
         if line is not None and self.has_class("-details"):
             self._describe(line.name)
 
-    @work(thread=True, exclusive=True, group="details")
-    def _describe(self, name: str) -> None:
+    @work(exclusive=True, group="details")
+    async def _describe(self, name: str) -> None:
         try:
-            facts = list(fact_lines(hub.describe(name)))
+            self._facts = list(fact_lines(await asyncio.to_thread(hub.describe, name)))
         except Exception as error:
-            told = self._told(error)
-            facts = [("name", name), ("error", told.what), ("why", told.why)]
-        self.post_message(_Described(name, facts))
-
-    def _told(self, error: Exception) -> LocalLLMError:
-        return told_of(error, None, self._worker.resolved)
-
-    @on(_Described)
-    def _on_described(self, message: _Described) -> None:
+            known = told_of(error, None, self._worker.resolved)
+            self._facts = [("name", name), ("error", known.what), ("why", known.why)]
         line = self.table.line
-        if line is not None and line.name == message.name:
-            self._facts = message.facts
-            self._tell_details(message.name)
+        if line is not None and line.name == name:
+            self._show_facts(name)
 
-    def _tell_details(self, name: str) -> None:
+    def _show_facts(self, name: str) -> None:
         line = self.table.line
         verdict = line.verdict if line is not None and line.name == name else None
-        self.details.tell(name, self._facts, verdict)
+        self.details.show(name, self._facts, verdict)
 
 
 def _is_repository(words: str) -> bool:
-    """Whether it is ORG/REPOSITORY, with a revision or without."""
+    """Return whether it is ORG/REPOSITORY, with a revision or without."""
     repo, at, revision = words.partition("@")
     return REPO_ID.fullmatch(repo) is not None and (not at or REVISION.fullmatch(revision) is not None)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from textual import getters, on, work
+from textual import getters, work
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Container, Vertical, VerticalScroll
@@ -17,7 +17,9 @@ from textual.widget import Widget
 from textual.widgets import Static
 
 from localllm.config import KV_FORMATS, Settings, format_bytes
+from localllm.frontend.selection import Selection
 from localllm.tui import plan_charts as charts
+from localllm.tui.chat_worker import ChatWorker
 from localllm.tui.plan_worker import AS_IT_RUNS, BoundsFound, PlanDelayed, PlanFound, PlanRefused, PlanWish, PlanWorker
 from localllm.tui.widgets.key_bar import KeyBar
 from localllm.tui.widgets.notice import Activity, Notice
@@ -25,8 +27,6 @@ from localllm.tui.widgets.slider import Slider, SliderStop
 
 if TYPE_CHECKING:
     from localllm.engine.planning import Planned
-    from localllm.frontend.selection import Selection
-    from localllm.tui.chat_worker import ChatWorker
 
 _WEIGHTS = ("auto", "bf16", "bf12", "int8", "int4", "nf4")
 _LEAST_CTX = 256
@@ -46,9 +46,7 @@ _KEYS = {
 class Chart(Widget):
     """Content drawn anew for each width; hidden where there is none."""
 
-    DEFAULT_CSS = """
-    Chart { height: auto; width: 1fr; display: none; }
-    """
+    DEFAULT_CSS = "Chart { height: auto; width: 1fr; display: none; }"
     _draw: Callable[[int], Content] | None = None
 
     def show(self, draw: Callable[[int], Content] | None) -> None:
@@ -154,15 +152,13 @@ class PlanScreen(Screen[None]):
     def _plan(self, wish: PlanWish) -> None:
         self._planner.plan(wish, self.post_message)
 
-    @on(BoundsFound)
-    async def _on_bounds(self, message: BoundsFound) -> None:
+    async def on_bounds_found(self, message: BoundsFound) -> None:
         plan = self._chat.plan
         sliders = list(_sliders(self._selection.settings, message, None if plan is None else plan.ctx))
         await self.query_one("#sliders").mount(*sliders)
         sliders[0].focus()
 
-    @on(PlanFound)
-    def _on_found(self, message: PlanFound) -> None:
+    def on_plan_found(self, message: PlanFound) -> None:
         if message.wish == AS_IT_RUNS:
             self._before = message.planned
         if message.wish == self.wish:
@@ -173,19 +169,16 @@ class PlanScreen(Screen[None]):
             self.remove_class("-stale")
             self._show(message)
 
-    @on(PlanRefused)
-    def _on_refused(self, message: PlanRefused) -> None:
+    def on_plan_refused(self, message: PlanRefused) -> None:
         if message.wish == self.wish:
             self.activity.clear()
             self._shown = None
-            self.notice.tell(message.error)
+            self.notice.show_error(message.error)
 
-    @on(PlanDelayed)
-    def _on_delayed(self, message: PlanDelayed) -> None:
+    def on_plan_delayed(self, message: PlanDelayed) -> None:
         self.activity.progress(message.text)
 
-    @on(Slider.Moved)
-    def _on_moved(self) -> None:
+    def on_slider_moved(self) -> None:
         self.set_class(self.shown_wish != self.wish, "-stale")
         self._plan(self.wish)
 

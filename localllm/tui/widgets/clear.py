@@ -14,8 +14,8 @@ else:  # a widget would stand before the widget among those whose styles are inh
 
 
 class LaidOutOnce(Widget):
-    """What is in it depends on its width alone, or on its size where its height is given. Textual lays the screen out a
-    second time whenever a size has changed: 27 times a second where 15 are enough, while an answer comes."""
+    """A container whose content depends on its width alone, or on its size where its height is given. Textual lays the
+    screen out again whenever a size has changed: 27 times a second where 15 are enough, while an answer streams."""
 
     def _size_updated(self, size: Size, virtual_size: Size, container_size: Size, layout: bool = True) -> bool:
         old, new = self._size, size
@@ -25,8 +25,8 @@ class LaidOutOnce(Widget):
 
 
 class Clear(LaidOutOnce):
-    """What is below shows through. Textual draws a background line by line under all that covers it, and again when its
-    height changes: three containers inside each other took half of each picture of an answer that is being written."""
+    """A container that shows what is below it. Textual draws a background line by line under all that covers it, and
+    again when its height changes: three nested containers took half of each picture of an answer that streams."""
 
     def render_lines(self, crop: Region) -> list[Strip]:
         return super().render_lines(crop) if self.has_focus else []

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from textual import on
 from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.content import Content
 from textual.message import Message
-from textual.widgets import OptionList, Static, TextArea
+from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
 from localllm.frontend.text import one_line, visible
@@ -20,18 +20,12 @@ from localllm.tui.widgets.composer import Composer
 
 
 class Suggestions(OptionList, can_focus=False):
-    """Hidden while there is nothing to suggest. The keys stay with the composer."""
+    """Completions of a command, or earlier questions; hidden where there are none. The composer keeps the focus."""
 
     DEFAULT_CSS = """
     Suggestions {
-        height: auto;
-        max-height: 9;
-        border: none;
-        padding: 0 1;
-        background: $surface;
-        display: none;
-        text-wrap: nowrap;
-        text-overflow: ellipsis;
+        height: auto; max-height: 9; border: none; padding: 0 1; background: $surface; display: none;
+        text-wrap: nowrap; text-overflow: ellipsis;
         &.-shown { display: block; }
         & > .option-list--option { padding: 0 1; }
     }
@@ -42,7 +36,7 @@ class Suggestions(OptionList, can_focus=False):
         self._values: list[str] = []
 
     def suggest(self, found: Sequence[tuple[str, str]]) -> None:
-        """(value, how it is shown); the first is chosen."""
+        """found: values and their texts; the first is chosen."""
         self._values = [value for value, _ in found]
         self.clear_options()
         self.add_options([Option(Content(visible(" ".join(shown.split("\n"))))) for _, shown in found])
@@ -55,7 +49,7 @@ class Suggestions(OptionList, can_focus=False):
 
     @property
     def chosen(self) -> str | None:
-        """The value that is highlighted."""
+        """The highlighted value."""
         index = self.highlighted
         return self._values[index] if index is not None and index < len(self._values) else None
 
@@ -63,11 +57,11 @@ class Suggestions(OptionList, can_focus=False):
         return self._values[index]
 
 
-_MOST_FOUND = 30  # questions that a search lists
+_MOST_FOUND = 30  # questions listed by a search
 
 
 class ComposerPanel(Vertical):
-    """editing: the earlier question that is written anew, if one is."""
+    """editing: the earlier question that is being replaced, or None."""
 
     DEFAULT_CSS = """
     ComposerPanel {
@@ -76,15 +70,11 @@ class ComposerPanel(Vertical):
     }
     """
 
+    @dataclass
     class Finished(Message):
-        """The message is to be sent; `take` it where it can be."""
+        """Send the message; `take` it where it can be sent."""
 
-        def __init__(self, text: str) -> None:
-            super().__init__()
-            self.text = text
-
-    class ModeChanged(Message):
-        """Enter does something else now."""
+        text: str
 
     def __init__(self, draft: str, key_names: KeyNames) -> None:
         super().__init__()
@@ -94,7 +84,7 @@ class ComposerPanel(Vertical):
         self._suggestions = Suggestions()
         self._attached = Static("", classes="attached")
         self._is_finding = self._has_found = False
-        self._aside = ""  # what was being written when the search began
+        self._aside = ""  # the text when the search began
 
     def compose(self) -> ComposeResult:
         yield self._suggestions
@@ -103,40 +93,40 @@ class ComposerPanel(Vertical):
 
     @property
     def unsent(self) -> str:
-        """What is being written."""
+        """The text being written."""
         return self.composer.unfolded(self._aside) if self._is_finding else self.composer.unsent
 
     def attach(self, files: Sequence[tuple[str, int]]) -> None:
-        """Names of files that wait for the next question, and their characters."""
+        """Show the files that wait for the next question: names and characters."""
         names = [f"+ {one_line(name)} ({count:,} characters)" for name, count in files]
         self._attached.update(Content("  ".join(names)))
         self._attached.display = bool(files)
 
     def edit(self, question: Turn, text: str) -> None:
-        """Begins to write an earlier question anew."""
+        """Begin to replace an earlier question."""
         self.editing = question
         self.composer.put_away()
         self.composer.rewrite(text)
         self.screen.set_focus(self.composer)
-        self._tell_mode()
+        self._show_mode()
 
     def take(self) -> Turn | None:
-        """The message was sent: the composer is empty for the next. Returns the question that it edits."""
+        """Empty the composer after a message was sent. Returns the question that it replaces."""
         composer, question = self.composer, self.editing
         composer.put_away()
         self.editing = None
-        self._tell_mode()
+        self._show_mode()
         return question
 
     def leave_edit(self) -> None:
-        """The question stays as it was; the arrow up brings back what was written for it."""
+        """Keep the question as it was; the arrow up brings back the replacement."""
         if self.editing is not None:
             self.editing = None
             self.composer.put_away()
-            self._tell_mode()
+            self._show_mode()
 
     def close(self) -> bool:
-        """Leaves what is being searched, suggested or edited; False where nothing is."""
+        """End the search, the suggestions or the edit. Returns False where there is none."""
         if self._is_finding:
             self._is_finding = False
             self.composer.write(self._aside)
@@ -146,81 +136,73 @@ class ComposerPanel(Vertical):
             self.leave_edit()
         else:
             return False
-        self._tell_mode()
+        self._show_mode()
         return True
 
-    @on(Composer.Sent)
-    def _on_sent(self, event: Composer.Sent) -> None:
-        chosen = self._suggestions.chosen if self._suggestions.is_shown else None
-        if self._is_finding:
-            self._take_found(chosen)
-        elif chosen is not None and chosen.strip() != self.composer.text.strip():
-            self._complete(chosen)
-        else:
-            self.post_message(self.Finished(event.text))
+    def on_composer_wanted(self, event: Composer.Wanted) -> None:
+        if event.what == "send" and self.composer.whole.strip():
+            self._send()
+        elif event.what == "find":
+            self._find()
+        elif event.what == "complete":
+            self._complete()
 
-    @on(TextArea.Changed)
-    def _on_written(self) -> None:
+    def _send(self) -> None:
+        chosen = self._suggestions.chosen if self._suggestions.is_shown else None
+        if self._is_finding or (chosen is not None and chosen.strip() != self.composer.text.strip()):
+            self._take(chosen)
+        else:
+            self.post_message(self.Finished(self.composer.whole))
+
+    def on_text_area_changed(self) -> None:
         text = self.composer.text
         if self._is_finding:
             words = text.casefold()
             found = [asked for asked in self.composer.asked if words in asked.casefold()][:_MOST_FOUND]
             self._suggest([(asked, asked[:200]) for asked in found])
             self._has_found = bool(found)
-            self._tell_mode()
+            self._show_mode()
         else:
             self._suggest(completions(text) if self.editing is None else [])
 
-    @on(Composer.Find)
-    def _on_find(self) -> None:
+    def _find(self) -> None:
         if self._is_finding:
             self._suggestions.action_cursor_down()
             return
         self._is_finding, self._aside = True, self.composer.text
         self.composer.write("")
-        self._on_written()
-        self._tell_mode()
+        self.on_text_area_changed()
+        self._show_mode()
 
-    @on(Composer.Complete)
-    def _on_complete(self) -> None:
-        if self._is_finding:
-            self._take_found(self._suggestions.chosen)
-        elif self._suggestions.chosen is not None:
-            self._complete(self._suggestions.chosen)
+    def _complete(self) -> None:
+        if self._is_finding or self._suggestions.chosen is not None:
+            self._take(self._suggestions.chosen)
         elif not self.composer.text:  # else what is typed on would be taken for the keys of a message
             self.screen.focus_next()
 
-    @on(Composer.Step)
-    def _on_step(self, event: Composer.Step) -> None:
+    def on_composer_step(self, event: Composer.Step) -> None:
         (self._suggestions.action_cursor_down if event.step > 0 else self._suggestions.action_cursor_up)()
 
-    @on(OptionList.OptionSelected)
-    def _on_suggestion(self, event: OptionList.OptionSelected) -> None:
-        value = self._suggestions.value_of(event.option_index)
-        if self._is_finding:
-            self._take_found(value)
-        else:
-            self._complete(value)
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+        self._take(self._suggestions.value_of(event.option_index))
 
-    def _complete(self, value: str) -> None:
-        self.composer.write(value)
-        self.screen.set_focus(self.composer)
-
-    def _take_found(self, value: str | None) -> None:
-        """In the place of what was being written, which the arrow up brings back."""
+    def _take(self, value: str | None) -> None:
+        """Write a suggestion. The arrow up brings back what was being written before a search."""
         if value is None:
             return
-        self._is_finding = False
-        self.composer.write(self._aside)
-        self.composer.put_away()
-        self._tell_mode()
-        self._complete(value)
+        if self._is_finding:
+            self._is_finding = False
+            self.composer.write(self._aside)
+            self.composer.put_away()
+            self._show_mode()
+        self.composer.write(value)
+        self.screen.set_focus(self.composer)
 
     def _suggest(self, found: Sequence[tuple[str, str]]) -> None:
         self._suggestions.suggest(found)
         self.composer.is_suggesting = bool(found)
 
-    def _tell_mode(self) -> None:
+    def _show_mode(self) -> None:
         mode = ""
         send, find, close = (self._key_names[name] for name in ("composer.send", "composer.find", "chat.close"))
         if self._is_finding:
@@ -230,4 +212,4 @@ class ComposerPanel(Vertical):
         elif self.editing is not None:
             mode = f"written anew: {send} says it, {close} leaves it as it was"
         self.composer.border_title = Content(mode)
-        self.post_message(self.ModeChanged())
+        self.refresh_bindings()

@@ -25,12 +25,10 @@ from localllm.tui.widgets.clear import Clear, LaidOutOnce
 
 
 class DocumentBlock(LaidOutOnce, MarkdownBlock):
-    """A paragraph, a heading, a list, a table or code: one block of the top level."""
+    """One block of the top level: a paragraph, a heading, a list, a table or code."""
 
     COMPONENT_CLASSES = set()
-    DEFAULT_CSS = """
-    DocumentBlock { width: 1fr; height: auto; margin: 0 0 1 0; }
-    """
+    DEFAULT_CSS = "DocumentBlock { width: 1fr; height: auto; margin: 0 0 1 0; }"
 
     auto_links = reactive(False)  # nothing can be clicked, and looking for it took a fifth of the drawing
 
@@ -41,8 +39,8 @@ class DocumentBlock(LaidOutOnce, MarkdownBlock):
         self.block = MarkdownLayout([])
 
     def show(self, tokens: Sequence[Token], lines: Sequence[str], *, grows: bool = False) -> None:
-        """lines: their source; if it is as before nothing is done. grows: it may have more of them soon, and until then
-        colours of code that are nearly right will do."""
+        """Draw the tokens, unless their source is unchanged. lines: the source. grows: more may follow: nearly right
+        colours of code will do."""
         if (lines, grows) == self._shown:
             return
         self._shown = lines, grows
@@ -60,7 +58,7 @@ class DocumentBlock(LaidOutOnce, MarkdownBlock):
 
 
 class Document(Clear, Markdown):
-    """A model's Markdown: whole, or without a text at first and then written by its stream."""
+    """A model's Markdown: complete, or written piece by piece."""
 
     COMPONENT_CLASSES = {
         "em", "strong", "s", "code_inline", "code_block", "link", "dim", "quote", "bullet", "h1", "h2", "h3", "h4",
@@ -92,21 +90,21 @@ class Document(Clear, Markdown):
         self._stream: MarkdownStream | None = None
 
     async def write(self, text: str) -> None:
-        """What comes next."""
+        """Append text."""
         if self._stream is None:
             self._stream = Markdown.get_stream(self)
         await self._stream.write(text)
 
     async def end(self) -> None:
-        """Nothing more is written; all is shown when this returns."""
+        """End the document; all of it is shown when this returns."""
         if self._stream is not None:
             stream, self._stream = self._stream, None
             await stream.stop()
             await self._grow(is_whole=True)
 
     def append(self, markdown: str) -> AwaitComplete:
-        """What comes next. Textual's takes a line for a block of its own as soon as it looks like one; with the rest
-        of the line it may turn out to be none (`**` and `**bold**`, `2` and `2. an item`)."""
+        """Append Markdown. Textual's own method starts a block as soon as a line looks like one; with the rest of it
+        it may turn out to be none (`**` and `**bold**`, `2` and `2. an item`)."""
         self._markdown += markdown
         self._tail += markdown
         return AwaitComplete(self._grow())
@@ -130,7 +128,7 @@ class Document(Clear, Markdown):
             self._close_blocks(text)
 
     def _close_blocks(self, text: str) -> None:
-        """Leaves alone what no text can change any more: blocks before another that whole lines have begun."""
+        """Close the blocks that no text can change any more: those before another that whole lines have begun."""
         whole = text[: text.rfind("\n") + 1]
         if len(whole) == self._num_read:
             return

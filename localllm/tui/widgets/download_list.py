@@ -1,8 +1,9 @@
-"""What is fetched and packed: how far each is, how fast, and how long it will take."""
+"""Downloads and conversions: progress, rate and the time that is left."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from textual.containers import VerticalScroll
 from textual.content import Content
@@ -20,24 +21,20 @@ _BAR = 20  # columns
 
 
 class DownloadView(Widget):
-    """Two lines: all of it, and the file that is worked on."""
+    """Two lines: the whole download, and its current file."""
 
-    DEFAULT_CSS = """
-    DownloadView { height: 2; padding: 0 1; link-style: underline; link-color: $text-accent; }
-    """
+    DEFAULT_CSS = "DownloadView { height: 2; padding: 0 1; link-style: underline; link-color: $text-accent; }"
     download: reactive[Download] = reactive(Download("", "pull"))
 
+    @dataclass
     class Toggled(Message):
-        """It is to pause, or to go on."""
+        """Pause the download, or resume it."""
 
-        def __init__(self, download: Download) -> None:
-            super().__init__()
-            self.download = download
+        download: Download
 
+    @dataclass
     class Cancelled(Message):
-        def __init__(self, download: Download) -> None:
-            super().__init__()
-            self.download = download
+        download: Download
 
     def __init__(self, download: Download) -> None:
         super().__init__()
@@ -88,14 +85,11 @@ class DownloadView(Widget):
 
 
 class DownloadList(VerticalScroll, can_focus=False):
-    """Hidden where nothing is fetched or packed."""
+    """All downloads; hidden where there are none."""
 
-    DEFAULT_CSS = """
-    DownloadList { height: auto; max-height: 7; border-top: solid $border-blurred; display: none; }
-    """
+    DEFAULT_CSS = "DownloadList { height: auto; max-height: 7; border-top: solid $border-blurred; display: none; }"
 
     def show(self, downloads: Sequence[Download]) -> None:
-        """All that there are."""
         views = list(self.query(DownloadView))
         for view, download in zip(views, downloads, strict=False):
             view.download = download

@@ -16,9 +16,7 @@ class KeyBar(Widget):
     """Keys that the focused field would take as letters are muted, but a click still presses them. Where room is short
     the last are dropped."""
 
-    DEFAULT_CSS = """
-    KeyBar { height: 1; padding: 0 1; color: $text-muted; }
-    """
+    DEFAULT_CSS = "KeyBar { height: 1; padding: 0 1; color: $text-muted; }"
 
     def __init__(self, words: Mapping[str, str] | None = None) -> None:
         """words: a word for each key, by its binding's id on the screen or the app; several ids separated by a blank

@@ -137,14 +137,7 @@ def why_slow(facts: EngineFacts, finished: FinishedEvent | None, *, is_short: bo
 
 
 class Status(Widget):
-    DEFAULT_CSS = """
-    Status {
-        height: 2;
-        padding: 0 1;
-        background: $panel;
-        color: $foreground;
-    }
-    """
+    DEFAULT_CSS = "Status { height: 2; padding: 0 1; background: $panel; color: $foreground; }"
     facts: reactive[EngineFacts | None] = reactive(None)
     usage: reactive[ContextUsage | None] = reactive(None)
     run_now: reactive[AnswerRun] = reactive(AnswerRun())
