@@ -18,7 +18,7 @@ from localllm.engine.events import TokenEvent
 from localllm.engine.request import SamplingParams
 from localllm.models.families import parse_config
 from localllm.models.shapes import Shape, shipped_shapes
-from localllm.offload.floors import MemoryFloor
+from localllm.offload.planner.roofline import MemoryFloor
 from localllm.quant.recipe import recipe
 
 NAME = "tinyllama-1.1b"

@@ -22,7 +22,7 @@ from benchmarks.measure import interleaved, machine, paired, save, spread
 from localllm.bench.random_model import random_model
 from localllm.engine.engine import Engine
 from localllm.engine.request import Request, SamplingParams
-from localllm.engine.speculative.choice import OFF
+from localllm.engine.speculative.config import OFF
 from localllm.models.shapes import find_shape
 from localllm.quant.recipe import RECIPES
 

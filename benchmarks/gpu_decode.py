@@ -20,12 +20,12 @@ from benchmarks.offload_worker import Answer, answer, ids
 from benchmarks.peers_protocol import UnavailableError, serve
 from localllm.cache.kv_format import KV_FORMATS
 from localllm.cache.paged_kv import PagedKV
-from localllm.engine.kv_reuse import IN_POOLS, UNKNOWN_SOURCE
-from localllm.engine.kv_supply import KVSupply
+from localllm.engine.kv_allocator import KVSupply
 from localllm.engine.memory import choose_device
+from localllm.engine.prefix_config import IN_POOLS, UNKNOWN_SOURCE
 from localllm.engine.request import SamplingParams
 from localllm.kernels.kv_page import PAGE_TOKENS
-from localllm.offload.device_rates import gpu
+from localllm.offload.planner.device_rates import gpu
 
 _KV = "int8"  # the engine's, which is the default
 _ROOM = 256  # tokens behind the deepest sequence

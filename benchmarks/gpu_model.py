@@ -19,16 +19,17 @@ from torch import Tensor
 from benchmarks.peers_protocol import UnavailableError
 from localllm.bench.random_blocks import RandomBlocks
 from localllm.bench.random_model import word_vocabulary
-from localllm.engine import card, loading
+from localllm.engine import card
+from localllm.engine import loader as loading
 from localllm.hub import ModelFiles, locate
 from localllm.models.config import ModelConfig
 from localllm.models.families import parse_config
 from localllm.models.layout import BlockLayout, block_layouts, model_bytes
 from localllm.models.packed_file import PackedFile
 from localllm.models.shapes import shipped_shapes
-from localllm.offload.device_rates import DeviceRates
-from localllm.offload.device_search import CardMemory
-from localllm.offload.host_buffer import host_buffer
+from localllm.offload.planner.device_rates import DeviceRates
+from localllm.offload.planner.device_search import CardMemory
+from localllm.offload.streaming.host_buffer import host_buffer
 from localllm.quant.recipe import RECIPES, Recipe
 
 SMALL = "small"  # of MLP blocks of 5 MB in bf16, for a stand-in

@@ -21,7 +21,7 @@ from localllm.cache.kv_format import KV_FORMATS, kv_bytes_per_token
 from localllm.cache.paged_kv import PagedKV
 from localllm.engine.memory import choose_device
 from localllm.kernels.gpu.launch import Launch
-from localllm.offload.floors import device_seconds
+from localllm.offload.planner.roofline import device_seconds
 
 _ROOM = 64
 _STEPS = 16  # that the step's time is taken of

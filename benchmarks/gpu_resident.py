@@ -15,12 +15,12 @@ from benchmarks.gpu_model import MemoryModel, as_card, model_config, written
 from benchmarks.peers_protocol import UnavailableError
 from localllm.cache.paged_kv import KVPages, PagedKV
 from localllm.cache.pages import Page
-from localllm.engine.ahead import Ahead
+from localllm.engine.async_decode import Ahead
 from localllm.engine.engine import Engine
-from localllm.engine.kv_reuse import NO_REUSE
-from localllm.engine.loading import Watcher
+from localllm.engine.loader import Watcher
+from localllm.engine.prefix_config import NO_REUSE
 from localllm.engine.sampler import PlainDraw
-from localllm.engine.speculative.choice import OFF
+from localllm.engine.speculative.config import OFF
 from localllm.kernels.gpu.ready import why_not
 from localllm.kernels.kv_page import PAGE_TOKENS
 from localllm.models.families import load_config

@@ -18,7 +18,7 @@ from benchmarks.speculation_engine import guess, ids, run
 from benchmarks.speculation_never import Wrong
 from localllm.engine.engine import Engine
 from localllm.engine.memory import choose_device
-from localllm.engine.speculative.choice import OFF, Speculate
+from localllm.engine.speculative.config import OFF, Speculate
 
 _CTX = 512
 _SHARES = ((0.8, 4), (0.8, 8), (0.95, 8), (0.6, 4), (0.3, 2), (0.6, 8), (0.95, 4), (0.3, 8))  # the most telling first

@@ -20,15 +20,15 @@ from localllm.engine.events import FinishedEvent, TokenEvent
 from localllm.engine.memory import choose_device
 from localllm.engine.placement import model_shape
 from localllm.engine.request import SamplingParams
-from localllm.engine.tokenizer import Tokenizer
 from localllm.hub import locate
 from localllm.models.convert import convert
 from localllm.models.families import load_config
 from localllm.models.load import DecoderParts, load_decoder
 from localllm.models.packed import PackedModel
 from localllm.models.placed import PlacedModel
-from localllm.offload.plan import NEVER, Placed
+from localllm.offload.planner.plan import NEVER, Placed
 from localllm.quant.recipe import RECIPES
+from localllm.text.tokenizer import Tokenizer
 
 KINDS = {
     "resident": ("vram", "gpu"),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from localllm.offload.floors import device_seconds, recorded
+from localllm.offload.planner.roofline import device_seconds, recorded
 
 _STRETCH_S, _MOST_LAUNCHES = 5e-3, 400  # of a graph
 _CACHES = 4  # as much data as that many second caches hold, and a copy more

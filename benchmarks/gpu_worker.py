@@ -22,17 +22,17 @@ from benchmarks.offload_worker import answer, ids
 from benchmarks.peers_protocol import UnavailableError, serve
 from localllm.engine.card import CardPlanning
 from localllm.engine.engine import Engine
-from localllm.engine.kv_reuse import NO_REUSE
 from localllm.engine.memory import choose_device
+from localllm.engine.prefix_config import NO_REUSE
 from localllm.engine.residency import Residency
-from localllm.engine.speculative.choice import OFF
+from localllm.engine.speculative.config import OFF
 from localllm.models.families import load_config
 from localllm.models.load import load_decoder
-from localllm.offload.device_rates import gpu
-from localllm.offload.device_search import DeviceSearch
-from localllm.offload.floors import DeviceFloors, warm_up
-from localllm.offload.plan import Placed
-from localllm.offload.profile import device_measured, kept_profile, measured
+from localllm.offload.planner.device_rates import gpu
+from localllm.offload.planner.device_search import DeviceSearch
+from localllm.offload.planner.plan import Placed
+from localllm.offload.planner.profile import device_measured, kept_profile, measured
+from localllm.offload.planner.roofline import DeviceFloors, warm_up
 from localllm.quant.recipe import RECIPES
 
 CTX = 544

@@ -30,7 +30,7 @@ from localllm.cache.page_file import PageKey
 from localllm.cache.page_folder import PAGE_TOKENS
 from localllm.cache.page_readers import READERS
 from localllm.config import user_directories
-from localllm.offload.disk_speed import disk_file, files_read_gbs
+from localllm.offload.planner.disk_speed import disk_file, files_read_gbs
 
 MIB, BLOCK_BYTES = 1 << 20, 4096
 HUGE_BYTES = 2 << 20

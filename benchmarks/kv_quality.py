@@ -31,16 +31,17 @@ from localllm.cache.kv_format import KV_FORMATS, KVFormat, kv_bytes_per_sequence
 from localllm.engine.kv_probe import FIRST, LAST
 from localllm.engine.residency import new_pages
 from localllm.engine.runner import ModelRunner
-from localllm.engine.tokenizer import Tokenizer
 from localllm.hub.names import TINY_DIRECTORY
 from localllm.kernels import kv_page
 from localllm.kernels.attention import attention
 from localllm.kernels.kv_page import PAGE_TOKENS, Coding
 from localllm.layers.attention import Attention
-from localllm.layers.batch import Batch, Segment
+from localllm.layers.batch import Batch
+from localllm.layers.segment import Segment
 from localllm.models.decoder import Block, Decoder
 from localllm.models.families import load_config
 from localllm.quant.recipe import RECIPES, Recipe
+from localllm.text.tokenizer import Tokenizer
 
 CODED = ("int8", "k8v4", "int4")
 SHIPPED_WEIGHTS = "int4-g64"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from localllm.bench.machine import machine
 from localllm.bench.measure import Spread, interleaved, paired, spread
-from localllm.offload.floors import seconds
+from localllm.offload.planner.roofline import seconds
 
 __all__ = ["Spread", "interleaved", "machine", "paired", "save", "seconds", "spread"]
 

@@ -22,15 +22,15 @@ import torch
 from localllm.bench.machine import PeakMemory
 from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent, TokenEvent
-from localllm.engine.kv_reuse import NO_REUSE
+from localllm.engine.prefix_config import NO_REUSE
 from localllm.engine.request import Request, SamplingParams
-from localllm.engine.speculative.choice import OFF
+from localllm.engine.speculative.config import OFF
 from localllm.hub import locate
 from localllm.hub.packed import packed_directory
-from localllm.offload.costs import StepCosts
-from localllm.offload.disk_speed import files_read_gbs
-from localllm.offload.plan import JobShape, Plan
-from localllm.offload.profile import Profile, machine_key, measured
+from localllm.offload.planner.costs import StepCosts
+from localllm.offload.planner.disk_speed import files_read_gbs
+from localllm.offload.planner.plan import JobShape, Plan
+from localllm.offload.planner.profile import Profile, machine_key, measured
 from localllm.quant.recipe import RECIPES
 
 

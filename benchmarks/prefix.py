@@ -35,14 +35,14 @@ from localllm.bench.workload import Workload
 from localllm.cache.kv_format import KV_FORMATS
 from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent
-from localllm.engine.kv_reuse import NO_REUSE, KVReuse
+from localllm.engine.prefix_config import NO_REUSE, KVReuse
 from localllm.engine.request import SamplingParams
-from localllm.engine.speculative.choice import OFF
+from localllm.engine.speculative.config import OFF
 from localllm.hub import ModelFiles
 from localllm.models.families import parse_config
 from localllm.models.load import load_decoder
 from localllm.models.shapes import Shape, find_shape
-from localllm.offload.disk_speed import files_read_gbs
+from localllm.offload.planner.disk_speed import files_read_gbs
 from localllm.quant.recipe import RECIPES
 
 NAME = "tinyllama-1.1b"

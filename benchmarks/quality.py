@@ -31,7 +31,6 @@ from localllm.cache.kv_format import KV_FORMATS
 from localllm.cache.paged_kv import PagedKV
 from localllm.engine.residency import new_pages
 from localllm.engine.runner import Chunk, ModelRunner
-from localllm.engine.tokenizer import Tokenizer
 from localllm.hub.names import TINY_DIRECTORY
 from localllm.kernels import reference, tile16
 from localllm.kernels.cpu_matmul import INT8_GROUP
@@ -49,6 +48,7 @@ from localllm.quant.int8 import Int8
 from localllm.quant.nf4 import NF4
 from localllm.quant.recipe import RECIPES, Recipe
 from localllm.quant.weight_format import WeightFormat
+from localllm.text.tokenizer import Tokenizer
 
 TEXT = "The Violet Fairy Book"
 SHIPPED = ("bf16", "int8", "int4-g32", "int4-g64", "int4-g128")

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 
 from localllm.config import load_settings
-from localllm.frontend.selection import locate, with_defaults
+from localllm.runtime.selection import locate, with_defaults
 from localllm.server.guard import Admission
 from localllm.server.listening import bound, serve
 from localllm.server.replicas.fleet import PREFIX_ROUTER, Fleet

@@ -32,18 +32,18 @@ from benchmarks.prefix import long_shape
 from localllm.bench.random_model import random_model
 from localllm.config import load_settings
 from localllm.engine.engine import Engine
+from localllm.engine.engine_info import Service
 from localllm.engine.events import TokenEvent
-from localllm.engine.facts import Service
-from localllm.engine.kv_reuse import NO_REUSE
+from localllm.engine.prefix_config import NO_REUSE
 from localllm.engine.request import Request, SamplingParams
 from localllm.engine.scheduler import Limits
-from localllm.engine.service import EngineService
-from localllm.engine.speculative.choice import OFF
-from localllm.frontend.engine_process import Caps, EngineProcess, Foreseen, Hearer
-from localllm.frontend.opening import Opening
-from localllm.frontend.selection import Selection, with_defaults
+from localllm.engine.speculative.config import OFF
 from localllm.hub import ModelFiles
 from localllm.quant.recipe import RECIPES
+from localllm.runtime.engine_loader import Opening
+from localllm.runtime.engine_process import Caps, EngineProcess, Foreseen, Hearer
+from localllm.runtime.engine_thread import EngineService
+from localllm.runtime.selection import Selection, with_defaults
 from localllm.server.app import create_app
 from localllm.server.guard import Admission
 from localllm.server.listening import bound, serve

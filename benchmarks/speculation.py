@@ -29,7 +29,7 @@ from benchmarks.speculation_engine import SHAPE, guess, ids, random_engine, run,
 from benchmarks.speculation_never import never
 from benchmarks.speculation_texts import grown, texts
 from localllm.engine.engine import Engine
-from localllm.engine.speculative.choice import OFF, Speculate
+from localllm.engine.speculative.config import OFF, Speculate
 
 ALPHAS, COUNTS = (0.3, 0.6, 0.8, 0.95), (2, 4, 8)
 _PASSES = 64  # with which the tokens of each are known to a tenth or so

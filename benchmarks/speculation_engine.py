@@ -11,11 +11,11 @@ from typing import Any
 from localllm.bench.random_model import random_model
 from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent, SpeculationStats, TokenEvent
-from localllm.engine.kv_reuse import NO_REUSE
+from localllm.engine.prefix_config import NO_REUSE
 from localllm.engine.request import SamplingParams
-from localllm.engine.speculative.choice import OFF, Speculate, speculation
+from localllm.engine.speculative.config import OFF, Speculate, speculation
 from localllm.engine.speculative.drafter import Lookup
-from localllm.engine.speculative.speculation import Speculation
+from localllm.engine.speculative.speculator import Speculation
 from localllm.models.layout import EMBED, HEAD
 from localllm.models.shapes import find_shape
 from localllm.quant.recipe import RECIPES

@@ -11,9 +11,9 @@ from benchmarks.measure import spread
 from benchmarks.oracle import Oracle
 from benchmarks.speculation_engine import CTX, guess, ids, random_engine, run, stream
 from localllm.engine.engine import Engine
-from localllm.engine.kv_reuse import NO_REUSE
+from localllm.engine.prefix_config import NO_REUSE
 from localllm.engine.sequence import Sequence as Running
-from localllm.engine.speculative.choice import OFF, Speculate
+from localllm.engine.speculative.config import OFF, Speculate
 from localllm.engine.speculative.drafter import Draft
 
 

@@ -21,15 +21,15 @@ from benchmarks.speculation_engine import CTX, guess, run
 from localllm import hub
 from localllm.config import format_bytes
 from localllm.engine.engine import Engine
-from localllm.engine.kv_reuse import NO_REUSE
 from localllm.engine.placement import process_memory
+from localllm.engine.prefix_config import NO_REUSE
 from localllm.engine.request import Request, SamplingParams
-from localllm.engine.speculative.choice import OFF, Speculate
+from localllm.engine.speculative.config import OFF, Speculate
 from localllm.engine.speculative.drafter import Drafter
 from localllm.engine.speculative.ngram import NgramLookup
 from localllm.engine.speculative.skip import SkipDrafter
 from localllm.engine.speculative.skip_set import SkipSet
-from localllm.engine.speculative.speculation import Speculation
+from localllm.engine.speculative.speculator import Speculation
 from localllm.hub import ModelFiles
 from localllm.models.families import load_config
 from localllm.models.layout import model_bytes

@@ -28,12 +28,13 @@ from benchmarks.speculation_engine import SHAPE, WEIGHTS, guess, ids
 from localllm.bench.random_model import random_model
 from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent
-from localllm.engine.kv_reuse import NO_REUSE
-from localllm.engine.request import Grammar, Request, SamplingParams
-from localllm.engine.speculative.choice import OFF, Speculate
-from localllm.engine.tokenizer_files import BYTE_ALPHABET
+from localllm.engine.prefix_config import NO_REUSE
+from localllm.engine.request import Request, SamplingParams
+from localllm.engine.speculative.config import OFF, Speculate
 from localllm.models.shapes import find_shape
 from localllm.quant.recipe import RECIPES
+from localllm.text.grammar.grammar import Grammar
+from localllm.text.tokenizer_files import BYTE_ALPHABET
 
 _PERSON = {
     "type": "object",

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine
     from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent, TokenEvent
-    from localllm.engine.request import Grammar, Request, SamplingParams
-    from localllm.engine.service import EngineService
+    from localllm.engine.request import Request, SamplingParams
+    from localllm.runtime.engine_thread import EngineService
+    from localllm.text.grammar.grammar import Grammar
 
 __version__ = "0.1.0"
 
@@ -39,10 +40,10 @@ __all__ = [
 
 _HOMES = {
     "Engine": "localllm.engine.engine",
-    "EngineService": "localllm.engine.service",
+    "EngineService": "localllm.runtime.engine_thread",
     "Event": "localllm.engine.events",
     "FinishedEvent": "localllm.engine.events",
-    "Grammar": "localllm.engine.request",
+    "Grammar": "localllm.text.grammar.grammar",
     "GrownEvent": "localllm.engine.events",
     "PrefillEvent": "localllm.engine.events",
     "Request": "localllm.engine.request",

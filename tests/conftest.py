@@ -74,8 +74,8 @@ def own_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 @pytest.fixture(scope="session", autouse=True)
 def known_rates() -> Iterator[None]:
     """Of a small machine that has nothing else to do, whatever this one is and does: plans are the same anywhere."""
-    from localllm.offload import other_work, profile
-    from localllm.offload.format_rates import FormatRates
+    from localllm.offload.planner import other_work, profile
+    from localllm.offload.planner.format_rates import FormatRates
 
     def rates(weight_format: Any, dtype: Any, device: Any) -> FormatRates:
         return FormatRates(12.0, 200.0) if device.type == "cpu" else measured(weight_format, dtype, device)

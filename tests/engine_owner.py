@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from localllm.config import load_settings
 from localllm.engine.request import Request, SamplingParams
-from localllm.frontend.engine_process import Caps, EngineProcess, Hearer
-from localllm.frontend.opening import Opening
-from localllm.frontend.selection import locate, with_defaults
+from localllm.runtime.engine_loader import Opening
+from localllm.runtime.engine_process import Caps, EngineProcess, Hearer
+from localllm.runtime.selection import locate, with_defaults
 
 
 def started() -> EngineProcess:

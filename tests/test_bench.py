@@ -31,8 +31,8 @@ from localllm.models.decoder import ALL_RESIDENT
 from localllm.models.families import parse_config
 from localllm.models.layout import block_layouts, model_bytes
 from localllm.models.shapes import Shape, find_shape, shipped_shapes
-from localllm.offload import floors
-from localllm.offload.host_buffer import host_buffer
+from localllm.offload.planner import roofline as floors
+from localllm.offload.streaming.host_buffer import host_buffer
 from localllm.quant.recipe import recipe
 from localllm.registry import BUILT_IN, load_registry
 from tests.cli_support import write_checkpoint

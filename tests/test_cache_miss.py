@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from localllm.cache.miss import CacheMiss
-from localllm.engine.chat_template import ChatInput, encode_chat
+from localllm.chat.miss_report import Explanation, explain
 from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent
-from localllm.engine.kv_reuse import KVReuse
+from localllm.engine.prefix_config import KVReuse
 from localllm.engine.request import Request, SamplingParams
-from localllm.frontend.miss import Explanation, explain
+from localllm.text.chat_template import ChatInput, encode_chat
 from tests.cli_support import run_cli
 
 TALE = "Once upon a time a fox found a lantern in the dark wood and asked an owl what it might be. " * 6

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from localllm import Engine, FinishedEvent, SamplingParams, TokenEvent
-from localllm.engine import card, loading, planning, residency
+from localllm.engine import card, loader, planning, residency
 from localllm.errors import DoesNotFitError
-from localllm.offload import device_rates
-from localllm.offload import plan as plan_module
-from localllm.offload.device_search import CardMemory
-from localllm.offload.format_rates import FormatRates
-from localllm.offload.plan import GIB, Memory
-from localllm.offload.profile import Profile
+from localllm.offload.planner import device_rates
+from localllm.offload.planner import plan as plan_module
+from localllm.offload.planner.device_search import CardMemory
+from localllm.offload.planner.format_rates import FormatRates
+from localllm.offload.planner.plan import GIB, Memory
+from localllm.offload.planner.profile import Profile
 from localllm.quant.recipe import RECIPES
 from tests.cli_support import run_cli
 from tests.packed_support import small_checkpoint
@@ -39,12 +39,12 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
 
     for module in (card, planning):
         monkeypatch.setattr(module, "kept_profile", lambda: profile)
-    for module in (loading, planning):
+    for module in (loader, planning):
         monkeypatch.setattr(module, "has_card", lambda _device: True)
     monkeypatch.setattr(card, "process_memory", lambda cap, *_, **__: Memory(cap or 32 * GIB, 1000, 32 * GIB, 32 * GIB))
     monkeypatch.setattr(card, "card_memory", card_memory)
     monkeypatch.setattr(plan_module, "_CAP_STEP_BYTES", 1 << 20)  # these models are smaller than the step of a cap
-    monkeypatch.setattr(loading, "cap_allocator", lambda _device, _card: None)
+    monkeypatch.setattr(loader, "cap_allocator", lambda _device, _card: None)
 
 
 @pytest.fixture(params=["llama", "gemma2"])

@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, processors
 
-from localllm.engine.chat_template import ChatInput, ChatTemplate, encode_chat, end_of_turn_id, parse_messages_file
-from localllm.engine.tokenizer import Tokenizer
 from localllm.errors import TemplateError, UsageError
+from localllm.text.chat_template import ChatInput, ChatTemplate, encode_chat, end_of_turn_id, parse_messages_file
+from localllm.text.tokenizer import Tokenizer
 from tests.checkpoints import write_byte_tokenizer
 
 Locate = Callable[[str], Path]

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from localllm.engine.chat_template import ChatTemplate
-from localllm.frontend.context import text_of
+from localllm.chat.context import text_of
 from localllm.server.tools.calling import Tool, call_of, toolset
 from localllm.server.tools.prompting import told
 from localllm.server.tools.syntaxes import GENERIC
+from localllm.text.chat_template import ChatTemplate
 from tests.cli_support import Result, run_cli, write_chain, write_checkpoint, write_sentencepiece
 
 Locate = Callable[[str], Path]

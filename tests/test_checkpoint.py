@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from localllm.engine.tokenizer import Tokenizer
 from localllm.errors import CheckpointError, DoesNotFitError, TokenizerError
 from localllm.models import safetensors_file
 from localllm.models.checkpoint import Checkpoint
+from localllm.text.tokenizer import Tokenizer
 
 ATTENTION = "model.layers.0.self_attn"
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from localllm.chat.answer import Answer, statistics
 from localllm.cli.help import read_sections
 from localllm.engine.events import FinishedEvent, StepSplit, Timings, Usage
 from localllm.errors import LocalLLMError
-from localllm.frontend.answer import Answer, statistics
 from tests.cli_support import REPOSITORY, TEMPLATE, ask, run_cli, write_checkpoint
 
 pytestmark = pytest.mark.usefixtures("own_folders")

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
+from localllm.chat.text import one_line
 from localllm.cli.names import complete_sessions
 from localllm.engine.events import FinishedEvent, Timings, Usage
-from localllm.engine.service import EngineService
 from localllm.errors import CheckpointError
-from localllm.frontend.text import one_line
 from localllm.history import History, Session
+from localllm.runtime.engine_thread import EngineService
 from tests.cli_support import Result, run_cli, start_cli, write_checkpoint
 from tests.history_support import ask, said
 from tests.patience import PATIENCE_S

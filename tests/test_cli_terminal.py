@@ -337,7 +337,7 @@ def test_run_on_a_terminal_without_a_prompt_says_how_to_give_one(model: Path, op
 
 
 def _token_of(model: Path, text: str) -> int:
-    from localllm.engine.tokenizer import Tokenizer
+    from localllm.text.tokenizer import Tokenizer
 
     ids = Tokenizer.load(model).encode(text)
     assert len(ids) == 1

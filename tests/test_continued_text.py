@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models
 
 from localllm import Engine, SamplingParams
-from localllm.engine.detokenizer import Detokenizer
-from localllm.engine.request import Grammar
-from localllm.engine.tokenizer import Tokenizer
+from localllm.text.detokenizer import Detokenizer
+from localllm.text.grammar.grammar import Grammar
+from localllm.text.tokenizer import Tokenizer
 from tests.cli_support import Result, run_cli, write_chain, write_sentencepiece
 
 Locate = Callable[[str], Path]

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
-from localllm.engine.detokenizer import Detokenizer
-from localllm.engine.tokenizer import Tokenizer
+from localllm.text.detokenizer import Detokenizer
+from localllm.text.tokenizer import Tokenizer
 
 Locate = Callable[[str], Path]
 FIXTURES = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]

@@ -29,8 +29,7 @@ from localllm.engine.residency import Residency
 from localllm.engine.runner import ModelRunner, StepCancelledError
 from localllm.engine.speculative.skip import SkipDrafter
 from localllm.engine.speculative.skip_set import SkipSet
-from localllm.engine.speculative.speculation import Speculation
-from localllm.engine.tokenizer import Tokenizer
+from localllm.engine.speculative.speculator import Speculation
 from localllm.errors import DoesNotFitError
 from localllm.hub import locate
 from localllm.kernels.cpu_gemv import MAX_ROWS
@@ -38,11 +37,12 @@ from localllm.models.families import load_config
 from localllm.models.load import DecoderParts
 from localllm.models.placed import PlacedModel
 from localllm.models.split_mlp import can_be_split
-from localllm.offload.device_stream import DeviceStream, HostRun, Lane
-from localllm.offload.pinned import Pinning
-from localllm.offload.plan import NEVER, Placed
-from localllm.offload.ring import Ring
+from localllm.offload.planner.plan import NEVER, Placed
+from localllm.offload.streaming.device_stream import DeviceStream, HostRun, Lane
+from localllm.offload.streaming.pinned import Pinning
+from localllm.offload.streaming.ring import Ring
 from localllm.quant.recipe import RECIPES
+from localllm.text.tokenizer import Tokenizer
 from tests.packed_support import open_packed, pack, small_checkpoint
 from tests.thinning import every_other, thinned
 

@@ -16,11 +16,11 @@ from localllm.engine.placement import model_shape
 from localllm.errors import DoesNotFitError
 from localllm.models.families import parse_config
 from localllm.models.shapes import shipped_shapes
-from localllm.offload.corrections import Corrections, Term
-from localllm.offload.device_costs import CardRates, DeviceCosts, Work
-from localllm.offload.device_search import CardMemory, DeviceSearch, _Amount
-from localllm.offload.plan import GIB, JobShape, Memory, ModelShape, Packing, Plan, Rates, cap
-from localllm.offload.ring import ring_bytes
+from localllm.offload.planner.calibration import Corrections, Term
+from localllm.offload.planner.device_costs import CardRates, DeviceCosts, Work
+from localllm.offload.planner.device_search import CardMemory, DeviceSearch, _Amount
+from localllm.offload.planner.plan import GIB, JobShape, Memory, ModelShape, Packing, Plan, Rates, cap
+from localllm.offload.streaming.ring import ring_bytes
 from localllm.quant.recipe import RECIPES
 
 RATES = Rates(matrix_gbs=45.0, compute_gops=1200.0, disk_gbs=3.0)

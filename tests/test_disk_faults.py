@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 
 from localllm import Engine, FinishedEvent, SamplingParams, TokenEvent
-from localllm.engine import loading
-from localllm.engine.speculative.choice import OFF
-from localllm.engine.tokenizer import Tokenizer
+from localllm.engine import loader
+from localllm.engine.speculative.config import OFF
 from localllm.errors import CheckpointError
-from localllm.offload import disk_stream
-from localllm.offload.plan import Memory, Rates
-from localllm.offload.search import Search
+from localllm.offload.planner.plan import Memory, Rates
+from localllm.offload.planner.search import Search
+from localllm.offload.streaming import disk_stream
+from localllm.text.tokenizer import Tokenizer
 from tests.cli_support import run_cli
 from tests.packed_support import pack, small_checkpoint
 from tests.patience import PATIENCE_S
@@ -64,7 +64,7 @@ def streaming(kind: str, directory: Path) -> Iterator[Engine]:
         return
     least = least_bytes(directory)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "process_memory", lambda *_, **__: Memory(least, 0, least))
+        patch.setattr(loader, "process_memory", lambda *_, **__: Memory(least, 0, least))
         engine = Engine.load(directory, device="cpu", weights="int4-g32", ctx=128)
     assert engine.plan is not None and engine.plan.streamed
     yield engine
@@ -177,7 +177,7 @@ def test_a_block_file_that_is_replaced_under_a_running_engine_changes_no_answer(
 @pytest.mark.usefixtures("nothing_mapped")
 def test_the_command_line_keeps_the_text_and_names_the_file(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     least = least_bytes(directory)
-    monkeypatch.setattr(loading, "process_memory", lambda *_, **__: Memory(least, 0, least))
+    monkeypatch.setattr(loader, "process_memory", lambda *_, **__: Memory(least, 0, least))
     flags = (
         "-p",
         "A fox",

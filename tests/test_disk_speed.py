@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from localllm.offload import disk_speed
-from localllm.offload.disk_speed import disk_file
+from localllm.offload.planner import disk_speed
+from localllm.offload.planner.disk_speed import disk_file
 
 
 def test_the_disk_is_read_past_the_page_cache_and_nothing_stays(tmp_path: Path) -> None:

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.errors import CheckpointError
-from localllm.offload import disk_stream
-from localllm.offload.disk_read import cached_share, open_direct
-from localllm.offload.disk_stream import DiskStream, StreamedFile
-from localllm.offload.host_buffer import host_buffer
-from localllm.offload.page_map import can_map
-from localllm.offload.ring import Ring
+from localllm.offload.streaming import disk_stream
+from localllm.offload.streaming.disk_read import cached_share, open_direct
+from localllm.offload.streaming.disk_stream import DiskStream, StreamedFile
+from localllm.offload.streaming.host_buffer import host_buffer
+from localllm.offload.streaming.page_map import can_map
+from localllm.offload.streaming.ring import Ring
 from tests.patience import PATIENCE_S
 
 PAGE = 4096

@@ -13,9 +13,9 @@ from localllm.cli import checks_machine, remedies
 from localllm.cli.checks_machine import check_address_space, check_disk_speed, check_huge_pages, check_memory
 from localllm.cli.checks_setup import check_network, check_package, check_settings
 from localllm.cli.findings import Check, Finding
-from localllm.offload import profile
-from localllm.offload.corrections import Term
-from localllm.offload.format_rates import FormatRates
+from localllm.offload.planner import profile
+from localllm.offload.planner.calibration import Term
+from localllm.offload.planner.format_rates import FormatRates
 from tests.cli_support import run_cli
 from tests.fake_nvml import GIB, FakeCard, FakeNvml
 from tests.test_machine_memory import group_v1, group_v2

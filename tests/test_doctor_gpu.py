@@ -23,7 +23,7 @@ from localllm.cli.checks_torch import (
     probe_triton,
     torch_build,
 )
-from localllm.offload.nvml import Gpu, gpus
+from localllm.offload.planner.nvml import Gpu, gpus
 from tests.fake_nvml import GIB, FakeCard, FakeNvml
 
 CUDA_13 = TorchBuild("2.13.0", (13, 0), 1, ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"), 8)

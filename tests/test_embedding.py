@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from localllm.engine.embedding_request import Pool
 from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent
-from localllm.engine.pooling import Pool
 from localllm.engine.request import Pooling, Request, SamplingParams
 from localllm.engine.scheduler import Limits
 from localllm.errors import ContextOverflowError, NonFiniteError

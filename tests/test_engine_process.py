@@ -18,18 +18,19 @@ import psutil
 import pytest
 
 from localllm.config import load_settings
-from localllm.engine import wire
-from localllm.engine.attached import AttachedService, RevivingService
 from localllm.engine.engine import Engine
+from localllm.engine.engine_info import EngineStatus, Service
 from localllm.engine.events import Event, FinishedEvent, TokenEvent
-from localllm.engine.facts import EngineStatus, Service
-from localllm.engine.request import Grammar, Request, SamplingParams
+from localllm.engine.request import Request, SamplingParams
 from localllm.errors import ContextOverflowError, EngineClosedError, EngineGoneError, GrammarError, UsageError
-from localllm.frontend.attaching import Server, _connect
-from localllm.frontend.engine_process import Caps, EngineProcess, Foreseen, Hearer
-from localllm.frontend.opening import Opening
-from localllm.frontend.selection import Selection, locate, with_defaults
-from localllm.frontend.sockets import connected, listening
+from localllm.runtime import protocol
+from localllm.runtime.engine_client import AttachedService, RevivingService
+from localllm.runtime.engine_loader import Opening
+from localllm.runtime.engine_process import Caps, EngineProcess, Foreseen, Hearer
+from localllm.runtime.selection import Selection, locate, with_defaults
+from localllm.runtime.server_client import Server, _connect
+from localllm.runtime.sockets import connected, listening
+from localllm.text.grammar.grammar import Grammar
 from tests.cli_support import environment
 from tests.patience import PATIENCE_S
 from tests.server.support import wait_for
@@ -172,7 +173,7 @@ def test_what_a_program_asked_for_ends_when_it_goes_and_others_go_on(process: En
 def test_who_says_what_nobody_understands_is_not_listened_to(process: EngineProcess, data: bytes) -> None:
     assert process.socket_path is not None
     with connected(process.socket_path) as sock, sock.makefile("rb") as lines:
-        assert wire.message(lines.readline())["op"] == "loaded"
+        assert protocol.message(lines.readline())["op"] == "loaded"
         sock.sendall(data)
         assert lines.read() == b""
     assert ids(answer(process))

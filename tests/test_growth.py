@@ -13,20 +13,21 @@ import torch
 
 from localllm import Engine, EngineService, FinishedEvent, GrownEvent, Request, SamplingParams, TokenEvent
 from localllm.cache.paged_kv import KVPages
-from localllm.engine import growth, loading, placement
+from localllm.engine import context_growth as growth
+from localllm.engine import loader, placement
 from localllm.engine.advice import flags_for_context
 from localllm.engine.events import Event
-from localllm.engine.kv_reuse import KVReuse
 from localllm.engine.placement import model_shape, smaller_kv
-from localllm.engine.tokenizer import Tokenizer
+from localllm.engine.prefix_config import KVReuse
 from localllm.errors import CheckpointError, ContextOverflowError, DoesNotFitError
 from localllm.models.families import load_config
 from localllm.models.placed import PlacedModel
-from localllm.offload.format_rates import FormatRates
-from localllm.offload.plan import KEPT_PAGES, BlockShape, Memory, ModelShape, Plan, Rates
-from localllm.offload.profile import Profile
-from localllm.offload.search import Search
+from localllm.offload.planner.format_rates import FormatRates
+from localllm.offload.planner.plan import KEPT_PAGES, BlockShape, Memory, ModelShape, Plan, Rates
+from localllm.offload.planner.profile import Profile
+from localllm.offload.planner.search import Search
 from localllm.quant.recipe import RECIPES
+from localllm.text.tokenizer import Tokenizer
 from tests.packed_support import pack, small_checkpoint
 from tests.test_device_placement import Packed
 from tests.test_placement import engine, shape_of
@@ -65,8 +66,8 @@ def whole(directory: Path, weights: str, ctx: int) -> int:
 def capped(directory: Path, weights: str, memory_bytes: int) -> Iterator[Engine]:
     """With so much memory, also for what is planned later."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "process_memory", lambda *_, **__: Memory(memory_bytes, 0, memory_bytes))
-        patch.setattr(loading, "as_stored", lambda _files, _name, config, _weights: (config, None))
+        patch.setattr(loader, "process_memory", lambda *_, **__: Memory(memory_bytes, 0, memory_bytes))
+        patch.setattr(loader, "as_stored", lambda _files, _name, config, _weights: (config, None))
         with engine(directory, weights, ctx=CTX) as loaded:
             yield loaded
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from localllm.chat.thoughts import kept_apart
 from localllm.errors import UsageError
-from localllm.frontend.thinking import kept_apart
 from localllm.history import History, Session, exchange
 from localllm.history.imports import read_conversations
 from localllm.history.records import IN_THOUGHT

@@ -15,13 +15,13 @@ from random import Random
 
 import pytest
 
+from localllm.chat.answer import Answer
+from localllm.chat.dialogue import Dialogue
+from localllm.chat.recorder import Keeper
 from localllm.cli.output import Output
 from localllm.config import ResolvedSettings
 from localllm.engine.events import FinishedEvent, Timings, Usage
 from localllm.errors import HistoryError
-from localllm.frontend.answer import Answer
-from localllm.frontend.dialogue import Dialogue
-from localllm.frontend.keeping import Keeper
 from localllm.history import BusyError, DamagedError, History, Recording, database, schema
 from tests.history_support import SENTENCES, ask, begun, crashed, ended, in_child, said
 
@@ -310,7 +310,7 @@ def test_what_a_lock_kept_from_being_written_is_kept_at_the_end(
     path: Path, monkeypatch: pytest.MonkeyPatch, leaves: str
 ) -> None:
     monkeypatch.setattr("localllm.history.database.PATIENCE_S", 0.05)
-    monkeypatch.setattr("localllm.frontend.keeping._PATIENCE_S", 0.05)
+    monkeypatch.setattr("localllm.chat.recorder._PATIENCE_S", 0.05)
     talk = Talk(path)
     talk.turn(QUESTIONS[0])
     holder = sqlite3.connect(path, isolation_level=None)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from localllm.frontend.thinking import kept_apart
+from localllm.chat.thoughts import kept_apart
 from localllm.history import GoneError, History, Session, exchange, search
 from tests.history_support import ask, said
 

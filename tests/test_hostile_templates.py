@@ -18,10 +18,10 @@ import pytest
 import tokenizers
 from tokenizers import models
 
-from localllm.engine import template_limits
-from localllm.engine.chat_template import ChatTemplate
-from localllm.engine.tokenizer import Tokenizer
 from localllm.errors import TemplateError
+from localllm.text import template_limits
+from localllm.text.chat_template import ChatTemplate
+from localllm.text.tokenizer import Tokenizer
 from tests.patience import PATIENCE_S
 
 MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
@@ -157,7 +157,7 @@ ENDLESS = [
 
 HARNESS = f"""
 import json, resource, sys, time
-from localllm.engine.chat_template import ChatTemplate
+from localllm.text.chat_template import ChatTemplate
 from localllm.errors import TemplateError
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 sources = json.load(sys.stdin)

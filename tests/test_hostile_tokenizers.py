@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from localllm.engine.tokenizer import Tokenizer
-from localllm.engine.tokenizer_files import library_errors
 from localllm.errors import TokenizerError
+from localllm.text.tokenizer import Tokenizer
+from localllm.text.tokenizer_files import library_errors
 from tests.patience import PATIENCE_S
 
 GROWTH_BYTES = 896 << 20  # the promise is 1 GiB
@@ -29,7 +29,7 @@ LIMIT_S = 5.0  # of the processor, on all threads: the clock on the wall also co
 CHILD = """
 import json, resource, sys, time
 from pathlib import Path
-from localllm.engine.tokenizer import Tokenizer
+from localllm.text.tokenizer import Tokenizer
 from localllm.errors import LocalLLMError
 pages = int(Path("/proc/self/statm").read_text().split()[0])
 limit = pages * resource.getpagesize() + (1 << 30)

@@ -77,7 +77,7 @@ def test_completion_of_a_models_name_loads_nothing_heavy(tmp_path: Path) -> None
         "localllm.errors",
         "localllm.engine.request",
         "localllm.engine.events",
-        "localllm.engine.stopping",
+        "localllm.text.stop_strings",
         "localllm.cache.page_folder",
     ],
 )
@@ -89,7 +89,7 @@ def test_a_module_of_the_front_loads_nothing_heavy(module: str, tmp_path: Path) 
 
 @pytest.mark.parametrize(
     "module",
-    ["localllm.engine.tokenizer", "localllm.engine.chat_template", "localllm.engine.detokenizer"],
+    ["localllm.text.tokenizer", "localllm.text.chat_template", "localllm.text.detokenizer"],
 )
 def test_text_needs_no_torch(module: str, tmp_path: Path) -> None:
     assert not loaded_by(f"import {module}", tmp_path) & (HEAVY - {"tokenizers", "numpy"})
@@ -118,7 +118,7 @@ def test_completion_offers_the_registrys_names(tmp_path: Path) -> None:
     assert "mistral-7b" in child.stdout.split()
 
 
-@pytest.mark.parametrize("module", ["localllm.tui.app", "localllm.cli.screen", "localllm.frontend.talk"])
+@pytest.mark.parametrize("module", ["localllm.tui.app", "localllm.cli.screen", "localllm.chat.session"])
 def test_a_screen_is_drawn_before_torch_is_loaded(module: str, tmp_path: Path) -> None:
     loaded = loaded_by(f"import {module}", tmp_path)
     assert not loaded & (HEAVY - {"textual"})

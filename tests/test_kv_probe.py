@@ -31,9 +31,9 @@ from localllm.engine.kv_probe import (
     probe,
     with_kv,
 )
-from localllm.engine.kv_reuse import IN_POOLS, Computed, KVReuse
 from localllm.engine.kv_verdicts import Asked, Verdict
-from localllm.engine.loading import LoadedModel, Loading, Watcher
+from localllm.engine.loader import LoadedModel, Loading, Watcher
+from localllm.engine.prefix_config import IN_POOLS, Computed, KVReuse
 from localllm.engine.request import Request
 from localllm.engine.runner import ModelRunner, StepCancelledError
 from localllm.errors import DoesNotFitError
@@ -42,7 +42,7 @@ from localllm.models.config import ModelConfig
 from localllm.models.decoder import Decoder
 from localllm.models.families import parse_config
 from localllm.models.load import load_decoder
-from localllm.offload.plan import JobShape
+from localllm.offload.planner.plan import JobShape
 from localllm.quant.recipe import recipe
 from tests import checkpoints
 from tests.cli_support import run_cli, write_checkpoint

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from localllm.offload.machine_memory import cgroup_free_bytes, cgroup_limit_bytes, memory_limits
+from localllm.offload.planner.machine_memory import cgroup_free_bytes, cgroup_limit_bytes, memory_limits
 
 GIB = 1 << 30
 NO_LIMIT_V1 = 9223372036854771712

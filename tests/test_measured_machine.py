@@ -15,7 +15,7 @@ import pytest
 
 from localllm import Engine, FinishedEvent, SamplingParams
 from localllm.config import load_settings
-from localllm.frontend.selection import locate, with_defaults
+from localllm.runtime.selection import locate, with_defaults
 from localllm.tui.app import ChatApp, Start
 from localllm.tui.model_loader import serve
 from tests.cli_support import run_cli

@@ -17,17 +17,17 @@ import pytest
 import torch
 
 from localllm import Engine, FinishedEvent, SamplingParams, TokenEvent
-from localllm.engine import loading
+from localllm.engine import loader
 from localllm.engine.residency import Residency
-from localllm.engine.speculative.choice import OFF
-from localllm.engine.tokenizer import Tokenizer
+from localllm.engine.speculative.config import OFF
 from localllm.errors import DoesNotFitError
 from localllm.hub import locate
-from localllm.offload import host_buffer as host_buffer_module
-from localllm.offload.host_buffer import give_back_freed
-from localllm.offload.machine_memory import LEAST_ADDRESS_SPACE_BYTES
-from localllm.offload.plan import Memory, Rates
-from localllm.offload.search import Search
+from localllm.offload.planner.machine_memory import LEAST_ADDRESS_SPACE_BYTES
+from localllm.offload.planner.plan import Memory, Rates
+from localllm.offload.planner.search import Search
+from localllm.offload.streaming import host_buffer as host_buffer_module
+from localllm.offload.streaming.host_buffer import give_back_freed
+from localllm.text.tokenizer import Tokenizer
 from tests.packed_support import pack, small_checkpoint
 from tests.patience import PATIENCE_S
 from tests.test_device_placement import Packed
@@ -105,7 +105,7 @@ def placed_engine(kind: str, directory: Path, folder: Path) -> Iterator[Engine]:
             assert engine.plan is not None
             least = Search(engine.plan.shape, Memory(1, 0, 1), Rates(1, 1, 1), 128).least_bytes()
             engine.close()
-            patch.setattr(loading, "process_memory", lambda *_, **__: Memory(least, 0, least))
+            patch.setattr(loader, "process_memory", lambda *_, **__: Memory(least, 0, least))
         engine = Engine.load(directory, device="cpu", weights=weights, ctx=128)
     assert engine.plan is not None and bool(engine.plan.streamed) == (kind == "streamed")
     yield engine

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from localllm.offload.nvml import gpu_of, gpus, refusal
+from localllm.offload.planner.nvml import gpu_of, gpus, refusal
 from tests.fake_nvml import GIB, FakeCard, FakeNvml
 from tests.test_imports import HEAVY, loaded_by
 

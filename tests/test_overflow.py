@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localllm.engine.chat_template import ChatTemplate
-from localllm.engine.overflow import Evicted, answer_room, fit_turns, num_in_front, turn_starts, turns_too_many
+from localllm.chat.context import Meter, evicted_text
 from localllm.errors import TemplateError
-from localllm.frontend.context import Meter, evicted_text
+from localllm.text.chat_template import ChatTemplate
+from localllm.text.eviction import Evicted, answer_room, fit_turns, num_in_front, turn_starts, turns_too_many
 
 Messages = list[dict[str, Any]]
 SYSTEM = {"role": "system", "content": "be brief"}

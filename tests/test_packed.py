@@ -27,9 +27,9 @@ from localllm.models.layout import block_layouts
 from localllm.models.load import load_decoder
 from localllm.models.packed import needs_conversion
 from localllm.models.safetensors_file import SafetensorsFile
-from localllm.offload import disk_read
-from localllm.offload.disk_read import PAGE_BYTES
-from localllm.offload.host_buffer import host_buffer
+from localllm.offload.streaming import disk_read
+from localllm.offload.streaming.disk_read import PAGE_BYTES
+from localllm.offload.streaming.host_buffer import host_buffer
 from localllm.quant.recipe import recipe
 from tests.checkpoints import FAMILIES
 from tests.packed_support import (

@@ -20,8 +20,8 @@ from localllm.kernels.cpu_linear import float_bits
 from localllm.kernels.cpu_paged import AttentionPlace, AttentionRoom
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.paged_attention import paged_attention, write
-from localllm.layers.attention_tables import attention_tables
-from localllm.layers.batch import Segment
+from localllm.layers.native_attention import attention_tables
+from localllm.layers.segment import Segment
 from tests.thinning import every_other, one_in
 
 native = pytest.mark.skipif(not cpu_linear.is_available(), reason="no CPU kernel runs on this machine")

@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from localllm import Engine, EngineService, FinishedEvent, Request, SamplingParams, TokenEvent
-from localllm.engine import loading, placement
+from localllm.engine import loader, placement
 from localllm.engine.placement import model_shape
 from localllm.engine.scheduler import Limits
 from localllm.errors import CheckpointError, ContextOverflowError, DoesNotFitError, UsageError
 from localllm.models.families import load_config
-from localllm.offload.format_rates import FormatRates
-from localllm.offload.plan import Memory, ModelShape, Plan, Rates
-from localllm.offload.profile import Profile
-from localllm.offload.search import Search
+from localllm.offload.planner.format_rates import FormatRates
+from localllm.offload.planner.plan import Memory, ModelShape, Plan, Rates
+from localllm.offload.planner.profile import Profile
+from localllm.offload.planner.search import Search
 from localllm.quant.recipe import RECIPES
 from tests.packed_support import small_checkpoint
 from tests.patience import PATIENCE_S
@@ -63,10 +63,10 @@ def engine(
     with pytest.MonkeyPatch.context() as patch:
         if memory_bytes is not None:
             patch.setattr(
-                loading, "process_memory", lambda *_, **__: Memory(memory_bytes, 0, most_bytes or memory_bytes)
+                loader, "process_memory", lambda *_, **__: Memory(memory_bytes, 0, most_bytes or memory_bytes)
             )
             # What packing takes is a thousand times what such a model does.
-            patch.setattr(loading, "as_stored", lambda _files, _name, config, _weights: (config, None))
+            patch.setattr(loader, "as_stored", lambda _files, _name, config, _weights: (config, None))
         loaded = Engine.load(directory, device="cpu", weights=weights, dtype=dtype, **options)  # type: ignore[arg-type]
     try:
         yield loaded

@@ -24,11 +24,10 @@ from localllm.engine.planning import Wishes, consider, plan_model
 from localllm.errors import DoesNotFitError, UsageError
 from localllm.models.families import parse_config
 from localllm.models.shapes import Shape, find_shape, shipped_shapes
-from localllm.offload.corrections import Corrections, Term
-from localllm.offload.costs import RUN_S, StepCosts
-from localllm.offload.format_rates import FormatRates
-from localllm.offload.page_map import ALIGN_BYTES
-from localllm.offload.plan import (
+from localllm.offload.planner.calibration import Corrections, Term
+from localllm.offload.planner.costs import RUN_S, StepCosts
+from localllm.offload.planner.format_rates import FormatRates
+from localllm.offload.planner.plan import (
     GIB,
     BlockShape,
     JobShape,
@@ -39,9 +38,10 @@ from localllm.offload.plan import (
     Rates,
     cap,
 )
-from localllm.offload.profile import UNKNOWN_DISK_GBS, Profile, Taken, keep, kept_profile
-from localllm.offload.ring import ring_bytes
-from localllm.offload.search import LOGIT_ROWS, Search
+from localllm.offload.planner.profile import UNKNOWN_DISK_GBS, Profile, Taken, keep, kept_profile
+from localllm.offload.planner.search import LOGIT_ROWS, Search
+from localllm.offload.streaming.page_map import ALIGN_BYTES
+from localllm.offload.streaming.ring import ring_bytes
 from localllm.quant.recipe import RECIPES
 from tests.cli_support import run_cli
 

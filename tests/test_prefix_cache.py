@@ -23,7 +23,7 @@ from localllm.cache import prefix
 from localllm.cache.disk import DiskTier
 from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent, TokenEvent
-from localllm.engine.kv_reuse import IN_POOLS, NO_REUSE, Computed, KVReuse
+from localllm.engine.prefix_config import IN_POOLS, NO_REUSE, Computed, KVReuse
 from localllm.engine.request import Request, SamplingParams
 from localllm.kernels import cpu_linear
 from localllm.models.decoder import Decoder

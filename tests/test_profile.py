@@ -12,12 +12,12 @@ import psutil
 import pytest
 import torch
 
-from localllm.offload import other_work
-from localllm.offload import profile as profile_module
-from localllm.offload.corrections import Term
-from localllm.offload.format_rates import FormatRates, format_rates
-from localllm.offload.plan import Rates
-from localllm.offload.profile import Profile, keep, kept_profile
+from localllm.offload.planner import other_work
+from localllm.offload.planner import profile as profile_module
+from localllm.offload.planner.calibration import Term
+from localllm.offload.planner.format_rates import FormatRates, format_rates
+from localllm.offload.planner.plan import Rates
+from localllm.offload.planner.profile import Profile, keep, kept_profile
 from localllm.quant.recipe import RECIPES
 
 DISK = Term("cpu", "step", "disk")

@@ -11,12 +11,12 @@ import torch
 
 from benchmarks import quality, quality_page
 from localllm.engine.perplexity import perplexity
-from localllm.engine.tokenizer import Tokenizer
 from localllm.hub.names import TINY_DIRECTORY
 from localllm.models.families import load_config
 from localllm.quant.int4 import Int4
 from localllm.quant.int8 import Int8
 from localllm.quant.recipe import RECIPES
+from localllm.text.tokenizer import Tokenizer
 from tests.conftest import REPOSITORY
 
 pytestmark = pytest.mark.skipif(

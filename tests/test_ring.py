@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.offload.ring import Ring, ring_bytes
+from localllm.offload.streaming.ring import Ring, ring_bytes
 
 sizes = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 

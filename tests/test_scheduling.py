@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent, TokenEvent
-from localllm.engine.kv_reuse import NO_REUSE
+from localllm.engine.prefix_config import NO_REUSE
 from localllm.engine.request import Request, SamplingParams
 from localllm.engine.scheduler import PRIORITY_CHUNKS, Limits
 from localllm.engine.sequence import Sequence

@@ -13,12 +13,12 @@ from localllm import Engine, SamplingParams
 from localllm.engine.events import FinishedEvent, Timings, Usage
 from localllm.engine.runner import ModelRunner
 from localllm.engine.scores import Scores
-from localllm.offload.corrections import Term
-from localllm.offload.device_costs import CardRates
-from localllm.offload.device_search import CardMemory, DeviceSearch
-from localllm.offload.format_rates import FormatRates
-from localllm.offload.plan import Memory, Plan
-from localllm.offload.profile import keep, kept_profile
+from localllm.offload.planner.calibration import Term
+from localllm.offload.planner.device_costs import CardRates
+from localllm.offload.planner.device_search import CardMemory, DeviceSearch
+from localllm.offload.planner.format_rates import FormatRates
+from localllm.offload.planner.plan import Memory, Plan
+from localllm.offload.planner.profile import keep, kept_profile
 from tests.packed_support import small_checkpoint
 from tests.test_plan import RATES, search, shape
 

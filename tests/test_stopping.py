@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localllm.engine.stopping import StopMatcher
+from localllm.text.stop_strings import StopMatcher
 
 
 def feed(stops: list[str], pieces: list[str]) -> tuple[str, bool]:

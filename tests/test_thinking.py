@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
+from localllm.chat.dialogue import Dialogue
+from localllm.chat.export import export_chat
+from localllm.chat.harmony import HarmonySplitter
+from localllm.chat.thoughts import Thinking, effort_variables
 from localllm.config import load_settings
-from localllm.engine.chat_template import ChatTemplate
-from localllm.engine.request import Grammar
 from localllm.errors import UsageError
-from localllm.frontend.dialogue import Dialogue
-from localllm.frontend.exporting import export_chat
-from localllm.frontend.harmony import HarmonySplitter
-from localllm.frontend.thinking import Thinking, effort_variables
 from localllm.hub.names import TINY_DIRECTORY
+from localllm.text.chat_template import ChatTemplate
+from localllm.text.grammar.grammar import Grammar
 from tests.cli_support import Result, run_cli
 from tests.speaker import EFFORT, KEEPING, OPENING, SWITCHED, THINKS, write_speaker
 

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 import localllm
-from localllm.engine.chat_template import ChatInput, ChatTemplate, encode_chat
-from localllm.engine.tokenizer import Tokenizer
 from localllm.errors import TokenizerError
+from localllm.text.chat_template import ChatInput, ChatTemplate, encode_chat
+from localllm.text.tokenizer import Tokenizer
 from tests.checkpoints import write_byte_tokenizer
 from tests.cli_support import run_cli, write_checkpoint, write_sentencepiece
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from localllm.config import load_settings
-from localllm.frontend.verdict import Verdict, judge
-from localllm.offload.format_rates import FormatRates
-from localllm.offload.profile import keep, kept_profile
+from localllm.offload.planner.format_rates import FormatRates
+from localllm.offload.planner.profile import keep, kept_profile
+from localllm.runtime.fit_check import Verdict, judge
 
 RATES = FormatRates(20.0, 500.0)
 

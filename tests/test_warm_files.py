@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from localllm import hub
-from localllm.frontend.warm_files import keep_warm
-from localllm.offload.disk_read import cached_share
+from localllm.offload.streaming.disk_read import cached_share
+from localllm.runtime.warm_files import keep_warm
 from tests.cli_support import write_checkpoint
 from tests.server.support import wait_for
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.cache.miss import CacheMiss
-from localllm.engine import wire
+from localllm.engine.engine_info import EngineFacts, EngineStatus, SlotFacts
 from localllm.engine.events import (
     FinishedEvent,
     GrownEvent,
@@ -23,9 +23,10 @@ from localllm.engine.events import (
     TokenLogprob,
     Usage,
 )
-from localllm.engine.facts import EngineFacts, EngineStatus, SlotFacts
-from localllm.engine.request import Grammar, Request, SamplingParams
+from localllm.engine.request import Request, SamplingParams
 from localllm.errors import BugError, ContextOverflowError, DoesNotFitError, LocalLLMError, NonFiniteError
+from localllm.runtime import protocol
+from localllm.text.grammar.grammar import Grammar
 
 NUMBERS = st.integers(0, 2**31)
 FLOATS = st.floats(allow_nan=False)
@@ -102,7 +103,7 @@ STATUS = st.builds(
 
 def sent(value: Any) -> Any:
     """As it arrives at the other end."""
-    return wire.read(type(value), wire.message(wire.line({"value": wire.plain(value)}))["value"])
+    return protocol.read(type(value), protocol.message(protocol.line({"value": protocol.plain(value)}))["value"])
 
 
 @given(st.one_of(REQUESTS, EVENTS, ENDS, FACTS, STATUS))
@@ -128,7 +129,7 @@ def test_what_is_no_error_of_ours_arrives_as_one(error: Exception, kind: type[Lo
 
 def test_what_computes_cannot_cross() -> None:
     with pytest.raises(TypeError, match="function cannot cross"):
-        wire.plain(Request((1,), mask=lambda _ids: None))  # type: ignore[arg-type, return-value]
+        protocol.plain(Request((1,), mask=lambda _ids: None))  # type: ignore[arg-type, return-value]
 
 
 @given(st.one_of(st.binary(max_size=20), st.text(max_size=20).map(str.encode), st.just(b"[1]"), st.just(b"7")))
@@ -138,8 +139,8 @@ def test_what_is_no_message_is_refused(data: bytes) -> None:
     except ValueError:
         is_message = False
     if not is_message:
-        with pytest.raises(wire.WireError):
-            wire.message(data)
+        with pytest.raises(protocol.WireError):
+            protocol.message(data)
 
 
 @pytest.mark.parametrize(
@@ -154,5 +155,5 @@ def test_what_is_no_message_is_refused(data: bytes) -> None:
     ],
 )
 def test_what_is_no_request_is_refused(value: Any) -> None:
-    with pytest.raises(wire.WireError):
-        wire.read(Request, value)
+    with pytest.raises(protocol.WireError):
+        protocol.read(Request, value)

@@ -27,10 +27,10 @@ from textual.widgets import Input
 from localllm import hub
 from localllm.engine.events import SpeculationStats, StepSplit, Timings, Usage
 from localllm.errors import DoesNotFitError
-from localllm.frontend.verdict import Verdict
 from localllm.history import Conversation, History, Said, history_file
 from localllm.hub import InstalledModel, ModelDescription, ModelFiles, PackedWeights
 from localllm.registry import load_registry
+from localllm.runtime.fit_check import Verdict
 from localllm.tui.app import ChatApp
 from localllm.tui.plan_worker import AS_IT_RUNS, PlanWorker
 from localllm.tui.screens.plan import PlanScreen
@@ -202,7 +202,7 @@ def _machine() -> Iterator[None]:
     with (
         patch("localllm.tui.chat_worker.machine_line", lambda: line),
         patch.object(hub, "list_models", lambda: here),
-        patch("localllm.frontend.verdict.judge", _judged),
+        patch("localllm.runtime.fit_check.judge", _judged),
         patch.object(hub, "describe", _described),
         patch("localllm.tui.widgets.chat_preview.format_time", lambda _: "2026-11-22 14:27"),
     ):

@@ -20,7 +20,7 @@ from localllm.engine.request import Request, SamplingParams
 from localllm.engine.runner import Chunk
 from localllm.engine.sequence import Sequence
 from localllm.kernels.paged_attention import write
-from localllm.offload.floors import seconds
+from localllm.offload.planner.roofline import seconds
 
 _VERIFY_REPEATS = 3
 _STRETCH_S = 0.5  # of decoding between two samples of the floor: what disturbs one disturbs the other

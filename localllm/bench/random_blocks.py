@@ -11,7 +11,7 @@ from torch import Tensor
 
 from localllm.models.layout import BlockLayout, Matrix
 from localllm.models.packed_file import PackedFile
-from localllm.offload.host_buffer import host_buffer
+from localllm.offload.streaming.host_buffer import host_buffer
 from localllm.quant.recipe import Recipe
 from localllm.quant.weight_format import WeightFormat
 

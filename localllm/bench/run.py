@@ -17,8 +17,8 @@ from localllm.bench.subject import Subject
 from localllm.bench.workload import Workload
 from localllm.engine.engine import Engine
 from localllm.engine.events import Timings
-from localllm.offload.disk_speed import disk_file
-from localllm.offload.floors import DeviceFloors, MatmulFloor, MemoryFloor
+from localllm.offload.planner.disk_speed import disk_file
+from localllm.offload.planner.roofline import DeviceFloors, MatmulFloor, MemoryFloor
 from localllm.quant.dense import Dense
 
 DISK_BYTES = 1 << 30  # beyond what a disk keeps in its own memory

@@ -18,13 +18,12 @@ from localllm.bench.random_model import word_vocabulary
 from localllm.cache.kv_format import KVFormat, choose_format, kv_bytes_per_sequence, kv_bytes_per_token
 from localllm.config import format_bytes
 from localllm.engine.engine import Engine
-from localllm.engine.kv_reuse import NO_REUSE
-from localllm.engine.loading import Watcher
+from localllm.engine.loader import Watcher
 from localllm.engine.memory import HEADROOM, available_bytes
 from localllm.engine.planning import Wishes, plan_model
+from localllm.engine.prefix_config import NO_REUSE
 from localllm.engine.scheduler import Limits
-from localllm.engine.speculative.choice import OFF
-from localllm.engine.tokenizer import Tokenizer
+from localllm.engine.speculative.config import OFF
 from localllm.engine.weights import is_unpacked, open_packed
 from localllm.errors import DoesNotFitError
 from localllm.hub import ModelFiles
@@ -34,9 +33,10 @@ from localllm.models.decoder import Decoder
 from localllm.models.layout import model_bytes
 from localllm.models.load import Progress, load_decoder
 from localllm.models.shapes import Shape
-from localllm.offload.plan import JobShape
+from localllm.offload.planner.plan import JobShape
 from localllm.quant.dense import Dense
 from localllm.quant.recipe import DEFAULT, RECIPES, Recipe
+from localllm.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.kv_page import PageLayout
-from localllm.offload.disk_read import PAGE_BYTES
-from localllm.offload.host_buffer import HUGE_PAGE_BYTES, host_buffer
+from localllm.offload.streaming.disk_read import PAGE_BYTES
+from localllm.offload.streaming.host_buffer import HUGE_PAGE_BYTES, host_buffer
 
 HOST = torch.device("cpu")
 _SLAB_PAGES = 16  # that a pool grows by, at least

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from localllm import __version__
+from localllm.chat.text import format_seconds
 from localllm.cli.batch_input import TOLD, LineRules, Problems, Prompts, read_prompts
 from localllm.cli.front import Front
 from localllm.cli.job import SEEDS, Job
@@ -26,14 +27,14 @@ from localllm.cli.output import ProgressLine
 from localllm.cli.prompt import argument_text
 from localllm.cli.source import Encoder
 from localllm.config import format_figure
-from localllm.engine.request import Grammar, Request
+from localllm.engine.request import Request
 from localllm.errors import ContextOverflowError, LocalLLMError, SchemaError, UsageError
-from localllm.frontend.opening import Opening
-from localllm.frontend.planning import DEFAULT_PARALLEL
-from localllm.frontend.selection import Selection
-from localllm.frontend.text import format_seconds
 from localllm.hub.packed import source_id
-from localllm.offload.plan import JobShape
+from localllm.offload.planner.plan import JobShape
+from localllm.runtime.engine_loader import Opening
+from localllm.runtime.plan_request import DEFAULT_PARALLEL
+from localllm.runtime.selection import Selection
+from localllm.text.grammar.grammar import Grammar
 
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine

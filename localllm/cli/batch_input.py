@@ -20,17 +20,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from localllm.chat.text_file import MAX_INPUT_BYTES
 from localllm.cli.options import NUMBERS
 from localllm.cli.output import Output
 from localllm.cli.prompt import patience
 from localllm.cli.source import Source, asked
 from localllm.config import ACCEPTED, Accepts, format_bytes
-from localllm.engine.chat_template import as_chat_input
-from localllm.engine.request import MAX_BIAS, Grammar, SamplingParams
+from localllm.engine.request import MAX_BIAS, SamplingParams
 from localllm.errors import CheckpointError, LocalLLMError, UsageError
-from localllm.frontend.text_file import MAX_INPUT_BYTES
 from localllm.models.strict_json import JsonLimits, parse_json
 from localllm.registry import SAMPLING_SETTINGS
+from localllm.text.chat_template import as_chat_input
+from localllm.text.grammar.grammar import Grammar
 
 _LIMITS = JsonLimits(containers=300_000, elements=2_000_000)  # of one line; braces in its texts count as well
 _MEMORY_BYTES = 16 << 20  # of lines; more of them go to the disk

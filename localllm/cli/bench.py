@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from localllm.chat.text import one_line
 from localllm.cli import options
 from localllm.cli.front import Front, front_of
 from localllm.cli.output import Output, ProgressLine
@@ -22,8 +23,7 @@ from localllm.cli.selection import select
 from localllm.cli.settings import read_settings
 from localllm.config import Settings
 from localllm.errors import LocalLLMError, UsageError
-from localllm.frontend.text import one_line
-from localllm.frontend.vram import vram_cap
+from localllm.runtime.vram import vram_cap
 
 if TYPE_CHECKING:
     import torch
@@ -186,7 +186,7 @@ def _measure(front: Front, target: _Target, workload: Workload) -> Report:
 def _set_up(front: Front, target: _Target, workload: Workload, line: ProgressLine) -> _Setup:
     """Imports torch. Refuses what cannot run, before the disk is read or written."""
     from localllm.bench.subject import Caps, require_plan, require_room
-    from localllm.engine.loading import has_card
+    from localllm.engine.loader import has_card
     from localllm.engine.memory import choose_device, choose_dtype
     from localllm.engine.weights import choose_recipe
     from localllm.hub.packed import packed_recipes

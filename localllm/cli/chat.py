@@ -11,6 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from localllm.chat import slash
+from localllm.chat.answer import Answer, statistics
+from localllm.chat.context import evicted_text, usage_lines
+from localllm.chat.dialogue import Dialogue
+from localllm.chat.export import ExistsError
+from localllm.chat.miss_report import Explanation
+from localllm.chat.recorder import Keeper, Resumed, keeper_of, look_up
+from localllm.chat.session import Talk, mended_in_chat
+from localllm.chat.text_file import read_text_file, typed_path
+from localllm.chat.thoughts import effort_of, told_apart
 from localllm.cli import options
 from localllm.cli.front import Front, front_of
 from localllm.cli.generate import Printing, explained, print_answer
@@ -29,23 +39,13 @@ from localllm.errors import (
     ModelNotFoundError,
     UsageError,
 )
-from localllm.frontend import slash
-from localllm.frontend.answer import Answer, statistics
-from localllm.frontend.context import evicted_text, usage_lines
-from localllm.frontend.dialogue import Dialogue
-from localllm.frontend.exporting import ExistsError
-from localllm.frontend.keeping import Keeper, Resumed, keeper_of, look_up
-from localllm.frontend.miss import Explanation
-from localllm.frontend.opening import Opening
-from localllm.frontend.origins import with_origins
-from localllm.frontend.selection import Selection, is_model, named
-from localllm.frontend.talk import Talk, mended_in_chat
-from localllm.frontend.text_file import read_text_file, typed_path
-from localllm.frontend.thinking import effort_of, told_apart
 from localllm.registry import BUILT_IN
+from localllm.runtime.engine_loader import Opening
+from localllm.runtime.error_origins import with_origins
+from localllm.runtime.selection import Selection, is_model, named
 
 if TYPE_CHECKING:
-    from localllm.engine.facts import LoadedEngine, Service
+    from localllm.engine.engine_info import LoadedEngine, Service
 
 _LISTED = 10  # by /sessions
 _SHOWN_LINES = 12  # of each message that a resumed chat begins with
@@ -374,7 +374,7 @@ class Chat:
         self._output.note(f"wrote {target}")
 
     def _do_load(self, path: str) -> None:
-        from localllm.engine.chat_template import parse_messages_file
+        from localllm.text.chat_template import parse_messages_file
 
         text = read_text_file(typed_path(path), "/load")
         self._keeper.catch_up(self.dialogue)

@@ -11,7 +11,7 @@ from pathlib import Path
 from localllm.cli.findings import Finding, ok, sm_name, warn
 from localllm.cli.remedies import install_driver, is_container, is_wsl
 from localllm.config import format_bytes
-from localllm.offload.nvml import Gpu, gpus, refusal
+from localllm.offload.planner.nvml import Gpu, gpus, refusal
 
 _NVIDIA = "0x10de"
 _DISPLAY_CLASS = "0x03"

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from localllm.chat.plan_text import when_measured
 from localllm.cli.findings import Finding, fail, ok, warn
 from localllm.cli.remedies import raise_cgroup_limit
 from localllm.config import format_bytes, format_figure
-from localllm.frontend.plan_picture import when_measured
-from localllm.offload.machine_memory import ROOT, SELF_CGROUP, memory_limits
+from localllm.offload.planner.machine_memory import ROOT, SELF_CGROUP, memory_limits
 from localllm.present import nearest
 
 _NO_CACHE_FIX = "export HF_HUB_CACHE=/a/folder/of/yours"
@@ -140,8 +140,8 @@ def check_disk_speed(measure: Callable[[Path], tuple[float, str] | None] | None 
 
 def check_rates(measuring: Callable[[str], None] | None = None) -> Finding:
     """What plans are predicted from. measuring: hears of it where that is measured anew."""
-    from localllm.engine.measuring import measure_again
-    from localllm.offload.profile import kept_profile
+    from localllm.engine.rates import measure_again
+    from localllm.offload.planner.profile import kept_profile
 
     profile = kept_profile() if measuring is None else measure_again(measuring)
     rates = {"memory": profile.dram_read_gbs, "disk": profile.disk_read_gbs}
@@ -161,7 +161,7 @@ def check_rates(measuring: Callable[[str], None] | None = None) -> Finding:
 
 def disk_speed(folder: Path) -> tuple[float, str] | None:
     """The best of what fits into a fraction of a second; None where no file can be written there."""
-    from localllm.offload.disk_speed import disk_file
+    from localllm.offload.planner.disk_speed import disk_file
 
     with disk_file(folder, _SPEED_BYTES) as file:
         if file is None:

@@ -8,8 +8,8 @@ from localllm.cli.findings import Finding, fail, ok, warn
 from localllm.cli.output import Output
 from localllm.config import load_settings, user_directories
 from localllm.errors import LocalLLMError
-from localllm.frontend.origins import with_origins
 from localllm.present import is_file
+from localllm.runtime.error_origins import with_origins
 
 
 def check_python() -> Finding:

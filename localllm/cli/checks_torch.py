@@ -15,7 +15,7 @@ from localllm.cli.remedies import TRITON, install_compiler, install_python_heade
 from localllm.kernels.child import run_within
 
 if TYPE_CHECKING:
-    from localllm.offload.nvml import Gpu
+    from localllm.offload.planner.nvml import Gpu
 
 _TESTED = (2, 11), (2, 14)
 # It takes half a second where nothing is wrong.

@@ -9,6 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from localllm.chat.answer import Answer, Heard, silence, statistics
+from localllm.chat.best_of import MAX_ANSWERS, best, seeded
+from localllm.chat.context import evicted_fields, grown_text
+from localllm.chat.dialogue import Dialogue
+from localllm.chat.miss_report import miss_fields
+from localllm.chat.recorder import Keeper, kept_answer
 from localllm.cli.following import follow
 from localllm.cli.front import Front
 from localllm.cli.generate import Printing, answer_fields, event_fields, explained, print_whole
@@ -16,15 +22,9 @@ from localllm.cli.output import SCHEMA_VERSION
 from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent
 from localllm.engine.request import MAX_BEAMS, Request, SamplingParams
 from localllm.errors import UsageError
-from localllm.frontend.answer import Answer, Heard, silence, statistics
-from localllm.frontend.choices import MAX_ANSWERS, best, seeded
-from localllm.frontend.context import evicted_fields, grown_text
-from localllm.frontend.dialogue import Dialogue
-from localllm.frontend.keeping import Keeper, kept_answer
-from localllm.frontend.miss import miss_fields
 
 if TYPE_CHECKING:
-    from localllm.engine.facts import Service
+    from localllm.engine.engine_info import Service
     from localllm.hub import ModelFiles
 
 SEPARATOR = "---"

@@ -17,7 +17,7 @@ from localllm.cli.output import SCHEMA_VERSION
 from localllm.cli.server import own_url
 from localllm.config import load_settings
 from localllm.errors import UsageError
-from localllm.frontend.connections import (
+from localllm.runtime.client_configs import (
     CONNECTIONS,
     PLACEHOLDER_KEY,
     USUAL_CTX,
@@ -27,7 +27,7 @@ from localllm.frontend.connections import (
     Target,
     names,
 )
-from localllm.frontend.serving import Answering, ServedModel, ask_models
+from localllm.runtime.server_probe import Answering, ServedModel, ask_models
 
 DEFAULT_URL = "http://127.0.0.1:8420"
 

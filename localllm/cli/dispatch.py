@@ -17,8 +17,8 @@ from localllm.cli.interrupts import Interrupts
 from localllm.cli.output import Output, ReaderGoneError
 from localllm.cli.prompt import THIS_COMMAND
 from localllm.errors import BugError, LocalLLMError, UsageError
-from localllm.frontend.origins import with_origins
-from localllm.frontend.selection import named
+from localllm.runtime.error_origins import with_origins
+from localllm.runtime.selection import named
 
 if TYPE_CHECKING:
     from localllm.hub import ModelFiles

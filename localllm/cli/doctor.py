@@ -72,7 +72,7 @@ def _compute_checks() -> Iterator[Check]:
         try_link,
     )
     from localllm.cli.checks_torch import check_capability, check_driver, check_torch, check_triton, torch_build
-    from localllm.offload.nvml import gpus
+    from localllm.offload.planner.nvml import gpus
 
     cards = gpus()  # before torch takes memory of its own
     build = torch_build()

@@ -11,9 +11,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+from localllm.chat.answer import Heard, Stream
 from localllm.cli.interrupts import Interrupts
 from localllm.engine.events import Event, FinishedEvent, Timings, Usage
-from localllm.frontend.answer import Heard, Stream
 
 ABORT_GRACE_S = 1.0  # how long a stopped request may take to say so: a step that is being computed ends first
 

@@ -7,23 +7,23 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from localllm.cache.miss import CacheMiss
+from localllm.chat.answer import Answer, Heard, Stream, finished_fields, logprob_fields, silence, statistics
+from localllm.chat.context import evicted_fields, grown_fields, grown_text
+from localllm.chat.dialogue import Dialogue
+from localllm.chat.miss_report import NEW, Explanation, miss_fields
+from localllm.chat.recorder import Keeper, kept_answer
+from localllm.chat.thoughts import NO_THOUGHTS, Thinking
 from localllm.cli.following import follow
 from localllm.cli.front import Front
 from localllm.cli.output import SCHEMA_VERSION, Output
 from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent, TokenEvent
-from localllm.engine.overflow import NOTHING_EVICTED, Evicted
 from localllm.engine.request import Request
 from localllm.errors import LocalLLMError
-from localllm.frontend.answer import Answer, Heard, Stream, finished_fields, logprob_fields, silence, statistics
-from localllm.frontend.context import evicted_fields, grown_fields, grown_text
-from localllm.frontend.dialogue import Dialogue
-from localllm.frontend.keeping import Keeper, kept_answer
-from localllm.frontend.miss import NEW, Explanation, miss_fields
-from localllm.frontend.selection import named
-from localllm.frontend.thinking import NO_THOUGHTS, Thinking
+from localllm.runtime.selection import named
+from localllm.text.eviction import NOTHING_EVICTED, Evicted
 
 if TYPE_CHECKING:
-    from localllm.engine.facts import Service
+    from localllm.engine.engine_info import Service
     from localllm.hub import ModelFiles
 
 

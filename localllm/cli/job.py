@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from localllm.chat.answer import Answer
 from localllm.cli.batch_input import BatchLine, Prompts
 from localllm.cli.front import Front
 from localllm.cli.generate import answer_fields
@@ -21,11 +22,10 @@ from localllm.cli.source import Encoder
 from localllm.config import format_figure
 from localllm.engine.events import Event, FinishedEvent, TokenEvent
 from localllm.engine.request import Request, SamplingParams
-from localllm.frontend.answer import Answer
 
 if TYPE_CHECKING:
-    from localllm.engine.service import EngineService, Inbox
     from localllm.hub import ModelFiles
+    from localllm.runtime.engine_thread import EngineService, Inbox
 
 _DRAW_S, _LOG_S = 0.1, 30.0  # between two reports of progress: on a terminal, and in a log
 SEEDS = 2**31

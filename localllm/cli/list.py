@@ -9,7 +9,7 @@ import typer
 from localllm.cli import options
 from localllm.cli.front import front_of
 from localllm.cli.output import SCHEMA_VERSION
-from localllm.frontend.model_rows import ModelRow, licence_text, model_rows, packed_text, row_fields, size_text
+from localllm.runtime.model_catalog import ModelRow, licence_text, model_rows, packed_text, row_fields, size_text
 
 
 def list_command(

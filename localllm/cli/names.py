@@ -32,7 +32,7 @@ def complete_speculate(incomplete: str) -> list[str]:
 
 def complete_connections(incomplete: str) -> list[str]:
     """Programs that begin so."""
-    from localllm.frontend.connections import names
+    from localllm.runtime.client_configs import names
 
     return _beginning(incomplete, names())
 

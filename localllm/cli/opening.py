@@ -15,14 +15,14 @@ import typer
 from localllm.cli.front import Front
 from localllm.cli.output import ProgressLine
 from localllm.cli.packing import Packing
-from localllm.frontend.opening import Opening, check, open_engine
-from localllm.frontend.selection import Selection
+from localllm.runtime.engine_loader import Opening, check, open_engine
+from localllm.runtime.selection import Selection
 
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine
-    from localllm.engine.facts import LoadedEngine, Service
-    from localllm.engine.loading import Watcher
-    from localllm.engine.service import EngineService
+    from localllm.engine.engine_info import LoadedEngine, Service
+    from localllm.engine.loader import Watcher
+    from localllm.runtime.engine_thread import EngineService
 
 
 class LoadLine:
@@ -58,7 +58,7 @@ class LoadLine:
 
     def watcher(self) -> Watcher:
         """Imports torch."""
-        from localllm.engine.loading import Watcher
+        from localllm.engine.loader import Watcher
 
         return Watcher(self._reading, self.packing.update, self.packing.wait, self.line.show, self.line.interject)
 
@@ -114,7 +114,7 @@ def loading(front: Front, selection: Selection, opening: Opening) -> Iterator[Lo
 @contextlib.contextmanager
 def attaching(front: Front, selection: Selection, opening: Opening, *, attaches: bool) -> Iterator[Attaching]:
     """As `loading`; where a server of this user runs, its engine is used, if that `attaches`."""
-    from localllm.frontend.attaching import attached
+    from localllm.runtime.server_client import attached
 
     shown = LoadLine(front, selection)
     with shown.line:
@@ -140,7 +140,7 @@ def _in_use(service: Service, shown: LoadLine) -> Iterator[None]:
 
 
 def _own(front: Front, selection: Selection, opening: Opening, shown: LoadLine) -> EngineService:
-    from localllm.engine.service import EngineService
+    from localllm.runtime.engine_thread import EngineService
 
     check(selection)
     return EngineService(lambda: _engine(front, selection, opening, shown))

@@ -12,11 +12,11 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from localllm.chat.best_of import MAX_ANSWERS
 from localllm.cli.names import complete_installed, complete_models, complete_speculate, complete_weights
 from localllm.config import ACCEPTED, DRAFT_TOKENS, MOST_DRAFT_TOKENS, Accepts
 from localllm.engine.request import MAX_BEAMS
 from localllm.errors import UsageError
-from localllm.frontend.choices import MAX_ANSWERS
 from localllm.registry import SAMPLING_SETTINGS
 
 Model = Annotated[

@@ -15,12 +15,12 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
+from localllm.chat.plan_text import Tone
+from localllm.chat.text import UNSAFE, error_rows, format_seconds, one_line, printable
+from localllm.chat.throughput import Pace
 from localllm.cli.wrap import WordWrap
 from localllm.config import format_bytes
 from localllm.errors import LocalLLMError, UnwrittenError
-from localllm.frontend.pace import Pace
-from localllm.frontend.plan_picture import Tone
-from localllm.frontend.text import UNSAFE, error_rows, format_seconds, one_line, printable
 
 SCHEMA_VERSION = 1
 

@@ -15,7 +15,7 @@ from localllm.cli.front import front_of
 from localllm.cli.output import SCHEMA_VERSION, ProgressLine
 from localllm.cli.prompt import read_input
 from localllm.cli.selection import select
-from localllm.frontend.opening import Opening
+from localllm.runtime.engine_loader import Opening
 
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from localllm.chat import plan_text
 from localllm.cli import options
 from localllm.cli.front import front_of
 from localllm.cli.output import SCHEMA_VERSION, Output, ProgressLine
 from localllm.cli.settings import read_settings
 from localllm.config import ResolvedSettings, format_bytes
-from localllm.frontend import plan_picture as picture
-from localllm.frontend.origins import with_origins
-from localllm.frontend.planning import Goal, considered
+from localllm.runtime.error_origins import with_origins
+from localllm.runtime.plan_request import Goal, considered
 
 if TYPE_CHECKING:
     from localllm.engine.planning import Planned
-    from localllm.offload.plan import Plan
+    from localllm.offload.planner.plan import Plan
 
 EXAMPLES = """Examples:
 
@@ -154,11 +154,11 @@ def _show(output: Output, planned: Planned) -> None:
     _show_map(output, plan)
     rate, wait = planned.decode_tok_s, planned.ttft_s
     together = f" of {plan.sequences} sequences together" if plan.sequences > 1 else ""
-    output.line(f"decode       {picture.band(rate)} tok/s{together}, bound by {picture.BOUNDS[plan.bound_by]}")
-    output.line(f"first token  {picture.duration(wait)}, after a prompt of {plan.prompt_tokens} tokens")
+    output.line(f"decode       {plan_text.band(rate)} tok/s{together}, bound by {plan_text.BOUNDS[plan.bound_by]}")
+    output.line(f"first token  {plan_text.duration(wait)}, after a prompt of {plan.prompt_tokens} tokens")
     for number, found in enumerate(planned.speculation):
-        output.line(f"{'guessing' if number == 0 else '':<11}  {picture.guessing(found)}")
-    if measured := picture.measured(planned):
+        output.line(f"{'guessing' if number == 0 else '':<11}  {plan_text.guessing(found)}")
+    if measured := plan_text.measured(planned):
         output.line(f"measured     {measured}")
     for guess in planned.guesses:
         output.line(f"a guess      {guess}")
@@ -167,7 +167,7 @@ def _show(output: Output, planned: Planned) -> None:
 
 
 def _show_ledger(output: Output, plan: Plan) -> None:
-    for tier, name in picture.MEMORIES.items():
+    for tier, name in plan_text.MEMORIES.items():
         limit = plan.limits.get(tier)
         if limit is None:
             continue
@@ -185,9 +185,9 @@ def _show_map(output: Output, plan: Plan) -> None:
     """A sign a block, in the order of a forward."""
     for begin in range(0, len(plan.blocks), _MAP_COLUMNS):
         row = plan.blocks[begin : begin + _MAP_COLUMNS]
-        kinds = map(picture.kind, row)
+        kinds = map(plan_text.kind, row)
         parts = [(kind.sign, kind.tone) for kind in kinds]
         output.toned_line([("blocks       " if begin == 0 else " " * 13, "plain"), *parts])
-    for kind, count in picture.counted(plan).items():
+    for kind, count in plan_text.counted(plan).items():
         output.toned_line([(" " * 13, "plain"), (kind.sign, kind.tone), (f" {count} {kind.meaning}", "plain")])
     output.line()

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from localllm.chat.text_file import ICONV, MAX_INPUT_BYTES, as_text, read_text_file
 from localllm.cli.output import Output
 from localllm.errors import UsageError
-from localllm.frontend.text_file import ICONV, MAX_INPUT_BYTES, as_text, read_text_file
 
 THIS_COMMAND = "this command"  # in a fix: `dispatch` puts the line there that was typed
 _PATIENCE_S = 2.0  # a pipe that stays silent for longer is mentioned, for nobody may know that it is waited for

@@ -11,7 +11,7 @@ from localllm.cli import options
 from localllm.cli.front import front_of
 from localllm.cli.output import SCHEMA_VERSION, Output, ProgressLine
 from localllm.config import format_bytes, load_settings
-from localllm.frontend.fetching import fetch
+from localllm.runtime.download import fetch
 
 if TYPE_CHECKING:
     from localllm.hub import PullProgress

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from localllm.offload.nvml import Gpu
+    from localllm.offload.planner.nvml import Gpu
 
 TRITON = "pip install --force-reinstall 'triton>=3.6,<3.8'"
 _TORCH = "pip install --force-reinstall 'torch>=2.11,<2.14'"

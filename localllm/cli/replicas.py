@@ -13,7 +13,7 @@ from localllm.errors import UsageError
 if TYPE_CHECKING:
     import socket
 
-    from localllm.frontend.selection import Selection
+    from localllm.runtime.selection import Selection
     from localllm.server.guard import Admission
     from localllm.server.replicas.fleet import Fleet
     from localllm.server.served import Capacity

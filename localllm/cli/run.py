@@ -12,6 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from localllm.chat.answer import Answer
+from localllm.chat.context import Conversation, can_be_longer, evicted_text, explain_text, is_cut_by_context
+from localllm.chat.dialogue import Dialogue
+from localllm.chat.miss_report import explain
+from localllm.chat.recorder import Keeper, Resumed, keeper_of, look_up
+from localllm.chat.tool_words import told_in_words
 from localllm.cli import options
 from localllm.cli.choices import Beams, BestOf, Choice, N, choice_of, print_chosen
 from localllm.cli.front import Front, front_of
@@ -22,23 +28,18 @@ from localllm.cli.prompt import argument_text, has_blanks, split_positionals
 from localllm.cli.selection import select_resumed, select_text_only
 from localllm.cli.source import Encoder, Source, read_source
 from localllm.cli.structured import refuse_form_conflicts, require_met, typed_grammar
-from localllm.engine.overflow import Fitted, Message
 from localllm.errors import ContextOverflowError, ModelNotFoundError, UsageError
-from localllm.frontend.answer import Answer
-from localllm.frontend.context import Conversation, can_be_longer, evicted_text, explain_text, is_cut_by_context
-from localllm.frontend.dialogue import Dialogue
-from localllm.frontend.keeping import Keeper, Resumed, keeper_of, look_up
-from localllm.frontend.miss import explain
-from localllm.frontend.opening import Opening
-from localllm.frontend.planning import DEFAULT_PARALLEL
-from localllm.frontend.selection import Selection, is_model
-from localllm.frontend.tool_words import told_in_words
 from localllm.registry import BUILT_IN
+from localllm.runtime.engine_loader import Opening
+from localllm.runtime.plan_request import DEFAULT_PARALLEL
+from localllm.runtime.selection import Selection, is_model
+from localllm.text.eviction import Fitted, Message
 
 if TYPE_CHECKING:
-    from localllm.engine.chat_template import ChatInput
-    from localllm.engine.facts import LoadedEngine
-    from localllm.engine.request import Grammar, Request, SamplingParams
+    from localllm.engine.engine_info import LoadedEngine
+    from localllm.engine.request import Request, SamplingParams
+    from localllm.text.chat_template import ChatInput
+    from localllm.text.grammar.grammar import Grammar
 
 EXAMPLES = """Examples:
 
@@ -235,7 +236,7 @@ def run_command(
     source = read_source(front.output, text, flags, selection.settings.system)
     dialogue = None
     if not raw and messages is None:
-        from localllm.engine.chat_template import ChatInput
+        from localllm.text.chat_template import ChatInput
 
         dialogue = _dialogue(selection, source, text, system, resumed)
         source = Source(chat=ChatInput(dialogue.for_template))
@@ -398,7 +399,7 @@ def _warn_of_cut(front: Front, engine: LoadedEngine, answers: Sequence[Answer], 
 
 def _given(source: Source, encoder: Encoder, fitted: Fitted) -> ChatInput | None:
     """The chat as the model is given it."""
-    from localllm.engine.overflow import without
+    from localllm.text.eviction import without
 
     if source.chat is None or encoder.template is None:
         return None

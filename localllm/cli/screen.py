@@ -17,8 +17,8 @@ from localllm.config import ResolvedSettings
 from localllm.tui.background import Background
 
 if TYPE_CHECKING:
-    from localllm.frontend.keeping import Resumed
-    from localllm.frontend.selection import Selection
+    from localllm.chat.recorder import Resumed
+    from localllm.runtime.selection import Selection
     from localllm.tui.app import ChatApp
 
 # A picture makes thousands of short-lived objects: with Python's own thresholds a full collection, 100 to 400 ms of it,

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from localllm.cli.front import Front
 from localllm.cli.settings import read_settings
 from localllm.errors import ModelNotFoundError
-from localllm.frontend.selection import Selection, locate, with_defaults
+from localllm.runtime.selection import Selection, locate, with_defaults
 
 if TYPE_CHECKING:
-    from localllm.frontend.keeping import Resumed
+    from localllm.chat.recorder import Resumed
 
 
 def select(front: Front, word: str | None, flags: Mapping[str, Any]) -> Selection:
@@ -46,7 +46,7 @@ def select_resumed(
         if held_with is not None:
             error.why = f"the chat was held with it; {error.why}"
             error.fix = f"{error.fix}, or {again}"
-        from localllm.frontend.attaching import named_at_server
+        from localllm.runtime.server_client import named_at_server
 
         there = None if word is None or flags["no_attach"] else named_at_server(word)
         if there is None:

@@ -20,15 +20,15 @@ from localllm.cli.replicas import require_sense, serve_replicas
 from localllm.cli.selection import select
 from localllm.config import user_directories
 from localllm.errors import EngineClosedError, EngineGoneError, LocalLLMError, UsageError
-from localllm.frontend.opening import Opening, check
-from localllm.frontend.selection import Selection, locate, with_defaults
+from localllm.runtime.engine_loader import Opening, check
+from localllm.runtime.selection import Selection, locate, with_defaults
 
 if TYPE_CHECKING:
     import asyncio
     import socket
 
-    from localllm.engine.facts import Service
-    from localllm.frontend.engine_process import Caps, Foreseen
+    from localllm.engine.engine_info import Service
+    from localllm.runtime.engine_process import Caps, Foreseen
     from localllm.server.guard import Admission
     from localllm.server.pool import Launch, Pool
 
@@ -261,7 +261,7 @@ def _launch(front: Front, opening: Opening) -> Launch:
     """Loads a model in a process of its own, of which a line tells, as of its end where nobody wanted that."""
 
     def launch(selection: Selection, caps: Caps, foreseen: Callable[[Foreseen], None]) -> Service:
-        from localllm.frontend.engine_process import EngineProcess, Hearer
+        from localllm.runtime.engine_process import EngineProcess, Hearer
 
         shown = LoadLine(front, selection)
 
@@ -282,7 +282,7 @@ def _launch(front: Front, opening: Opening) -> Launch:
 
 def _local_socket(front: Front, stack: contextlib.ExitStack) -> socket.socket | None:
     """At which this user's own programs reach the server; None where another of this user's has it."""
-    from localllm.frontend.sockets import IS_SUPPORTED, forget, identity, listening, runtime_folder, server_socket
+    from localllm.runtime.sockets import IS_SUPPORTED, forget, identity, listening, runtime_folder, server_socket
 
     if not IS_SUPPORTED:
         return None

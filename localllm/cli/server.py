@@ -101,7 +101,7 @@ def _asked(
     method: str, path: str, body: Mapping[str, Any] | None = None, *, is_needed: bool = True
 ) -> dict[str, Any] | None:
     """What the server says; None where there is none. Raises what it refuses, and LocalLLMError where one is needed."""
-    from localllm.frontend.attaching import Server, ServerRefusedError
+    from localllm.runtime.server_client import Server, ServerRefusedError
 
     server = Server.find()
     try:

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from localllm.cache.page_folder import kv_root, root_folders
+from localllm.chat.export import replace_file
+from localllm.chat.recorder import moved_text
+from localllm.chat.thoughts import kept_apart
 from localllm.cli import options
 from localllm.cli.commands import PlainCommand, PlainGroup
 from localllm.cli.consent import ask_to_delete
@@ -18,9 +21,6 @@ from localllm.cli.front import Front, front_of
 from localllm.cli.names import complete_sessions
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.errors import HistoryError, UsageError
-from localllm.frontend.exporting import replace_file
-from localllm.frontend.keeping import moved_text
-from localllm.frontend.thinking import kept_apart
 
 if TYPE_CHECKING:
     from localllm.history import History, Hit, Session

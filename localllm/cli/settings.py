@@ -8,7 +8,7 @@ from typing import Any
 from localllm.cli.front import Front
 from localllm.cli.options import setting_flags
 from localllm.config import ResolvedSettings, load_settings
-from localllm.frontend.vram import refuse_idle_vram
+from localllm.runtime.vram import refuse_idle_vram
 
 
 def read_settings(front: Front, flags: Mapping[str, Any]) -> ResolvedSettings:

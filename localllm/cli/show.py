@@ -10,7 +10,7 @@ from localllm.cli import options
 from localllm.cli.front import Front, front_of
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.cli.selection import select_text_only
-from localllm.frontend.model_facts import fact_lines, model_facts
+from localllm.runtime.model_facts import fact_lines, model_facts
 
 
 def show_command(
@@ -44,7 +44,7 @@ def show_command(
 
 
 def _template_source(front: Front, model: str) -> str:
-    from localllm.engine.chat_template import ChatTemplate
+    from localllm.text.chat_template import ChatTemplate
 
     directory = select_text_only(front, model, {}).files.directory
     sources = ChatTemplate.load(directory).sources

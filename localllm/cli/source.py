@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from localllm.chat.harmony import FINAL, is_harmony
+from localllm.chat.thoughts import AS_IT_DOES, Effort, Thinking, answer_ids, effort_of, thinking_of
+from localllm.chat.tool_words import told_in_words
 from localllm.cli.output import Output
 from localllm.cli.prompt import THIS_COMMAND, argument_text, join_parts, read_input, read_stdin
 from localllm.cli.structured import form_of_stdin
 from localllm.errors import UsageError
-from localllm.frontend.harmony import FINAL, is_harmony
-from localllm.frontend.thinking import AS_IT_DOES, Effort, Thinking, answer_ids, effort_of, thinking_of
-from localllm.frontend.tool_words import told_in_words
 
 if TYPE_CHECKING:
     from localllm.config import ResolvedSettings
-    from localllm.engine.chat_template import ChatInput, ChatTemplate
-    from localllm.engine.tokenizer import Tokenizer
+    from localllm.text.chat_template import ChatInput, ChatTemplate
+    from localllm.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Source:
         UsageError where what was typed of --think cannot be had."""
         if self.chat is None:
             return self.raw or ""
-        from localllm.engine.chat_template import ChatTemplate
+        from localllm.text.chat_template import ChatTemplate
 
         template = ChatTemplate.load(directory)
         effort = effort_of(resolved, template, "--think")
@@ -58,8 +58,8 @@ class Encoder:
     @classmethod
     def load(cls, directory: Path, resolved: ResolvedSettings, *, is_raw: bool, has_form: bool = False) -> Encoder:
         """Raises TokenizerError, and TemplateError and UsageError (of --think) unless it is for raw prompts."""
-        from localllm.engine.chat_template import ChatTemplate
-        from localllm.engine.tokenizer import Tokenizer
+        from localllm.text.chat_template import ChatTemplate
+        from localllm.text.tokenizer import Tokenizer
 
         tokenizer = Tokenizer.load(directory)
         if is_raw:
@@ -69,7 +69,7 @@ class Encoder:
 
     def encode(self, source: Source) -> tuple[int, ...]:
         """The prompt's ids. In a raw prompt special tokens are meant; in a message they are text."""
-        from localllm.engine.chat_template import encode_chat
+        from localllm.text.chat_template import encode_chat
 
         if source.chat is None or self.template is None:
             return tuple(self.tokenizer.encode(source.raw or "", special=True, bos=True))
@@ -87,7 +87,7 @@ def read_source(output: Output, text: str | None, flags: Mapping[str, Any], syst
 
     Raises UsageError where there is none.
     """
-    from localllm.engine.chat_template import parse_messages_file
+    from localllm.text.chat_template import parse_messages_file
 
     if flags["messages"] is not None:
         return Source(chat=parse_messages_file(read_input(flags["messages"], "--messages", output)))
@@ -113,7 +113,7 @@ def read_source(output: Output, text: str | None, flags: Mapping[str, Any], syst
 
 def asked(question: str, system: str | None) -> Source:
     """A question as chat messages."""
-    from localllm.engine.chat_template import ChatInput
+    from localllm.text.chat_template import ChatInput
 
     messages = [{"role": "system", "content": system}] if system else []
     return Source(chat=ChatInput([*messages, {"role": "user", "content": question}]))

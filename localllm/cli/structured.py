@@ -13,9 +13,9 @@ from localllm.cli.front import Front
 from localllm.cli.options import refuse_together
 from localllm.cli.output import Output
 from localllm.cli.prompt import argument_text, read_input
-from localllm.engine.grammar.gbnf import is_gbnf
-from localllm.engine.request import Grammar
 from localllm.errors import GrammarError, SchemaError, UsageError
+from localllm.text.grammar.gbnf import is_gbnf
+from localllm.text.grammar.grammar import Grammar
 
 if TYPE_CHECKING:
     from localllm.engine.events import FinishedEvent
@@ -57,7 +57,7 @@ def form_of_stdin(flags: Mapping[str, Any]) -> str | None:
 def typed_grammar(flags: Mapping[str, Any], output: Output) -> Grammar | None:
     """The form that is typed, found good before a model is loaded. Raises UsageError, and GrammarError naming the flag
     and what of the form cannot be honoured."""
-    from localllm.engine.grammar.definition import defined
+    from localllm.text.grammar.definition import defined
 
     if flags["schema"] is not None:
         named = f"--schema {flags['schema']}"

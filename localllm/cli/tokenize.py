@@ -13,8 +13,8 @@ from localllm.cli.output import SCHEMA_VERSION
 from localllm.cli.prompt import argument_text, read_stdin, split_positionals
 from localllm.cli.selection import select_text_only
 from localllm.errors import ModelNotFoundError, UsageError
-from localllm.frontend.selection import is_model
 from localllm.registry import BUILT_IN
+from localllm.runtime.selection import is_model
 
 EXAMPLES = """Examples:
 
@@ -38,7 +38,7 @@ def tokenize_command(
 
     Id and text, a line each; no special token is added. Needs no weights.
     """
-    from localllm.engine.tokenizer import Tokenizer
+    from localllm.text.tokenizer import Tokenizer
 
     front = front_of(context)
     word, given = split_positionals([part for part in (model, text) if part is not None], None, is_model)

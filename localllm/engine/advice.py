@@ -12,8 +12,8 @@ import torch
 
 from localllm.config import format_bytes, format_figure
 from localllm.errors import DoesNotFitError
-from localllm.offload.device_search import AnySearch, DeviceSearch
-from localllm.offload.plan import GIB, ModelShape, Plan, cap
+from localllm.offload.planner.device_search import AnySearch, DeviceSearch
+from localllm.offload.planner.plan import GIB, ModelShape, Plan, cap
 
 _WORTH = 1.05  # what gains less is not said
 

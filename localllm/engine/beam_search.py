@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from localllm.cache.paged_kv import PagedKV
-from localllm.engine.detokenizer import Detokenizer
 from localllm.engine.drawing import Outcome, log_probabilities
 from localllm.engine.events import TokenEvent, TokenLogprob
 from localllm.engine.request import Request
@@ -25,8 +24,9 @@ from localllm.engine.runner import Chunk
 from localllm.engine.sampler import token_logprob
 from localllm.engine.scheduler import Limits, tokens_needed
 from localllm.engine.sequence import Sequence as Running
-from localllm.engine.stopping import StopMatcher
 from localllm.errors import LocalLLMError, UsageError
+from localllm.text.detokenizer import Detokenizer
+from localllm.text.stop_strings import StopMatcher
 
 
 @dataclass(frozen=True)

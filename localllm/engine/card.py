@@ -14,12 +14,12 @@ from localllm.engine.placement import model_shape, process_memory
 from localllm.errors import UsageError
 from localllm.kernels.gpu.ready import why_not
 from localllm.models.config import ModelConfig
-from localllm.offload.device_costs import KERNELS, CardRates
-from localllm.offload.device_rates import DeviceRates
-from localllm.offload.device_search import CardMemory, DeviceSearch
-from localllm.offload.format_rates import FormatRates
-from localllm.offload.plan import GIB, JobShape, Packing
-from localllm.offload.profile import device_measured, kept_profile, measured
+from localllm.offload.planner.device_costs import KERNELS, CardRates
+from localllm.offload.planner.device_rates import DeviceRates
+from localllm.offload.planner.device_search import CardMemory, DeviceSearch
+from localllm.offload.planner.format_rates import FormatRates
+from localllm.offload.planner.plan import GIB, JobShape, Packing
+from localllm.offload.planner.profile import device_measured, kept_profile, measured
 from localllm.quant.recipe import Recipe
 
 

@@ -22,22 +22,18 @@ from localllm import hub
 from localllm.cache.kv_format import choose_format
 from localllm.cache.prefix import PrefixCache
 from localllm.engine.beam_search import BeamSearch, Ends, require_room
-from localllm.engine.chat_template import ChatTemplate, end_of_turn_id
-from localllm.engine.checking import Prompt, encode_prompt, is_chat, require_fit, require_unchanged
-from localllm.engine.detokenizer import Detokenizer
-from localllm.engine.draft_loading import DraftModel
+from localllm.engine.context_growth import grow_for
+from localllm.engine.draft_loader import DraftModel
 from localllm.engine.drawing import Outcome, Scheduled, compute, num_rows
+from localllm.engine.engine_info import EngineFacts, EngineStatus
 from localllm.engine.events import Event, FinishedEvent, PrefillEvent
-from localllm.engine.facts import EngineFacts, EngineStatus
-from localllm.engine.grammar.compiled import Grammars
-from localllm.engine.growth import grow_for
+from localllm.engine.kv_allocator import KVSupply
 from localllm.engine.kv_probe import LAST, KVProbe, Switch, load_as_found
-from localllm.engine.kv_reuse import IN_POOLS, UNKNOWN_SOURCE, Computed, KVReuse
-from localllm.engine.kv_supply import KVSupply
-from localllm.engine.loading import Loading, Replan, Watcher, note_device
+from localllm.engine.loader import Loading, Replan, Watcher, note_device
 from localllm.engine.memory import DTYPES, choose_device, choose_dtype, is_out_of_memory, out_of_memory, use_threads
 from localllm.engine.perplexity import Perplexity, perplexity
-from localllm.engine.request import Grammar, Request, SamplingParams, require_grammar_alone, require_ids
+from localllm.engine.prefix_config import IN_POOLS, UNKNOWN_SOURCE, Computed, KVReuse
+from localllm.engine.request import Request, SamplingParams, require_grammar_alone, require_ids
 from localllm.engine.residency import Residency
 from localllm.engine.runner import BATCH_ROWS, Chunk, ModelRunner, StepCancelledError, unheard
 from localllm.engine.sampler import breaker_ids
@@ -45,11 +41,11 @@ from localllm.engine.scheduler import Limits, Scheduler
 from localllm.engine.scores import Scores
 from localllm.engine.sequence import Sequence
 from localllm.engine.sharing import with_followers
-from localllm.engine.speculative.choice import AUTO, NO_GUESSES, Speculate, Speculating, speculation
+from localllm.engine.speculative.config import AUTO, NO_GUESSES, Speculate, Speculating, speculation
 from localllm.engine.state import facts_of, status_of
 from localllm.engine.taking import taken
 from localllm.engine.telling import tell_clocks, telling, untold
-from localllm.engine.tokenizer import Tokenizer
+from localllm.engine.validation import Prompt, encode_prompt, is_chat, require_fit, require_unchanged
 from localllm.engine.weights import choose_recipe
 from localllm.errors import ContextOverflowError, DoesNotFitError, LocalLLMError, TemplateError, UsageError
 from localllm.hub.packed import packed_recipes, source_id
@@ -58,8 +54,13 @@ from localllm.models.decoder import Decoder
 from localllm.models.families import load_config
 from localllm.models.load import Progress
 from localllm.models.placed import PlacedModel
-from localllm.offload.plan import JobShape, Placed, Plan
+from localllm.offload.planner.plan import JobShape, Placed, Plan
 from localllm.quant.recipe import RECIPES
+from localllm.text.chat_template import ChatTemplate, end_of_turn_id
+from localllm.text.detokenizer import Detokenizer
+from localllm.text.grammar.compiled import Grammars
+from localllm.text.grammar.grammar import Grammar
+from localllm.text.tokenizer import Tokenizer
 
 
 class Engine:

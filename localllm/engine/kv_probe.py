@@ -24,15 +24,15 @@ from localllm.cache.kv_format import (
     kv_bytes_per_token,
 )
 from localllm.config import format_bytes
-from localllm.engine.kv_reuse import Computed
 from localllm.engine.kv_verdicts import Asked, Verdict, formats_from
-from localllm.engine.loading import LoadedModel, Loading
+from localllm.engine.loader import LoadedModel, Loading
+from localllm.engine.prefix_config import Computed
 from localllm.engine.residency import Residency
 from localllm.engine.runner import Chunk
 from localllm.errors import DoesNotFitError
 from localllm.kernels.kv_page import GROUP, PAGE_TOKENS
 from localllm.models.config import ModelConfig
-from localllm.offload.plan import Plan
+from localllm.offload.planner.plan import Plan
 from localllm.quant.dense import Dense
 
 # Whose distributions are compared: of the four pages that the last of them sees, two are coded, the first one and its

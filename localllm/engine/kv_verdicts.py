@@ -14,8 +14,8 @@ import torch
 
 from localllm.cache.kv_format import WIDER
 from localllm.config import format_figure, user_directories
-from localllm.engine.kv_reuse import Computed
-from localllm.offload.profile import write_whole
+from localllm.engine.prefix_config import Computed
+from localllm.offload.planner.profile import write_whole
 from localllm.quant.dense import Dense
 
 _VERSION = 1  # of what is kept, and of what coded pages hold

@@ -8,7 +8,7 @@ import torch
 from localllm.config import format_bytes
 from localllm.errors import DoesNotFitError, UsageError
 from localllm.models.config import ModelConfig
-from localllm.offload.machine_memory import address_space_free_bytes, cgroup_free_bytes
+from localllm.offload.planner.machine_memory import address_space_free_bytes, cgroup_free_bytes
 
 DEFAULT_CTX = 8192  # where nobody asked: long enough for a chat, 1 GiB of KV for an 8B model
 HEADROOM = 0.9  # of what is free; the rest is activations, the allocator's slack and the other programs

@@ -21,10 +21,10 @@ from localllm.models.cpu_step import native_row_bytes, supports_shape
 from localllm.models.layout import BlockLayout, block_layouts
 from localllm.models.packed_file import PackedFile
 from localllm.models.split_mlp import can_be_split
-from localllm.offload.host_buffer import give_back_freed
-from localllm.offload.plan import GIB, BlockShape, JobShape, Memory, ModelShape, Packing, Rates
-from localllm.offload.profile import kept_profile, measured
-from localllm.offload.search import Search, fitting
+from localllm.offload.planner.plan import GIB, BlockShape, JobShape, Memory, ModelShape, Packing, Rates
+from localllm.offload.planner.profile import kept_profile, measured
+from localllm.offload.planner.search import Search, fitting
+from localllm.offload.streaming.host_buffer import give_back_freed
 from localllm.quant.bf12 import BF12
 from localllm.quant.dense import Dense
 from localllm.quant.nf4 import NF4

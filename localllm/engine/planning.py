@@ -14,27 +14,27 @@ from localllm import hub
 from localllm.config import format_bytes
 from localllm.engine.advice import advise, other_model
 from localllm.engine.card import CardPlanning
-from localllm.engine.draft_loading import draft_bytes, require_same_tokenizer, why_left_out
-from localllm.engine.loading import has_card, require_card
+from localllm.engine.draft_loader import draft_bytes, require_same_tokenizer, why_left_out
+from localllm.engine.loader import has_card, require_card
 from localllm.engine.memory import DTYPES, choose_device, choose_dtype, require_context
 from localllm.engine.placement import model_shape, process_memory, require_cap
-from localllm.engine.speculative.choice import Speculate
-from localllm.engine.speculative.harm import Harm
+from localllm.engine.speculative.config import Speculate
+from localllm.engine.speculative.layer_importance import Harm
 from localllm.engine.speculative.skip_file import known_harm, known_trials
-from localllm.engine.tokenizer import Tokenizer
 from localllm.engine.weights import as_stored, choose_recipe, compact_form
 from localllm.errors import DoesNotFitError, ModelNotFoundError
 from localllm.hub import ModelFiles
 from localllm.hub.packed import packed_recipes
 from localllm.models.families import parse_config
 from localllm.models.shapes import Shape, find_shape, shipped_shapes
-from localllm.offload.device_rates import UNKNOWN_CONTEXT_BYTES
-from localllm.offload.device_search import AnySearch, with_room_for_forks
-from localllm.offload.guessing import USUAL_ALPHAS, Gain, gain, skipped, skipping, slow, staging_s
-from localllm.offload.plan import JobShape, ModelShape, Plan, with_kept_pages
-from localllm.offload.profile import UNKNOWN_DISK_GBS, Profile, kept_profile, measured
-from localllm.offload.search import Search, fits_whole, is_better
+from localllm.offload.planner.device_rates import UNKNOWN_CONTEXT_BYTES
+from localllm.offload.planner.device_search import AnySearch, with_room_for_forks
+from localllm.offload.planner.plan import JobShape, ModelShape, Plan, with_kept_pages
+from localllm.offload.planner.profile import UNKNOWN_DISK_GBS, Profile, kept_profile, measured
+from localllm.offload.planner.search import Search, fits_whole, is_better
+from localllm.offload.planner.speculation_gain import USUAL_ALPHAS, Gain, gain, skipped, skipping, slow, staging_s
 from localllm.quant.recipe import DEFAULT, RECIPES, Recipe
+from localllm.text.tokenizer import Tokenizer
 
 _ALL_BYTES = 1 << 62  # more than any process holds
 

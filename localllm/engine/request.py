@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from localllm.errors import UsageError
+from localllm.text.grammar.grammar import Grammar
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,24 +88,6 @@ class TokenMask(Protocol):
         """bool [V]: which tokens may follow these of an answer. Of the same tokens always the same, in whatever order
         it is asked: a draft may be followed and given up."""
         ...
-
-
-GrammarKind = Literal["json_schema", "regex", "lark", "gbnf"]
-
-
-@dataclass(frozen=True)
-class Grammar:
-    """What an answer has to look like. Plain data, unlike a `TokenMask`.
-
-    source: a JSON Schema as JSON, a regular expression, a grammar in llguidance's Lark or in llama.cpp's GBNF.
-    thoughts: opening and closing marks of what may be thought before, in which everything may be said. is_thinking:
-    the answer begins inside of one.
-    """
-
-    kind: GrammarKind
-    source: str
-    thoughts: tuple[tuple[str, str], ...] = ()
-    is_thinking: bool = False
 
 
 Pooling = Literal["mean", "last"]

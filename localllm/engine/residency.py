@@ -17,8 +17,8 @@ from localllm.kernels.cpu_gemv import MAX_ROWS
 from localllm.layers.attention import Attention
 from localllm.models.decoder import Decoder
 from localllm.models.placed import HOST, PlacedModel
-from localllm.offload.plan import NEVER, Placed, Plan
-from localllm.offload.relief import demoted
+from localllm.offload.planner.demotion import demoted
+from localllm.offload.planner.plan import NEVER, Placed, Plan
 
 _MUCH_BYTES = 256 << 20  # another program that came or went; less is what a desktop's windows take and give back
 

@@ -12,19 +12,20 @@ import torch
 from torch import Tensor
 
 from localllm.cache.paged_kv import PagedKV
-from localllm.engine.ahead import Ahead
+from localllm.engine.async_decode import Ahead
 from localllm.engine.memory import is_out_of_memory
 from localllm.engine.sampler import PlainDraw
 from localllm.errors import FETCH_ANEW, LocalLLMError, NonFiniteError
 from localllm.kernels.cpu_gemv import MAX_ROWS
 from localllm.kernels.gpu.ready import give_up, why_not
 from localllm.kernels.spare import require_spare_memory
-from localllm.layers.batch import Batch, Segment
+from localllm.layers.batch import Batch
+from localllm.layers.segment import Segment
 from localllm.models.cpu_step import CpuStep
 from localllm.models.decoder import Block, Decoder
 from localllm.models.load import Progress
 from localllm.models.reduced import without
-from localllm.offload.plan import NEVER
+from localllm.offload.planner.plan import NEVER
 
 # Of a native step that is not stopped between blocks: it takes hardly longer than one of one row, and stopping 44 times
 # costs 0.4 ms of 13.

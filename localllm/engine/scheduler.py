@@ -15,7 +15,7 @@ from localllm.engine.runner import Chunk
 from localllm.engine.sequence import Sequence
 from localllm.engine.sharing import has_same_prompt, reader_for
 from localllm.kernels.kv_page import PAGE_TOKENS
-from localllm.offload.plan import Plan
+from localllm.offload.planner.plan import Plan
 
 
 @dataclass(frozen=True)

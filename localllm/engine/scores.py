@@ -6,10 +6,10 @@ import statistics
 from collections import defaultdict
 
 from localllm.engine.events import FinishedEvent
-from localllm.offload import other_work
-from localllm.offload.corrections import Term
-from localllm.offload.plan import Plan
-from localllm.offload.profile import keep, kept_profile
+from localllm.offload.planner import other_work
+from localllm.offload.planner.calibration import Term
+from localllm.offload.planner.plan import Plan
+from localllm.offload.planner.profile import keep, kept_profile
 
 _LEAST_TOKENS = 8  # of an answer whose rate says something
 # Of a prompt whose reading does: a shorter one waits for its matrices as a step of one token does, and for what is

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from localllm.cache.miss import CacheMiss
 from localllm.cache.paged_kv import PagedKV
-from localllm.engine.detokenizer import Detokenizer
+from localllm.engine.embedding_request import Pool
 from localllm.engine.events import (
     FinishedEvent,
     FinishReason,
@@ -20,11 +20,11 @@ from localllm.engine.events import (
     TokenLogprob,
     Usage,
 )
-from localllm.engine.grammar.constraint import Constraint
-from localllm.engine.overflow import wanted_room
-from localllm.engine.pooling import Pool
 from localllm.engine.request import Request
-from localllm.engine.stopping import StopMatcher
+from localllm.text.detokenizer import Detokenizer
+from localllm.text.eviction import wanted_room
+from localllm.text.grammar.constraint import Constraint
+from localllm.text.stop_strings import StopMatcher
 
 if TYPE_CHECKING:
     from localllm.engine.beam_search import BeamSearch

@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from localllm.engine.facts import EngineFacts, EngineStatus, SlotFacts
+from localllm.engine.engine_info import EngineFacts, EngineStatus, SlotFacts
 from localllm.engine.scheduler import Scheduler
 from localllm.engine.sequence import Sequence
 

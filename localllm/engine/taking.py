@@ -10,7 +10,7 @@ from torch import Tensor
 
 from localllm.engine.drawing import Outcome
 from localllm.engine.events import PrefillEvent, TokenEvent, TokenLogprob
-from localllm.engine.kv_supply import KVSupply
+from localllm.engine.kv_allocator import KVSupply
 from localllm.engine.runner import Chunk, ModelRunner
 from localllm.engine.sampler import token_logprob
 from localllm.engine.sequence import Sequence

@@ -9,7 +9,7 @@ from localllm.engine.events import Event, PrefillEvent, StepSplit
 from localllm.engine.runner import Chunk
 from localllm.engine.sequence import Sequence as Running
 from localllm.models.load import Progress
-from localllm.offload.disk_stream import StreamClock
+from localllm.offload.streaming.disk_stream import StreamClock
 
 _TELL_S = 0.2  # between two pieces of news of one forward
 

@@ -21,7 +21,7 @@ Step = tuple[Native, Arguments]
 
 
 def float_bits(number: float) -> int:
-    """How a kernel's whole-number argument carries a float."""
+    """Return the whole number by which a kernel's argument carries a float."""
     return int(struct.unpack("<I", struct.pack("<f", number))[0])
 
 
@@ -57,13 +57,13 @@ class Activations:
         self.x_scale, self.x_bias = torch.zeros(padded * groups), torch.zeros(padded * groups)
         self.x_offset = torch.zeros(padded * groups, dtype=torch.int32)
         self.shape = torch.zeros(3, dtype=torch.int64)  # rows, rows a block, blocks
-        self.block_rows = 0
+        self.rows = self.block_rows = 0
 
     def resize(self, rows: int, isa: Isa) -> int:
-        """Says how many rows there are. Returns how many a block has."""
+        """Set the number of rows; return how many a block has."""
         block_rows = cpu_matmul.rows_a_block(isa, rows)
         self.shape[:] = torch.tensor((rows, block_rows, -(-rows // block_rows)))
-        self.block_rows = block_rows
+        self.rows, self.block_rows = rows, block_rows
         return block_rows
 
     def quantize(self, kernel: Native, x: Tensor, group: int, features: int, **rest: Tensor | int) -> Step:
@@ -101,7 +101,7 @@ class Activations:
 
 @cache
 def is_available() -> bool:
-    """Whether this machine compiles and runs the kernels; one of them is compiled by asking (15-150 ms, once)."""
+    """Return whether this machine compiles and runs the kernels; asking compiles one of them (15-150 ms, once)."""
     try:
         cpu_matmul.matmul(best_isa(), "int4", 64, 1)
     except KernelUnavailableError:

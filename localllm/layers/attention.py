@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from localllm.kernels.paged_attention import paged_attention, write
-from localllm.layers.batch import Batch, Segment
+from localllm.layers.batch import Batch
+from localllm.layers.config import AttentionShape
 from localllm.layers.linear import Linear
 from localllm.layers.native_attention import is_native
 from localllm.layers.norm import RMSNorm
 from localllm.layers.rotary import rotate
-
-
-@dataclass(frozen=True)
-class AttentionShape:
-    layer: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    rotation: int  # index into Batch.rotations
-    window: int | None = None
-    softcap: float | None = None
-    norm_each_head: bool = True  # qwen3, gemma3; olmo2 normalises the features of all heads together
+from localllm.layers.segment import Segment
 
 
 class Attention:

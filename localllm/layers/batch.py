@@ -1,75 +1,22 @@
-"""What one forward works on: the new tokens of several sequences, and where each one's keys and values are."""
+"""The work of one forward: the new tokens of several sequences, and the places of each one's keys and values."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from localllm.kernels.kv_page import PageLayout
-from localllm.kernels.paged_attention import LayerPages
 from localllm.layers.native_attention import NativeAttention
-
-if TYPE_CHECKING:
-    from localllm.layers.rotary import Rotary
-
-
-class KVStore(Protocol):
-    """Pages with the keys and values of one sequence. The tokens of a forward may be written again and again: only the
-    owner says which ones count. Layers of the same window are one group."""
-
-    @property
-    def places(self) -> Sequence[tuple[int, int]]:
-        """Of each layer: its group, and its number there."""
-        ...
-
-    @property
-    def is_on_host(self) -> bool:
-        """Whether all pages are."""
-        ...
-
-    @property
-    def layouts(self) -> tuple[PageLayout, PageLayout | None]:
-        """Of dense pages, and of coded ones."""
-        ...
-
-    def layer(self, layer: int, past: int, num_tokens: int) -> LayerPages:
-        """What queries at the positions [past, past + num_tokens) write and read of a layer."""
-        ...
-
-    @property
-    def homes(self) -> Sequence[tuple[torch.device, int]]:
-        """Of each layer: where its keys and values rest, and the number of its part in what a page has there."""
-        ...
-
-    def addresses(self, group: int, device: torch.device) -> Tensor:
-        """int64 [pages], on the host: where the parts of a group's pages that are on this device begin."""
-        ...
-
-    def own_page(self, group: int, number: int, device: torch.device) -> tuple[int, int]:
-        """Where what a page has on this device begins, as its own tokens read it, and the bytes from one layer's part
-        of it to the next's."""
-        ...
-
-
-@dataclass(frozen=True)
-class Segment:
-    """The rows [begin, end) of a batch belong to one sequence and are the tokens behind its first `past`."""
-
-    begin: int
-    end: int
-    kv: KVStore
-    past: int
-    rope_length: int  # tokens by which length-dependent RoPE scalings choose their frequencies
+from localllm.layers.rotary import Rotary
+from localllm.layers.segment import Segment
 
 
 @dataclass(frozen=True)
 class Draw:
-    """How a token is drawn from a row of logits: the key of the noise, and the least score, logarithm of min_p."""
+    """The parameters by which a token is sampled from a row of logits: the key of the noise, and the least score,
+    logarithm of min_p."""
 
     key: int
     temperature: float
@@ -100,7 +47,7 @@ class Batch:
         return tuple(rotary(self.positions, self.segments) for rotary in self.rotaries)
 
     def native_attention(self, heads: int) -> NativeAttention:
-        """By the compiled kernels; its tables are made once for all layers with so many query heads."""
+        """Return the compiled attention; its tables are made once for all layers with so many query heads."""
         if heads not in self._native:
             self._native[heads] = NativeAttention(self.segments, heads)
         return self._native[heads]

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from localllm.layers.batch import Segment
-from localllm.layers.rope_config import RopeConfig
+from localllm.layers.config import RopeConfig
+from localllm.layers.segment import Segment
 
 
 def inverse_frequencies(rope: RopeConfig, rotary_dim: int, length: int) -> Tensor:
@@ -65,7 +65,7 @@ def _yarn(rope: RopeConfig, rotary_dim: int, periods: Tensor) -> Tensor:
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """What cosine and sine are multiplied by, so that attention keeps its temperature over a stretched context."""
+    """Return the factor of cosine and sine by which attention keeps its temperature over a stretched context."""
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.factor <= 1.0:

@@ -1,4 +1,4 @@
-"""What a model is: the numbers of its architecture, read from Hugging Face's config.json by `families.parse_config`.
+"""The numbers of a model's architecture, read from Hugging Face's config.json by `families.parse_config`.
 
 Knows no tensors and no files.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from localllm.layers.rope_config import RopeConfig, RopeKind
+from localllm.layers.config import RopeConfig, RopeKind
 
 Activation = Literal["silu", "gelu_tanh", "gelu"]
 NormPlacement = Literal["pre", "post", "sandwich"]

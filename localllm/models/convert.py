@@ -28,7 +28,7 @@ from localllm.models.layout import BlockLayout, block_layouts, model_bytes
 from localllm.models.load import Progress
 from localllm.models.packed import PackedModel, PackedPlan, read_index
 from localllm.models.packed_file import TEMPORARY, NewFile, PackedFile, write_block
-from localllm.offload.host_buffer import give_back_freed
+from localllm.offload.streaming.host_buffer import give_back_freed
 from localllm.quant.recipe import Recipe
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -79,7 +79,7 @@ def pack(
     waiting: Callable[[str], None] = lambda _process: None,
     require_memory: Callable[[int], None] = lambda _bytes: None,
 ) -> None:
-    """As `convert`, from blocks of any origin."""
+    """Do as `convert`, from blocks of any origin."""
     conversion = _Conversion(blocks, plan, target, progress, require_memory)
 
     def wait(process: str) -> None:
@@ -116,7 +116,7 @@ class _Conversion:
         self.missing_bytes = sum(file.file_bytes for file in plan.files.values()) + _SLACK_BYTES
 
     def is_finished(self) -> bool:
-        """Whether another process has just made it; a load verifies every byte."""
+        """Return whether another process has just made it; a load verifies every byte."""
         try:
             PackedModel.open(self._target, self._plan.config, self._plan.recipe, self._plan.source).close()
         except CheckpointError:

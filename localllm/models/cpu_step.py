@@ -7,6 +7,7 @@ alike however many there are: a prompt in chunks, a batch of answers and the ver
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -23,10 +24,10 @@ from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.kv_page import window_groups
 from localllm.kernels.tile16 import TILE
 from localllm.layers.attention import Attention
-from localllm.layers.attention_tables import attention_tables
 from localllm.layers.batch import Batch
 from localllm.layers.linear import Linear
 from localllm.layers.mlp import SplitMLP
+from localllm.layers.native_attention import attention_tables
 from localllm.layers.norm import RMSNorm
 from localllm.models.config import ModelConfig
 from localllm.models.decoder import Block, Decoder
@@ -39,7 +40,8 @@ HALF_VECTOR = 32  # of head and rotary dimensions: pairs of bf16 fill whole regi
 
 
 def supports_shape(config: ModelConfig, recipe: Recipe, dtype: torch.dtype) -> bool:
-    """Whether a decoder of this shape on a CPU is computed by native steps, as far as is known before it is loaded."""
+    """Return whether a decoder of this shape on a CPU is computed by native steps, as far as is known before it is
+    loaded."""
     return (
         dtype is torch.bfloat16
         and config.head_dim % HALF_VECTOR == 0
@@ -50,7 +52,7 @@ def supports_shape(config: ModelConfig, recipe: Recipe, dtype: torch.dtype) -> b
 
 
 def native_row_bytes(config: ModelConfig, recipe: Recipe) -> int:
-    """What a room for one more row takes."""
+    """Bytes of the buffers for one more row."""
     H, D, KH = config.num_heads, config.head_dim, config.num_kv_heads
     widest_in = max(config.hidden_size, config.intermediate_size, H * D)
     widest_out = max(2 * config.intermediate_size, (H + 2 * KH) * D, config.hidden_size)
@@ -76,7 +78,7 @@ class CpuStep:
 
     @staticmethod
     def supports(decoder: Decoder) -> bool:
-        """Whether every block is of INT4 or INT8 matrices whose sizes fill whole tiles and groups, on a CPU."""
+        """Return whether every block is of INT4 or INT8 matrices whose sizes fill whole tiles and groups, on a CPU."""
         config = decoder.config
         return (
             decoder.device.type == "cpu"
@@ -114,9 +116,9 @@ class CpuStep:
         if R < T or whole.head is None:
             whole.tape.run(0, whole.starts[-1])
             return self._head(room, room.x[batch.logit_rows])
-        kernel, words = whole.head
         logits = self._new_logits(T, room.activations.block_rows)
-        kernel.point(words, "y", logits)
+        words, y = whole.head
+        words[y] = logits.data_ptr()
         whole.tape.run()
         return self._trimmed(logits, T)
 
@@ -148,7 +150,8 @@ class CpuStep:
         """The tape for such a batch; the room holds what is new of it."""
         if room.batch is not batch:
             config = self.decoder.config
-            room.activations.resize(len(batch), self.isa)
+            if room.activations.rows != len(batch):
+                room.activations.resize(len(batch), self.isa)
             room.place(batch, config.num_heads, config.num_kv_heads)
         return self._tape(room)
 
@@ -173,7 +176,8 @@ class CpuStep:
         return torch.empty(rows + block_rows, -(-self.decoder.head.out_features // TILE) * TILE)
 
     def _trimmed(self, logits: Tensor, rows: int) -> Tensor:
-        return self.decoder.capped(logits[:rows, : self.decoder.head.out_features])
+        own = logits[:rows, : self.decoder.head.out_features]
+        return own if self.decoder.config.final_softcap is None else self.decoder.capped(own)
 
     def matrices_only(self) -> tuple[Tape, int]:
         """All matrices of the blocks for one row, without what is between them, and their bytes: to be timed."""
@@ -204,7 +208,7 @@ class CpuStep:
                 steps += recorder.block(block)
                 starts.append(len(steps))
             head = [] if _packed(self.decoder.head) is None else [*recorder.head(room.wide)]
-            self._tapes[key] = _WholeTape(Tape(steps + head), tuple(starts), head[-1] if head else None)
+            self._tapes[key] = _WholeTape(Tape(steps + head), tuple(starts), _output_word(head[-1]) if head else None)
         return self._tapes[key]
 
 
@@ -212,11 +216,16 @@ class CpuStep:
 class _WholeTape:
     tape: Tape
     starts: tuple[int, ...]  # of each block, in steps, and of the head; before the first is the embedding, if anything
-    head: Step | None  # the last one, whose y is each forward's own
+    head: tuple[ctypes.Array[ctypes.c_int64], int] | None  # the last step's words, and the one of y: each forward's own
+
+
+def _output_word(step: Step) -> tuple[ctypes.Array[ctypes.c_int64], int]:
+    kernel, words = step
+    return words, kernel.pointers.index("y")
 
 
 class _Room:
-    """What a forward of up to `rows` tokens writes into: fixed places, so that a tape can point at them."""
+    """The buffers of a forward of up to `rows` tokens: fixed places, so that a tape can point at them."""
 
     def __init__(self, decoder: Decoder, rows: int) -> None:
         config = decoder.config
@@ -243,7 +252,7 @@ class _Room:
         self.batch: Batch | None = None  # the one that was placed last, as long as all of it is there
 
     def place(self, batch: Batch, heads: int, kv_heads: int) -> None:
-        """Where each token's keys go and which rows attend together."""
+        """Place a batch: where each token's keys go, and which rows attend together."""
         self.token_ids[: len(batch)] = batch.token_ids
         for index, (cos, sin) in enumerate(batch.rotations):
             self.cos[index][: len(batch)] = cos[:, 0]
@@ -401,7 +410,7 @@ def _packed(linear: Linear) -> PackedMatrix | None:
 
 
 def _fills_tiles(linear: Linear) -> bool:
-    """Whether the matrix is packed and its last tile is full: what is computed of it has no columns too many."""
+    """Return whether the matrix is packed and its last tile is full: its product has no columns too many."""
     packed = _packed(linear)
     return packed is not None and packed.tiles * TILE == linear.out_features
 

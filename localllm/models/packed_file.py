@@ -24,7 +24,7 @@ from torch import Tensor
 
 from localllm.hub.repo_cache import sync_directory
 from localllm.models.layout import BlockLayout
-from localllm.offload.disk_read import PAGE_BYTES
+from localllm.offload.streaming.disk_read import PAGE_BYTES
 from localllm.quant.recipe import Recipe
 from localllm.quant.weight_format import TensorSpec
 
@@ -69,7 +69,7 @@ class PackedTensor:
 
 @dataclass(frozen=True)
 class PackedFile:
-    """Where everything of a block stands."""
+    """The places of all tensors of a block in its file."""
 
     name: str  # the block's
     metadata: Mapping[str, str]

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from localllm.models.decoder import ALL_RESIDENT, BlockStream, Decoder
 from localllm.models.layout import EMBED, HEAD
-from localllm.offload.disk_stream import StreamClock
+from localllm.offload.streaming.disk_stream import StreamClock
 
 
 def without(decoder: Decoder, names: frozenset[str]) -> Decoder:

@@ -12,10 +12,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 
+from localllm.chat.best_of import MAX_ANSWERS
+from localllm.engine.engine_info import AnswerStream, Service
 from localllm.engine.events import Event, FinishedEvent, PrefillEvent, TokenEvent, TokenLogprob
-from localllm.engine.facts import AnswerStream, Service
 from localllm.errors import EngineGoneError, EngineStuckError
-from localllm.frontend.choices import MAX_ANSWERS
 from localllm.server.asking import Asked
 from localllm.server.failures import RequestError
 from localllm.server.tools.parts import Part, Reader

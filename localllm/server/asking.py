@@ -8,14 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from localllm.engine.chat_template import ChatInput, encode_chat
-from localllm.engine.overflow import Fitted, fit_turns, overflow_error
-from localllm.engine.request import Grammar, Pooling, Request, SamplingParams, require_ids
-from localllm.engine.tokenizer_files import SPECIAL_ROLES
-from localllm.errors import ContextOverflowError, GrammarError, UsageError
-from localllm.frontend.choices import seeded
-from localllm.frontend.harmony import is_harmony
-from localllm.frontend.thinking import (
+from localllm.chat.best_of import seeded
+from localllm.chat.harmony import is_harmony
+from localllm.chat.thoughts import (
     LEVEL,
     SWITCHES,
     THOUGHT_MARKS,
@@ -25,15 +20,21 @@ from localllm.frontend.thinking import (
     effort_variables,
     has_thought,
 )
+from localllm.engine.request import Pooling, Request, SamplingParams, require_ids
+from localllm.errors import ContextOverflowError, GrammarError, UsageError
 from localllm.server.choosing import NO_CHOICE, Choosing
 from localllm.server.failures import RequestError, too_long
 from localllm.server.tools.calling import Toolset
 from localllm.server.tools.manner import Manner, manner_of
 from localllm.server.tools.parts import Reader
+from localllm.text.chat_template import ChatInput, encode_chat
+from localllm.text.eviction import Fitted, fit_turns, overflow_error
+from localllm.text.grammar.grammar import Grammar
+from localllm.text.tokenizer_files import SPECIAL_ROLES
 
 if TYPE_CHECKING:
-    from localllm.engine.facts import LoadedEngine
-    from localllm.engine.overflow import Message
+    from localllm.engine.engine_info import LoadedEngine
+    from localllm.text.eviction import Message
 
 _NOT_FOR_CLIENTS = {"messages", "tools", "add_generation_prompt", "tokenize", "chat_template", *SPECIAL_ROLES}
 _MOST_VARIABLES = 256 << 10  # characters of all of them as JSON: of megabytes a template makes seconds of work

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from localllm.engine.chat_template import ChatTemplate
+from localllm.chat.thoughts import may_think
 from localllm.errors import TemplateError
-from localllm.frontend.thinking import may_think
+from localllm.text.chat_template import ChatTemplate
 
 
 def capabilities(directory: Path) -> list[str]:

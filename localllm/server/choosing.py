@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
+from localllm.chat.best_of import MAX_ANSWERS, best
 from localllm.engine.request import MAX_BEAMS, MAX_LENGTH_PENALTY, EarlyStopping, SamplingParams
-from localllm.frontend.choices import MAX_ANSWERS, best
 from localllm.server.bodies import Body
 from localllm.server.failures import RequestError
 

@@ -16,7 +16,7 @@ from localllm.server.replying import collected
 from localllm.server.served import Served
 
 if TYPE_CHECKING:
-    from localllm.engine.facts import LoadedEngine
+    from localllm.engine.engine_info import LoadedEngine
 
 Prompt = str | tuple[int, ...]
 

@@ -14,9 +14,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from typing_extensions import TypedDict
 
 from localllm import __version__
-from localllm.engine.facts import EngineStatus, LoadedEngine
+from localllm.engine.engine_info import EngineStatus, LoadedEngine
 from localllm.errors import EngineStuckError, LocalLLMError, ModelNotFoundError
-from localllm.frontend.engine_process import EngineProcess
+from localllm.runtime.engine_process import EngineProcess
 from localllm.server.bodies import Body
 from localllm.server.endpoint import Call, Endpoint
 from localllm.server.failures import RequestError

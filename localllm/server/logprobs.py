@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing_extensions import TypedDict
 
 from localllm.engine.events import TokenLogprob
-from localllm.engine.tokenizer import Tokenizer
+from localllm.text.tokenizer import Tokenizer
 
 
 class TopLogprob(TypedDict):

@@ -13,10 +13,8 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from localllm import __version__
-from localllm.engine.chat_template import ChatInput, ChatTemplate
-from localllm.engine.facts import EngineStatus
+from localllm.engine.engine_info import EngineStatus
 from localllm.engine.request import require_ids
-from localllm.engine.tokenizer_files import TokenizerFiles, special_roles
 from localllm.errors import LocalLLMError, TemplateError
 from localllm.server.asking import told_chat
 from localllm.server.bodies import Body
@@ -26,10 +24,12 @@ from localllm.server.fields import MAX_MESSAGES
 from localllm.server.openai.messages import Message, chat_messages
 from localllm.server.openai.tools import Tools, chosen
 from localllm.server.replying import Json
+from localllm.text.chat_template import ChatInput, ChatTemplate
+from localllm.text.tokenizer_files import TokenizerFiles, special_roles
 
 if TYPE_CHECKING:
-    from localllm.engine.facts import LoadedEngine
-    from localllm.engine.tokenizer import Tokenizer
+    from localllm.engine.engine_info import LoadedEngine
+    from localllm.text.tokenizer import Tokenizer
 
 METRICS_PATH = "/metrics"
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"

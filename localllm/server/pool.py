@@ -24,17 +24,17 @@ from localllm.errors import (
     ModelChangedError,
     ModelNotFoundError,
 )
-from localllm.frontend.engine_process import Caps, Foreseen
-from localllm.frontend.selection import Selection, locate, with_defaults
-from localllm.frontend.warm_files import keep_warm
-from localllm.offload.machine_memory import free_bytes
+from localllm.offload.planner.machine_memory import free_bytes
+from localllm.runtime.engine_process import Caps, Foreseen
+from localllm.runtime.selection import Selection, locate, with_defaults
+from localllm.runtime.warm_files import keep_warm
 from localllm.server.failures import RequestError, busy
 from localllm.server.metrics import Metrics
 from localllm.server.served import Capacity, Served, own_name
 from localllm.server.trials import Trials
 
 if TYPE_CHECKING:
-    from localllm.engine.facts import EngineFacts, Service
+    from localllm.engine.engine_info import EngineFacts, Service
     from localllm.engine.request import Pooling
     from localllm.hub import InstalledModel, ModelFiles
 
@@ -437,7 +437,7 @@ class Pool:
         return status.is_idle and not served.num_open  # somebody may have come meanwhile
 
     async def _facts(self, served: Served) -> EngineFacts:
-        from localllm.engine.facts import EngineFacts
+        from localllm.engine.engine_info import EngineFacts
 
         engine = served.engine_if_loaded
         with contextlib.suppress(LocalLLMError):

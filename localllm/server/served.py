@@ -10,10 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from localllm.engine.checking import require_same
-from localllm.engine.facts import EngineFacts
-from localllm.engine.grammar.definition import defined
-from localllm.engine.request import Grammar
+from localllm.engine.engine_info import EngineFacts
+from localllm.engine.validation import require_same
 from localllm.errors import (
     BugError,
     EngineClosedError,
@@ -23,18 +21,20 @@ from localllm.errors import (
     ModelChangedError,
     ModelNotFoundError,
 )
-from localllm.frontend.engine_process import EngineProcess
-from localllm.frontend.selection import Selection, told_of
 from localllm.registry import BUILT_IN
+from localllm.runtime.engine_process import EngineProcess
+from localllm.runtime.selection import Selection, told_of
 from localllm.server.answering import Answers
 from localllm.server.asking import Ask, Asked, joined, no_form, prepare
 from localllm.server.failures import RequestError, busy
 from localllm.server.metrics import Metrics
 from localllm.server.tools.grammars import schema_source
 from localllm.server.trials import Trials
+from localllm.text.grammar.definition import defined
+from localllm.text.grammar.grammar import Grammar
 
 if TYPE_CHECKING:
-    from localllm.engine.facts import LoadedEngine, Service
+    from localllm.engine.engine_info import LoadedEngine, Service
     from localllm.engine.request import Pooling, SamplingParams
     from localllm.hub import ModelFiles
     from localllm.server.tools.calling import Toolset

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 from pydantic import Field, StringConstraints, model_validator
 
-from localllm.engine.grammar.gbnf import is_gbnf
-from localllm.engine.request import Grammar
 from localllm.server.bodies import Body
 from localllm.server.failures import RequestError
+from localllm.text.grammar.gbnf import is_gbnf
+from localllm.text.grammar.grammar import Grammar
 
 MAX_CHOICES = 1000
 

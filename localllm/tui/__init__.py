@@ -1,4 +1,4 @@
 """The full-screen chat. A thread holds the conversation and posts messages; only their handlers touch widgets.
 
-Knows terminals and `frontend`. Imports no torch.
+Knows terminals and `chat`. Imports no torch.
 """

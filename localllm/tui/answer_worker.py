@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from localllm.chat.answer import Answer, silence
+from localllm.chat.context import evicted_text, grown_text
+from localllm.chat.recorder import Resumed
+from localllm.chat.session import Asked, Talk
+from localllm.engine.engine_info import AnswerStream, Service
 from localllm.engine.events import Event, GrownEvent, PrefillEvent, TokenEvent
-from localllm.engine.facts import AnswerStream, Service
 from localllm.errors import EngineGoneError
-from localllm.frontend.answer import Answer, silence
-from localllm.frontend.context import evicted_text, grown_text
-from localllm.frontend.keeping import Resumed
-from localllm.frontend.talk import Asked, Talk
 from localllm.tui import messages
 from localllm.tui.keys import KeyNames
 from localllm.tui.messages import Post, Turn

@@ -16,10 +16,10 @@ from textual.message import Message
 from textual.screen import Screen
 from textual.worker import WorkerFailed
 
+from localllm.chat.recorder import Resumed
 from localllm.config import ResolvedSettings
 from localllm.errors import UsageError
-from localllm.frontend.keeping import Resumed
-from localllm.frontend.selection import Selection
+from localllm.runtime.selection import Selection
 from localllm.tui import drafts, messages
 from localllm.tui.chat_worker import ChatWorker
 from localllm.tui.commands import COMMANDS

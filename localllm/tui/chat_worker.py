@@ -11,18 +11,18 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from localllm.chat.context import ContextUsage
+from localllm.chat.dialogue import Dialogue
+from localllm.chat.export import export_chat, write_new
+from localllm.chat.recorder import Keeper, Resumed, keeper_of, look_up
+from localllm.chat.session import Asked, Talk, mended_in_chat
+from localllm.chat.text_file import read_text_file, typed_path
 from localllm.config import ResolvedSettings, shown_setting
-from localllm.engine.facts import LoadedEngine, Service
+from localllm.engine.engine_info import LoadedEngine, Service
 from localllm.errors import BugError, ContextOverflowError, LocalLLMError, UsageError
-from localllm.frontend.context import ContextUsage
-from localllm.frontend.dialogue import Dialogue
-from localllm.frontend.exporting import export_chat, write_new
-from localllm.frontend.keeping import Keeper, Resumed, keeper_of, look_up
-from localllm.frontend.machine_line import machine_line
-from localllm.frontend.planning import with_changes
-from localllm.frontend.selection import Selection, locate, told_of, with_defaults
-from localllm.frontend.talk import Asked, Talk, mended_in_chat
-from localllm.frontend.text_file import read_text_file, typed_path
+from localllm.runtime.machine_line import machine_line
+from localllm.runtime.plan_request import with_changes
+from localllm.runtime.selection import Selection, locate, told_of, with_defaults
 from localllm.tui import messages
 from localllm.tui.answer_worker import AnswerWorker
 from localllm.tui.history_worker import past_questions
@@ -32,7 +32,7 @@ from localllm.tui.messages import Post, Turn
 from localllm.tui.model_loader import ModelLoader, Serve
 
 if TYPE_CHECKING:
-    from localllm.offload.plan import Plan
+    from localllm.offload.planner.plan import Plan
 
 
 class ChatWorker:
@@ -303,7 +303,7 @@ class ChatWorker:
 
     def load(self, path: str) -> None:
         """Go on from messages in a file."""
-        from localllm.engine.chat_template import parse_messages_file
+        from localllm.text.chat_template import parse_messages_file
 
         text = read_text_file(typed_path(path), "/load")
         self._kept.catch_up(self._dialogue)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from localllm.frontend.slash import COMMANDS as SHARED
-from localllm.frontend.slash import Command
+from localllm.chat.slash import COMMANDS as SHARED
+from localllm.chat.slash import Command
 
 COMMANDS: Mapping[str, Command] = {
     **{name: SHARED[name] for name in ("help", "system", "regen")},

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from textual.message import Message
 
+from localllm.chat.throughput import Pace
 from localllm.config import ResolvedSettings, format_bytes
 from localllm.errors import BugError, LocalLLMError
-from localllm.frontend.fetching import fetch
-from localllm.frontend.pace import Pace
+from localllm.runtime.download import fetch
 
 if TYPE_CHECKING:
     from localllm.hub import PullProgress

@@ -15,8 +15,8 @@ from textual.worker import get_current_worker
 from localllm.config import ResolvedSettings
 
 if TYPE_CHECKING:
-    from localllm.frontend.model_rows import ModelRow
-    from localllm.frontend.verdict import Verdict
+    from localllm.runtime.fit_check import Verdict
+    from localllm.runtime.model_catalog import ModelRow
 
 _PAUSE_S = 0.2  # between two looks at whether the machine is idle
 
@@ -62,7 +62,7 @@ class FitWorker:
         self._app.run_worker(work, thread=True, exclusive=True, group="fit")
 
     def _find(self, keys: list[_Key], resolved: ResolvedSettings) -> None:
-        from localllm.frontend.verdict import Verdict, judge
+        from localllm.runtime.fit_check import Verdict, judge
 
         worker = get_current_worker()
         for key in keys:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from localllm.chat.export import ExistsError, exported, proposed_name, replace_file, write_new
+from localllm.chat.recorder import moved_text
+from localllm.chat.text_file import typed_path
 from localllm.errors import HistoryError, UsageError
-from localllm.frontend.exporting import ExistsError, exported, proposed_name, replace_file, write_new
-from localllm.frontend.keeping import moved_text
-from localllm.frontend.text_file import typed_path
 from localllm.history import History, Removed, Session, history_file, nothing_is_kept
 from localllm.history import Message as SavedMessage
 from localllm.tui.job_queue import JobQueue

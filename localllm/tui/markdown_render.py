@@ -14,7 +14,7 @@ from markdown_it.rules_block import StateBlock, paragraph
 from markdown_it.token import Token
 from textual.content import Content, Span
 
-from localllm.frontend.text import visible
+from localllm.chat.text import visible
 from localllm.tui.highlighter import Highlighter
 from localllm.tui.markdown_blocks import TablePiece, TextPiece
 

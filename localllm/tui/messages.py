@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from textual.message import Message
 
+from localllm.chat.context import ContextUsage
+from localllm.engine.engine_info import EngineFacts
 from localllm.engine.events import FinishedEvent
-from localllm.engine.facts import EngineFacts
 from localllm.errors import LocalLLMError
-from localllm.frontend.context import ContextUsage
 
 Turn = Mapping[str, Any]
 Post = Callable[[Message], object]

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 from textual.message import Message
 
 from localllm.config import format_bytes
-from localllm.engine.facts import LoadedEngine, Service
+from localllm.engine.engine_info import LoadedEngine, Service
 from localllm.errors import LocalLLMError
-from localllm.frontend.attaching import attached
-from localllm.frontend.opening import Opening, check, open_engine
-from localllm.frontend.selection import Selection
+from localllm.runtime.engine_loader import Opening, check, open_engine
+from localllm.runtime.selection import Selection
+from localllm.runtime.server_client import attached
 from localllm.tui.job_queue import Job
 from localllm.tui.messages import ModelLoading, Noted, Post
 
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine
-    from localllm.engine.loading import Watcher
+    from localllm.engine.loader import Watcher
 
 _PAUSE_S = 0.1  # between two messages of progress
 
@@ -51,7 +51,7 @@ def serve_attached(selection: Selection, post: Post, before: Callable[[], None])
 
 def serve(selection: Selection, post: Post, before: Callable[[], None]) -> Service:
     """The service of a model in this process. Raises at once where it is known that the model cannot run."""
-    from localllm.engine.service import EngineService
+    from localllm.runtime.engine_thread import EngineService
 
     check(selection)
 
@@ -116,7 +116,7 @@ class ModelLoader:
 
 def _watcher(name: str, post: Post) -> Watcher:
     """An observer of `Engine.load` that posts messages, ten a second. Imports torch."""
-    from localllm.engine.loading import Watcher
+    from localllm.engine.loader import Watcher
 
     posted_at, waits_for = 0.0, ""
 

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 from textual.content import Content
 
+from localllm.chat import plan_text as words
+from localllm.chat.text import error_rows, one_line, visible
 from localllm.config import format_bytes, format_figure
 from localllm.errors import LocalLLMError
-from localllm.frontend import plan_picture as picture
-from localllm.frontend.text import error_rows, one_line, visible
 from localllm.tui.bars import bar, split_bar
 
 if TYPE_CHECKING:
     from localllm.engine.planning import Planned
-    from localllm.offload.plan import Plan, Tier
+    from localllm.offload.planner.plan import Plan, Tier
 
 _LABEL = 13  # columns
 _MOST_BAR = 60
@@ -61,13 +61,13 @@ def block_map(plan: Plan, columns: int) -> Content:
     per_row = max(1, columns // width)
     rows = [
         Content.assemble(
-            *((kind.sign.ljust(width), _TILES[kind.sign]) for kind in map(picture.kind, plan.blocks[begin:][:per_row]))
+            *((kind.sign.ljust(width), _TILES[kind.sign]) for kind in map(words.kind, plan.blocks[begin:][:per_row]))
         )
         for begin in range(0, len(plan.blocks), per_row)
     ]
     legend = [
         Content.styled(kind.sign.ljust(2), _TILES[kind.sign]) + Content(f" {count} {kind.meaning}")
-        for kind, count in picture.counted(plan).items()
+        for kind, count in words.counted(plan).items()
     ]
     return Content("\n").join([*rows, *_flowing(legend, columns)])
 
@@ -75,7 +75,7 @@ def block_map(plan: Plan, columns: int) -> Content:
 def ledger(plan: Plan, columns: int) -> Content:
     """The bytes of each owner in each tier."""
     rows: list[Content] = []
-    for tier, name in picture.MEMORIES.items():
+    for tier, name in words.MEMORIES.items():
         if (limit := plan.limits.get(tier)) is None:
             continue
         owners = plan.ledger[tier]
@@ -110,8 +110,8 @@ def advice(planned: Planned, columns: int, *, is_advised: bool) -> Content:
     fixes = [] if planned.refusal is None else planned.refusal.fix.split(", or ")  # shown by the refusal
     better = [advice for advice in planned.advice if advice not in fixes] if is_advised else ["…"]
     groups = {
-        "guessing": [picture.guessing(found) for found in planned.speculation],
-        "measured": list(filter(None, [picture.measured(planned)])),
+        "guessing": [words.guessing(found) for found in planned.speculation],
+        "measured": list(filter(None, [words.measured(planned)])),
         "a guess": list(planned.guesses),
         "better": better,
     }
@@ -132,9 +132,9 @@ def predicted(planned: Planned, before: Planned | None, measured_tok_s: float | 
     assert planned.decode_tok_s is not None and planned.ttft_s is not None
     plan, rate, wait = planned.plan, planned.decode_tok_s, planned.ttft_s
     together = f" of {plan.sequences} sequences together" if plan.sequences > 1 else ""
-    decode = Content.styled(picture.band(rate), "bold") + Content(f" tok/s{together}, bound by ")
-    decode += Content(picture.BOUNDS[plan.bound_by])
-    first = Content(f"{picture.duration(wait)}, after a prompt of {plan.prompt_tokens:,} tokens")
+    decode = Content.styled(words.band(rate), "bold") + Content(f" tok/s{together}, bound by ")
+    decode += Content(words.BOUNDS[plan.bound_by])
+    first = Content(f"{words.duration(wait)}, after a prompt of {plan.prompt_tokens:,} tokens")
     rows = [*_paragraph("decode", decode, columns), *_paragraph("first token", first, columns)]
     if before is not None and before.decode_tok_s is not None:
         rows += _paragraph("now", _beside(rate.mid, before.decode_tok_s.mid, measured_tok_s), columns)
@@ -163,7 +163,7 @@ def changed(plan: Plan, running: Plan | None, now: Plan | None, notes: Sequence[
         ("context", f"{running.ctx:,}", f"{plan.ctx:,}"),
         ("KV", running.shape.kv, plan.shape.kv),
         ("weights", running.shape.weights, plan.shape.weights),
-        *((name, _total(now, tier), _total(plan, tier)) for tier, name in picture.MEMORIES.items()),
+        *((name, _total(now, tier), _total(plan, tier)) for tier, name in words.MEMORIES.items()),
         ("disk a step", format_bytes(running.streamed_bytes), format_bytes(plan.streamed_bytes)),
     ]
     parts = [

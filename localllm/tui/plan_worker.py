@@ -11,9 +11,9 @@ from textual.message import Message
 from textual.worker import get_current_worker
 
 from localllm.errors import LocalLLMError
-from localllm.frontend.origins import with_origins
-from localllm.frontend.planning import Goal, considered, with_changes
-from localllm.frontend.selection import Selection, named, told_of
+from localllm.runtime.error_origins import with_origins
+from localllm.runtime.plan_request import Goal, considered, with_changes
+from localllm.runtime.selection import Selection, named, told_of
 from localllm.tui.chat_worker import ChatWorker
 
 if TYPE_CHECKING:
@@ -116,10 +116,10 @@ class PlanWorker:
         import psutil
         import torch
 
-        from localllm.engine.loading import has_card
+        from localllm.engine.loader import has_card
         from localllm.engine.memory import choose_device
         from localllm.models.shapes import find_shape
-        from localllm.offload.machine_memory import cgroup_limit_bytes
+        from localllm.offload.planner.machine_memory import cgroup_limit_bytes
 
         device = choose_device(self._selection.settings.device)
         vram_bytes = torch.cuda.get_device_properties(device).total_memory if has_card(device) else None

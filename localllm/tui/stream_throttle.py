@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+from localllm.engine.engine_info import AnswerStream
 from localllm.engine.events import Event, FinishedEvent
-from localllm.engine.facts import AnswerStream
 
 _SHORTEST_S = 0.07  # between two batches: what an eye follows
 _LONGEST_S = 0.25

@@ -15,10 +15,11 @@ from torch import Tensor
 from localllm.cache.paged_kv import PagedKV
 from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent, PrefillEvent, TokenEvent
-from localllm.engine.kv_reuse import NO_REUSE
-from localllm.engine.request import Grammar, Request, SamplingParams
+from localllm.engine.prefix_config import NO_REUSE
+from localllm.engine.request import Request, SamplingParams
 from localllm.engine.scheduler import Limits
 from localllm.errors import LocalLLMError, UsageError
+from localllm.text.grammar.grammar import Grammar
 from tests.checkpoints import write_checkpoint
 from tests.choices.support import Heard, answered, drawn, held_pages, require_whole, searched, words
 

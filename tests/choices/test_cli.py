@@ -13,7 +13,7 @@ import pytest
 from localllm.cli.choices import SEPARATOR
 from localllm.cli.interrupts import Interrupts
 from localllm.engine.engine import Engine
-from localllm.engine.kv_reuse import NO_REUSE
+from localllm.engine.prefix_config import NO_REUSE
 from localllm.engine.request import Request, SamplingParams
 from tests.choices.support import answered
 from tests.cli_support import run_cli

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from localllm.cache.paged_kv import PagedKV
 from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent
-from localllm.engine.kv_reuse import IN_POOLS, NO_REUSE
+from localllm.engine.prefix_config import IN_POOLS, NO_REUSE
 from localllm.engine.request import Request
 from localllm.engine.scheduler import Limits
 from tests.checkpoints import write_checkpoint as write_family

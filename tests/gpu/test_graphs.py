@@ -12,10 +12,10 @@ from torch import Tensor
 
 from localllm.engine.engine import Engine
 from localllm.engine.runner import Chunk, ModelRunner
-from localllm.engine.tokenizer import Tokenizer
 from localllm.models import gpu_warm
 from localllm.models.decoder import Decoder
 from localllm.models.gpu_step import GpuStep
+from localllm.text.tokenizer import Tokenizer
 from tests.checkpoints import write_checkpoint
 from tests.gpu.test_step import by_operators, ids, sampling, texts
 from tests.packed_support import pack

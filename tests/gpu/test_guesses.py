@@ -9,10 +9,10 @@ import pytest
 
 from benchmarks.oracle import Oracle
 from localllm import Engine, Request, SamplingParams
-from localllm.engine.speculative.choice import OFF
+from localllm.engine.speculative.config import OFF
 from localllm.engine.speculative.drafter import Drafter
 from localllm.engine.speculative.skip import SkipDrafter
-from localllm.engine.speculative.speculation import Speculation
+from localllm.engine.speculative.speculator import Speculation
 from localllm.models.gpu_step import GpuStep
 from tests.packed_support import small_checkpoint
 from tests.speculative.support import said

@@ -16,8 +16,8 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from localllm.cli.checks_gpu import check_kernels
-from localllm.engine import loading
-from localllm.engine.loading import Watcher, note_device
+from localllm.engine import loader
+from localllm.engine.loader import Watcher, note_device
 from localllm.kernels.gpu import catalog, check, gemm, ready
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.gemv import GpuMatrix
@@ -137,9 +137,9 @@ def test_a_card_that_torch_cannot_use_is_told(monkeypatch: pytest.MonkeyPatch) -
     said: list[str] = []
     watcher, cpu = Watcher(noting=said.append), torch.device("cpu")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(loading, "gpus", lambda: ())
+    monkeypatch.setattr(loader, "gpus", lambda: ())
     note_device(cpu, watcher, is_chosen=True)
-    monkeypatch.setattr(loading, "gpus", lambda: (SimpleNamespace(name="an old card"),))
+    monkeypatch.setattr(loader, "gpus", lambda: (SimpleNamespace(name="an old card"),))
     note_device(cpu, watcher, is_chosen=False)
     assert said == []
     note_device(cpu, watcher, is_chosen=True)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from localllm.cache.paged_kv import PagedKV
-from localllm.engine.ahead import Ahead
+from localllm.engine.async_decode import Ahead
 from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent, TokenEvent
 from localllm.engine.request import Request, SamplingParams
 from localllm.engine.runner import Chunk, ModelRunner
 from localllm.engine.sampler import PlainDraw
-from localllm.engine.speculative.choice import OFF
+from localllm.engine.speculative.config import OFF
 from localllm.layers import gpu_block
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch, Draw

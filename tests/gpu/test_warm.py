@@ -13,8 +13,8 @@ from localllm.cache.kv_format import KV_FORMATS, KVFormat
 from localllm.cache.paged_kv import PagedKV
 from localllm.engine.engine import Engine
 from localllm.engine.kv_probe import KVProbe
-from localllm.engine.kv_reuse import UNKNOWN_SOURCE
 from localllm.engine.kv_verdicts import Asked
+from localllm.engine.prefix_config import UNKNOWN_SOURCE
 from localllm.engine.runner import Chunk, ModelRunner
 from localllm.engine.sampler import PlainDraw
 from localllm.kernels.gpu import product

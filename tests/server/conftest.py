@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from localllm.engine.chat_template import ChatTemplate
 from localllm.engine.engine import Engine
-from localllm.engine.request import Grammar
 from localllm.server import asking
 from localllm.server.tools.manner import Manner
+from localllm.text.chat_template import ChatTemplate
+from localllm.text.grammar.grammar import Grammar
 from tests.server.support import Raw, Running, running
 
 Connect = Callable[..., Raw]

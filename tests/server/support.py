@@ -17,11 +17,11 @@ import httpx2
 from localllm import hub
 from localllm.config import ResolvedSettings, load_settings
 from localllm.engine.engine import Engine
-from localllm.engine.facts import Service
-from localllm.engine.service import EngineService
-from localllm.frontend.engine_process import Caps, EngineProcess, Foreseen, Hearer
-from localllm.frontend.opening import Opening, open_engine
-from localllm.frontend.selection import Selection, with_defaults
+from localllm.engine.engine_info import Service
+from localllm.runtime.engine_loader import Opening, open_engine
+from localllm.runtime.engine_process import Caps, EngineProcess, Foreseen, Hearer
+from localllm.runtime.engine_thread import EngineService
+from localllm.runtime.selection import Selection, with_defaults
 from localllm.server.app import create_app, create_router
 from localllm.server.guard import Admission, key_digest
 from localllm.server.listening import bound, serve
@@ -147,7 +147,7 @@ def running(
     log: list[str] = []
 
     def opened(selection: Selection) -> Engine:
-        from localllm.engine.loading import Watcher
+        from localllm.engine.loader import Watcher
 
         return open_engine(selection, opening, Watcher(), lambda _text: None)
 

@@ -9,10 +9,10 @@ from typing import Any
 import anthropic
 import pytest
 
-from localllm.engine.chat_template import ChatTemplate
 from localllm.engine.engine import Engine
 from localllm.server.answering import Answers, Piece
 from localllm.server.failures import RequestError
+from localllm.text.chat_template import ChatTemplate
 from tests.server.support import OWL, Running
 
 PATH = "/v1/messages"

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from localllm.engine.chat_template import ChatInput, ChatTemplate
 from localllm.engine.engine import Engine
 from localllm.engine.request import Request, SamplingParams
 from localllm.errors import UsageError
@@ -19,6 +18,7 @@ from localllm.server import served
 from localllm.server.asking import Ask, Asked, chat_of, joined, prepare, prompt_ids
 from localllm.server.failures import RequestError
 from localllm.server.tools.calling import Tool, Toolset
+from localllm.text.chat_template import ChatInput, ChatTemplate
 from tests.server.support import OWL, Running, running
 
 CHAT = ChatInput(messages=OWL)

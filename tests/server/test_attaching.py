@@ -17,13 +17,13 @@ import psutil
 import pytest
 
 from localllm.config import load_settings
-from localllm.engine.attached import AttachedService
 from localllm.engine.events import FinishedEvent
 from localllm.engine.request import Request, SamplingParams
-from localllm.engine.watchdog import Patience
 from localllm.errors import EngineStuckError, ModelChangedError
-from localllm.frontend.attaching import attached
-from localllm.frontend.selection import locate, with_defaults
+from localllm.runtime.engine_client import AttachedService
+from localllm.runtime.selection import locate, with_defaults
+from localllm.runtime.server_client import attached
+from localllm.runtime.watchdog import Patience
 from tests.cli_support import environment, start_cli, write_checkpoint
 from tests.patience import PATIENCE_S, wait_for
 from tests.server.test_cli_serve import Served

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from localllm.engine.engine import Engine
-from localllm.engine.kv_reuse import NO_REUSE
+from localllm.engine.prefix_config import NO_REUSE
 from localllm.engine.request import Request, SamplingParams
 from localllm.engine.scheduler import Limits
 from tests.choices.support import answered

@@ -19,9 +19,9 @@ import pytest
 import yaml
 
 from localllm.cli.names import complete_connections
-from localllm.frontend.connections import CONNECTIONS, YOUR_KEY, Target, names
-from localllm.frontend.serving import ask_models
 from localllm.hub.names import TINY_DIRECTORY
+from localllm.runtime.client_configs import CONNECTIONS, YOUR_KEY, Target, names
+from localllm.runtime.server_probe import ask_models
 from tests.cli_support import run_cli, write_checkpoint
 from tests.patience import PATIENCE_S
 from tests.server.claims import environments

@@ -12,8 +12,8 @@ import pytest
 from openai.types.responses import ResponseErrorEvent
 
 from localllm.engine.events import FinishedEvent
-from localllm.engine.service import RequestStream
 from localllm.errors import DoesNotFitError, EngineClosedError, NonFiniteError
+from localllm.runtime.engine_thread import RequestStream
 from localllm.server.failures import body_of, failure_of
 from tests.server.support import OWL, Running, num_cancelled, running, wait_for
 from tests.thinning import thinned

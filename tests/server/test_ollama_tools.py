@@ -155,7 +155,7 @@ def test_what_is_no_tool_is_refused_by_name(server: Running, tools: Any, words: 
 def test_what_a_model_can_do_is_one_answer_in_every_dialect(
     client: ollama.Client, server: Running, monkeypatch: pytest.MonkeyPatch, source: str | None, wanted: list[str]
 ) -> None:
-    from localllm.engine.chat_template import ChatTemplate
+    from localllm.text.chat_template import ChatTemplate
 
     def load(*_: object) -> ChatTemplate:
         if source is None:

@@ -17,15 +17,15 @@ import httpx2
 import psutil
 import pytest
 
-from localllm.engine import wire
-from localllm.engine.attached import AttachedService
 from localllm.engine.engine import Engine
-from localllm.engine.facts import EngineFacts, EngineStatus
+from localllm.engine.engine_info import EngineFacts, EngineStatus
 from localllm.engine.request import Request, SamplingParams
-from localllm.engine.watchdog import Patience, Watchdog
 from localllm.errors import DoesNotFitError, EngineGoneError, EngineStuckError
-from localllm.frontend.engine_process import Caps, EngineProcess, Foreseen
 from localllm.hub.names import TINY_DIRECTORY
+from localllm.runtime import protocol
+from localllm.runtime.engine_client import AttachedService
+from localllm.runtime.engine_process import Caps, EngineProcess, Foreseen
+from localllm.runtime.watchdog import Patience, Watchdog
 from localllm.server import pool as pools
 from localllm.server.served import Capacity, Served
 from tests.cli_support import write_checkpoint
@@ -378,10 +378,12 @@ def test_an_engine_that_hangs_is_ended_also_where_its_process_answers_other_ques
     def hang() -> None:
         say, lines = theirs.makefile("wb", buffering=0), theirs.makefile("rb")
         with suppress(OSError, ValueError):  # it is killed in the midst of it
-            say.write(wire.line({"op": "loaded", "facts": wire.plain(EngineFacts(64, "fp32", "fp32"))}))
-            for message in map(wire.message, lines):
+            say.write(protocol.line({"op": "loaded", "facts": protocol.plain(EngineFacts(64, "fp32", "fp32"))}))
+            for message in map(protocol.message, lines):
                 if message["op"] == "call":
-                    say.write(wire.line({"op": "answered", "id": message["id"], "value": wire.plain(EngineStatus())}))
+                    say.write(
+                        protocol.line({"op": "answered", "id": message["id"], "value": protocol.plain(EngineStatus())})
+                    )
 
     threading.Thread(target=hang, daemon=True).start()
     patience = Patience(still_s=0.05, hung_s=0.3)

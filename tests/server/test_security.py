@@ -27,14 +27,14 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 import localllm.server
-from localllm.engine.chat_template import ChatTemplate
 from localllm.engine.engine import Engine
 from localllm.engine.request import Request
-from localllm.engine.service import EngineService
-from localllm.engine.tokenizer_files import SPECIAL_ROLES
 from localllm.hub import HubSettings, ModelFiles
+from localllm.runtime.engine_thread import EngineService
 from localllm.server.app import ENDPOINTS, create_app
 from localllm.server.guard import Admission
+from localllm.text.chat_template import ChatTemplate
+from localllm.text.tokenizer_files import SPECIAL_ROLES
 from tests.cli_support import REPOSITORY, write_checkpoint
 from tests.hub.support import other_tools_snapshot
 from tests.server.conftest import Connect

@@ -11,10 +11,10 @@ import pytest
 
 from localllm import hub
 from localllm.engine.events import FinishedEvent, Timings, TokenEvent, TokenLogprob, Usage
-from localllm.engine.tokenizer import Tokenizer
 from localllm.server.answering import Mail, Piece
 from localllm.server.openai.response_object import Said, Speech
 from localllm.server.tools.parts import ThoughtReader
+from localllm.text.tokenizer import Tokenizer
 
 SAID = ("Hm", ", ", "an owl.", "</think>", "\n\n", "Once", " upon", " a time.")
 NUM_THOUGHT = 4  # with the mark that ends it

@@ -12,8 +12,8 @@ import pytest
 
 from localllm.engine.engine import Engine
 from localllm.engine.request import Request
-from localllm.engine.tokenizer import Tokenizer
 from localllm.server.tools.manner import Manner, manner_of
+from localllm.text.tokenizer import Tokenizer
 from tests.server.support import OWL, Running
 from tests.server.tools_support import CALLED, OPENAI_TOOLS
 
@@ -156,7 +156,7 @@ def test_the_special_tokens_that_tell_an_answer_apart_are_shown(
 
 
 def template(source: str) -> Any:
-    from localllm.engine.chat_template import ChatTemplate
+    from localllm.text.chat_template import ChatTemplate
 
     return ChatTemplate(source)
 

@@ -10,14 +10,14 @@ import tokenizers
 from tokenizers import AddedToken
 
 from localllm import hub
-from localllm.engine.grammar.compiled import Grammars
-from localllm.engine.request import Grammar
-from localllm.engine.tokenizer import Tokenizer
-from localllm.frontend import harmony
+from localllm.chat import harmony
 from localllm.server.failures import RequestError
 from localllm.server.tools.calling import Tool, Toolset, toolset
 from localllm.server.tools.grammars import tools_lark
 from localllm.server.tools.syntaxes import GENERIC, SYNTAXES
+from localllm.text.grammar.compiled import Grammars
+from localllm.text.grammar.grammar import Grammar
+from localllm.text.tokenizer import Tokenizer
 
 BY_NAME = {syntax.name: syntax for syntax in (*SYNTAXES, GENERIC)}
 TOOLS = (

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from localllm import hub
-from localllm.engine.chat_template import ChatInput, ChatTemplate
-from localllm.engine.tokenizer import Tokenizer
-from localllm.frontend.harmony import is_harmony
+from localllm.chat.harmony import is_harmony
 from localllm.server.tools.calling import Tool, call_of, toolset
 from localllm.server.tools.manner import manner_of
 from localllm.server.tools.prompting import told
 from localllm.server.tools.syntaxes import Syntax, syntax_of
+from localllm.text.chat_template import ChatInput, ChatTemplate
+from localllm.text.tokenizer import Tokenizer
 
 FAMILIES = {
     "NousResearch-Hermes-3-Llama-3.1-8B-tool_use": "hermes",

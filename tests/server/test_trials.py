@@ -12,9 +12,9 @@ from typing import Any
 import httpx2
 import pytest
 
-from localllm.engine.attached import AttachedEngine
 from localllm.engine.request import Request
 from localllm.errors import ContextOverflowError, GrammarError
+from localllm.runtime.engine_client import AttachedEngine
 from localllm.server.served import Capacity
 from localllm.server.trials import AT_ONCE, Trials
 from tests.patience import PATIENCE_S

@@ -12,20 +12,20 @@ from torch import Tensor
 from localllm import Engine, FinishedEvent, Request, SamplingParams, TokenEvent, hub
 from localllm.engine.events import Event
 from localllm.engine.placement import model_shape
-from localllm.engine.speculative.choice import Speculate
+from localllm.engine.speculative.config import Speculate
 from localllm.engine.speculative.draft_model import ModelDrafter
 from localllm.engine.speculative.drafter import Drafter, Lookup
 from localllm.engine.speculative.ngram import NgramLookup
 from localllm.engine.speculative.skip import SkipDrafter
-from localllm.engine.speculative.speculation import Speculation
-from localllm.engine.tokenizer import Tokenizer
+from localllm.engine.speculative.speculator import Speculation
 from localllm.engine.weights import open_packed
 from localllm.models.families import load_config
 from localllm.models.layout import EMBED, HEAD
 from localllm.models.load import DecoderParts
 from localllm.models.placed import PlacedModel
-from localllm.offload.plan import NEVER, Placed
+from localllm.offload.planner.plan import NEVER, Placed
 from localllm.quant.recipe import RECIPES
+from localllm.text.tokenizer import Tokenizer
 
 TALE = (
     "Once upon a time there was a fox who found a lantern. The fox was proud of the lantern, and the fox said: "

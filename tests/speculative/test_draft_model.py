@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from localllm import Engine, SamplingParams, TokenEvent, hub
-from localllm.engine import draft_loading, loading
-from localllm.engine.loading import Watcher
-from localllm.engine.speculative.choice import Speculate
+from localllm.engine import draft_loader as draft_loading
+from localllm.engine import loader
+from localllm.engine.loader import Watcher
+from localllm.engine.speculative.config import Speculate
 from localllm.errors import ModelNotFoundError, UsageError
-from localllm.offload.plan import Memory
+from localllm.offload.planner.plan import Memory
 from tests.cli_support import run_cli
 
 PROMPT = tuple(range(40, 90))
@@ -30,7 +31,7 @@ def twin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "why_left_out", lambda *_: "")
+    monkeypatch.setattr(loader, "why_left_out", lambda *_: "")
 
 
 def text(engine: Engine, **sampling: object) -> list[int]:
@@ -108,7 +109,7 @@ def test_one_that_does_not_fit_is_left_out_and_that_is_said(twin: Path, monkeypa
     assert roomy.plan is not None
     taken = roomy.plan.total_bytes("ram") - roomy.plan.ledger["ram"]["program"]
     roomy.close()
-    monkeypatch.setattr(loading, "process_memory", lambda *_, **__: Memory(taken + (1 << 20), 0, taken + (1 << 20)))
+    monkeypatch.setattr(loader, "process_memory", lambda *_, **__: Memory(taken + (1 << 20), 0, taken + (1 << 20)))
     monkeypatch.setattr(draft_loading.DraftModel, "num_bytes", lambda *_: taken)
     notes: list[str] = []
     guessing = engine(f"model:{twin}", notes, ctx=256)

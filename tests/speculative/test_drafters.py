@@ -11,7 +11,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from localllm import Engine
-from localllm.engine.speculative.harm import Harm, Trial, least_harmful
+from localllm.engine.speculative.layer_importance import Harm, Trial, least_harmful
 from localllm.engine.speculative.ngram import NgramLookup, _Index
 from localllm.engine.speculative.skip_file import NAME, read_trials, write_trials
 from localllm.engine.speculative.skip_set import SkipSet, predicted_speedup

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from localllm.engine.detokenizer import Detokenizer
 from localllm.engine.drawing import Outcome, drawn
 from localllm.engine.request import Request, SamplingParams
 from localllm.engine.sequence import Sequence
-from localllm.engine.tokenizer import Tokenizer
+from localllm.text.detokenizer import Detokenizer
+from localllm.text.tokenizer import Tokenizer
 from tests.speculative.support import loaded
 
 VOCAB, LENGTH = 5, 3

@@ -10,12 +10,12 @@ import pytest
 
 from benchmarks.oracle import Oracle
 from localllm import Engine, FinishedEvent, Request, SamplingParams
-from localllm.engine.kv_reuse import NO_REUSE
+from localllm.engine.prefix_config import NO_REUSE
 from localllm.engine.sequence import Sequence as Running
-from localllm.engine.speculative.choice import OFF, Speculate, speculation
+from localllm.engine.speculative.config import OFF, Speculate, speculation
 from localllm.engine.speculative.controller import Controller
 from localllm.engine.speculative.drafter import Draft
-from localllm.engine.speculative.speculation import Speculation
+from localllm.engine.speculative.speculator import Speculation
 from localllm.quant.recipe import RECIPES
 from tests.packed_support import small_checkpoint
 from tests.speculative.support import Said, answers, loaded, request, said
@@ -68,7 +68,7 @@ def check(engine: Engine, wish: Request, draft_tokens: int, alpha: float) -> Non
 @pytest.fixture(autouse=True)
 def trials_at_every_page(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_TRIALS_SHARE", "_STREAMED_TRIALS_SHARE"):
-        monkeypatch.setattr(f"localllm.engine.speculative.speculation.{name}", 1e9)
+        monkeypatch.setattr(f"localllm.engine.speculative.speculator.{name}", 1e9)
     monkeypatch.setattr(Controller, "is_hopeless", lambda *_: False)
 
 

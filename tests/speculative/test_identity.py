@@ -15,11 +15,11 @@ from torch import Tensor
 from benchmarks.oracle import Oracle
 from localllm import Engine, FinishedEvent, Request, SamplingParams, TokenEvent
 from localllm.cache.kv_format import KV_FORMATS
-from localllm.engine.kv_reuse import KVReuse
+from localllm.engine.prefix_config import KVReuse
 from localllm.engine.runner import ModelRunner
-from localllm.engine.speculative.choice import Speculate, speculation
+from localllm.engine.speculative.config import Speculate, speculation
 from localllm.engine.speculative.draft_model import ModelDrafter
-from localllm.engine.speculative.speculation import Speculation
+from localllm.engine.speculative.speculator import Speculation
 from localllm.kernels.kv_page import PAGE_TOKENS
 from tests.speculative.support import (
     DRAFTERS,

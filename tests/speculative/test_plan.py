@@ -18,21 +18,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm import Engine, SamplingParams, hub
-from localllm.engine import loading, planning
+from localllm.engine import loader, planning
 from localllm.engine.placement import model_shape
-from localllm.engine.speculative.choice import Speculate
-from localllm.engine.speculative.harm import Trial
+from localllm.engine.speculative.config import Speculate
+from localllm.engine.speculative.layer_importance import Trial
 from localllm.engine.speculative.skip_file import write_trials
 from localllm.hub.packed import packed_directory
 from localllm.models.families import parse_config
 from localllm.models.shapes import shipped_shapes
-from localllm.offload.device_costs import CardRates
-from localllm.offload.device_search import CardMemory, DeviceSearch
-from localllm.offload.format_rates import FormatRates
-from localllm.offload.guessing import gain, rate, skipped, slow, staging_s
-from localllm.offload.plan import GIB, Costs, Memory, Plan, Rates
-from localllm.offload.profile import Profile
-from localllm.offload.search import Search
+from localllm.offload.planner.device_costs import CardRates
+from localllm.offload.planner.device_search import CardMemory, DeviceSearch
+from localllm.offload.planner.format_rates import FormatRates
+from localllm.offload.planner.plan import GIB, Costs, Memory, Plan, Rates
+from localllm.offload.planner.profile import Profile
+from localllm.offload.planner.search import Search
+from localllm.offload.planner.speculation_gain import gain, rate, skipped, slow, staging_s
 from localllm.quant.recipe import RECIPES
 from tests.cli_support import run_cli
 from tests.speculative.support import TALE, loaded
@@ -201,7 +201,7 @@ def test_what_trials_found_decides_what_is_streamed_the_next_time(monkeypatch: p
     engine.close()
     assert directory == packed_directory(hub.locate("tiny"), weights.name)
     room = needed - 6 * max(block.num_bytes for block in blocks)
-    monkeypatch.setattr(loading, "process_memory", lambda *_, **__: Memory(room, 0, room))
+    monkeypatch.setattr(loader, "process_memory", lambda *_, **__: Memory(room, 0, room))
     names = [block.name for block in blocks]
     for seed in range(2):
         harmful = frozenset(random.Random(seed).sample(names, len(names) // 3))

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from localllm.engine.sequence import Sequence as Running
+from localllm.engine.speculative.cooldown import rest_steps
 from localllm.engine.speculative.drafter import NO_DRAFT, Draft
-from localllm.engine.speculative.rest import rest_steps
-from localllm.engine.speculative.speculation import Speculation
+from localllm.engine.speculative.speculator import Speculation
 from tests.speculative.support import TALE, Said, loaded, request, said
 
 
@@ -48,7 +48,7 @@ def test_looking_takes_no_more_than_a_small_share(
 
 @pytest.fixture
 def rests_of_ten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localllm.engine.speculative.speculation.rest_steps", lambda *_, **__: 10)
+    monkeypatch.setattr("localllm.engine.speculative.speculator.rest_steps", lambda *_, **__: 10)
 
 
 @pytest.mark.usefixtures("rests_of_ten")

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from localllm import Engine
-from localllm.engine.grammar import definition, trial
-from localllm.engine.grammar.compiled import Grammars
-from localllm.engine.speculative.choice import Speculate
-from localllm.engine.tokenizer import Tokenizer
+from localllm.engine.speculative.config import Speculate
 from localllm.hub.names import TINY_DIRECTORY
+from localllm.text.grammar import definition, trial
+from localllm.text.grammar.compiled import Grammars
+from localllm.text.tokenizer import Tokenizer
 
 
 @pytest.fixture

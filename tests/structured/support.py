@@ -12,10 +12,10 @@ from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
 
 from localllm import Engine, Request, SamplingParams
-from localllm.engine.grammar.constraint import Constraint
-from localllm.engine.grammar.definition import defined
-from localllm.engine.request import Grammar
-from localllm.engine.tokenizer import Tokenizer
+from localllm.text.grammar.constraint import Constraint
+from localllm.text.grammar.definition import defined
+from localllm.text.grammar.grammar import Grammar
+from localllm.text.tokenizer import Tokenizer
 
 BYTES = LLTokenizer("byte")
 PROMPT = "Once upon a time there was an owl."

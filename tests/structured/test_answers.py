@@ -9,8 +9,8 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from localllm import Engine, FinishedEvent, Request, SamplingParams, TokenEvent
-from localllm.engine.request import Grammar
 from localllm.errors import GrammarError, LocalLLMError, UsageError
+from localllm.text.grammar.grammar import Grammar
 from tests.speculative.support import Said, answers, guess_with, said
 from tests.structured.support import json_schema, wish
 

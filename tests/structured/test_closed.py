@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from localllm.engine.grammar.closed import close
-from localllm.engine.grammar.definition import defined
 from localllm.errors import GrammarError
+from localllm.text.grammar.closed import close
+from localllm.text.grammar.definition import defined
 from tests.structured.support import json_schema
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "string"}}}

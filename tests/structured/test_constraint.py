@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localllm.engine.grammar.compiled import MAX_KEPT, Grammars
-from localllm.engine.request import Grammar
-from localllm.engine.tokenizer import Tokenizer
 from localllm.errors import GrammarError
 from localllm.hub.names import TINY_DIRECTORY
+from localllm.text.grammar.compiled import MAX_KEPT, Grammars
+from localllm.text.grammar.grammar import Grammar
+from localllm.text.tokenizer import Tokenizer
 from tests.structured.support import accepts, allowed, drawn, json_schema
 
 PERSON = json_schema({

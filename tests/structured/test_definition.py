@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from localllm.engine.grammar import definition, trial
-from localllm.engine.grammar.compiled import Grammars
-from localllm.engine.grammar.definition import defined
-from localllm.engine.grammar.schema import checked
-from localllm.engine.grammar.trial import CPU_S
-from localllm.engine.request import Grammar, GrammarKind
-from localllm.engine.tokenizer import Tokenizer
 from localllm.errors import BusyError, GrammarError
 from localllm.hub.names import TINY_DIRECTORY
 from localllm.server.failures import failure_of
+from localllm.text.grammar import definition, trial
+from localllm.text.grammar.compiled import Grammars
+from localllm.text.grammar.definition import defined
+from localllm.text.grammar.grammar import Grammar, GrammarKind
+from localllm.text.grammar.schema import checked
+from localllm.text.grammar.trial import CPU_S
+from localllm.text.tokenizer import Tokenizer
 from tests.structured.support import json_schema
 
 

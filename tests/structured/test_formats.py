@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localllm.engine.grammar.compiled import Grammars
-from localllm.engine.grammar.formats import with_pattern
-from localllm.engine.tokenizer import Tokenizer
 from localllm.hub.names import TINY_DIRECTORY
+from localllm.text.grammar.compiled import Grammars
+from localllm.text.grammar.formats import with_pattern
+from localllm.text.tokenizer import Tokenizer
 from tests.structured.support import accepts, drawn, json_schema
 
 READ: dict[str, Callable[[str], Any]] = {

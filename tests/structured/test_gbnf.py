@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from localllm.engine.grammar.gbnf import as_lark, is_gbnf
 from localllm.errors import GrammarError
+from localllm.text.grammar.gbnf import as_lark, is_gbnf
 
 BYTES = LLTokenizer("byte")
 JSON = r"""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
-from localllm.engine.grammar.definition import defined
+from localllm.text.grammar.definition import defined
 from tests.structured.support import BYTES, json_schema, takes
 
 MOST = 400  # bytes

@@ -11,9 +11,9 @@ import pytest
 from jsonschema import Draft202012Validator
 from llguidance import LLMatcher, LLTokenizer
 
-from localllm.engine.grammar.definition import defined
-from localllm.engine.request import Grammar
 from localllm.errors import GrammarError
+from localllm.text.grammar.definition import defined
+from localllm.text.grammar.grammar import Grammar
 
 BYTES = LLTokenizer("byte")
 DEFS = ("A", "B")

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from localllm.engine.grammar.compiled import Grammars
-from localllm.engine.grammar.keywords import SUPPORTED
-from localllm.engine.tokenizer import Tokenizer
 from localllm.errors import GrammarError
 from localllm.hub.names import TINY_DIRECTORY
+from localllm.text.grammar.compiled import Grammars
+from localllm.text.grammar.keywords import SUPPORTED
+from localllm.text.tokenizer import Tokenizer
 from tests.structured.support import accepts, drawn, json_schema
 
 SUITE = "adversarial/json_schema_2020_12"

@@ -13,14 +13,14 @@ from typing import Any
 
 from textual.pilot import Pilot
 
+from localllm.chat.recorder import Resumed
 from localllm.config import load_settings
-from localllm.engine.chat_template import ChatTemplate
+from localllm.engine.engine_info import EngineFacts
 from localllm.engine.events import FinishedEvent, PrefillEvent, Timings, TokenEvent, Usage
-from localllm.engine.facts import EngineFacts
 from localllm.engine.request import Request
-from localllm.engine.service import RequestStream
-from localllm.frontend.keeping import Resumed
-from localllm.frontend.selection import Selection, locate, with_defaults
+from localllm.runtime.engine_thread import RequestStream
+from localllm.runtime.selection import Selection, locate, with_defaults
+from localllm.text.chat_template import ChatTemplate
 from localllm.tui.app import ChatApp, Start
 from localllm.tui.messages import Post
 from tests.patience import PATIENCE_S

@@ -11,10 +11,10 @@ from textual.command import CommandList
 from textual.pilot import Pilot
 from textual.widgets import Input
 
-from localllm.engine.chat_template import ChatTemplate
+from localllm.chat.recorder import look_up
 from localllm.errors import ContextOverflowError, DoesNotFitError
-from localllm.frontend.keeping import look_up
 from localllm.history import History, history_file
+from localllm.text.chat_template import ChatTemplate
 from localllm.tui.app import ChatApp
 from localllm.tui.key_scopes import key_scopes
 from localllm.tui.keys import DEFAULTS

@@ -15,8 +15,8 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Input, Static
 
-from localllm.frontend.exporting import proposed_name
-from localllm.frontend.text import format_ago
+from localllm.chat.export import proposed_name
+from localllm.chat.text import format_ago
 from localllm.history import BusyError, History, Session, history_file
 from localllm.tui.app import ChatApp
 from localllm.tui.screens.chats import ChatsScreen

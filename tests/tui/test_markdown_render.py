@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from textual.strip import Strip
 from textual.visual import RenderOptions
 
-from localllm.frontend.thinking import Splitter, opens_thought, split
+from localllm.chat.thoughts import Splitter, opens_thought, split
 from localllm.tui.markdown_blocks import MarkdownLayout
 from localllm.tui.markdown_render import code_blocks, groups, parser, pieces
 from localllm.tui.widgets.document import DocumentBlock

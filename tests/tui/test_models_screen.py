@@ -14,9 +14,9 @@ from textual.widgets import OptionList
 
 from localllm import hub
 from localllm.errors import AccessError, LocalLLMError, ModelNotFoundError, UsageError
-from localllm.frontend.verdict import Verdict
 from localllm.hub import InstalledModel, ModelFiles, PackedWeights, PullProgress
 from localllm.registry import load_registry
+from localllm.runtime.fit_check import Verdict
 from localllm.tui.app import ChatApp
 from localllm.tui.screens.dialogs import ChoiceDialog
 from localllm.tui.screens.models import ModelsScreen
@@ -92,7 +92,7 @@ def machine(disk: FakeDisk, monkeypatch: pytest.MonkeyPatch) -> None:
     def judge(name: str, resolved: Any, say: Callable[[str], None]) -> Verdict:
         return VERDICTS.get(name, Verdict("fits", 12.3, 8192, "int4-g64"))
 
-    monkeypatch.setattr("localllm.frontend.verdict.judge", judge)
+    monkeypatch.setattr("localllm.runtime.fit_check.judge", judge)
 
 
 def screen_of(app: ChatApp) -> ModelsScreen:
@@ -176,7 +176,7 @@ async def test_rows_are_there_before_their_verdicts(monkeypatch: pytest.MonkeyPa
         gate.wait(PATIENCE_S)
         return Verdict("fits")
 
-    monkeypatch.setattr("localllm.frontend.verdict.judge", judge)
+    monkeypatch.setattr("localllm.runtime.fit_check.judge", judge)
     async with models() as (app, pilot, _):
         await until(pilot, lambda: "measuring the disk" in shown(app))
         assert "qwen3-8b" in shown(app) and "fits" not in shown(app)
@@ -194,7 +194,7 @@ async def test_nothing_is_measured_and_no_other_model_chosen_while_an_answer_is_
         measured.set()
         return Verdict("fits")
 
-    monkeypatch.setattr("localllm.frontend.verdict.judge", judge)
+    monkeypatch.setattr("localllm.runtime.fit_check.judge", judge)
     async with chatting(FakeService(["word " * 400], pause_s=0.05)) as (app, pilot):
         await send(pilot, "Go on")
         await until(pilot, lambda: app.chat.is_answering)
@@ -214,7 +214,7 @@ async def test_a_verdict_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> N
         judged.append(name)
         return Verdict("fits")
 
-    monkeypatch.setattr("localllm.frontend.verdict.judge", judge)
+    monkeypatch.setattr("localllm.runtime.fit_check.judge", judge)
     async with models() as (app, pilot, screen):
         count = screen.query_one(ModelTable).num_shown
         await until(pilot, lambda: len(judged) == count)

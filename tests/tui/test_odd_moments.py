@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from textual.widgets import Input
 
+from localllm.chat.recorder import Keeper, look_up
 from localllm.engine.events import FinishedEvent, Timings, TokenEvent, Usage
 from localllm.errors import HistoryError, LocalLLMError, TemplateError, UnsupportedModelError
-from localllm.frontend.keeping import Keeper, look_up
-from localllm.frontend.selection import Selection
 from localllm.history import History, history_file
+from localllm.runtime.selection import Selection
 from localllm.tui import history_worker, messages
 from localllm.tui.screens import models
 from localllm.tui.screens.dialogs import LineDialog

@@ -17,11 +17,11 @@ from localllm.config import parse_bytes
 from localllm.engine import planning as engine_planning
 from localllm.engine.planning import Considered, Guessing, Planned, Prediction
 from localllm.errors import DoesNotFitError, LocalLLMError, UsageError
-from localllm.offload.format_rates import FormatRates
-from localllm.offload.guessing import Gain
-from localllm.offload.plan import GIB, BlockShape, JobShape, Memory, ModelShape, Plan, Rates
-from localllm.offload.profile import Profile
-from localllm.offload.search import Search
+from localllm.offload.planner.format_rates import FormatRates
+from localllm.offload.planner.plan import GIB, BlockShape, JobShape, Memory, ModelShape, Plan, Rates
+from localllm.offload.planner.profile import Profile
+from localllm.offload.planner.search import Search
+from localllm.offload.planner.speculation_gain import Gain
 from localllm.quant.recipe import RECIPES
 from localllm.tui.app import ChatApp
 from localllm.tui.model_loader import serve

@@ -8,9 +8,9 @@ import time
 import pytest
 from textual._compositor import Compositor
 
+from localllm.chat.answer import Answer
 from localllm.engine.events import FinishedEvent, Timings, TokenEvent, Usage
-from localllm.engine.service import RequestStream
-from localllm.frontend.answer import Answer
+from localllm.runtime.engine_thread import RequestStream
 from localllm.tui import stream_throttle
 from localllm.tui.stream_throttle import StreamThrottle
 from tests.patience import PATIENCE_S

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from rich.segment import Segment
 
-from localllm.engine.facts import EngineFacts
+from localllm.chat.text import one_line, visible
+from localllm.engine.engine_info import EngineFacts
 from localllm.errors import LocalLLMError
-from localllm.frontend.text import one_line, visible
 from localllm.tui import markdown_render, messages
 from localllm.tui.app import ChatApp
 from tests.tui.support import FakeService, chatting, say, shown, until

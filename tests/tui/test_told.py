@@ -166,9 +166,9 @@ async def test_a_file_that_is_there_is_not_overwritten_by_a_chat(tmp_path: Path)
 
 
 def test_a_template_that_refuses_a_system_message_alone_is_no_error_of_a_count() -> None:
+    from localllm.chat.dialogue import Dialogue
+    from localllm.chat.session import Talk
     from localllm.errors import TemplateError
-    from localllm.frontend.dialogue import Dialogue
-    from localllm.frontend.talk import Talk
 
     engine = FakeEngine()
 

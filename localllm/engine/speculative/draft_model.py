@@ -9,7 +9,7 @@ from localllm.cache.paged_kv import PagedKV
 from localllm.cache.prefix import PrefixCache
 from localllm.engine.runner import Chunk, ModelRunner
 from localllm.engine.sequence import Sequence as Running
-from localllm.engine.speculative.chain import Confidence, guesses
+from localllm.engine.speculative.draft_loop import Confidence, guesses
 from localllm.engine.speculative.drafter import NO_DRAFT, Draft
 
 _CHUNK_TOKENS = 512  # of a prompt that are read at once

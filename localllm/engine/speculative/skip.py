@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from localllm.engine.runner import ModelRunner
 from localllm.engine.sequence import Sequence as Running
-from localllm.engine.speculative.chain import Confidence, guesses
+from localllm.engine.speculative.draft_loop import Confidence, guesses
 from localllm.engine.speculative.drafter import Draft
 from localllm.models.layout import HEAD
 

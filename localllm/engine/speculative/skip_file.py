@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from localllm.engine.speculative.harm import Harm, Trial
+from localllm.engine.speculative.layer_importance import Harm, Trial
 from localllm.errors import LocalLLMError
 from localllm.hub import ModelFiles
 from localllm.hub.packed import packed_directory
-from localllm.offload.plan import ModelShape
-from localllm.offload.profile import write_whole
+from localllm.offload.planner.plan import ModelShape
+from localllm.offload.planner.profile import write_whole
 
 NAME = "skip-trials.json"
 _VERSION = 1

@@ -15,7 +15,7 @@ from localllm.engine.drawing import drawn
 from localllm.engine.residency import Residency
 from localllm.engine.runner import Chunk
 from localllm.engine.sequence import Sequence as Running
-from localllm.engine.speculative.harm import Harm, Trial, least_harmful
+from localllm.engine.speculative.layer_importance import Harm, Trial, least_harmful
 from localllm.engine.speculative.skip_file import read_trials, write_trials
 from localllm.engine.speculative.step_times import unknown_growth
 from localllm.kernels.kv_page import PAGE_TOKENS

@@ -10,8 +10,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints, Tag, model_validator
 
-from localllm.engine.chat_template import ChatInput
-from localllm.engine.request import Grammar
 from localllm.server.asking import Ask
 from localllm.server.bodies import Body, Ignored, told_apart
 from localllm.server.failures import RequestError
@@ -37,6 +35,8 @@ from localllm.server.fields import (
 from localllm.server.structured import StructuredOutputs, grammar_of, json_grammar, one_grammar
 from localllm.server.tools.calling import MAX_TOOLS, OpenCalls, Tool, Toolset, call_of, toolset
 from localllm.server.tools.foreign import KINDS, NO_SUCH_TOOL, ForeignTool
+from localllm.text.chat_template import ChatInput
+from localllm.text.grammar.grammar import Grammar
 
 _BLOCKS = {
     "text": "TextBlock", "thinking": "ThinkingBlock", "redacted_thinking": "RedactedThinkingBlock",

@@ -11,9 +11,6 @@ from pydantic import Field
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from localllm.engine.chat_template import ChatInput
-from localllm.engine.request import Grammar
-from localllm.engine.tokenizer import Tokenizer
 from localllm.server.answering import CallPiece, Piece
 from localllm.server.asking import Ask
 from localllm.server.bodies import Body, OnlyFalse
@@ -37,6 +34,9 @@ from localllm.server.served import Served
 from localllm.server.structured import ANY_OBJECT, StructuredOutputs, grammar_of, json_grammar, one_grammar
 from localllm.server.tools.calling import Toolset
 from localllm.server.tools.json_text import partial_object
+from localllm.text.chat_template import ChatInput
+from localllm.text.grammar.grammar import Grammar
+from localllm.text.tokenizer import Tokenizer
 
 
 class GenerationBody(Body):

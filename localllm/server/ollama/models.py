@@ -16,11 +16,10 @@ from starlette.responses import PlainTextResponse, Response
 from typing_extensions import TypedDict
 
 from localllm import hub
-from localllm.engine.chat_template import ChatTemplate
-from localllm.engine.facts import EngineFacts
+from localllm.engine.engine_info import EngineFacts
 from localllm.errors import CheckpointError, ModelNotFoundError, TemplateError
-from localllm.frontend.selection import sampling_defaults
 from localllm.models.safetensors_header import tensors_of
+from localllm.runtime.selection import sampling_defaults
 from localllm.server.bodies import OnlyFalse
 from localllm.server.capabilities import capabilities
 from localllm.server.endpoint import Call, Endpoint
@@ -29,6 +28,7 @@ from localllm.server.ollama.shapes import NamedBody, tagged, time_text
 from localllm.server.pool import Pool
 from localllm.server.replying import Json
 from localllm.server.served import Served
+from localllm.text.chat_template import ChatTemplate
 
 if TYPE_CHECKING:
     from localllm.hub import InstalledModel, ModelDescription, ModelFiles

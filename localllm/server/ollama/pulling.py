@@ -16,8 +16,8 @@ from typing_extensions import TypedDict
 
 from localllm import hub
 from localllm.errors import ModelNotFoundError
-from localllm.frontend.fetching import fetch
 from localllm.registry import BUILT_IN, REPO_ID, load_registry
+from localllm.runtime.download import fetch
 from localllm.server.bodies import OnlyFalse
 from localllm.server.endpoint import Call, Endpoint
 from localllm.server.failures import RequestError, body_of, busy

@@ -10,9 +10,7 @@ from pydantic import Field
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from localllm.engine.chat_template import ChatInput
 from localllm.engine.events import FinishedEvent
-from localllm.engine.tokenizer import Tokenizer
 from localllm.server.answering import Answers, CallPiece, Piece
 from localllm.server.asking import Ask
 from localllm.server.choosing import choosing_of
@@ -43,6 +41,8 @@ from localllm.server.openai.shapes import (
 from localllm.server.openai.tools import ResponseFormat, ToolChoice, Tools, chosen, form_of
 from localllm.server.replying import EVENT_STREAM, PING, News, collected, event, evicted_header, new_id, streamed, whole
 from localllm.server.structured import grammar_of, one_grammar
+from localllm.text.chat_template import ChatInput
+from localllm.text.tokenizer import Tokenizer
 
 _ONLY_TOOLS = "it is 'tools' and 'tool_choice' here, as it is there by now"
 

@@ -7,10 +7,10 @@ from copy import copy
 
 from typing_extensions import TypedDict
 
-from localllm.engine.detokenizer import Detokenizer
 from localllm.engine.events import TokenLogprob
-from localllm.engine.tokenizer import Tokenizer
 from localllm.server.answering import Piece
+from localllm.text.detokenizer import Detokenizer
+from localllm.text.tokenizer import Tokenizer
 
 _LEAST = -9999.0  # JSON has no infinity
 

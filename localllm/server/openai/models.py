@@ -15,7 +15,7 @@ from localllm.server.replying import Json
 from localllm.server.served import Served
 
 if TYPE_CHECKING:
-    from localllm.engine.facts import LoadedEngine
+    from localllm.engine.engine_info import LoadedEngine
 
 
 class Meta(TypedDict):

@@ -10,10 +10,10 @@ from typing import Any, Literal, NotRequired
 from typing_extensions import TypedDict
 
 from localllm.engine.events import FinishedEvent, TokenLogprob, Usage
-from localllm.engine.tokenizer import Tokenizer
 from localllm.server.answering import Piece
 from localllm.server.logprobs import ContentLogprob, content_logprobs
 from localllm.server.replying import PING, News, event, new_id
+from localllm.text.tokenizer import Tokenizer
 
 
 class OutputText(TypedDict):

@@ -11,8 +11,6 @@ from pydantic import BeforeValidator, Field, Tag
 from starlette.responses import Response as HTTPResponse
 from typing_extensions import TypedDict
 
-from localllm.engine.chat_template import ChatInput
-from localllm.engine.request import Grammar
 from localllm.server.asking import Ask, prompt_ids
 from localllm.server.bodies import Body, Ignored, OnlyFalse, told_apart
 from localllm.server.endpoint import Call, Endpoint
@@ -54,6 +52,8 @@ from localllm.server.replying import EVENT_STREAM, Json, collected, event, evict
 from localllm.server.structured import StructuredOutputs, grammar_of, one_grammar
 from localllm.server.tools.calling import MAX_TOOLS, OpenCalls, Toolset, call_of, toolset
 from localllm.server.tools.foreign import ForeignTool
+from localllm.text.chat_template import ChatInput
+from localllm.text.grammar.grammar import Grammar
 
 _STATELESS = "nothing is kept of a response; send what was said before as input"
 

@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from localllm import __version__
 from localllm.engine.events import FinishedEvent
-from localllm.engine.request import Grammar, SamplingParams
+from localllm.engine.request import SamplingParams
 from localllm.server.answering import Answers
 from localllm.server.bodies import Body, Ignored, OnlyTrue
 from localllm.server.choosing import ChoosingBody
@@ -39,6 +39,7 @@ from localllm.server.fields import (
 from localllm.server.logprobs import ContentLogprob
 from localllm.server.served import Served
 from localllm.server.structured import Pattern, StructuredOutputs, text_grammar
+from localllm.text.grammar.grammar import Grammar
 
 FINGERPRINT = f"localllm-{__version__}"
 TIERS = {"flex": -1, "priority": 1, "fast": 1}  # of service_tier, as priorities

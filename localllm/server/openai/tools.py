@@ -7,12 +7,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints, Tag, model_validator
 
-from localllm.engine.request import Grammar
 from localllm.server.bodies import Body, Ignored, told_apart
 from localllm.server.fields import CACHES_ITSELF, ArgumentsSchema, Label, Labels
 from localllm.server.structured import ANY_OBJECT, json_grammar
 from localllm.server.tools.calling import MAX_TOOLS, Tool, Toolset, toolset
 from localllm.server.tools.foreign import KINDS, NO_SUCH_TOOL, ForeignTool
+from localllm.text.grammar.grammar import Grammar
 
 NO_SERVER_TOOLS = "this server runs no tools of its own; a function's calls are for the client to make"
 

@@ -13,11 +13,11 @@ from starlette.types import Message
 
 from localllm import hub
 from localllm.config import ResolvedSettings
-from localllm.engine.checking import require_unchanged
-from localllm.engine.service import EngineService
+from localllm.engine.validation import require_unchanged
 from localllm.errors import LocalLLMError, ModelNotFoundError
-from localllm.frontend.opening import Opening, open_engine
-from localllm.frontend.selection import Selection, locate, told_of
+from localllm.runtime.engine_loader import Opening, open_engine
+from localllm.runtime.engine_thread import EngineService
+from localllm.runtime.selection import Selection, locate, told_of
 from localllm.server.app import create_router, endpoints_of
 from localllm.server.pool import Pool
 from localllm.server.replicas.call import Call
@@ -68,7 +68,7 @@ class Replica:
             raise ReplicaError(error) from None
 
         def load() -> Engine:
-            from localllm.engine.loading import Watcher
+            from localllm.engine.loader import Watcher
 
             return open_engine(selection, Opening(keeps_pages=True, parallel=role.capacity.parallel), Watcher(), print)
 

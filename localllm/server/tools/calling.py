@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from localllm.chat.tool_words import told_arguments
 from localllm.errors import GrammarError
-from localllm.frontend.tool_words import told_arguments
 from localllm.server.failures import RequestError
 
 MAX_TOOLS = 128

@@ -9,13 +9,13 @@ import json
 import re
 from collections.abc import Callable, Sequence
 
-from localllm.engine.grammar.schema import checked
+from localllm.chat import harmony
 from localllm.errors import GrammarError
-from localllm.frontend import harmony
 from localllm.server.failures import RequestError
 from localllm.server.structured import ANY_OBJECT
 from localllm.server.tools.calling import Tool, Toolset
 from localllm.server.tools.syntaxes import Syntax
+from localllm.text.grammar.schema import checked
 
 TokenId = Callable[[str], int | None]
 

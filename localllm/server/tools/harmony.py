@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 
-from localllm.frontend.harmony import Messages, Step, is_thought
-from localllm.frontend.tool_words import arguments_of
+from localllm.chat.harmony import Messages, Step, is_thought
+from localllm.chat.tool_words import arguments_of
 from localllm.server.tools.json_text import NAME, dumped
 from localllm.server.tools.parts import Kind, Part
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from localllm.engine.tokenizer import valid_unicode
-from localllm.frontend.tool_words import arguments_of, loaded
+from localllm.chat.tool_words import arguments_of, loaded
+from localllm.text.tokenizer import valid_unicode
 
 NAME = r"[a-zA-Z0-9_.-]{1,128}"
 _BRACKETS = re.compile(r'["{}\[\]]')

@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from localllm.engine.request import Grammar
-from localllm.frontend.harmony import FINAL, is_harmony
-from localllm.frontend.thinking import THOUGHT_MARKS, special_among, splits_off_thoughts
-from localllm.frontend.tool_words import has_calls
+from localllm.chat.harmony import FINAL, is_harmony
+from localllm.chat.thoughts import THOUGHT_MARKS, special_among, splits_off_thoughts
+from localllm.chat.tool_words import has_calls
 from localllm.server.failures import RequestError
 from localllm.server.tools.calling import Toolset
 from localllm.server.tools.grammars import tools_lark
 from localllm.server.tools.parts import Reader, ThoughtReader
 from localllm.server.tools.prompting import told
 from localllm.server.tools.syntaxes import HARMONY, Syntax, syntax_of
+from localllm.text.grammar.grammar import Grammar
 
 if TYPE_CHECKING:
-    from localllm.engine.chat_template import ChatInput, ChatTemplate
-    from localllm.engine.tokenizer import Tokenizer
+    from localllm.text.chat_template import ChatInput, ChatTemplate
+    from localllm.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
-from localllm.frontend.thinking import Splitter
+from localllm.chat.thoughts import Splitter
 
 # call: one begins, of the tool that is named; arguments: more of the JSON of the call that began last.
 Kind = Literal["text", "thought", "call", "arguments"]

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from localllm.frontend.tool_words import in_words
+from localllm.chat.tool_words import in_words
 from localllm.server.tools.calling import Toolset
 from localllm.server.tools.syntaxes import Syntax
 

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
-from localllm.frontend.tool_words import arguments_of
+from localllm.chat.tool_words import arguments_of
 from localllm.server.tools.json_text import NAME, Call, ValueEnd, calls_of, dumped
 from localllm.server.tools.parts import Part, Says
 

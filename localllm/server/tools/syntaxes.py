@@ -9,15 +9,15 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from localllm.frontend.harmony import MARKS as HARMONY_MARKS
-from localllm.frontend.harmony import SIGNS
-from localllm.frontend.tool_words import knows_tools
+from localllm.chat.harmony import MARKS as HARMONY_MARKS
+from localllm.chat.harmony import SIGNS
+from localllm.chat.tool_words import knows_tools
 from localllm.server.tools.harmony import HarmonyReader
 from localllm.server.tools.parts import Reader, Says, ThoughtReader
 from localllm.server.tools.reading import CallReader, Marks
 
 if TYPE_CHECKING:
-    from localllm.engine.chat_template import ChatTemplate
+    from localllm.text.chat_template import ChatTemplate
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ from textual.content import Content
 from textual.screen import Screen
 from textual.widgets import Footer, Static
 
+from localllm.chat import slash
+from localllm.chat.answer import statistics
+from localllm.chat.context import usage_lines
+from localllm.chat.text import one_line, printable, visible
+from localllm.chat.thoughts import kept_apart
 from localllm.errors import LocalLLMError, UsageError
-from localllm.frontend import slash
-from localllm.frontend.answer import statistics
-from localllm.frontend.context import usage_lines
-from localllm.frontend.text import one_line, printable, visible
-from localllm.frontend.thinking import kept_apart
 from localllm.history import content_of
 from localllm.tui import messages
 from localllm.tui.chat_worker import ChatWorker

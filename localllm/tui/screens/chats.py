@@ -15,11 +15,11 @@ from textual.screen import Screen
 from textual.timer import Timer
 from textual.widgets import Input, Static
 
+from localllm.chat.export import proposed_name
+from localllm.chat.text import one_line
 from localllm.errors import UsageError
-from localllm.frontend.exporting import proposed_name
-from localllm.frontend.selection import told_of
-from localllm.frontend.text import one_line
 from localllm.history import GoneError, Session
+from localllm.runtime.selection import told_of
 from localllm.tui.history_worker import ChatRow, ChatRows, HistoryWorker
 from localllm.tui.screens.chat import ChatScreen
 from localllm.tui.screens.dialogs import LineDialog

@@ -17,7 +17,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
-from localllm.frontend.text import one_line, printable, visible
+from localllm.chat.text import one_line, printable, visible
 from localllm.tui.markdown_render import CodeBlock
 from localllm.tui.widgets.key_bar import KeyBar
 

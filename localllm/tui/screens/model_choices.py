@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from textual.content import Content
 
+from localllm.chat.text import one_line, visible
 from localllm.config import format_bytes
-from localllm.frontend.model_rows import ModelRow, licence_text, packed_text
-from localllm.frontend.text import one_line, visible
-from localllm.frontend.verdict import Verdict
+from localllm.runtime.fit_check import Verdict
+from localllm.runtime.model_catalog import ModelRow, licence_text, packed_text
 from localllm.tui.screens.dialogs import ChoiceDialog, DialogReply
 from localllm.tui.widgets.model_table import about_bytes
 

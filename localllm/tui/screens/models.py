@@ -15,13 +15,13 @@ from textual.screen import Screen
 from textual.widgets import Input, OptionList, Static
 
 from localllm import hub
+from localllm.chat.text import one_line
 from localllm.config import format_bytes
-from localllm.frontend.deleting import freed_by
-from localllm.frontend.model_facts import fact_lines
-from localllm.frontend.model_rows import ModelRow, model_rows
-from localllm.frontend.selection import told_of
-from localllm.frontend.text import one_line
 from localllm.registry import REPO_ID, REVISION
+from localllm.runtime.deletion import freed_by
+from localllm.runtime.model_catalog import ModelRow, model_rows
+from localllm.runtime.model_facts import fact_lines
+from localllm.runtime.selection import told_of
 from localllm.tui.download_worker import Download, DownloadWorker
 from localllm.tui.fit_worker import FitWorker
 from localllm.tui.screens.chat import ChatScreen

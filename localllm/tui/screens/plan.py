@@ -17,7 +17,7 @@ from textual.widget import Widget
 from textual.widgets import Static
 
 from localllm.config import KV_FORMATS, Settings, format_bytes
-from localllm.frontend.selection import Selection
+from localllm.runtime.selection import Selection
 from localllm.tui import plan_charts as charts
 from localllm.tui.chat_worker import ChatWorker
 from localllm.tui.plan_worker import AS_IT_RUNS, BoundsFound, PlanDelayed, PlanFound, PlanRefused, PlanWish, PlanWorker

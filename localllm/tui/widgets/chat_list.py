@@ -17,7 +17,7 @@ from textual.scroll_view import ScrollView
 from textual.strip import Strip
 from textual.visual import Visual
 
-from localllm.frontend.text import format_ago, one_line, visible
+from localllm.chat.text import format_ago, one_line, visible
 from localllm.history import search
 from localllm.tui.history_worker import ChatRow
 

@@ -7,8 +7,8 @@ from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.widgets import Static
 
-from localllm.frontend.text import one_line, visible
-from localllm.frontend.thinking import split
+from localllm.chat.text import one_line, visible
+from localllm.chat.thoughts import split
 from localllm.history import Message, search
 from localllm.history.exchange import format_time
 from localllm.tui.history_worker import ChatExcerpt

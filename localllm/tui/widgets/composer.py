@@ -11,7 +11,7 @@ from textual.binding import Binding
 from textual.message import Message
 from textual.widgets import TextArea
 
-from localllm.frontend.text import printable
+from localllm.chat.text import printable
 from localllm.tui.keys import KeyNames
 
 _FOLDED_LINES = 12  # of a paste, from which on it is folded

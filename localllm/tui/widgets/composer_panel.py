@@ -12,7 +12,7 @@ from textual.message import Message
 from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
-from localllm.frontend.text import one_line, visible
+from localllm.chat.text import one_line, visible
 from localllm.tui.commands import completions
 from localllm.tui.keys import KeyNames
 from localllm.tui.messages import Turn

@@ -12,8 +12,8 @@ from textual.reactive import reactive
 from textual.style import Style
 from textual.widget import Widget
 
+from localllm.chat.text import format_seconds, one_line, visible
 from localllm.config import format_bytes
-from localllm.frontend.text import format_seconds, one_line, visible
 from localllm.tui.bars import bar, fitting
 from localllm.tui.download_worker import Download
 

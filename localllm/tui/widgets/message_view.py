@@ -14,8 +14,8 @@ from textual.reactive import reactive
 from textual.widget import Widget
 from textual.widgets import Static
 
-from localllm.frontend.text import visible
-from localllm.frontend.thinking import Splitter, kept_apart, split
+from localllm.chat.text import visible
+from localllm.chat.thoughts import Splitter, kept_apart, split
 from localllm.history import content_of
 from localllm.tui.messages import Turn
 from localllm.tui.widgets.clear import Clear

@@ -15,10 +15,10 @@ from textual.message import Message
 from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
+from localllm.chat.text import one_line, visible
 from localllm.config import format_bytes
-from localllm.frontend.model_rows import ModelRow, packed_text
-from localllm.frontend.text import one_line, visible
-from localllm.frontend.verdict import Verdict
+from localllm.runtime.fit_check import Verdict
+from localllm.runtime.model_catalog import ModelRow, packed_text
 from localllm.tui.download_worker import Download
 
 _GAP = "  "

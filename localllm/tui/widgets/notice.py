@@ -9,8 +9,8 @@ from textual.timer import Timer
 from textual.widget import Widget
 from textual.widgets import Static
 
+from localllm.chat.text import error_rows, one_line
 from localllm.errors import LocalLLMError
-from localllm.frontend.text import error_rows, one_line
 from localllm.tui.bars import bar
 
 _BAR = 24  # columns

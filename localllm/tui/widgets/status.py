@@ -9,10 +9,10 @@ from textual.content import Content
 from textual.reactive import reactive
 from textual.widget import Widget
 
+from localllm.chat.context import ContextUsage
 from localllm.config import format_bytes, format_figure
+from localllm.engine.engine_info import EngineFacts
 from localllm.engine.events import FinishedEvent
-from localllm.engine.facts import EngineFacts
-from localllm.frontend.context import ContextUsage
 from localllm.tui.bars import bar, fitting, split_bar
 
 _BAR = 10  # columns

@@ -11,7 +11,7 @@ from textual.reactive import reactive
 from textual.widget import Widget
 from textual.widgets import Static
 
-from localllm.frontend.text import one_line
+from localllm.chat.text import one_line
 from localllm.registry import BUILT_IN
 from localllm.tui.keys import KeyNames
 from localllm.tui.messages import Turn

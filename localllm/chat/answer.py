@@ -1,0 +1,211 @@
+"""One answer: what was said of it so far, and in words and JSON how it went. Knows events, no model and no terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from localllm.chat.thoughts import CLOSES, NO_THOUGHTS, OPENS, Thinking, told_apart
+from localllm.config import format_figure
+from localllm.engine.events import (
+    Event,
+    FinishedEvent,
+    GrownEvent,
+    PrefillEvent,
+    SpeculationStats,
+    StepSplit,
+    TokenEvent,
+    TokenLogprob,
+)
+
+
+class Stream(Protocol):
+    """What `EngineService.submit` returns."""
+
+    def __iter__(self) -> Iterator[Event]: ...
+
+    def abort(self) -> None: ...
+
+
+class Heard(NamedTuple):
+    """More of an answer. text: as it is kept, with the marks of thoughts; said, thought: told apart."""
+
+    text: str = ""
+    said: str = ""
+    thought: str = ""
+
+
+@dataclass
+class Answer:
+    """What has been said so far; complete once `finished` is set. thinking: how thoughts are told apart. parts: what of
+    it was said before."""
+
+    num_prompt_tokens: int
+    seed: int | None = None
+    parts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finished: FinishedEvent | None = None
+    thinking: Thinking = NO_THOUGHTS
+
+    def __post_init__(self) -> None:
+        self._splitter = self.thinking.splitter()
+        self._is_in_thought = self.thinking.is_thinking
+        self._said: list[str] = []
+        self._thought: list[str] = []
+        if self.parts and self._splitter is not None:
+            thought, said, _ = told_apart(self.text, is_thinking=self._is_in_thought and not self.thinking.is_harmony)
+            self._thought, self._said = [thought], [said]
+            if not self.thinking.is_harmony:
+                self._splitter.feed(self.text)
+
+    @property
+    def text(self) -> str:
+        """All of it, as it is kept: with the marks of thoughts."""
+        return "".join(self.parts)
+
+    @property
+    def said(self) -> str:
+        """The answer alone."""
+        return "".join(self._said)
+
+    @property
+    def thought(self) -> str:
+        """What was thought before it."""
+        return "".join(self._thought)
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether it is, or ended, in a thought."""
+        return self._splitter is not None and self._splitter.is_thinking
+
+    def take(self, event: Event) -> Heard:
+        """Takes an event in and returns what it adds."""
+        if isinstance(event, GrownEvent | PrefillEvent):
+            return Heard()
+        if isinstance(event, TokenEvent):
+            self.token_ids.append(event.token_id)
+            if event.logprob is not None:
+                self.logprobs.append(event.logprob)
+        else:
+            self.finished = event
+        heard = self._told_apart(event.text, is_end=isinstance(event, FinishedEvent))
+        self.parts.append(heard.text)
+        self._said.append(heard.said)
+        self._thought.append(heard.thought)
+        return heard
+
+    def _told_apart(self, text: str, *, is_end: bool) -> Heard:
+        if self._splitter is None:
+            return Heard(text, text)
+        found = self._splitter.feed(text) + (self._splitter.end() if is_end else [])
+        said, thought = ("".join(part for is_thought, part in found if is_thought is which) for which in (False, True))
+        return Heard(self._marked(found) if self.thinking.is_harmony else text, said, thought)
+
+    def _marked(self, found: Iterable[tuple[bool, str]]) -> str:
+        """What is kept of harmony, whose own marks no text may have: thoughts as other models write them."""
+        kept = ""
+        for is_thought, text in found:
+            if is_thought is not self._is_in_thought:
+                kept += f"{OPENS}\n" if is_thought else f"\n{CLOSES}\n\n"
+                self._is_in_thought = is_thought
+            kept += text
+        return kept
+
+
+def silence(answer: Answer) -> str | None:
+    """What is told of an answer that says nothing, as it ended in its thought; None of any other."""
+    finished = answer.finished
+    if finished is None or finished.finish_reason in ("cancelled", "error") or answer.said.strip():
+        return None
+    if not (answer.thought or answer.is_thinking or answer.thinking.is_harmony):
+        return None
+    if finished.finish_reason == "stop":
+        return "the answer is empty: the model said nothing behind what it thought"
+    num_tokens = finished.usage.completion_tokens
+    after = f"after {num_tokens} token{'s' * (num_tokens != 1)}"
+    return f"the answer is empty: it was cut in its thought, {after}; a larger max_tokens or context leaves it room"
+
+
+def statistics(answer: Answer) -> str:
+    """One line: tokens, rates, waiting times, the seed, why it ended."""
+    finished = answer.finished
+    assert finished is not None
+    usage, timings = finished.usage, finished.timings
+    cached = f" ({usage.cached_tokens} cached)" if usage.cached_tokens else ""
+    parts = [
+        f"prompt {usage.prompt_tokens} tokens{cached}{_rate(timings.prefill_tok_s)}",
+        f"answer {usage.completion_tokens} tokens{_rate(timings.decode_tok_s)}",
+    ]
+    if timings.ttft_s is not None:
+        parts.append(f"first token after {timings.ttft_s:.2f} s")
+    if timings.load_s:
+        parts.append(f"load {timings.load_s:.2f} s")
+    if finished.ctx is not None:
+        parts.append(f"context {filled(context_used(finished), finished.ctx)}")
+    if spent := _spent(timings.split):
+        parts.append(spent)
+    if finished.speculation is not None:
+        parts.append(_guessed(finished.speculation))
+    if answer.seed is not None:
+        parts.append(f"seed {answer.seed}")
+    cancelled = finished.finish_reason == "cancelled"
+    return ", ".join([*parts, "cancelled" if cancelled else f"ended by {finished.finish_reason}"])
+
+
+def context_used(finished: FinishedEvent) -> int:
+    """The tokens of the context that prompt and answer have."""
+    return finished.usage.prompt_tokens + finished.usage.completion_tokens
+
+
+def filled(used: int, limit: int) -> str:
+    """How full a context is: "83% full (6,800 of 8,192 tokens)"."""
+    return f"{used / limit:.0%} full ({used:,} of {limit:,} tokens)"
+
+
+def _spent(split: StepSplit) -> str:
+    """Where the time of the steps went; "" where there were none."""
+    total_s = split.compute_s + split.wait_s + split.sample_s
+    if not total_s:
+        return ""
+    shares = {"computing": split.compute_s, "sampling": split.sample_s, "waiting for blocks": split.wait_s}
+    parts = [f"{share / total_s:.0%} {name}" for name, share in shares.items() if share >= 0.005 * total_s]
+    if split.copied_bytes:
+        rate = f"{split.copied_bytes / 1e9:.1f} GB at {split.copied_bytes / max(split.copy_s, 1e-9) / 1e9:.1f} GB/s"
+        parts.append(f"meanwhile {split.copy_s / total_s:.0%} reading and copying blocks ({rate})")
+    return ", ".join(parts)
+
+
+def _guessed(speculation: SpeculationStats) -> str:
+    if not speculation.drafted:
+        return f"nothing guessed ({speculation.drafter})"
+    share = f"{speculation.accepted} of {speculation.drafted} guessed tokens right ({speculation.drafter})"
+    per_pass = speculation.tokens_per_pass
+    if per_pass is None:
+        return share
+    figure = format_figure(per_pass)
+    return f"{share}, {figure} token{'' if figure == '1' else 's'} a pass"
+
+
+def _rate(tokens_per_s: float | None) -> str:
+    return "" if tokens_per_s is None else f" at {format_figure(tokens_per_s)}/s"
+
+
+def finished_fields(finished: FinishedEvent) -> dict[str, Any]:
+    """`finish_reason`, `complete`, `context`, `usage`, `timings` and `speculation` as the JSON forms have them."""
+    return {
+        "finish_reason": finished.finish_reason,
+        "complete": finished.meets_grammar,
+        "context": {"used": context_used(finished), "limit": finished.ctx},
+        "usage": asdict(finished.usage),
+        "timings": asdict(finished.timings),
+        "speculation": None if finished.speculation is None else asdict(finished.speculation),
+    }
+
+
+def logprob_fields(logprob: TokenLogprob) -> dict[str, Any]:
+    """A token's logprob as the JSON forms have it: the alternatives have no alternatives of their own."""
+    fields = {"token_id": logprob.token_id, "token": logprob.token, "logprob": logprob.logprob}
+    top = [{"token_id": t.token_id, "token": t.token, "logprob": t.logprob} for t in logprob.top]
+    return {**fields, "top": top}

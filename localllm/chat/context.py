@@ -1,0 +1,243 @@
+"""A conversation and its context: what the policy makes of a prompt that is too long, and how full it is.
+
+Knows messages, counts and what is told of them. Knows no terminal.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from localllm.chat.answer import context_used, filled
+from localllm.engine.events import GrownEvent
+from localllm.errors import ContextOverflowError
+from localllm.text.eviction import (
+    Encode,
+    Evicted,
+    Fitted,
+    Message,
+    fit_turns,
+    num_in_front,
+    turn_starts,
+    turns_too_many,
+)
+
+if TYPE_CHECKING:
+    from localllm.engine.engine_info import LoadedEngine
+    from localllm.engine.events import FinishedEvent
+    from localllm.engine.request import Request, SamplingParams
+
+_WARNED = 80  # percent of the context: from here on a chat tells how full it is
+_STEP = 5  # and again each time it is so much fuller
+_BAR_CELLS = 40
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What the model is to be given, and how. policy: the setting `overflow`. floor, looks: as in `fit_turns`.
+    opens_turn: as `Request` has it.
+
+    switch: what a policy is chosen with here, "--overflow" or "/set overflow".
+    """
+
+    messages: Sequence[Message]
+    encode: Encode
+    policy: str
+    switch: str
+    floor: int = 0
+    looks: bool = False
+    opens_turn: bool = True
+
+    def request(self, engine: LoadedEngine, sampling: SamplingParams) -> tuple[Request, Fitted]:
+        """What the policy makes of it. Raises ContextOverflowError naming what would fit; TemplateError."""
+        from localllm.engine.request import Request
+
+        if self.policy == "evict":
+            fitted = fit_turns(
+                self.messages, self.encode, engine.ctx, sampling.max_tokens, self.floor, looks=self.looks
+            )
+        else:
+            fitted = Fitted(tuple(self.encode(self.messages)))
+        grows = self.policy == "grow"
+        request = Request(fitted.prompt_ids, sampling, grows=grows, opens_turn=self.opens_turn, explains_miss=True)
+        try:
+            engine.check(request)
+        except ContextOverflowError as error:
+            self._explain(error, engine, len(fitted.prompt_ids))
+            raise
+        return request, fitted
+
+    def _explain(self, error: ContextOverflowError, engine: LoadedEngine, num_tokens: int) -> None:
+        """Adds what of this conversation is too much, and the policies that would help."""
+        limit = engine.config.longest_context if self.policy == "grow" else engine.ctx
+        turns, helping = 0, []
+        if self.policy == "evict":
+            error.why = f"even the last question alone, with the system message, is too long; {error.why}"
+        else:
+            turns, total = turns_too_many(self.messages, self.encode, limit)
+            helping += ["evict"] if turns else []
+        if turns:
+            oldest = "the oldest" if turns == 1 else f"the oldest {turns}"
+            error.why += f"; without {oldest} of its {total} turns it would fit"
+        else:
+            front, starts = self.messages[: num_in_front(self.messages)], turn_starts(self.messages)
+            last = [*front, *self.messages[starts[-1] :]] if starts else self.messages
+            error.why += _characters_too_many(last, num_tokens, limit)
+        offer_policies(error, [*helping, *growing(error, self.policy)], self.switch)
+
+
+def growing(error: ContextOverflowError, policy: str) -> list[str]:
+    """The policy `grow`, where a longer context fits as things are."""
+    return ["grow"] if policy != "grow" and re.fullmatch(r"--ctx \d+", error.fix) else []
+
+
+def offer_policies(error: ContextOverflowError, policies: Sequence[str], switch: str) -> None:
+    """Adds them to the error's fix, as they are typed here."""
+    chosen = [f"{switch} {policy}" for policy in policies]
+    if not error.fix.startswith("--"):
+        error.fix = ", or ".join(chosen) or error.fix
+    elif switch.startswith("/"):  # a flag takes another start
+        error.fix = ", or ".join([*chosen, f"start again with {error.fix}"])
+    else:
+        error.fix = ", or ".join([error.fix, *chosen])
+
+
+def explain_text(error: ContextOverflowError, text: str, num_tokens: int, ctx: int, policy: str) -> None:
+    """As a conversation's is explained, of a plain text."""
+    error.why += _characters_too_many([{"role": "user", "content": text}], num_tokens, ctx)
+    offer_policies(error, growing(error, policy), "--overflow")
+
+
+def _characters_too_many(messages: Sequence[Message], num_tokens: int, ctx: int) -> str:
+    length = sum(len(text_of(message)) for message in messages)
+    excess = -(-length * (num_tokens - ctx + 1) // num_tokens)
+    return f"; about {excess:,} of {length:,} characters are too many" if length else ""
+
+
+def text_of(message: Message) -> str:
+    """What is written in it."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return "".join(str(part.get("text") or "") if isinstance(part, dict) else str(part) for part in content)
+    return content or ""
+
+
+def evicted_text(evicted: Evicted) -> str:
+    """What is told of turns that left: "3 turns left the context (1,930 of 8,210 tokens), from 'Why is the sky...'"."""
+    turns = "1 turn" if evicted.turns == 1 else f"{evicted.turns} turns"
+    opening = f", from {evicted.opening!r}" if evicted.opening else ""
+    return f"{turns} left the context ({evicted.tokens:,} of {evicted.tokens_before:,} tokens){opening}"
+
+
+def evicted_fields(evicted: Evicted) -> dict[str, Any]:
+    """The same in the JSON forms."""
+    return {"evicted_turns": evicted.turns, "evicted_tokens": evicted.tokens}
+
+
+def grown_text(event: GrownEvent) -> str:
+    """What is told of a context that has become longer, and at which cost."""
+    from localllm.config import format_figure
+
+    moved = {"the disk": event.num_from_disk, "memory": event.num_from_memory}
+    parts = [
+        f"{count} block{' now comes' if count == 1 else 's now come'} from {place}"
+        for place, count in moved.items()
+        if count
+    ]
+    rate = "" if event.decode_tok_s is None else f": about {format_figure(event.decode_tok_s)} tok/s"
+    grew = f"the context grew from {event.ctx_before:,} to {event.ctx:,} tokens"
+    return f"{grew}; {', '.join(parts)}{rate}" if parts else grew
+
+
+def grown_fields(event: GrownEvent) -> dict[str, Any]:
+    """The same as a line of `run --jsonl`."""
+    return {
+        "type": "context",
+        "before": event.ctx_before,
+        "limit": event.ctx,
+        "blocks_from_disk": event.num_from_disk,
+        "blocks_from_memory": event.num_from_memory,
+        "decode_tok_s": event.decode_tok_s,
+    }
+
+
+REMEDIES = {
+    "stop": "/undo, /clear, or /set overflow evict",
+    "evict": "the oldest turns leave it with the next question",
+    "grow": "it grows with the next question",
+}
+
+
+@dataclass
+class Meter:
+    """Tells how full the context is when it becomes nearly so, and then only when it is fuller.
+
+    told: percent, the last time.
+    """
+
+    told: int = 0
+
+    def note(self, used: int, limit: int, policy: str) -> str | None:
+        """After an answer: what is to be told, if anything is."""
+        percent = 100 * used // limit
+        if percent < _WARNED:
+            self.told = 0
+            return None
+        if percent < self.told + _STEP:
+            return None
+        self.told = percent
+        return f"the context is {filled(used, limit)}; {REMEDIES[policy]}"
+
+
+@dataclass(frozen=True)
+class ContextUsage:
+    """Who has how many tokens of a context. parts: system, history, question, answer, template. num_out: messages that
+    have left it."""
+
+    used: int
+    limit: int
+    parts: Mapping[str, int]
+    num_out: int = 0
+
+
+def context_usage(
+    messages: Sequence[Message], used: int, limit: int, count: Callable[[str], int], num_out: int
+) -> ContextUsage:
+    """messages: that the model is given, `used` tokens with its template. count: the tokens of a text."""
+    front, starts = num_in_front(messages), turn_starts(messages)
+    last = starts[-1] if starts else len(messages)
+    parts = {
+        "system": messages[:front],
+        "history": messages[front:last],
+        "question": messages[last : last + 1],
+        "answer": messages[last + 1 :],
+    }
+    counts = {name: sum(count(text_of(message)) for message in some) for name, some in parts.items()}
+    counts["template"] = max(0, used - sum(counts.values()))
+    return ContextUsage(used, limit, counts, num_out)
+
+
+def usage_lines(usage: ContextUsage) -> list[str]:
+    """For `/tokens`: how full the context is, a bar, and of what."""
+    used, limit = usage.used, usage.limit
+    cells = min(_BAR_CELLS, -(-_BAR_CELLS * used // limit))
+    lines = [
+        f"{used:,} of {limit:,} tokens of the context are used"
+        if used <= limit
+        else f"the conversation has {used:,} tokens, {used - limit:,} more than the context of {limit:,}",
+        f"[{'#' * cells}{'.' * (_BAR_CELLS - cells)}] {used / limit:.0%}: "
+        + ", ".join(f"{name} {amount:,}" for name, amount in usage.parts.items()),
+    ]
+    return [*lines, f"the oldest {usage.num_out} messages have left it"] if usage.num_out else lines
+
+
+def is_cut_by_context(finished: FinishedEvent, ctx: int) -> bool:
+    """Whether the answer ended because the context was full, which nobody asked for."""
+    return finished.finish_reason == "length" and context_used(finished) >= ctx
+
+
+def can_be_longer(engine: LoadedEngine) -> bool:
+    """Whether a larger --ctx would give this model more room."""
+    return engine.ctx < engine.config.longest_context

@@ -1,0 +1,229 @@
+"""A conversation: its messages, its settings, and what each slash command does to them.
+
+Knows messages and settings. Knows no terminal: what a command has to say it returns.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from localllm.chat.export import replace_file, write_new
+from localllm.chat.text_file import read_text_file
+from localllm.chat.thoughts import kept_apart, with_thought
+from localllm.config import ACCEPTED, Origin, ResolvedSettings, accepted, unknown_key
+from localllm.errors import UsageError
+
+Message = dict[str, Any]
+
+_SET = Origin("flag", "/set")
+_THOUGHT = "reasoning_content"  # of a message in a file
+# What `/set` may change while a model is loaded.
+SETTABLE = (
+    "max_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "frequency_penalty",
+    "presence_penalty", "seed", "stop", "overflow", "think",
+)  # fmt: skip
+
+
+@dataclass
+class Dialogue:
+    """Messages in order, the system message apart, and files that wait for the next question.
+
+    opening: the first question without the files in front of it. thinking: answers that begin in a thought, which the
+    template has opened. num_out: how many messages have left the
+    model's context, the first behind the system's; has_room: some were taken back since.
+    """
+
+    resolved: ResolvedSettings
+    system: str | None = None
+    turns: list[Message] = field(default_factory=list)
+    attached: list[str] = field(default_factory=list)
+    opening: str = ""
+    thinking: list[Message] = field(default_factory=list)
+    num_out: int = 0
+    has_room: bool = False
+
+    def __post_init__(self) -> None:
+        self._begun_with = self.resolved
+
+    @property
+    def messages(self) -> list[Message]:
+        """All of them, as they were said."""
+        return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
+
+    @property
+    def for_template(self) -> list[Message]:
+        """What the chat template is given of all of them."""
+        return self.given(self.messages)
+
+    def given(self, messages: Sequence[Message]) -> list[Message]:
+        """What it is given of these: of earlier answers not what was thought before them."""
+        return joined([self._spoken(message) for message in messages])
+
+    def _spoken(self, message: Message) -> Message:
+        return {**message, "content": self._apart(message)[1]} if _is_answer(message) else message
+
+    def _saved(self, message: Message) -> Message:
+        """With what was thought beside the answer."""
+        if not _is_answer(message):
+            return message
+        thought, answer = self._apart(message)
+        return {**message, "content": answer, **({_THOUGHT: thought} if thought else {})}
+
+    def _apart(self, answer: Message) -> tuple[str, str]:
+        return kept_apart(answer["content"], is_thinking=self.begins_in_thought(answer))
+
+    def begins_in_thought(self, turn: Message) -> bool:
+        return any(turn is each for each in self.thinking)
+
+    def cut(self, length: int) -> None:
+        """Takes back what is behind the first `length` turns."""
+        del self.turns[length:]
+        self.num_out, self.has_room = self.num_out if self.num_out < length else 0, True
+
+    def leave(self, num_out: int) -> None:
+        """So many messages of the turns are out of the context from now on."""
+        self.num_out, self.has_room = num_out, False
+
+    def ask(self, text: str) -> None:
+        """A question is put, with the attached files in front of it."""
+        self.opening = self.opening or text
+        parts = [*(part.rstrip("\n") for part in self.attached), text]
+        self.attached.clear()
+        self.turns.append({"role": "user", "content": "\n\n".join(parts)})
+
+    def answer(self, text: str, *, is_thinking: bool = False) -> None:
+        """is_thinking: it begins in a thought, which the template has opened."""
+        self.turns.append({"role": "assistant", "content": text})
+        if is_thinking:
+            self.thinking.append(self.turns[-1])
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a question waits for its answer."""
+        return bool(self.turns) and self.turns[-1]["role"] == "user"
+
+    def take_back_answer(self) -> bool:
+        """Removes the last answer; False where the last turn is none."""
+        if not self.turns or self.turns[-1]["role"] != "assistant":
+            return False
+        self.turns.pop()
+        return True
+
+    def take_back_question(self) -> bool:
+        """Removes the last question and everything after it; False where there is none."""
+        for index in range(len(self.turns) - 1, -1, -1):
+            if self.turns[index]["role"] == "user":
+                self.cut(index)
+                if not any(turn["role"] == "user" for turn in self.turns):
+                    self.opening = ""
+                return True
+        return False
+
+    def clear(self) -> None:
+        self.turns.clear()
+        self.attached.clear()
+        self.opening = ""
+        self.leave(0)
+
+    def attach(self, path: Path) -> int:
+        """Puts a file's text before the next question; returns its characters. Raises UsageError."""
+        text = read_text_file(path, "/file")
+        self.attached.append(text)
+        return len(text)
+
+    def settable(self, key: str, text: str = "") -> Sequence[str]:
+        """The names that `/set KEY` is about: of "" all. text: what it is to be.
+
+        Raises SettingsError for an unknown key, UsageError for what is decided before.
+        """
+        if key in ACCEPTED and key not in (*SETTABLE, "model", "system", "theme", "keys"):
+            flag = f"--{key.replace('_', '-')}"
+            why = f"{key} is decided when a chat begins; /set changes {', '.join(SETTABLE)}"
+            raise UsageError(
+                f"/set {key}: it cannot be changed now",
+                why=why,
+                fix=f"localllm chat {flag} {shlex.quote(text) if text else key.upper()}",
+            )
+        if key and key not in SETTABLE:
+            raise unknown_key(key, "/set", SETTABLE, fix="/set lists what can be set")
+        return [key] if key else SETTABLE
+
+    def set(self, key: str, text: str) -> object:
+        """Changes a sampling setting, or with "-" has it as it was at first; returns its new value.
+
+        Raises SettingsError for a bad value, and as `settable`.
+        """
+        self.settable(key, text)
+        if text.strip() == "-":
+            self.resolved = self.resolved.overlaid(
+                {key: (getattr(self._begun_with.settings, key), self._begun_with.origins[key])}
+            )
+            return getattr(self.resolved.settings, key)
+        value = accepted(key, _parsed(key, text), "/set")
+        self.resolved = self.resolved.overlaid({key: (value, _SET)})
+        return value
+
+    def use(self, resolved: ResolvedSettings) -> None:
+        """Goes on under another model's settings, and what `set` has changed since the beginning."""
+        self._begun_with = resolved
+        changed = [name for name, origin in self.resolved.origins.items() if origin == _SET]
+        self.resolved = resolved.overlaid({name: (getattr(self.resolved.settings, name), _SET) for name in changed})
+
+    def save(self, path: Path, *, overwrite: bool) -> None:
+        """Writes the messages as `run --messages` reads them. Raises UsageError, ExistsError."""
+        if not self.messages:
+            why = "a file without messages is one that /load refuses"
+            raise UsageError("there is nothing to save: no message stands", why=why, fix="ask first, then /save")
+        content = {"messages": list(map(self._saved, self.messages)), "add_generation_prompt": True}
+        (replace_file if overwrite else write_new)(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
+
+    def load(self, messages: list[Message]) -> None:
+        """Goes on from these messages. Raises UsageError for a system message that is no text."""
+        has_system = bool(messages) and messages[0].get("role") == "system"
+        system = messages[0].get("content") if has_system else None
+        if has_system and not isinstance(system, str):
+            raise UsageError("the system message is no text", why="its content must be one string", fix="/load FILE")
+        self.clear()
+        self.system = system
+        self.turns = list(map(_kept, messages[1:] if has_system else messages))
+
+
+def joined(messages: Sequence[Message]) -> list[Message]:
+    """A question that was never answered and the next are one to a chat template."""
+    found: list[Message] = []
+    for message in messages:
+        if found and _is_text(message) and _is_text(found[-1]) and found[-1]["role"] == message["role"]:
+            found[-1] = {**message, "content": f"{found[-1]['content']}\n\n{message['content']}"}
+        else:
+            found.append(message)
+    return found
+
+
+def _is_answer(message: Message) -> bool:
+    return message["role"] == "assistant" and isinstance(message.get("content"), str)
+
+
+def _kept(message: Message) -> Message:
+    """With what was thought in front of the answer; one that calls tools stays as it is."""
+    thought = message.get(_THOUGHT)
+    if not _is_answer(message) or not isinstance(thought, str) or not thought or message.get("tool_calls"):
+        return message
+    rest = {name: value for name, value in message.items() if name != _THOUGHT}
+    return {**rest, "content": with_thought(thought, message["content"])}
+
+
+def _is_text(message: Message) -> bool:
+    return message.keys() == {"role", "content"} and isinstance(message["content"], str)
+
+
+def _parsed(key: str, text: str) -> object:
+    kind = ACCEPTED[key].kind
+    try:
+        return {"integer": int, "number": float}.get(kind, str)(text) if kind != "texts" else [text]
+    except ValueError:
+        return text

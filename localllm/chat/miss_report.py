@@ -1,0 +1,121 @@
+"""Why a prompt was not found whole among what was computed before, in words. Knows messages; needs no torch itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from localllm.cache.miss import CacheMiss
+from localllm.cache.page_folder import PAGE_TOKENS
+from localllm.errors import LocalLLMError
+
+if TYPE_CHECKING:
+    from localllm.engine.engine_info import LoadedEngine
+    from localllm.text.chat_template import ChatInput
+
+NEW = "a new conversation"
+_SHOWN_TOKENS = 12  # of each side: enough to recognise the place
+_REASONING = ("<think", "</think", "<|channel|>analysis", "[THINK]", "<reasoning")
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """token: the first that differs, from 0. message: its number, from 1; None where the template's own words differ,
+    or the prompt is no chat. before, now: what stood there and stands there."""
+
+    token: int
+    message: int | None
+    role: str | None
+    cause: str
+    before: str = ""
+    now: str = ""
+
+    def __str__(self) -> str:
+        where = "" if self.message is None else f", in message {self.message} ({self.role})"
+        shown = f": {self.now!r} in place of {self.before!r}" if self.before or self.now else ""
+        return f"what was computed before ends at token {self.token}{where}: {self.cause}{shown}"
+
+
+def explain(
+    engine: LoadedEngine, chat: ChatInput | None, prompt_ids: Sequence[int], miss: CacheMiss, *, num_out: int = 0
+) -> Explanation:
+    """chat: what the prompt was made of, where it was made of messages; num_out: how many have left it."""
+    if miss.other:
+        return Explanation(0, None, None, f"the same beginning is kept with {miss.other}, which this run does not use")
+    before, now = (engine.tokenizer.decode(list(ids)) for ids in (miss.before, miss.now))
+    shown = [engine.tokenizer.decode(list(ids[:_SHOWN_TOKENS])) for ids in (miss.before, miss.now)]
+    index = None if chat is None else _message_at(engine, chat, prompt_ids, miss.position)
+    if chat is None:
+        return Explanation(miss.position, None, None, "another text", *shown)
+    if index is None:
+        had_or_has = "system" in (before.strip()[:6].lower(), now.strip()[:6].lower())
+        cause = "another system message" if had_or_has else "the template's own words are others"
+        return Explanation(miss.position, None, None, cause, *shown)
+    role, first_asked = str(chat.messages[index].get("role")), _first_asked(chat)
+    cause = _cause(role, before, now)
+    if index == first_asked and num_out:
+        cause = "the oldest turns have left the context"
+    elif index == first_asked and miss.position < PAGE_TOKENS:
+        cause = NEW
+    return Explanation(miss.position, index + 1, role, cause, *shown)
+
+
+def _first_asked(chat: ChatInput) -> int:
+    """Which message is the first one that is no system message."""
+    return next((i for i, message in enumerate(chat.messages) if message.get("role") != "system"), 0)
+
+
+def _cause(role: str, before: str, now: str) -> str:
+    if any(mark in before for mark in _REASONING) and not any(mark in now for mark in _REASONING):
+        return "the template leaves out what the model thought before its answer"
+    if _same_text(before, now):
+        return "the same text in other tokens"
+    return {
+        "system": "another system message",
+        "user": "an edited message",
+        "assistant": "another answer",
+        "tool": "another result of a tool",
+    }.get(role, "another message")
+
+
+def _same_text(one: str, other: str) -> bool:
+    """As far as the shorter of both goes."""
+    length = min(len(one), len(other))
+    return length > 0 and one[:length] == other[:length]
+
+
+def _message_at(engine: LoadedEngine, chat: ChatInput, prompt_ids: Sequence[int], position: int) -> int | None:
+    """The message in which a token stands; None where it stands in none."""
+    from localllm.text.chat_template import encode_chat
+
+    for count in range(1, len(chat.messages) + 1):
+        part = replace(chat, messages=chat.messages[:count], add_generation_prompt=False)
+        ids: Sequence[int] = ()
+        with suppress(LocalLLMError):  # a template may refuse a conversation that is cut there
+            ids = encode_chat(engine.template, engine.tokenizer, part)
+        if _num_common(ids, prompt_ids) > position:
+            return None if count == 1 and position < _first_content(engine, chat, prompt_ids) else count - 1
+    return None
+
+
+def _first_content(engine: LoadedEngine, chat: ChatInput, prompt_ids: Sequence[int]) -> int:
+    """Where the first message's own text begins: before it stand the template's words."""
+    from localllm.text.chat_template import encode_chat
+
+    first = {**chat.messages[0], "content": ""}
+    with suppress(LocalLLMError):
+        empty = replace(chat, messages=[first], add_generation_prompt=False)
+        return _num_common(encode_chat(engine.template, engine.tokenizer, empty), prompt_ids)
+    return 0
+
+
+def _num_common(one: Sequence[int], other: Sequence[int]) -> int:
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def miss_fields(explanation: Explanation | None) -> dict[str, Any] | None:
+    """As the JSON forms have it."""
+    return None if explanation is None else dict(vars(explanation))

@@ -1,0 +1,95 @@
+"""What a plan is told in, on a line as on a screen: its blocks by tier, what a step waits for, how sure it is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from localllm.config import format_figure
+from localllm.history.exchange import format_time
+
+if TYPE_CHECKING:
+    from localllm.engine.planning import Guessing, Planned, Prediction
+    from localllm.offload.planner.plan import Placed, Plan, Tier
+
+Tone = Literal["plain", "good", "fair", "poor"]
+
+_SHORT_S = 0.1
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A block by its tier and who computes it: its sign on the map, its tone, what it means."""
+
+    sign: str
+    tone: Tone
+    meaning: str
+
+
+_FROM_DISK = Kind(".", "poor", "read from the disk at every step")
+# The fastest first.
+KINDS: Mapping[tuple[str, str], Kind] = {
+    ("vram", "gpu"): Kind("@", "good", "on the GPU"),
+    ("ram", "split"): Kind("%", "good", "in memory, computed by the CPU and the GPU"),
+    ("ram", "cpu"): Kind("#", "good", "in memory, computed by the CPU"),
+    ("ram", "gpu"): Kind(">", "fair", "in memory, copied to the GPU at every step"),
+    ("disk", "rows"): Kind("-", "good", "on the disk, looked up row by row"),
+    ("disk", "gpu"): _FROM_DISK,
+    ("disk", "cpu"): _FROM_DISK,
+}
+MEMORIES: Mapping[Tier, str] = {"vram": "GPU memory", "ram": "memory"}
+BOUNDS: Mapping[str, str] = {
+    "memory": "reading the weights from memory",
+    "compute": "computing",
+    "disk": "reading blocks from the disk",
+    "link": "copying blocks to the GPU",
+}
+
+
+def measured(planned: Planned) -> str:
+    """When the rates behind it were, and which of them beside other work; "" where none were."""
+    return "" if planned.measured_at_s is None else when_measured(planned.measured_at_s, planned.measured_busy)
+
+
+def when_measured(at_s: float, busy: Sequence[str]) -> str:
+    """at_s: as `time.time` has it. busy: figures that were measured beside other work."""
+    return format_time(at_s) + (f", while the machine was busy: {', '.join(busy)}" if busy else "")
+
+
+def kind(block: Placed) -> Kind:
+    is_looked_up = block.tier == "disk" and block.name == "embed"
+    return KINDS["disk", "rows"] if is_looked_up else KINDS[block.tier, block.exec]
+
+
+def counted(plan: Plan) -> dict[Kind, int]:
+    """How many blocks there are of each kind, the fastest first; none that there are not."""
+    counts = Counter(map(kind, plan.blocks))
+    return {each: counts[each] for each in dict.fromkeys(KINDS.values()) if counts[each]}
+
+
+def band(prediction: Prediction) -> str:
+    """ "about 12.3 (9.8 to 15.4)"."""
+    low, mid, high = map(format_figure, (prediction.low, prediction.mid, prediction.high))
+    return f"about {mid} ({low} to {high})"
+
+
+def duration(prediction: Prediction) -> str:
+    """`band` of seconds: "about 2.1 (1.7 to 2.6) s"; in ms where that is short."""
+    if prediction.mid >= _SHORT_S:
+        return f"{band(prediction)} s"
+    in_ms = replace(prediction, **{part: 1000 * getattr(prediction, part) for part in ("low", "mid", "high")})
+    return f"{band(in_ms)} ms"
+
+
+def guessing(found: Guessing) -> str:
+    """What one who guesses tokens ahead would give."""
+    if found.gain is None or found.alpha is None:
+        return f"{found.drafter}: {found.why_not}"
+    leaving = f" leaving out {found.skipped} blocks" if found.skipped else ""
+    share = f"where {found.alpha:.0%} of the guesses are right" + (", as was found" if found.is_known else "")
+    if found.gain.speedup <= 1:
+        return f"{found.drafter}{leaving} does not pay {share}"
+    gained = f"about {format_figure(found.gain.tok_s)} tok/s, {format_figure(found.gain.speedup, 2)} times as fast"
+    return f"{found.drafter}{leaving}: {gained}, {share}"

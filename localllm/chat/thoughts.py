@@ -1,0 +1,306 @@
+"""What a model thinks before it answers: how it is asked for, told apart from the answer, let be in front of a form.
+
+Knows the marks of thoughts, and which variables chat templates have for them. Knows no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from localllm.chat import harmony
+from localllm.config import THOUGHT_LEVELS
+from localllm.errors import UsageError
+
+if TYPE_CHECKING:
+    from localllm.config import ResolvedSettings
+    from localllm.text.chat_template import ChatInput, ChatTemplate
+    from localllm.text.grammar.grammar import Grammar
+    from localllm.text.tokenizer import Tokenizer
+
+_ENDING_IDS = 12  # of a prompt, in which a template opens a thought
+THOUGHT_MARKS = {
+    "<think>": "</think>", "<thinking>": "</thinking>", "<reasoning>": "</reasoning>", "[THINK]": "[/THINK]",
+}  # fmt: skip
+OPENS, CLOSES = next(iter(THOUGHT_MARKS.items()))
+_ALL_MARKS = tuple(mark for pair in THOUGHT_MARKS.items() for mark in pair)
+SWITCHES = ("enable_thinking", "thinking")  # as templates call them
+LEVEL = "reasoning_effort"
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """What may be thought before one prompt's answer. splits: there may be thoughts to tell apart. is_thinking: the
+    answer begins in one, which the template has opened. may_come: one may still be opened. is_harmony: the answer is
+    written in that format, and begins in its header; is_final: in the message that is said. shown_ids: special tokens
+    by which it is told apart."""
+
+    splits: bool = False
+    is_thinking: bool = False
+    may_come: bool = False
+    is_harmony: bool = False
+    is_final: bool = False
+    shown_ids: frozenset[int] = frozenset()
+
+    def splitter(self) -> Splitter | harmony.HarmonySplitter | None:
+        """A new one for each answer; None: all of it is said."""
+        if self.is_harmony:
+            return harmony.HarmonySplitter(is_thinking=self.is_thinking if self.is_thinking or self.is_final else None)
+        return Splitter(is_thinking=self.is_thinking) if self.splits else None
+
+    def grammar(self, form: Grammar | None) -> Grammar | None:
+        """The form of an answer behind what may be thought."""
+        if form is None or self.is_harmony or not (self.is_thinking or self.may_come):
+            return form
+        return replace(form, thoughts=tuple(THOUGHT_MARKS.items()), is_thinking=self.is_thinking)
+
+
+NO_THOUGHTS = Thinking()
+
+
+def thinking_of(
+    template: ChatTemplate | None, tokenizer: Tokenizer, prompt_ids: Sequence[int], said: str = ""
+) -> Thinking:
+    """Of the answer to a prompt. template: None where the prompt stands without one, and all of the answer is said.
+    said: the beginning of an answer that is gone on with, behind the prompt."""
+    if template is None:
+        return NO_THOUGHTS
+    if harmony.is_harmony(template):
+        is_thinking = bool(said) and told_apart(said)[2]
+        is_final = not is_thinking and (bool(said) or _ending(tokenizer, prompt_ids).endswith(harmony.FINAL))
+        shown = special_among(tokenizer, harmony.MARKS)
+        return Thinking(True, is_thinking, is_harmony=True, is_final=is_final, shown_ids=shown)
+    is_thinking = begins_in_thought(tokenizer, prompt_ids)
+    splits = is_thinking or splits_off_thoughts(template, tokenizer)
+    may_come = splits and not has_thought(tokenizer, prompt_ids)
+    shown = special_among(tokenizer, _ALL_MARKS) if splits else frozenset()
+    return Thinking(splits=splits, is_thinking=is_thinking, may_come=may_come, shown_ids=shown)
+
+
+def answer_ids(template: ChatTemplate, tokenizer: Tokenizer, said: str = "", *, is_final: bool) -> list[int]:
+    """What of an answer stands behind its prompt. said: its beginning, as it is kept. is_final: nothing is thought
+    before, or has been said yet, which harmony has a mark for."""
+    if not harmony.is_harmony(template):
+        return tokenizer.encode(said) if said else []
+
+    def marks(text: str) -> list[int]:
+        return tokenizer.encode(text, special=True)
+
+    if not said:
+        return marks(harmony.FINAL) if is_final else []
+    thought, answer, is_open = told_apart(said)
+    if not (thought or is_open):
+        return [*marks(harmony.FINAL), *tokenizer.encode(answer)]
+    ids = [*marks(harmony.ANALYSIS), *tokenizer.encode(thought if is_open else thought.removesuffix("\n"))]
+    return ids if is_open else [*ids, *marks(harmony.BEHIND_THOUGHT), *tokenizer.encode(answer)]
+
+
+def special_among(tokenizer: Tokenizer, marks: Iterable[str]) -> frozenset[int]:
+    """Those of the marks that are special tokens, of which an answer's text has nothing unless it is asked for."""
+    return frozenset(index for mark in marks if (index := tokenizer.token_id(mark)) in tokenizer.special_ids)
+
+
+def splits_off_thoughts(template: ChatTemplate, tokenizer: Tokenizer) -> bool:
+    """Whether its model may think: its template says so, or marks of thoughts are tokens of their own."""
+    pairs = THOUGHT_MARKS.items()
+    has_tokens = any(None not in (tokenizer.token_id(opened), tokenizer.token_id(close)) for opened, close in pairs)
+    return has_tokens or any(map(may_think, template.sources.values()))
+
+
+def effort_variables(template: ChatTemplate, effort: str) -> dict[str, Any]:
+    """What a template is told so that as much is thought: "on", "off", or a level. Raises UsageError where its model
+    cannot be had so."""
+    switch = next((name for name in SWITCHES if template.asks_for(name)), None)
+    if effort in ("on", "off"):
+        if switch is not None:
+            return {switch: effort == "on"}
+        if effort == "off" and template.asks_for(LEVEL) and _quotes_none(template):
+            return {LEVEL: "none"}
+        is_harmony = harmony.is_harmony(template)  # which `answer_ids` keeps from thinking
+        thinks = is_harmony or any(map(may_think, template.sources.values()))
+        if is_harmony or (effort == "on") == thinks:
+            return {}
+        why = f"as its chat template has it, this model {'always thinks' if thinks else 'does not think'}"
+        raise UsageError(f"thinking cannot be {effort}", why=why)
+    if template.asks_for(LEVEL):
+        return {LEVEL: effort}
+    why = f"its chat template knows no levels{'' if switch is None else ', only on and off'}"
+    raise UsageError(f"thinking cannot be {effort}", why=why)
+
+
+def _quotes_none(template: ChatTemplate) -> bool:
+    """Whether "none" is a level that it knows."""
+    return any(quoted in source for source in template.sources.values() for quoted in ("'none'", '"none"'))
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is to be thought, by the setting `think`. variables: that the template is told. note: what is to be told
+    of a setting that this model has no use for; "" for nothing."""
+
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    is_typed: bool = False
+    is_off: bool = False
+    note: str = ""
+
+    def told(self, chat: ChatInput) -> ChatInput:
+        """With what the template is told; what a file says itself goes before a setting, what was typed before both."""
+        own, given = self.variables, chat.variables
+        return replace(chat, variables={**given, **own} if self.is_typed else {**own, **given}) if own else chat
+
+
+AS_IT_DOES = Effort()
+
+
+def effort_of(resolved: ResolvedSettings, template: ChatTemplate, switch: str = "") -> Effort:
+    """What cannot be had is a note: a setting is for all models. switch: what it is chosen with here, "--think" or
+    "/think", where it is an error if it was typed. Raises UsageError."""
+    wanted = resolved.settings.think
+    if wanted is None:
+        return AS_IT_DOES
+    origin = resolved.origins["think"]
+    is_typed = origin.kind == "flag"
+    try:
+        return Effort(effort_variables(template, wanted), is_typed, is_off=wanted == "off")
+    except UsageError as error:
+        if not (is_typed and switch):
+            where = "/think" if origin.where == "/set" else origin.where
+            return Effort(note=f"think = {wanted} ({where}) changes nothing: {error.why}")
+        mended = "on" if wanted in THOUGHT_LEVELS and "on and off" in error.why else None
+        error.what = f"{switch} {wanted} cannot be had from this model"
+        error.fix = f"{switch} {mended}" if mended else f"leave {switch} out" if switch == "--think" else f"{switch} -"
+        raise
+
+
+def told_apart(text: str, *, is_thinking: bool = False) -> tuple[str, str, bool]:
+    """(thought, answer, whether it ends in the thought) of what is kept of an answer. is_thinking: it begins in one."""
+    splitter = Splitter(is_thinking=is_thinking)
+    parts = [*splitter.feed(text), *splitter.end()]
+    thought, answer = ("".join(part for is_thought, part in parts if is_thought is which) for which in (True, False))
+    return thought, answer, splitter.is_thinking
+
+
+def kept_apart(text: str, *, is_thinking: bool = False) -> tuple[str, str]:
+    """(thought, answer) of what is kept of an answer; one without a thought stays as it stands."""
+    has_thought = is_thinking or text.lstrip().startswith(tuple(THOUGHT_MARKS))
+    return told_apart(text, is_thinking=is_thinking)[:2] if has_thought else ("", text)
+
+
+def with_thought(thought: str, answer: str) -> str:
+    """What is kept of them, as `kept_apart` takes it. answer: "" where it was cut in its thought."""
+    pairs = THOUGHT_MARKS.items()
+    opened, close = next((pair for pair in pairs if pair[1] not in thought), (OPENS, CLOSES))
+    return f"{opened}\n{thought}" + (f"{close}\n\n{answer}" if answer else "")
+
+
+def begins_in_thought(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> bool:
+    """Whether the answer to a prompt does, as its template has opened one."""
+    return opens_thought(_ending(tokenizer, prompt_ids))
+
+
+def closing_mark(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> str:
+    """Of the thought that a template has opened at the end of a prompt; "" where it has opened none."""
+    ending = _ending(tokenizer, prompt_ids).rstrip()
+    return next((close for opened, close in THOUGHT_MARKS.items() if ending.endswith(opened)), "")
+
+
+def has_thought(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> bool:
+    """Whether a template has closed a thought, so that none comes."""
+    return _ending(tokenizer, prompt_ids).rstrip().endswith(tuple(THOUGHT_MARKS.values()))
+
+
+def _ending(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> str:
+    return tokenizer.decode(list(prompt_ids[-_ENDING_IDS:]), skip_special=False)
+
+
+def opens_thought(prompt: str) -> bool:
+    """Whether a prompt ends where its template has opened a thought: the answer then begins inside of it."""
+    return prompt.rstrip().endswith(tuple(THOUGHT_MARKS))
+
+
+def split(text: str, *, is_thinking: bool = False) -> tuple[str, str]:
+    """(thought, answer) of a whole answer, also of one whose opening mark stood in the prompt. is_thinking: it is known
+    that it did, which cannot be seen where the thought was interrupted."""
+    splitter = Splitter(is_thinking=is_thinking or _is_closed_only(text))
+    parts = [*splitter.feed(text), *splitter.end()]
+    return tuple("".join(part for is_thought, part in parts if is_thought is which) for which in (True, False))  # type: ignore[return-value]
+
+
+def _is_closed_only(text: str) -> bool:
+    return any(
+        0 <= text.find(close) and opened not in text[: text.find(close)] for opened, close in THOUGHT_MARKS.items()
+    )
+
+
+def may_think(template: str) -> bool:
+    """Whether a chat template knows of thoughts."""
+    return any(mark in template for mark in (*_ALL_MARKS, "enable_thinking"))
+
+
+class Splitter:
+    """Tells them apart while the text is being written; at most a mark's length waits until it is known to be none.
+
+    A thought is one that begins before anything else was said: an answer may speak of such marks.
+    """
+
+    def __init__(self, *, is_thinking: bool = False) -> None:
+        self._closing: str | None = None  # of the thought that is open; "": any
+        self._is_settled = False  # the answer has begun
+        self._pending = ""
+        self._is_at_start = True  # of a thought or the answer, where blank lines say nothing
+        if is_thinking:
+            self._closing = ""
+
+    @property
+    def is_thinking(self) -> bool:
+        return self._closing is not None
+
+    def feed(self, text: str) -> list[tuple[bool, str]]:
+        """The next piece of text, as (is it a thought, text)."""
+        if self._is_settled and not self._pending:
+            return [(False, text)] if text else []
+        self._pending += text
+        found: list[tuple[bool, str]] = []
+        while self._pending and self._step(found):
+            pass
+        return found
+
+    def end(self) -> list[tuple[bool, str]]:
+        """What still waited."""
+        rest, self._pending = self._pending if self._is_settled else self._pending.lstrip("\n"), ""
+        return [(self.is_thinking, rest)] if rest else []
+
+    def _step(self, found: list[tuple[bool, str]]) -> bool:
+        """Takes as much as is certain off what is pending; False where more has to come."""
+        if self._closing is not None:
+            return self._think(found, tuple(THOUGHT_MARKS.values()) if not self._closing else (self._closing,))
+        if self._is_settled:
+            found.append((False, self._pending))
+            self._pending = ""
+            return False
+        text = self._pending.lstrip()
+        for opened, close in THOUGHT_MARKS.items():
+            if text.startswith(opened):
+                self._closing, self._is_at_start = close, True
+                self._pending = text.removeprefix(opened)
+                return True
+        if text and not any(opened.startswith(text) for opened in THOUGHT_MARKS):
+            self._is_settled, self._pending = True, self._pending.lstrip("\n")
+            return True
+        return False
+
+    def _think(self, found: list[tuple[bool, str]], closings: tuple[str, ...]) -> bool:
+        text = self._pending.lstrip("\n") if self._is_at_start else self._pending
+        at, close = min(((text.find(close), close) for close in closings if close in text), default=(-1, ""))
+        if at >= 0:
+            if text[:at]:
+                found.append((True, text[:at]))
+            self._pending, self._closing, self._is_at_start = text[at + len(close) :].lstrip("\n"), None, True
+            return True
+        held = max((n for close in closings for n in range(len(close)) if text.endswith(close[:n])), default=0)
+        if text[: len(text) - held]:
+            self._is_at_start = False
+            found.append((True, text[: len(text) - held]))
+        self._pending = text[len(text) - held :]
+        return False

@@ -1,0 +1,129 @@
+"""Tools, calls and results as text, for a model whose chat template knows none of them. Knows no dialect of HTTP."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from localllm.chat.context import text_of
+from localllm.errors import TemplateError, UsageError
+
+if TYPE_CHECKING:
+    from localllm.text.chat_template import ChatInput, ChatTemplate
+
+Message = dict[str, Any]
+
+_PROBE = {"name": "a_tool_that_nobody_has", "description": "Does nothing."}
+_PROBE_TOOL = {"type": "function", "function": {**_PROBE, "parameters": {"type": "object", "properties": {}}}}
+
+
+def knows_tools(template: ChatTemplate) -> bool:
+    """Whether it tells its model of them. A fraction of a millisecond: the template is asked."""
+    try:
+        return _PROBE["name"] in template.render([{"role": "user", "content": "?"}], tools=[_PROBE_TOOL])
+    except TemplateError:
+        return False
+
+
+def has_calls(messages: Sequence[Message]) -> bool:
+    return any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
+
+
+def told_in_words(template: ChatTemplate, chat: ChatInput) -> ChatInput:
+    """The same chat for a template that knows no tools, where it has any. Raises UsageError for calls that are none."""
+    if not (chat.tools or has_calls(chat.messages)) or knows_tools(template) or _tells(template, chat):
+        return chat
+    functions = [tool.get("function", tool) for tool in chat.tools or ()]
+    return replace(chat, messages=in_words(chat.messages, functions), tools=None)
+
+
+def _tells(template: ChatTemplate, chat: ChatInput) -> bool:
+    """Whether it tells its model of these tools, which may be in a form of its own."""
+    with_tools, without = (_rendered(template, each) for each in (chat, replace(chat, tools=None)))
+    return with_tools is not None and with_tools != without
+
+
+def _rendered(template: ChatTemplate, chat: ChatInput) -> str | None:
+    try:
+        return template.render_chat(chat)
+    except TemplateError:
+        return None
+
+
+def in_words(messages: Sequence[Message], functions: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """All of it as text of turns that alternate. functions: name, description and parameters of each tool."""
+    found: list[Message] = []
+    for message in messages:
+        if message["role"] == "tool":
+            message = {"role": "user", "content": f"<tool_response>\n{text_of(message)}\n</tool_response>"}
+        elif "tool_calls" in message:
+            rest = {name: value for name, value in message.items() if name != "tool_calls"}
+            calls = map(_call_text, message["tool_calls"] or ())
+            message = {**rest, "content": "\n".join([*filter(None, [text_of(message)]), *calls])}
+        if found and message["role"] == found[-1]["role"] == "user":
+            message = {**message, "content": f"{text_of(found.pop())}\n{text_of(message)}"}
+        found.append(message)
+    return _with_instructions(found, functions) if functions else found
+
+
+def loaded(text: str) -> Any:
+    """None for what is no JSON, too deep to be read, or has numbers that could not be written again."""
+    try:
+        value = json.loads(text, parse_constant=_refuse)
+        json.dumps(value, allow_nan=False)
+    except (ValueError, RecursionError):
+        return None
+    return value
+
+
+def arguments_of(value: Any) -> dict[str, Any] | None:
+    """What a call is made with, as an object or as its text: null, and nothing, are an object without anything in it.
+    None for what is neither."""
+    if isinstance(value, str):
+        said = loaded(value) if value.strip() not in ("", "null") else {}
+        return arguments_of(said) if isinstance(said, str) else said if isinstance(said, dict) else None
+    return {} if value is None else value if isinstance(value, dict) else None
+
+
+def told_arguments(arguments: object) -> Any:
+    """Those of a call as an object, where they are one or nothing; what was cut, or is none, stays as it is."""
+    found = arguments_of(arguments)
+    return arguments if found is None else found
+
+
+def _call_text(call: object) -> str:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        why = 'a call has a name and arguments: {"function": {"name": "clock", "arguments": {}}}'
+        raise UsageError("the tool_calls of a message are malformed", why=why)
+    said = {"name": function["name"], "arguments": told_arguments(function.get("arguments"))}
+    return f"<tool_call>\n{json.dumps(said, ensure_ascii=False)}\n</tool_call>"
+
+
+def _with_instructions(messages: list[Message], functions: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """In the system's message, where there is one, else in front of the first question: not every template knows a
+    system."""
+    at = next((index for index, each in enumerate(messages) if each["role"] in ("system", "developer", "user")), None)
+    text = _instructions(functions)
+    if at is None:
+        return [{"role": "user", "content": text}, *messages]
+    message = messages[at]
+    texts = (text, text_of(message)) if message["role"] == "user" else (text_of(message), text)
+    return [*messages[:at], {**message, "content": "\n\n".join(texts)}, *messages[at + 1 :]]
+
+
+def _instructions(functions: Sequence[Mapping[str, Any]]) -> str:
+    known = "\n".join(json.dumps(function, ensure_ascii=False) for function in functions)
+    return (
+        "You can call these functions, each described by a JSON Schema of its arguments:\n"
+        f"<tools>\n{known}\n</tools>\n"
+        "To call one, answer with its name and its arguments, in this form and with nothing else:\n"
+        '<tool_call>\n{"name": "NAME", "arguments": {...}}\n</tool_call>\n'
+        "Its result comes back as <tool_response>...</tool_response>."
+    )
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(constant)

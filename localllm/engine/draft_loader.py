@@ -1,0 +1,155 @@
+"""A second model that guesses for the first: whether it speaks the same tokens, what it takes, and how it is loaded."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from localllm import hub
+from localllm.cache.kv_format import choose_format
+from localllm.cache.prefix import PrefixCache
+from localllm.config import DRAFT_MODEL, format_bytes, format_figure
+from localllm.engine.memory import is_out_of_memory
+from localllm.engine.placement import model_shape
+from localllm.engine.residency import Residency
+from localllm.engine.runner import BATCH_ROWS
+from localllm.engine.speculative.draft_model import ModelDrafter
+from localllm.engine.weights import choose_recipe, is_unpacked, open_checkpoint, open_packed
+from localllm.errors import FETCH_ANEW, ModelNotFoundError, TokenizerError, UsageError
+from localllm.hub import ModelFiles
+from localllm.hub.packed import packed_recipes
+from localllm.models.block_source import BlockSource
+from localllm.models.config import ModelConfig
+from localllm.models.decoder import Decoder
+from localllm.models.families import load_config
+from localllm.models.load import Progress, load_decoder
+from localllm.offload.planner.plan import ModelShape, Plan
+from localllm.offload.planner.search import LOGIT_ROWS
+from localllm.offload.planner.speculation_gain import USUAL_ALPHAS, gain
+from localllm.quant.recipe import RECIPES, Recipe
+from localllm.text.tokenizer import Tokenizer
+
+
+class Hearing(Protocol):
+    """Who is told of what takes long, as `engine.loading.Watcher` is."""
+
+    @property
+    def reading(self) -> Progress: ...
+    @property
+    def packing(self) -> Progress: ...
+    @property
+    def waiting(self) -> Callable[[str], None]: ...
+    @property
+    def measuring(self) -> Callable[[str], None]: ...
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """kv: as `Engine.load` has it."""
+
+    files: ModelFiles
+    config: ModelConfig
+    recipe: Recipe
+    dtype: torch.dtype
+    device: torch.device
+    kv: str
+
+    @classmethod
+    def of(
+        cls, word: str, tokenizer: Tokenizer, name: str, dtype: torch.dtype, device: torch.device, kv: str
+    ) -> DraftModel | None:
+        """The model of this name, in the format in which it would run by itself; None where none is named. tokenizer,
+        name: of the model that it guesses for. Raises ModelNotFoundError, and UsageError where the two do not speak the
+        same tokens."""
+        if not word:
+            return None
+        try:
+            files = hub.locate(word)
+        except ModelNotFoundError as error:
+            error.what = f"--speculate {DRAFT_MODEL}{word}: {error.what}"
+            raise
+        require_same_tokenizer(tokenizer, name, files)
+        config = load_config(files.directory)
+        recipe = RECIPES[choose_recipe("auto", config, packed_recipes(files), dtype)]
+        return cls(files, config, recipe, dtype, device, kv)
+
+    @property
+    def shape(self) -> ModelShape:
+        return model_shape(self.config, self.recipe, self.dtype, self.files.name, self.device, self.kv)
+
+    def num_bytes(self, ctx: int, sequences: int = 1) -> int:
+        """What it takes where it is computed, with room for so many tokens of each sequence."""
+        return draft_bytes(self.shape, min(ctx, self.config.longest_context), sequences)
+
+    def load(self, vocab_size: int, sequences: int, watcher: Hearing) -> ModelDrafter | None:
+        """vocab_size: of the logits that its own are compared with. sequences: that it has room for at once. None where
+        there turns out to be too little memory. Raises CheckpointError."""
+        try:
+            if is_unpacked(self.recipe):
+                with open_checkpoint(self.files, self.config, self.recipe) as source:
+                    decoder = self._decoder(source, source.config, watcher.reading)
+            else:
+                with open_packed(self.files, self.config, self.recipe, watcher.packing, watcher.waiting) as packed:
+                    decoder = self._decoder(packed, packed.config, watcher.reading)
+            kv_format = choose_format(self.kv, self.config.head_dim, self.dtype)
+            residency = Residency(decoder, kv_format, BATCH_ROWS)
+            residency.warm_up((), watcher.measuring)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return None
+        is_dynamic = any(rope.kind in ("dynamic", "longrope") for rope in self.config.ropes)  # keys that change later
+        return ModelDrafter(
+            f"model:{self.files.name}",
+            lambda: residency.runner,
+            residency.new_kv,
+            prefix=None if is_dynamic else PrefixCache(secrets.token_bytes(32), residency.kv_pages),
+            ctx=self.config.longest_context,
+            sequences=sequences,
+            vocab_size=vocab_size,
+        )
+
+    def _decoder(self, source: BlockSource, config: ModelConfig, reading: Progress) -> Decoder:
+        return load_decoder(source, config, self.recipe, dtype=self.dtype, device=self.device, progress=reading)
+
+
+def require_same_tokenizer(tokenizer: Tokenizer, name: str, files: ModelFiles) -> None:
+    """tokenizer, name: of the model for which the one of these files shall guess. Raises UsageError where the two do
+    not speak the same tokens, TokenizerError."""
+    try:
+        difference = tokenizer.difference(Tokenizer.load(files.directory))
+    except TokenizerError as error:
+        anew = FETCH_ANEW if files.repo else f"copy the model's files into {files.directory} anew"
+        error.fix = error.fix.replace(FETCH_ANEW, anew).replace("MODEL", files.name)
+        raise
+    if difference:
+        raise UsageError(
+            f"--speculate {DRAFT_MODEL}{files.name}: it cannot guess for {name}, as it has another tokenizer",
+            why=f"{difference}; a smaller model of the same family has the same one",
+            fix="--speculate auto",
+        )
+
+
+def draft_bytes(shape: ModelShape, ctx: int, sequences: int = 1) -> int:
+    """Of a model that only guesses: it reads prompts in parts, and never has many logits at once."""
+    activations = BATCH_ROWS * shape.row_bytes + LOGIT_ROWS * shape.logits_bytes
+    return shape.num_bytes + shape.kv_bytes(sequences * ctx, sequences) + activations
+
+
+def why_left_out(num_bytes: int, weight_bytes: int, with_it: Plan | None, without: Plan) -> str:
+    """Why a model had better guess without a second one that takes so many bytes, those of its weights among them; ""
+    where it had not."""
+    taken = f"it takes {format_bytes(num_bytes)}"
+    if with_it is None:
+        return f"{taken}, for which there is no room"
+    found = gain(with_it.costs, with_it.prompt_tokens, USUAL_ALPHAS[0], with_it.costs.fast_s(weight_bytes))
+    alone_tok_s = 1 / without.costs.decode_s(without.prompt_tokens)
+    if found.tok_s > alone_tok_s:
+        return ""
+    return (
+        f"{taken}, with which {format_figure(found.tok_s)} tok/s are expected, and {format_figure(alone_tok_s)} without"
+    )

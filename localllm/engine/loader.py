@@ -1,0 +1,311 @@
+"""A model on this disk made ready to compute: its plan, its blocks where the plan wants them, what must stay open."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from localllm.engine.advice import flags_for_context
+from localllm.engine.card import CardPlanning, cap_allocator
+from localllm.engine.draft_loader import DraftModel, why_left_out
+from localllm.engine.memory import is_out_of_memory, no_cuda, out_of_memory, require_context
+from localllm.engine.placement import find_search, model_shape, process_memory, smaller_kv
+from localllm.engine.runner import operators_compute, unheard
+from localllm.engine.speculative.config import OFF, Speculate
+from localllm.engine.speculative.draft_model import ModelDrafter
+from localllm.engine.speculative.skip_file import known_harm
+from localllm.engine.weights import as_stored, compact_form, is_unpacked, open_checkpoint, open_packed
+from localllm.errors import DoesNotFitError
+from localllm.hub import ModelFiles
+from localllm.hub.packed import packed_recipes
+from localllm.kernels.gpu.ready import is_known, why_not
+from localllm.models.block_source import BlockSource
+from localllm.models.config import ModelConfig
+from localllm.models.decoder import Decoder
+from localllm.models.load import DecoderParts, Progress, load_decoder
+from localllm.models.packed import PackedModel
+from localllm.models.placed import PlacedModel
+from localllm.offload.planner.device_search import AnySearch, with_room_for_forks
+from localllm.offload.planner.fit_errors import idle_vram
+from localllm.offload.planner.nvml import gpus
+from localllm.offload.planner.plan import JobShape, ModelShape, Plan, with_kept_pages
+from localllm.offload.planner.search import Search, fits_whole, is_better
+from localllm.quant.bf12 import NotCompactError
+from localllm.quant.recipe import DEFAULT, RECIPES, Recipe
+
+
+def _silent(_done: int, _total: int) -> None:
+    """Progress that nobody watches."""
+
+
+@dataclass(frozen=True)
+class Watcher:
+    """Who is told of what takes long: reading and packing weights (bytes done, bytes in all), waiting for a process
+    that packs them, measuring the machine; noting: of what is worth a line that stays."""
+
+    reading: Progress = _silent
+    packing: Progress = _silent
+    waiting: Callable[[str], None] = unheard
+    measuring: Callable[[str], None] = unheard
+    noting: Callable[[str], None] = unheard
+
+
+class Replan(Protocol):
+    def __call__(self, ctx: int, kv: str, held_bytes: int) -> Plan:
+        """kv: the format of keys and values. held_bytes: of the host's memory that this process has, what those have.
+        Raises DoesNotFitError."""
+        ...
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """placed: what can move its blocks, where they need not all be in one place. replan: by which plan it had best run
+    now, with a context of so many tokens. held: what is closed when the model is no longer used. drafter: the second
+    model that was asked for, where it is worth its room."""
+
+    decoder: Decoder
+    plan: Plan
+    ctx: int
+    placed: PlacedModel | None
+    replan: Replan
+    flags_for: Callable[[int], str]
+    held: ExitStack
+    drafter: ModelDrafter | None = None
+
+
+@dataclass(frozen=True)
+class Loading:
+    """One model in one recipe. ctx, ram, vram: as `Engine.load` has them."""
+
+    files: ModelFiles
+    recipe: Recipe
+    dtype: torch.dtype
+    device: torch.device
+    kv: str
+    ctx: int | None
+    ram: int | None
+    vram: int | None
+    job: JobShape | None
+    watcher: Watcher
+    draft: DraftModel | None = None  # a second model, for which there shall be room
+    speculate: Speculate = OFF
+
+    def load(self, config: ModelConfig) -> LoadedModel:
+        """Raises what is listed at `Engine.load`."""
+        require_card(self.device, self.vram)
+        try:
+            return self._with_room_for_draft(config)._loaded_with_draft(config)
+        except (MemoryError, RuntimeError) as error:
+            raise out_of_memory(self.device, error) if is_out_of_memory(error) else error from None
+
+    def _load(self, config: ModelConfig) -> LoadedModel:
+        require_context(config, self.ctx)
+        if (compact := self._compact(config)) is not None:
+            with suppress(NotCompactError):
+                return compact._load(config)
+        plan, search = self._plan(config)  # before minutes of conversion, not after
+        with ExitStack() as opened:
+            if is_unpacked(self.recipe) and plan.is_whole:
+                blocks = opened.enter_context(open_checkpoint(self.files, config, self.recipe))
+                plan, search = self._plan(blocks.config)
+                if plan.is_whole:
+                    decoder = self._decoder(blocks.config, blocks, plan)
+                    host_bytes = sum(block.num_bytes for block in plan.blocks if block.tier == "ram")
+                    return self._loaded(plan, search, decoder, self._replan(blocks.config, None, lambda: host_bytes))
+            packed = opened.enter_context(self._packed(config))
+            plan, search = self._plan(packed.config, packed)
+            placed = opened.enter_context(self._placed(packed, plan))
+            replan = self._replan(packed.config, packed, lambda: placed.host_bytes)
+            return self._loaded(plan, search, placed.few, replan, placed, opened.pop_all())
+
+    def _loaded_with_draft(self, config: ModelConfig) -> LoadedModel:
+        if self.draft is None:
+            return self._load(config)
+        try:
+            loaded = self._load(config)
+        except DoesNotFitError as error:  # as it was packed meanwhile it takes more than was foreseen
+            self.watcher.noting(f"{self.draft.files.name} does not guess: {error.why}")
+            return replace(self, draft=None)._load(config)
+        try:
+            return replace(loaded, drafter=self._drafter(self.draft, config.vocab_size))
+        except BaseException:
+            loaded.held.close()
+            raise
+
+    def _with_room_for_draft(self, config: ModelConfig) -> Loading:
+        """The second model is left out, and that is said, where it does not fit or the room that it takes costs more
+        than its guesses give."""
+        if self.draft is None:
+            return self
+        alone = replace(self, draft=None)
+        with_it, without = self._foreseen(config), alone._foreseen(config)
+        if without is None:  # nothing fits: its refusal is to be told
+            return alone
+        name, num_bytes = self.draft.files.name, self.draft.num_bytes(without.ctx)
+        reason = why_left_out(num_bytes, self.draft.shape.num_bytes, with_it, without)
+        if reason:
+            self.watcher.noting(f"{name} does not guess: {reason}")
+        return alone if reason else self
+
+    def _foreseen(self, config: ModelConfig) -> Plan | None:
+        try:
+            return self._plan(config)[0]
+        except DoesNotFitError:
+            return None
+
+    def _drafter(self, draft: DraftModel, vocab_size: int) -> ModelDrafter | None:
+        watcher = self.watcher
+        drafter = draft.load(vocab_size, self._draft_sequences, watcher)
+        if drafter is None:
+            watcher.noting(f"{draft.files.name} does not guess: there is too little memory for it")
+        return drafter
+
+    def _replan(self, config: ModelConfig, packed: PackedModel | None, host_bytes: Callable[[], int]) -> Replan:
+        """host_bytes: of the host's memory, what the blocks have now."""
+        is_on_host = self.draft is not None and not has_card(self.device)
+        draft_bytes = self.draft.shape.num_bytes if self.draft is not None and is_on_host else 0
+
+        def planned(ctx: int, kv: str, held_bytes: int) -> Plan:
+            again = replace(self, ctx=ctx, kv=kv, watcher=Watcher())
+            return again._plan(config, packed, host_bytes() + held_bytes + draft_bytes)[0]
+
+        return planned
+
+    def _compact(self, config: ModelConfig) -> Loading | None:
+        """In fewer bytes, where these weights have a form that has, and it is the better one."""
+        own = None if has_card(self.device) or not is_unpacked(self.recipe) else self._search(config, self.recipe)
+        if not isinstance(own, Search) or fits_whole(own):
+            return None
+        recipe = compact_form(self.recipe, config, packed_recipes(self.files))
+        if recipe is None:
+            return None
+        other = self._search(config, recipe)
+        return replace(self, recipe=recipe) if isinstance(other, Search) and is_better(other, own) else None
+
+    def _loaded(
+        self,
+        plan: Plan,
+        search: AnySearch,
+        decoder: Decoder,
+        replan: Replan,
+        placed: PlacedModel | None = None,
+        held: ExitStack | None = None,
+    ) -> LoadedModel:
+        ctx = plan.ctx
+        if self.job is not None and self.ctx is None:  # one sequence may have what several have together
+            ctx = max(ctx, min(plan.most_kv_tokens, plan.shape.default_ctx))
+        smaller = smaller_kv(search.shape, decoder.config, self.dtype)
+        flags_for = partial(flags_for_context, search, smaller=smaller)
+        return LoadedModel(decoder, plan, ctx, placed, replan, flags_for, held or ExitStack())
+
+    def _placed(self, packed: PackedModel, plan: Plan) -> PlacedModel:
+        accelerator = self.device if has_card(self.device) else None
+        parts = DecoderParts(packed.config, self.recipe, self.dtype, self.device)
+        placed = PlacedModel(packed, parts, accelerator)
+        placed.place(plan.blocks, plan.many_rows, self.watcher.reading)
+        return placed
+
+    def _plan(
+        self, config: ModelConfig, packed: PackedModel | None = None, placed_bytes: int = 0
+    ) -> tuple[Plan, AnySearch]:
+        """The plan, and the search that it is from. placed_bytes: of what this process holds, the blocks that are
+        placed anew."""
+        try:
+            search = self._search(config, self.recipe, packed, placed_bytes)
+            search = with_room_for_forks(search) if self._forks else search
+            plan = search.best()
+            return plan if self.job is not None else with_kept_pages(plan), search
+        except DoesNotFitError as error:
+            with suppress(DoesNotFitError):
+                self._search(config, RECIPES[DEFAULT]).best()
+                error.fix = "--weights int4"
+            raise
+
+    def _search(
+        self, config: ModelConfig, recipe: Recipe, packed: PackedModel | None = None, placed_bytes: int = 0
+    ) -> AnySearch:
+        name, say, packing, cached_share = self.files.name, self.watcher.measuring, None, 0.0
+        if packed is None:
+            config, packing = as_stored(self.files, name, config, recipe)
+        else:
+            cached_share = packed.cached_share()
+        if has_card(self.device):
+            card = CardPlanning(self.device, self.dtype, self.kv, self.ctx, self.ram, self.vram, self.job, say)
+            found = card.search(config, recipe, name, packing, cached_share=cached_share, placed_bytes=placed_bytes)
+            cap_allocator(self.device, found.card)  # also where nothing fits: a model that is there goes on under it
+            return self._guessing(replace(found, shape=self._with_draft(found.shape)))
+        shape = model_shape(config, recipe, self.dtype, name, kv=self.kv, packing=packing)
+        memory = partial(process_memory, self.ram, recipe, config.vocab_size, placed_bytes, packs=packing is not None)
+        shape = self._with_draft(shape)
+        return self._guessing(find_search(shape, recipe, self.dtype, memory, self.ctx, self.job, say, cached_share))
+
+    def _with_draft(self, shape: ModelShape) -> ModelShape:
+        """With room for the second model, and its keys and values."""
+        if self.draft is None:
+            return shape
+        num_bytes = self.draft.num_bytes(self.ctx or shape.default_ctx, self._draft_sequences)
+        return replace(shape, draft_bytes=num_bytes)
+
+    @property
+    def _forks(self) -> bool:
+        """Whether there may be a second end of a sequence: where one runs alone."""
+        return self.speculate.is_on and self._draft_sequences == 1
+
+    @property
+    def _draft_sequences(self) -> int:
+        """For which the second model has room at once."""
+        return 1 if self.job is None else self.job.sequences
+
+    def _guessing(self, search: AnySearch) -> AnySearch:
+        """By what is known of each block, where some may be left out while guessing."""
+        if not self.speculate.skips:
+            return search
+        harm = known_harm(self.files, search.shape)
+        return replace(search, harm=harm, draft_tokens=self.speculate.most_tokens)
+
+    def _packed(self, config: ModelConfig) -> PackedModel:
+        return open_packed(self.files, config, self.recipe, self.watcher.packing, self.watcher.waiting, self.ram)
+
+    def _decoder(self, config: ModelConfig, source: BlockSource, plan: Plan) -> Decoder:
+        """Of a plan that keeps every block where it is computed fastest."""
+        return load_decoder(
+            source,
+            config,
+            self.recipe,
+            dtype=self.dtype,
+            device=self.device,
+            on_host=frozenset(block.name for block in plan.blocks if block.tier == "ram"),
+            progress=self.watcher.reading,
+        )
+
+
+def require_card(device: torch.device, vram: int | None) -> None:
+    """Raises UsageError for a cap on a GPU's memory where none is used."""
+    if vram is not None and not has_card(device):
+        raise idle_vram()
+
+
+def note_device(device: torch.device, watcher: Watcher, *, is_chosen: bool) -> None:
+    """Has our kernels checked where a GPU is new to them, and says where they, or the GPU, cannot be used. is_chosen:
+    nobody asked for this device."""
+    if not has_card(device):
+        hidden = "CUDA_VISIBLE_DEVICES" in os.environ  # by someone who knows
+        if is_chosen and not hidden and (cards := gpus()):
+            name = cards[0].name or "an NVIDIA GPU"
+            watcher.noting(f"the CPU computes, though {name} is here: {no_cuda()}; see localllm doctor")
+        return
+    if not is_known(device):
+        watcher.measuring("checking the kernels on this graphics card, once")
+    if reason := why_not(device):
+        watcher.noting(operators_compute(reason))
+
+
+def has_card(device: torch.device) -> bool:
+    """Whether the device has memory of its own, beside the host's."""
+    return device.type != "cpu"

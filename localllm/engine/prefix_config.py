@@ -1,0 +1,119 @@
+"""What is kept of computed keys and values for later prompts, and the name of all that decides what they mean."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from localllm.cache.disk import QUEUE_BYTES, DiskTier
+from localllm.cache.kv_format import KVFormat
+from localllm.cache.page_file import LAYOUT_VERSION
+from localllm.cache.page_folder import ROOT
+from localllm.cache.prefix import PrefixCache
+from localllm.engine.residency import Residency
+from localllm.models.config import ModelConfig
+from localllm.offload.planner.plan import KEPT_PAGES, Plan
+
+_LEAST_QUEUE_BYTES = 16 << 20  # a few pages, under the tightest cap too: without them nothing reaches the disk
+_PAGES_VERSION = 2  # of the pages' bytes and of what is computed into them
+
+
+@dataclass(frozen=True)
+class KVReuse:
+    """is_on: a prompt takes the pages of earlier ones. ram_bytes: for pages that left the pools, None for what the plan
+    has for them. directory: of those on the disk, None where none are to be kept there; disk_bytes: the most that they
+    may take, None for the usual. warn: hears once, from any thread, what is wrong with the disk."""
+
+    is_on: bool = True
+    ram_bytes: int | None = None
+    directory: Path | None = None
+    disk_bytes: int | None = None
+    warn: Callable[[str], None] = lambda _text: None
+
+
+IN_POOLS = KVReuse(ram_bytes=0)  # takes no memory beside what running requests have had
+NO_REUSE = KVReuse(is_on=False)
+
+
+@dataclass(frozen=True)
+class Computed:
+    """source: the checkpoint as it is, "" for one that no other process knows. weights: the recipe's name. name: of the
+    model, for people."""
+
+    source: str
+    weights: str
+    name: str = ""
+
+
+UNKNOWN_SOURCE = Computed("", "")
+
+
+def prefix_cache(reuse: KVReuse, computed: Computed, residency: Residency, plan: Plan | None) -> PrefixCache | None:
+    """plan: by which memory is shared out. None where nothing can be reused: dynamic RoPE rotates all keys with every
+    token differently."""
+    config = residency.config
+    if not reuse.is_on or any(rope.kind == "dynamic" for rope in config.ropes):
+        return None
+    ram_bytes = kept_bytes(reuse, plan)
+    queue_bytes = QUEUE_BYTES if plan is None else max(_LEAST_QUEUE_BYTES, min(QUEUE_BYTES, _planned_bytes(plan) // 2))
+    about = _about(computed, residency)
+    root = hashlib.blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=32, person=b"localllm-root").digest()
+    if not computed.source:
+        return PrefixCache(secrets.token_bytes(32), residency.kv_pages, ram_bytes)
+    disk = None
+    if reuse.directory is not None and reuse.disk_bytes != 0:
+        shown = _shown(computed, about) | {ROOT: root.hex()}
+        disk = DiskTier(reuse.directory, root, shown, reuse.disk_bytes, reuse.warn, queue_bytes=queue_bytes)
+    return PrefixCache(root, residency.kv_pages, ram_bytes, disk)
+
+
+def kept_bytes(reuse: KVReuse, plan: Plan | None) -> int:
+    """Of RAM, what pages may take that left the pools: half of what the plan has for pages, the other half is for those
+    that wait to be written."""
+    if reuse.ram_bytes is not None:
+        return reuse.ram_bytes
+    return 0 if plan is None else _planned_bytes(plan) // 2
+
+
+def _planned_bytes(plan: Plan) -> int:
+    return plan.ledger["ram"].get(KEPT_PAGES, 0)
+
+
+def _about(computed: Computed, residency: Residency) -> Mapping[str, object]:
+    """Who computes is part of it: other kernels' sums differ in their last bits."""
+    config, kv_format = residency.config, residency.kv_pages.format
+    return {
+        "layout": [_PAGES_VERSION, LAYOUT_VERSION],
+        "source": computed.source,
+        "weights": computed.weights,
+        "kv": _named(kv_format, residency),
+        "dtype": _dtype(residency),
+        "device": residency.device.type,
+        "is_native": residency.runner.cpu_step is not None or residency.runner.gpu_step is not None,
+        "ropes": [asdict(rope) for rope in config.ropes],
+        "shape": _shape(config),
+    }
+
+
+def _named(kv_format: KVFormat, residency: Residency) -> str:
+    return _dtype(residency) if kv_format.keys == "dense" else kv_format.name
+
+
+def _dtype(residency: Residency) -> str:
+    return "fp32" if residency.model.dtype is torch.float32 else "bf16"
+
+
+def _shape(config: ModelConfig) -> list[object]:
+    return [config.num_layers, config.num_kv_heads, config.head_dim, list(config.windows)]
+
+
+def _shown(computed: Computed, about: Mapping[str, object]) -> dict[str, str]:
+    """What a person is told of a folder of pages."""
+    name = computed.name or computed.source
+    return {"model": name, "weights": computed.weights, "kv": str(about["kv"]), "dtype": str(about["dtype"])}

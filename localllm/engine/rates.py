@@ -1,0 +1,18 @@
+"""What plans are predicted from, measured anew: for who knows that the machine was busy when it was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from localllm.engine.loader import has_card
+from localllm.engine.memory import choose_device, choose_dtype
+from localllm.offload.planner.profile import Profile, device_measured, machine_key, measured
+from localllm.quant.recipe import DEFAULT, RECIPES
+
+
+def measure_again(say: Callable[[str], None]) -> Profile:
+    """The machine, with INT4 weights; other formats are measured when a plan needs them. What runs have taught is
+    forgotten: it was of the figures before. Until there are new ones, the old ones stay."""
+    device, dtype, blocks = choose_device("auto"), choose_dtype("auto"), RECIPES[DEFAULT].blocks
+    profile = measured(Profile(machine_key()), DEFAULT, blocks, dtype, say)
+    return device_measured(profile, device, DEFAULT, blocks, dtype, say) if has_card(device) else profile

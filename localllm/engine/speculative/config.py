@@ -1,0 +1,109 @@
+"""Who guesses for a model, as it was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Protocol
+
+from localllm.config import DRAFT_MODEL, DRAFT_TOKENS, MOST_DRAFT_TOKENS, SPECULATE
+from localllm.engine.residency import Residency
+from localllm.engine.speculative.draft_model import ModelDrafter
+from localllm.engine.speculative.drafter import Drafter
+from localllm.engine.speculative.ngram import NgramLookup
+from localllm.engine.speculative.skip import SkipDrafter
+from localllm.engine.speculative.skip_set import SkipSet
+from localllm.engine.speculative.speculator import Speculation
+from localllm.errors import UsageError
+from localllm.offload.planner.plan import Plan
+
+
+@dataclass(frozen=True)
+class Speculate:
+    """who: "off"; "ngram", "skip", or "model:NAME" for a second model; "auto" for n-grams, and skipping where that can
+    pay. Raises UsageError for anything else.
+
+    draft_tokens: the most that are guessed at once; None: the usual. adapts: as many of them as pay; else always all.
+    """
+
+    who: str = "auto"
+    draft_tokens: int | None = None
+    adapts: bool = True
+
+    def __post_init__(self) -> None:
+        if self.who not in SPECULATE and not self.draft_model:
+            known = f"{', '.join(SPECULATE)}, and {DRAFT_MODEL}NAME for a second model"
+            raise UsageError(f"--speculate is {self.who!r}", why=f"it may be {known}", fix="--speculate auto")
+        if self.draft_tokens is not None and not 0 <= self.draft_tokens <= MOST_DRAFT_TOKENS:
+            why = f"one pass has room to verify from 0 to {MOST_DRAFT_TOKENS}"
+            raise UsageError(f"--draft-tokens is {self.draft_tokens}", why=why, fix=f"--draft-tokens {DRAFT_TOKENS}")
+
+    @property
+    def draft_model(self) -> str:
+        """Its name; "" where none guesses."""
+        return self.who.removeprefix(DRAFT_MODEL) if self.who.startswith(DRAFT_MODEL) else ""
+
+    @property
+    def is_on(self) -> bool:
+        return self.who != "off" and self.most_tokens > 0
+
+    @property
+    def skips(self) -> bool:
+        return self.who in ("auto", "skip") and self.most_tokens > 0
+
+    @property
+    def most_tokens(self) -> int:
+        return DRAFT_TOKENS if self.draft_tokens is None else self.draft_tokens
+
+
+AUTO, OFF = Speculate("auto"), Speculate("off")
+
+
+class Speculating(Protocol):
+    def __call__(self, residency: Residency, plan: Plan | None) -> Speculation:
+        """plan: by which the model was loaded, if one was made."""
+        ...
+
+
+def speculation(
+    speculate: Speculate,
+    residency: Residency,
+    plan: Plan | None,
+    drafter: ModelDrafter | None = None,
+) -> Speculation:
+    """drafter: the second model, if there is one. plan: as `Speculating` has it."""
+    skip_set = None
+    drafters: list[Drafter] = []
+    lookup = NgramLookup() if speculate.who in ("auto", "ngram") else None
+    if speculate.who in ("auto", "skip"):
+        directory = None if residency.placed is None else residency.placed.directory
+        skip_set = SkipSet(residency, directory, speculate.most_tokens)
+        drafters.append(SkipDrafter(lambda: residency.runner, skip_set.names))
+    if drafter is not None:
+        drafters.append(drafter)
+    return Speculation(
+        residency,
+        lookup,
+        drafters,
+        speculate.most_tokens,
+        skip_set=skip_set if speculate.adapts else None,
+        forks=plan is None or plan.shape.fork_bytes > 0,
+        adapts=speculate.adapts,
+        growth=None if plan is None else growth(plan),
+    )
+
+
+NO_GUESSES: Speculating = partial(speculation, OFF)
+
+
+def growth(plan: Plan) -> Callable[[int, int], float]:
+    """By what the plan thinks that rows make a step longer, halved: what looks good is tried, and measured by that."""
+
+    @cache
+    def of(sequences: int, rows: int) -> float:
+        depth = plan.prompt_tokens
+        longer = plan.costs.decode_s(depth, rows) / plan.costs.decode_s(depth, sequences)
+        return 1 + (longer - 1) / 2
+
+    return of

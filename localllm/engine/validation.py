@@ -1,0 +1,61 @@
+"""What a prompt comes to, and whether a request can run: of any engine, wherever it is. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from localllm import hub
+from localllm.engine.request import Request, require_ids
+from localllm.errors import ModelChangedError, UsageError
+from localllm.models.config import ModelConfig
+from localllm.text.chat_template import ChatInput, ChatTemplate, encode_chat
+from localllm.text.eviction import overflow_error
+from localllm.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
+
+
+def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, template: Callable[[], ChatTemplate]) -> list[int]:
+    """The ids of a prompt: a text, with the BOS token where the model wants one; ids; or chat messages."""
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt, special=True, bos=True)
+    if not is_chat(prompt):
+        return [item for item in prompt if isinstance(item, int)]
+    messages = [item for item in prompt if not isinstance(item, int)]
+    return encode_chat(template(), tokenizer, ChatInput(messages))
+
+
+def is_chat(prompt: Prompt) -> bool:
+    """Whether it is chat messages: the answer is then a turn of its own."""
+    return not isinstance(prompt, str) and not all(isinstance(item, int) for item in prompt)
+
+
+def require_unchanged(directory: Path, contents: str) -> None:
+    """contents: of the folder, when the first of its files was read; "": nobody looked. Raises ModelChangedError where
+    it has others now, of which some may have been read."""
+    if contents and hub.contents(directory) != contents:
+        why = "they are not what the model was loaded from"
+        raise ModelChangedError(f"the files in {directory} have changed", why=why, fix="ask again: it is loaded anew")
+
+
+def require_same(asked: str, loaded: str) -> None:
+    """Contents of the files that a request was made for, and of those that the engine was loaded from. Raises
+    ModelChangedError."""
+    if asked and loaded != asked:
+        why = "it was written anew, and is loaded anew now"
+        raise ModelChangedError("the model has changed since the question was asked", why=why, fix="ask again")
+
+
+def require_fit(request: Request, ctx: int, config: ModelConfig, flags_for: Callable[[int], str]) -> None:
+    """flags_for: with which a longer context fits. Raises ContextOverflowError or UsageError for a request that cannot
+    run in a context of so many tokens."""
+    num_tokens = len(request.prompt_ids)
+    if num_tokens == 0:
+        raise UsageError("the prompt is empty", why="a model continues a text, and there is none")
+    require_ids((*request.prompt_ids, *request.sampling.logit_bias), config.vocab_size)
+    longest = config.longest_context
+    if num_tokens >= (longest if request.grows else ctx) + (request.pooling is not None):
+        flags = flags_for(min(longest, num_tokens + 512)) if num_tokens < longest else ""
+        raise overflow_error(num_tokens, ctx, longest, flags)

@@ -1,0 +1,62 @@
+"""The rows of a batch that belong to one sequence, and its pages. Knows no cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from localllm.kernels.kv_page import PageLayout
+from localllm.kernels.paged_attention import LayerPages
+
+
+class KVStore(Protocol):
+    """Pages with the keys and values of one sequence. The tokens of a forward may be written again and again: only the
+    owner says which ones count. Layers of the same window are one group."""
+
+    @property
+    def places(self) -> Sequence[tuple[int, int]]:
+        """For each layer, its group and its number there."""
+        ...
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether all pages are on the host."""
+        ...
+
+    @property
+    def layouts(self) -> tuple[PageLayout, PageLayout | None]:
+        """The layouts of dense pages and of coded ones."""
+        ...
+
+    def layer(self, layer: int, past: int, num_tokens: int) -> LayerPages:
+        """Return the pages that queries at the positions [past, past + num_tokens) write and read of a layer."""
+        ...
+
+    @property
+    def homes(self) -> Sequence[tuple[torch.device, int]]:
+        """For each layer, the device of its keys and values, and the number of its part in a page's bytes there."""
+        ...
+
+    def addresses(self, group: int, device: torch.device) -> Tensor:
+        """int64 [pages], on the host: where the parts of a group's pages that are on this device begin."""
+        ...
+
+    def own_page(self, group: int, number: int, device: torch.device) -> tuple[int, int]:
+        """Return the address of a page on this device as its own tokens read it, and the bytes from one layer's part
+        of it to the next one's."""
+        ...
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The rows [begin, end) of a batch belong to one sequence and are the tokens behind its first `past`."""
+
+    begin: int
+    end: int
+    kv: KVStore
+    past: int
+    rope_length: int  # tokens by which length-dependent RoPE scalings choose their frequencies

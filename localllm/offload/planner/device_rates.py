@@ -1,0 +1,139 @@
+"""What a GPU was measured to do: copies, launches, the way to the CPU and back, and the memory that CUDA itself takes.
+
+A CPU may stand in for the GPU. Knows nothing of models; of formats only what is kept with the rest.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from localllm.offload.planner.format_rates import FormatRates
+from localllm.offload.planner.nvml import Gpu, gpu_of
+from localllm.offload.planner.roofline import DeviceFloors, device_seconds, recorded, warm_up
+
+# Beyond every cache, and 10 ms over a link of 25 GB/s; 3 times to the card and 3 back, over the slowest link, take 2 s.
+_COPY_BYTES = 256 << 20
+_COPIES = 3
+_LAUNCHES = 200  # fewer than the driver's queue holds, beyond which a launch waits for a place
+_REPEATS = 5
+_HOPS = 50
+_HIDDEN_SIZE = 4096
+_MIB = 1 << 20
+# Where nobody tells. A context and the library's kernels usually take 250 to 500 MiB; too much is only not used, while
+# with too little an answer would end for want of memory.
+UNKNOWN_CONTEXT_BYTES = 500 * _MIB
+# What is beyond was another program's coming or going, or another process under this one's number.
+_CONTEXT_BYTES = range(100 * _MIB, 2048 * _MIB)
+
+
+@dataclass(frozen=True)
+class DeviceRates:
+    """device_copy_gbs: bytes read and bytes written, in 1e9 a second. h2d_gbs, d2h_gbs: from and to pinned memory.
+
+    launch_s: from one small operator to the next; graph_launch_s: so in a graph that is replayed. hop_s: a token's
+    hidden state to the CPU and back. context_bytes: what a process holds on the card without any tensor, the library's
+    kernels included.
+    """
+
+    device_copy_gbs: float
+    h2d_gbs: float
+    d2h_gbs: float
+    launch_s: float
+    graph_launch_s: float
+    hop_s: float
+    context_bytes: int
+    formats: Mapping[str, FormatRates] = field(default_factory=dict)
+
+
+@torch.inference_mode()
+def device_rates(device: torch.device) -> DeviceRates:
+    """All but the formats, in a second or two. Raises torch.OutOfMemoryError where the device has no room for it."""
+    free_before = _free_before_context(device)
+    floors = DeviceFloors(device, _COPY_BYTES)
+    warm_up(device, floors.h2d_gbs)
+    device_copy_gbs, h2d_gbs, d2h_gbs = (
+        statistics.median(sample() for _ in range(_COPIES))
+        for sample in (floors.device_copy_gbs, floors.h2d_gbs, floors.d2h_gbs)
+    )
+    del floors
+    launches = _launch_s(device)
+    return DeviceRates(
+        device_copy_gbs, h2d_gbs, d2h_gbs, *launches, _hop_s(device), _context_bytes(device, free_before)
+    )
+
+
+def gpu(device: torch.device) -> Gpu | None:
+    """What NVML says of this device; None where it is a CPU, or nothing is said."""
+    if device.type == "cpu":
+        return None
+    return gpu_of(str(torch.cuda.get_device_properties(device).uuid))
+
+
+def give_back_cached(device: torch.device) -> None:
+    """What was freed on the device, and pinned for it, but is kept by torch for later, goes back to the system."""
+    if device.type != "cpu":
+        torch.cuda.empty_cache()
+        torch._C._host_emptyCache()  # torch.accelerator.empty_host_cache begins with torch 2.12
+
+
+def context_bytes(card: Gpu | None, free_before: int | None, reserved_bytes: int) -> int:
+    """card: as it is now. free_before: on it, before this process had a context there; None where it had.
+    reserved_bytes: what of this process's share torch holds for tensors."""
+    if card is None:
+        return UNKNOWN_CONTEXT_BYTES
+    held = [card.own_bytes]
+    if free_before is not None and card.free_bytes is not None:
+        held.append(free_before - card.free_bytes)
+    beside_tensors = (num_bytes - reserved_bytes for num_bytes in held if num_bytes is not None)
+    return next((num_bytes for num_bytes in beside_tensors if num_bytes in _CONTEXT_BYTES), UNKNOWN_CONTEXT_BYTES)
+
+
+def _free_before_context(device: torch.device) -> int | None:
+    card = gpu(device)
+    if card is None:
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    has_context: bool = torch._C._cuda_hasPrimaryContext(index)  # type: ignore[attr-defined]  # in no stub
+    return None if has_context else card.free_bytes
+
+
+def _context_bytes(device: torch.device, free_before: int | None) -> int:
+    if device.type == "cpu":
+        return 0
+    x = torch.ones(512, 512, dtype=torch.bfloat16, device=device)
+    device_seconds(device, lambda: torch.nn.functional.linear(x, x))  # from here on the library's kernels are there too
+    give_back_cached(device)
+    return context_bytes(gpu(device), free_before, torch.cuda.memory_reserved(device))
+
+
+def _launch_s(device: torch.device) -> tuple[float, float]:
+    """One by one, and in a graph."""
+    x = torch.zeros(1, device=device)
+
+    def launch_all() -> None:
+        for _ in range(_LAUNCHES):
+            x.add_(1.0)
+
+    one_by_one = _median_s(device, launch_all, _REPEATS) / _LAUNCHES
+    return one_by_one, _median_s(device, recorded(device, launch_all), _REPEATS) / _LAUNCHES
+
+
+def _hop_s(device: torch.device) -> float:
+    there = torch.ones((1, _HIDDEN_SIZE), dtype=torch.bfloat16, device=device)
+    here = torch.ones((1, _HIDDEN_SIZE), dtype=torch.bfloat16, pin_memory=device.type != "cpu")
+
+    def hop() -> None:
+        here.copy_(there, non_blocking=True)
+        torch.get_device_module(device).synchronize(device)
+        there.copy_(here, non_blocking=True)
+
+    return _median_s(device, hop, _HOPS)
+
+
+def _median_s(device: torch.device, action: Callable[[], object], times: int) -> float:
+    warm_up(device, action)
+    return statistics.median(device_seconds(device, action) for _ in range(times))

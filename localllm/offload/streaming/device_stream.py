@@ -1,0 +1,190 @@
+"""Runs of bytes that pass from the host's memory through a ring on a device, one copy each, forward after forward.
+
+A run is on its way while the one before it is computed, over the border between two forwards too. Copies go on a stream
+of their own; events say when a run has arrived and when its place may be written again, and nothing waits on the host
+but for what comes from the disk. Knows nothing of what the bytes hold.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from localllm.offload.streaming.disk_stream import DiskStream, StreamClock
+from localllm.offload.streaming.ring import Ring
+
+
+@dataclass(frozen=True)
+class HostRun:
+    """Bytes (uint8) in the host's memory, best pinned. from_disk: a DiskStream brings them there in every forward."""
+
+    name: str
+    content: Tensor
+    from_disk: bool = False
+
+
+class Lane:
+    """The stream on which copies go to a device, and whose bytes are in the ring that they go to.
+
+    Several DeviceStreams may share it and the memory of the ring, of which one is used at a time.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        # On a CPU, which stands in for a device in tests, torch's streams and events do nothing and copies are done at
+        # once.
+        self.module: Any = torch.get_device_module(device)
+        self.device = device  # of several cards; which one is the current one is each thread's own affair
+        self.stream: Any = self.module.Stream(device)
+        self.user: DeviceStream | None = None
+        self._clock = StreamClock()
+        self._is_timed = device.type == "cuda"
+        self._sending: deque[tuple[Any, Any]] = deque()  # events before and behind what is not in the clock yet
+        self._waiting: deque[tuple[Any, Any]] = deque()
+
+    @property
+    def clock(self) -> StreamClock:
+        """What has taken place so far, by the device's own time."""
+        self.tally()
+        return self._clock
+
+    def tally(self) -> None:
+        """Into the clock, what has ended since."""
+        self._clock.sending_s += _ended(self._sending)
+        self._clock.wait_s += _ended(self._waiting)
+
+    def mark(self, stream: Any = None) -> Any:
+        """An event behind all that `stream`, or where the device computes, was given so far."""
+        event = self.module.Event(enable_timing=True) if self._is_timed else self.module.Event()
+        event.record(self.module.current_stream(self.device) if stream is None else stream)
+        return event
+
+    def copy(self, content: Tensor, into: Tensor, after: Any | None) -> Any:
+        """Begin it once `after` has come; the event behind it."""
+        with self.module.stream(self.stream):
+            if after is not None:
+                self.stream.wait_event(after)
+            began = self.mark(self.stream) if self._is_timed else None
+            into.copy_(content, non_blocking=True)
+            arrived = self.mark(self.stream)
+        self._clock.bytes_sent += content.numel()
+        if began is not None:
+            self._sending.append((began, arrived))
+        return arrived
+
+    def wait(self, arrived: Any) -> None:
+        """What is computed from here on comes after that."""
+        began = self.mark() if self._is_timed else None
+        self.module.current_stream(self.device).wait_event(arrived)
+        if began is not None:
+            self._waiting.append((began, self.mark()))
+
+    def drain(self) -> None:
+        """Until nothing is on its way, and the ring is nobody's: before what is copied from or to is given back. Torch
+        hands what is freed to who computes next, and knows nothing of another stream that still writes to it."""
+        self.mark(self.stream).synchronize()
+        self.user = None
+
+
+class DeviceStream:
+    """A BlockStream of `runs` through `memory` (uint8 [ring.num_bytes] on the device). One forward at a time."""
+
+    def __init__(
+        self, runs: Sequence[HostRun], ring: Ring, memory: Tensor, lane: Lane, disk: DiskStream | None = None
+    ) -> None:
+        """disk: brings the runs that are from the disk, and what is read there but computed on the host."""
+        self.names = frozenset(run.name for run in runs) | (frozenset() if disk is None else disk.names)
+        self._runs = runs
+        self._index = {run.name: index for index, run in enumerate(runs)}
+        self._reach = ring.reach
+        self._places = [
+            memory[begin : begin + run.content.numel()] for run, begin in zip(runs, ring.offsets, strict=True)
+        ]
+        self._lane = lane
+        self._disk = disk
+        # Runs are counted on over the forwards: number n is run n % len(runs).
+        self._next = 0  # the run that is needed next; those before it are released
+        self._arrived: dict[int, Any] = {}  # of the copies that were begun
+        self._released: dict[int, Any] = {}
+
+    @property
+    def clock(self) -> StreamClock:
+        return self._lane.clock if self._disk is None else self._lane.clock + self._disk.clock
+
+    def begin(self) -> None:
+        """As BlockStream says. Copies that were begun for a forward that was given up are dropped."""
+        if self._disk is not None:
+            self._disk.begin()
+        self._lane.tally()  # events would gather where nobody looks at the clock
+        if self._lane.user is self and self._next % max(1, len(self._runs)) == 0:
+            return
+        # All that was computed may have used the ring, whoever gave it; what was copied before is copied before.
+        self._lane.stream.wait_event(self._lane.mark())
+        self._lane.user = self
+        self._next = 0
+        self._arrived.clear()
+        self._released.clear()
+        self._copy_ahead()
+
+    @contextmanager
+    def held(self, name: str) -> Iterator[None]:
+        """Inside, the run of this name is in its place. Raises CheckpointError naming the file that cannot be read."""
+        if name not in self._index:
+            with self._disk_held(name):
+                yield
+            return
+        number = self._next
+        assert self._index[name] == number % len(self._runs), "runs are asked for in their order"
+        if number not in self._arrived:
+            self._copy(number)
+        self._lane.wait(self._arrived.pop(number))
+        yield
+        self._released[number] = self._lane.mark()
+        self._released.pop(number - 2, None)  # from now on no copy waits for one so far back
+        self._next = number + 1
+        self._copy_ahead()
+
+    @contextmanager
+    def _disk_held(self, name: str) -> Iterator[None]:
+        if self._disk is None:
+            yield
+        else:
+            with self._disk.held(name):
+                yield
+
+    def _copy_ahead(self) -> None:
+        """Begin what has a place now and is in the host's memory already."""
+        for number in (self._next, self._next + 1):
+            if not self._runs or number in self._arrived or self._run(number).from_disk:
+                continue
+            if number - self._reach[number % len(self._runs)] < self._next:
+                self._copy(number)
+
+    def _copy(self, number: int) -> None:
+        """Of a run from the disk, the copy is waited for: its place on the host is for the next one then."""
+        run, index = self._run(number), number % len(self._runs)
+        before = self._released.get(number - self._reach[index])
+        if not run.from_disk:
+            self._arrived[number] = self._lane.copy(run.content, self._places[index], before)
+            return
+        with self._disk_held(run.name):
+            arrived = self._lane.copy(run.content, self._places[index], before)
+            arrived.synchronize()
+        self._arrived[number] = arrived
+
+    def _run(self, number: int) -> HostRun:
+        return self._runs[number % len(self._runs)]
+
+
+def _ended(pairs: deque[tuple[Any, Any]]) -> float:
+    """Seconds between the events of those pairs that have come, which are dropped. They come in their order."""
+    ended_ms = 0.0
+    while pairs and pairs[0][1].query():
+        began, end = pairs.popleft()
+        ended_ms += began.elapsed_time(end)
+    return ended_ms / 1e3

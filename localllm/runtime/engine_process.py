@@ -1,0 +1,364 @@
+"""An engine in a process of its own: who starts it outlives it, and when it ends all of its memory is given back.
+
+Before it loads its model it says what room that would take, and waits to be told how much it may have: who starts
+several shares the machine out among them. The processes are forked from one that has torch in memory already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from localllm.config import Origin
+from localllm.errors import LocalLLMError
+from localllm.runtime import protocol
+from localllm.runtime.engine_client import AttachedEngine, AttachedService, AttachedStream
+from localllm.runtime.engine_loader import Opening, open_engine
+from localllm.runtime.selection import Selection
+from localllm.runtime.sockets import listening, runtime_folder
+from localllm.runtime.watchdog import Patience
+
+if TYPE_CHECKING:
+    from localllm.engine.engine import Engine
+    from localllm.engine.engine_info import Recipient
+    from localllm.engine.loader import Watcher
+    from localllm.engine.request import Request
+    from localllm.offload.planner.plan import Plan
+    from localllm.runtime.engine_server import Guest
+
+_LEAVE_S = 5.0  # for which a process that is told to end may go on, before it is killed
+# What is said of a token waits so long at most for the interpreter, where the engine's thread has it: 5 ms is usual.
+_SWITCH_S = 0.0005
+_GRANTED = Origin("flag", "the server's share of the memory")
+
+
+@dataclass(frozen=True)
+class Caps:
+    """The most bytes that a model may have; None: what its settings say, or what is free."""
+
+    ram: int | None = None
+    vram: int | None = None
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """How a model would be placed in the room that there is. is_easy: as if it had the machine to itself. needs,
+    limits: bytes of each tier. error: why it would not be placed at all."""
+
+    is_easy: bool = False
+    needs: Mapping[str, int] = field(default_factory=dict)
+    limits: Mapping[str, int] = field(default_factory=dict)
+    error: LocalLLMError | None = None
+
+
+@dataclass(frozen=True)
+class Hearer:
+    """Who hears of a load. foreseen: is to `grant` room, or to have it `foresee` again with other caps. telling: of
+    progress, by the names of `Watcher`'s fields, and "warning"."""
+
+    foreseen: Callable[[Foreseen], None]
+    telling: Callable[[str, tuple[Any, ...]], None] = lambda _kind, _arguments: None
+
+
+class EngineProcess:
+    """`Service` of an engine in a process of its own."""
+
+    def __init__(
+        self,
+        selection: Selection,
+        opening: Opening,
+        caps: Caps,
+        hearer: Hearer,
+        patience: Patience = Patience(),  # noqa: B008
+    ) -> None:
+        """patience: with a process that does not move on."""
+        self._hearer = hearer
+        self._own, theirs = socket.socketpair()
+        self._process = _context().Process(
+            target=_be_engine, args=(theirs, selection, opening, caps), name="localllm-engine", daemon=True
+        )
+        self._process_began = threading.Event()
+        self._ending = threading.Lock()
+        self._is_released = self._is_stopped = False
+        self.pid: int | None = None
+        self._theirs: socket.socket | None = theirs
+        self.socket_path: Path | None = None  # at which other programs reach it, once it is loaded
+        self._service = AttachedService(
+            selection.files.directory,
+            self._begin,
+            self._heard,
+            self._why_gone,
+            pid=lambda: self.pid,
+            kill=self._kill,
+            patience=patience,
+        )
+
+    def grant(self, caps: Caps) -> None:
+        """Lets it load with so much."""
+        self._say("load", caps)
+
+    def foresee(self, caps: Caps) -> None:
+        """Has it say what it would come to with so much."""
+        self._say("foresee", caps)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._service.has_ended
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether it has not moved on for half of the time after which it is ended, though somebody waits."""
+        return self._service.watchdog.is_doubtful and not self.has_ended
+
+    @property
+    def patience(self) -> Patience:
+        return self._service.watchdog.patience
+
+    @patience.setter
+    def patience(self, patience: Patience) -> None:
+        self._service.watchdog.patience = patience
+
+    # As `Service` has it
+
+    def wait_loaded(self, timeout_s: float | None = None) -> AttachedEngine | None:
+        return self._service.wait_loaded(timeout_s)
+
+    @property
+    def is_settled(self) -> bool:
+        return self._service.is_settled
+
+    def submit(self, request: Request, recipient: Recipient | None = None) -> AttachedStream:
+        return self._service.submit(request, recipient)
+
+    def wait_ended(self) -> BaseException | None:
+        return self._service.wait_ended()
+
+    def stop(self) -> None:
+        """What is still being loaded is given up at once."""
+        self._is_stopped = True
+        self._service.stop()
+        if not self.is_settled:
+            self._kill()
+
+    def close(self, timeout_s: float = _LEAVE_S) -> None:
+        """Returns when the process has ended; it is killed where it takes longer than that."""
+        self._service.close(timeout_s)
+        with self._ending:
+            if self._process_began.is_set() and not self._is_released:
+                self._process.join(timeout_s)
+                if self._process.exitcode is None:
+                    self._process.kill()
+                    self._process.join(timeout_s)
+                self._is_released = self._process.exitcode is not None
+                if self._is_released:
+                    self._process.close()  # else its descriptors stay as long as anybody knows it
+        self._forget_socket()
+
+    def _begin(self) -> socket.socket:
+        """On the thread that reads: the first one waits a second for torch."""
+        assert self._theirs is not None
+        # A screen has a stderr without a descriptor, which is passed on.
+        with contextlib.redirect_stderr(sys.__stderr__), _signals_of_the_terminal_held():
+            self._process.start()
+        self.pid = self._process.pid
+        self._process_began.set()
+        if self._is_stopped:
+            self._kill()
+        self._theirs.close()
+        self._theirs = None
+        return self._own
+
+    def _kill(self) -> None:
+        with self._ending:
+            if self._process_began.is_set() and not self._is_released:
+                self._process.kill()
+
+    def _say(self, what: str, caps: Caps) -> None:
+        self._service.say({"op": what, "caps": protocol.plain(caps)})
+
+    def _heard(self, message: protocol.Message) -> None:
+        match message["op"]:
+            case "foreseen":
+                self._service.is_asked = True
+                self._hearer.foreseen(protocol.read(Foreseen, message["foreseen"]))
+            case "listening":
+                self.socket_path = Path(message["path"])
+            case "told":
+                self._hearer.telling(message["kind"], tuple(message["arguments"]))
+
+    def _why_gone(self) -> str:
+        self._forget_socket()
+        with self._ending:
+            is_known = self._process_began.is_set() and not self._is_released
+            if is_known:
+                self._process.join(1.0)
+            code = self._process.exitcode if is_known else None
+        if code is not None and code < 0:
+            name = signal.Signals(-code).name
+            hint = ", as the system does where memory runs out" if name == "SIGKILL" else ""
+            return f"its process was ended by {name}{hint}"
+        return "its process has ended" if code is None else f"its process has ended with exit code {code}"
+
+    def _forget_socket(self) -> None:
+        if self.socket_path is not None:
+            with contextlib.suppress(OSError):
+                self.socket_path.unlink()
+
+
+def _context() -> Any:
+    """From which processes are made. Forked from one that has loaded torch, an engine begins in 30 ms, not in a
+    second; and what torch is in memory is there once."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["localllm.runtime.preloaded"])
+    return context
+
+
+@contextlib.contextmanager
+def _signals_of_the_terminal_held() -> Iterator[None]:
+    """While it lasts, what this thread starts is begun without them, and so is all that is forked from that: the owner
+    hears of them, and ends the process. One that is still being begun would die of them with a traceback."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    resource_tracker.ensure_running()  # which is begun with them, and lets them through when it has been
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+# In the new process
+
+
+def _be_engine(sock: socket.socket, selection: Selection, opening: Opening, caps: Caps) -> None:
+    """To the end of the process, which is when its owner has gone. What it is asked for is in `engine.hosting`."""
+    for name in ("SIGINT", "SIGHUP"):  # of the terminal: its owner hears of it, and ends this
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    sys.setswitchinterval(_SWITCH_S)
+    with contextlib.suppress(OSError):  # the owner has gone
+        try:
+            granted = _agree_on_room(sock, selection, opening, caps)
+        except LocalLLMError as error:
+            sock.sendall(protocol.line({"op": "failed", "error": protocol.plain(error)}))
+            granted = None
+        if granted is not None:
+            _host(sock, _with_caps(selection, granted), opening)
+    sys.stdout.flush()
+    os._exit(0)  # what is still being computed is nobody's
+
+
+def _agree_on_room(sock: socket.socket, selection: Selection, opening: Opening, caps: Caps) -> Caps | None:
+    """With how much it may load; None where the owner has gone. Raises what keeps the model from being looked at."""
+    while True:
+        foreseen = _foreseen(_with_caps(selection, caps), opening, _telling(sock))
+        sock.sendall(protocol.line({"op": "foreseen", "foreseen": protocol.plain(foreseen)}))
+        data = b""
+        while not data.endswith(b"\n"):  # the owner says one thing, and waits then
+            more = sock.recv(4096)
+            if not more:
+                return None
+            data += more
+        message = protocol.message(data)
+        if message["op"] == "load":
+            granted: Caps = protocol.read(Caps, message["caps"])
+            return granted
+        if message["op"] == "foresee":
+            caps = protocol.read(Caps, message["caps"])
+
+
+def _foreseen(selection: Selection, opening: Opening, tell: Callable[[str, tuple[Any, ...]], None]) -> Foreseen:
+    from localllm.engine.planning import foresee
+    from localllm.errors import DoesNotFitError
+    from localllm.models.shapes import find_shape
+    from localllm.runtime.plan_options import wishes_of
+
+    wishes = wishes_of(selection.resolved, lambda _text: None, opening.job)
+    try:
+        plan = foresee(
+            find_shape(selection.model_name), selection.files, wishes, lambda text: tell("measuring", (text,))
+        )
+    except DoesNotFitError as error:
+        return Foreseen(error=error)
+    needs = {str(tier): sum(owners.values()) for tier, owners in plan.ledger.items()}
+    return Foreseen(_is_easy(plan, selection.settings.ctx), needs, {str(t): n for t, n in plan.limits.items()})
+
+
+def _is_easy(plan: Plan, ctx: int | None) -> bool:
+    return plan.is_whole and plan.ctx >= min(ctx or plan.shape.default_ctx, plan.shape.default_ctx)
+
+
+def _with_caps(selection: Selection, caps: Caps) -> Selection:
+    given = {name: (value, _GRANTED) for name, value in vars(caps).items() if value is not None}
+    return Selection(selection.files, selection.resolved.overlaid(given))
+
+
+def _host(sock: socket.socket, selection: Selection, opening: Opening) -> None:
+    """Loads the model and serves who comes, until the owner has gone."""
+    from localllm.runtime.engine_server import Host
+    from localllm.runtime.engine_thread import EngineService
+
+    owner: Future[Guest] = Future()
+
+    def tell(kind: str, arguments: tuple[Any, ...]) -> None:
+        owner.result().say(_told(kind, arguments))
+
+    with contextlib.ExitStack() as stack:
+        listener = None
+        with contextlib.suppress(LocalLLMError):  # its owner can use it all the same
+            path = runtime_folder() / f"engine-{os.getpid()}.sock"
+            listener = stack.enter_context(listening(path))  # before other threads make files: it sets the umask
+            stack.callback(_unlink, path)
+            sock.sendall(protocol.line({"op": "listening", "path": str(path)}))
+        service = EngineService(lambda: _load(selection, opening, tell))
+        host = Host(service)
+        service.moved = host.tell_of_move
+        if listener is not None:
+            host.listen(listener)
+        owner.set_result(host.take_owner(sock))
+        host.owner_gone.wait()
+        host.close()
+        service.close(_LEAVE_S)
+
+
+def _unlink(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def _load(selection: Selection, opening: Opening, tell: Callable[[str, tuple[Any, ...]], None]) -> Engine:
+    return open_engine(selection, opening, _watcher(tell), lambda text: tell("warning", (text,)))
+
+
+def _telling(sock: socket.socket) -> Callable[[str, tuple[Any, ...]], None]:
+    def tell(kind: str, arguments: tuple[Any, ...]) -> None:
+        sock.sendall(protocol.line(_told(kind, arguments)))
+
+    return tell
+
+
+def _told(kind: str, arguments: tuple[Any, ...]) -> protocol.Message:
+    return {"op": "told", "kind": kind, "arguments": list(arguments)}
+
+
+def _watcher(tell: Callable[[str, tuple[Any, ...]], None]) -> Watcher:
+    from localllm.engine.loader import Watcher
+
+    def telling(kind: str) -> Callable[..., None]:
+        return lambda *arguments: tell(kind, arguments)
+
+    return Watcher(*(telling(kind) for kind in ("reading", "packing", "waiting", "measuring", "noting")))

@@ -1,0 +1,236 @@
+"""Lets front ends in other processes use the engine of this one: what they say in `wire`'s lines is done, and what
+comes of it is said back, to each what it asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from localllm.engine.engine_info import AnswerStream, LoadedEngine, Service
+from localllm.engine.events import Event, FinishedEvent
+from localllm.engine.request import Request
+from localllm.errors import EngineClosedError, UsageError
+from localllm.runtime import protocol
+
+_LEAVE_S = 4.0  # in which what is being computed for one that leaves comes to its end, between two blocks
+_MOVE_S = 5.0  # between two signs of life
+_MOST_GUESTS = 64  # a shell's worth of programs; each has two threads here
+
+
+class Guest:
+    """One connection. What it asked for ends when it goes."""
+
+    def __init__(self, sock: socket.socket, service: Service, gone: Callable[[Guest], None]) -> None:
+        """gone: called once, on a thread of its own."""
+        self._sock = sock
+        self._service = service
+        self._gone = gone
+        self._streams: dict[int, AnswerStream] = {}  # by the number that the guest has given
+        self._lock = threading.Condition()
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+
+    def begin(self) -> None:
+        threading.Thread(target=self._write, name="localllm-guest-write", daemon=True).start()
+        threading.Thread(target=self._read, name="localllm-guest-read", daemon=True).start()
+
+    def say(self, message: protocol.Message) -> None:
+        """From any thread; returns at once."""
+        self._outbox.put(protocol.line(message))
+
+    def tell_of_move(self) -> None:
+        """To who waits for an answer, also behind those of others."""
+        if self._streams:
+            self.say({"op": "moved"})
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):
+            is_open = True
+            while is_open:
+                parts = [self._outbox.get()]
+                while not self._outbox.empty():  # nobody else takes anything out
+                    parts.append(self._outbox.get())
+                self._sock.sendall(b"".join(part for part in parts if part is not None))
+                is_open = None not in parts
+        self.close()
+
+    def _read(self) -> None:
+        try:
+            self._tell_of_load()
+            with self._sock.makefile("rb") as lines:
+                while data := lines.readline(protocol.MOST_BYTES):
+                    self._take(protocol.message(data))
+        except (OSError, protocol.WireError, KeyError, TypeError, ValueError, RecursionError):
+            pass  # who does not keep to what is spoken here is not spoken to
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        """What still runs is stopped, and its end told to who only said that nothing more will be asked."""
+        with self._lock:
+            for stream in self._streams.values():
+                stream.abort()
+            self._lock.wait_for(lambda: not self._streams, _LEAVE_S)
+        self._outbox.put(None)
+        self._gone(self)
+
+    def _tell_of_load(self) -> None:
+        """Waits for the engine."""
+        try:
+            engine = self._service.wait_loaded()
+            if engine is None:
+                raise EngineClosedError("the engine has been closed")
+            self.say({"op": "loaded", "facts": protocol.plain(engine.facts())})
+        except BaseException as error:
+            self.say({"op": "failed", "error": protocol.plain(error)})
+
+    def _take(self, message: protocol.Message) -> None:
+        number = int(message["id"])
+        match message["op"]:
+            case "submit":
+                self._submit(number, message["request"])
+            case "abort":
+                with self._lock:
+                    stream = self._streams.get(number)
+                if stream is not None:
+                    stream.abort()
+            case "call" if message["name"] in SLOW_CALLS:
+                arguments = (number, message["name"], message.get("argument"))
+                threading.Thread(target=self._answer, args=arguments, name="localllm-guest-call", daemon=True).start()
+            case "call":
+                self._answer(number, message["name"], message.get("argument"))
+            case other:
+                raise protocol.WireError(f"{other!r} is not known")
+
+    def _submit(self, number: int, request: Any) -> None:
+        with self._lock:  # its end must not be heard of before it is known
+            try:
+                self._streams[number] = self._service.submit(protocol.read(Request, request), _Outbound(number, self))
+            except Exception as error:
+                self.say({"op": "broken", "id": number, "error": protocol.plain(error)})
+
+    def ended(self, number: int) -> None:
+        with self._lock:
+            self._streams.pop(number, None)
+            self._lock.notify_all()
+
+    def _answer(self, number: int, name: str, argument: Any) -> None:
+        try:
+            engine = self._service.wait_loaded(0)
+            if engine is None:
+                raise EngineClosedError("the engine has been closed")
+            value = CALLS[name](engine, argument)
+        except Exception as error:
+            self.say({"op": "refused", "id": number, "error": protocol.plain(error)})
+            return
+        self.say({"op": "answered", "id": number, "value": protocol.plain(value)})
+
+
+class _Outbound:
+    """Where the events of one request go: to who asked for it, under the number that it gave."""
+
+    def __init__(self, number: int, guest: Guest) -> None:
+        self._number = number
+        self._guest = guest
+
+    def put(self, item: Event | BaseException, /) -> None:
+        """As `Recipient` has it."""
+        if isinstance(item, BaseException):
+            self._guest.say({"op": "broken", "id": self._number, "error": protocol.plain(item)})
+            self._guest.ended(self._number)
+            return
+        event = protocol.plain(replace(item, request_id=self._number))
+        self._guest.say({"op": "event", "kind": type(item).__name__, "event": event})
+        if isinstance(item, FinishedEvent):
+            self._guest.ended(self._number)
+
+
+def _check(engine: LoadedEngine, argument: Any) -> None:
+    engine.check(protocol.read(Request, argument))
+
+
+def _flags_for(engine: LoadedEngine, argument: Any) -> str:
+    return engine.flags_for(int(argument))
+
+
+# What may be asked of the engine beside requests.
+CALLS: dict[str, Callable[[LoadedEngine, Any], Any]] = {
+    "check": _check,
+    "flags_for": _flags_for,
+    "facts": lambda engine, _: engine.facts(),
+    "status": lambda engine, _: engine.status(),
+}
+
+# Those that may take a second, as a grammar that is new does: what is said meanwhile is heard.
+SLOW_CALLS = frozenset({"check"})
+
+
+class Host:
+    """Who is served. Ends by itself when its owner has gone."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._guests: set[Guest] = set()
+        self._told_at = 0.0
+        self._lock = threading.Lock()
+        self.owner_gone = threading.Event()
+
+    def take_owner(self, sock: socket.socket) -> Guest:
+        """Who has started the engine, and hears of the load."""
+        return self._take(sock, lambda: self.owner_gone.set())
+
+    def listen(self, listener: socket.socket) -> None:
+        """Lets others in, until the socket is closed."""
+        threading.Thread(target=self._accept, args=(listener,), name="localllm-host", daemon=True).start()
+
+    def tell_of_move(self) -> None:
+        """The engine has come to its next block, of which there are thousands a second. On its thread."""
+        now = time.monotonic()
+        if now - self._told_at < _MOVE_S:
+            return
+        self._told_at = now
+        with self._lock:
+            guests = list(self._guests)
+        for guest in guests:
+            guest.tell_of_move()
+
+    def close(self) -> None:
+        with self._lock:
+            guests = list(self._guests)
+        for guest in guests:
+            guest.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                sock, _ = listener.accept()
+                with self._lock:
+                    is_full = len(self._guests) >= _MOST_GUESTS
+                if is_full:
+                    error = UsageError("too many programs use this model", why=f"{_MOST_GUESTS} do already")
+                    with contextlib.suppress(OSError):
+                        sock.sendall(protocol.line({"op": "failed", "error": protocol.plain(error)}))
+                    sock.close()
+                else:
+                    self._take(sock, lambda: None)
+
+    def _take(self, sock: socket.socket, gone: Callable[[], None]) -> Guest:
+        def left(guest: Guest) -> None:
+            with self._lock:
+                self._guests.discard(guest)
+            gone()
+
+        guest = Guest(sock, self._service, left)
+        with self._lock:
+            self._guests.add(guest)
+        guest.begin()
+        return guest

@@ -1,0 +1,59 @@
+"""The plan of a model under somebody's settings. Loads nothing, and uses no network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from localllm.config import Origin, ResolvedSettings, accepted
+from localllm.runtime.plan_options import wishes_of
+
+if TYPE_CHECKING:
+    from localllm.engine.planning import Considered
+
+Goal = Literal["latency", "throughput"]
+
+DEFAULT_PARALLEL = 32  # answers at once, where the memory for their KV cache allows it
+_JOB_TOKENS = 1024  # of a prompt and its answer together, in a job of which nothing more is known
+
+
+def considered(
+    name: str,
+    resolved: ResolvedSettings,
+    goal: Goal,
+    say: Callable[[str], None],
+    tell: Callable[[str], None],
+    placed_bytes: int = 0,
+) -> Considered:
+    """latency: one answer, as fast as can be; throughput: DEFAULT_PARALLEL prompts answered together. say: hears what
+    is being measured; tell: of a setting that is left aside. placed_bytes: as `engine.planning.consider` has it.
+
+    Raises ModelNotFoundError, and UsageError for what cannot be honoured.
+    """
+    from localllm.offload.planner.machine_memory import require_address_space
+
+    require_address_space()  # before torch is imported
+    from localllm import hub
+    from localllm.engine.planning import consider
+    from localllm.errors import ModelNotFoundError
+    from localllm.models.shapes import find_shape
+    from localllm.offload.planner.plan import JobShape
+
+    settings = resolved.settings
+    shape = find_shape(name)
+    try:
+        files = hub.locate(name, offline=True)
+    except ModelNotFoundError:
+        files = None
+    tokens = min(_JOB_TOKENS, settings.ctx or _JOB_TOKENS)
+    job = JobShape(DEFAULT_PARALLEL, tokens, tokens) if goal == "throughput" else None
+    return consider(shape, files, wishes_of(resolved, tell, job), say, placed_bytes)
+
+
+def with_changes(resolved: ResolvedSettings, changes: Mapping[str, Any]) -> ResolvedSettings:
+    """The settings with `changes`, as a file would have them; None: as the model has it. Raises SettingsError."""
+    origin = Origin("flag", "the plan")
+    values = {
+        key: (None if value is None else accepted(key, value, origin.where), origin) for key, value in changes.items()
+    }
+    return resolved.overlaid(values)

@@ -1,0 +1,133 @@
+"""Which model is worked with, where its files are, and what the settings say about it."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from localllm.config import ResolvedSettings, Settings
+from localllm.errors import FETCH_ANEW, BugError, LocalLLMError, ModelNotFoundError
+from localllm.registry import BUILT_IN, SAMPLING_KEYS, SAMPLING_SETTINGS, with_model_defaults
+from localllm.runtime.error_origins import with_origins
+
+if TYPE_CHECKING:
+    from localllm.engine.request import SamplingParams
+    from localllm.hub import ModelFiles
+    from localllm.registry import ModelEntry
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A model on this disk, and the settings with the model's own defaults filled in."""
+
+    files: ModelFiles
+    resolved: ResolvedSettings
+
+    @property
+    def settings(self) -> Settings:
+        return self.resolved.settings
+
+    @property
+    def private(self) -> bool:
+        """Whether nothing of what is said may be kept."""
+        return self.settings.private
+
+    @property
+    def model_name(self) -> str:
+        """A name under which the model is found again, from any folder."""
+        is_folder = self.files.repo is None and self.files.name != BUILT_IN
+        return str(self.files.directory.absolute()) if is_folder else self.files.name
+
+    def sampling(self, extra: Mapping[str, Any] = MappingProxyType({})) -> SamplingParams:
+        """How tokens are drawn: the settings, and `extra`, which are none; a seed where none is set.
+
+        Raises UsageError.
+        """
+        from localllm.engine.request import SamplingParams
+
+        chosen = {name: getattr(self.settings, name) for name in SAMPLING_SETTINGS}
+        chosen = {"seed": secrets.randbits(31)} | {name: value for name, value in chosen.items() if value is not None}
+        return SamplingParams(**chosen, **extra)
+
+
+def locate(resolved: ResolvedSettings, word: str | None, *, needs_config: bool = True) -> ModelFiles:
+    """The files of the model `word`, or of the one that the settings name. Uses no network.
+
+    needs_config: as `hub.locate` has it. Raises ModelNotFoundError.
+    """
+    from localllm import hub
+
+    settings = resolved.settings
+    try:
+        return hub.locate(settings.model if word is None else word, offline=settings.offline, needs_config=needs_config)
+    except ModelNotFoundError as error:
+        origin = resolved.origins["model"]
+        if word is None and origin.kind != "default":
+            error.why = f"the setting `model` in {origin.where} names it; {error.why}"
+            if "localllm pull" not in error.fix:
+                error.fix = f"write another name there, or on the line: localllm run {BUILT_IN} -p TEXT"
+        raise
+
+
+def is_model(word: str) -> bool:
+    """Whether the word names a model: one of the registry, ORG/REPOSITORY, or a folder that is there."""
+    from localllm.hub.names import understand
+    from localllm.registry import load_registry
+
+    try:
+        understand(word, load_registry())
+    except ModelNotFoundError:
+        return False
+    return True
+
+
+def with_defaults(resolved: ResolvedSettings, files: ModelFiles) -> Selection:
+    """The model with what it recommends where the settings say nothing. Raises CheckpointError."""
+    return Selection(files, _with_model_defaults(resolved, files.entry, files))
+
+
+def named(error: LocalLLMError, files: ModelFiles | None) -> LocalLLMError:
+    """The error with the model's name where its fix says MODEL. What was not fetched cannot be fetched anew."""
+    if files is None:
+        return error
+    if files.repo is None:
+        copy = f"copy the model's files into {files.directory} anew"
+        error.fix = error.fix.replace(FETCH_ANEW, "reinstall localllm" if files.name == BUILT_IN else copy)
+    error.fix = re.sub(r"(?<!\S)MODEL(?![^\s,)])", lambda _: shlex.quote(files.name), error.fix)
+    return error
+
+
+def told_of(error: Exception, files: ModelFiles | None, resolved: ResolvedSettings) -> LocalLLMError:
+    """The error as a person is told of it who works with this model under these settings."""
+    if not isinstance(error, LocalLLMError):
+        return BugError(f"this is a bug in localllm: {type(error).__name__}", why=str(error))
+    error = named(error, files)
+    with_origins(error, resolved)
+    return error
+
+
+def sampling_defaults(entry: ModelEntry | None, files: ModelFiles | None) -> dict[str, float]:
+    """What the registry and, where it is on this disk, the checkpoint recommend. Raises CheckpointError."""
+    settings = _with_model_defaults(ResolvedSettings(), entry, files).settings
+    values = {name: getattr(settings, name) for name in SAMPLING_KEYS}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _with_model_defaults(
+    resolved: ResolvedSettings, entry: ModelEntry | None, files: ModelFiles | None
+) -> ResolvedSettings:
+    path = files.directory / "generation_config.json" if files else None
+    return with_model_defaults(resolved, entry, _generation_config(path) if path else {}, str(path))
+
+
+def _generation_config(path: Path) -> Mapping[str, Any]:
+    """What the checkpoint says about sampling; empty where it says nothing. Raises CheckpointError."""
+    from localllm.models.strict_json import JsonLimits, read_json_object
+
+    return read_json_object(path, JsonLimits()) if path.exists() else {}

@@ -1,0 +1,206 @@
+"""This user's server, as other programs of the same user find it: what it has loaded, and its engines to attach to."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from localllm import __version__
+from localllm.errors import EngineGoneError, LocalLLMError
+from localllm.runtime.engine_loader import Opening, check
+from localllm.runtime.sockets import IS_SUPPORTED, connected, found_server, listener_pid
+
+if TYPE_CHECKING:
+    from localllm.runtime.engine_client import AttachedService, Mortal, RevivingService
+    from localllm.runtime.engine_process import EngineProcess
+    from localllm.runtime.selection import Selection
+
+Telling = Callable[[str, tuple[Any, ...]], None]
+
+# What an engine is like, once it is loaded; of these an attached one has to be as somebody has chosen.
+_OF_ENGINES = (
+    "device", "dtype", "weights", "kv", "ctx", "ram", "vram", "speculate", "draft_tokens", "cache_disk", "threads",
+)  # fmt: skip
+_CHOSEN = ("flag", "environment", "file")
+_MENDING = " To mend it: "  # as `server.failures` writes it
+_HEARD_S = 30.0  # for what it answers at once
+_AGAIN_S = 0.5  # between two questions whether a model is loaded
+
+
+class _LocalConnection(HTTPConnection):
+    """To a Unix socket."""
+
+    def __init__(self, path: Path, timeout_s: float | None) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        """Raises OSError where nobody listens there."""
+        self.sock = connected(self._path)
+        self.sock.settimeout(self.timeout)
+
+
+def _untold(_kind: str, _arguments: tuple[Any, ...]) -> None:
+    """Nobody wants to know."""
+
+
+class ServerRefusedError(LocalLLMError):
+    """status: of HTTP. name: the error's, as the server calls it."""
+
+    def __init__(self, status: int, name: str, message: str) -> None:
+        told, _, fix = message.partition(_MENDING)
+        what, _, why = told.removesuffix(".").partition(": ")
+        super().__init__(what, why=why, fix=fix)
+        self.status = status
+        self.name = name
+
+
+class Server:
+    """One that runs."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @classmethod
+    def find(cls) -> Server | None:
+        """This user's; None where there is none."""
+        path = found_server() if IS_SUPPORTED else None
+        return None if path is None else cls(path)
+
+    def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> Any:
+        """Raises OSError where nobody listens any more, and ServerRefusedError."""
+        connection = _LocalConnection(self._path, timeout_s)
+        try:
+            data = None if body is None else json.dumps(body)
+            connection.request(method, path, data, {"Content-Type": "application/json"})
+            reply = connection.getresponse()
+            value = json.loads(reply.read())
+        except (HTTPException, ValueError) as error:
+            raise OSError(f"what listens at {self._path} is no server of localllm: {error}") from None
+        finally:
+            connection.close()
+        if reply.status != 200:
+            told = value.get("error", {})
+            raise ServerRefusedError(reply.status, str(told.get("code")), str(told.get("message")))
+        return value
+
+
+def named_at_server(word: str) -> str | None:
+    """The name, or the folder, under which the model is found that the server knows as `word`; None where it knows
+    none."""
+    server = Server.find()
+    try:
+        told = None if server is None else server.ask("POST", "/find", {"model": word}, timeout_s=_HEARD_S)
+    except (OSError, ServerRefusedError):
+        return None
+    return None if told is None else str(told["name"])
+
+
+def attached(selection: Selection, note: Callable[[str], None], telling: Telling = _untold) -> RevivingService | None:
+    """The model in the server's engine, which loads it where it is not loaded. None where there is no server, or one
+    whose engine is not as it is wanted, of which `note` hears. Where the server has ended since, the next request has
+    the model loaded in a process of this program's. telling: as `Hearer` has it, of that load."""
+    if selection.settings.overflow == "grow":  # the server's answers share one context
+        return None
+    first = _at_server(selection, note)
+    if first is None:
+        return None
+    from localllm.runtime.engine_client import RevivingService
+
+    def again() -> Mortal:
+        there = _at_server(selection, note)
+        if there is not None:
+            return there
+        note(f"no server answers any more: {selection.files.name} is loaded by this program itself")
+        return _own(selection, telling)
+
+    return RevivingService(first, again)
+
+
+def _at_server(selection: Selection, note: Callable[[str], None]) -> AttachedService | None:
+    server = Server.find()
+    if server is None:
+        return None
+    wanted = _wanted(selection)
+    try:
+        server.ask("POST", "/attach", {**wanted, "waits": False}, timeout_s=_HEARD_S)
+    except TimeoutError:
+        note(f"the running server is not used: it has not answered for {_HEARD_S:.0f} s; this machine may be very busy")
+        return None
+    except OSError:  # it was killed: what it left says nothing
+        return None
+    except ServerRefusedError as error:
+        if error.status != 404:
+            note(f"the running server is not used: {error.why or error.what}")
+        return None
+    from localllm.runtime.engine_client import AttachedService
+
+    pids: list[int] = []
+
+    def kill() -> None:  # as the server does where its own requests wait
+        with contextlib.suppress(OSError):
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+
+    return AttachedService(
+        selection.files.directory,
+        lambda: _connect(server, wanted, pids),
+        why_gone=_why_gone,
+        pid=lambda: next(iter(pids), None),
+        kill=kill,
+    )
+
+
+def _own(selection: Selection, telling: Telling) -> EngineProcess:
+    from localllm.runtime.engine_process import Caps, EngineProcess, Hearer
+
+    check(selection)
+    begun: Future[EngineProcess] = Future()
+    hearer = Hearer(lambda _foreseen: begun.result().grant(Caps()), telling)
+    begun.set_result(EngineProcess(selection, Opening(keeps_pages=True), Caps(), hearer))
+    return begun.result()
+
+
+def _why_gone() -> str:
+    return "the server has ended, or the process of its engine"
+
+
+def _wanted(selection: Selection) -> dict[str, Any]:
+    resolved = selection.resolved
+    chosen = {name: getattr(resolved.settings, name) for name in _OF_ENGINES if resolved.origins[name].kind in _CHOSEN}
+    return {
+        "version": __version__,
+        "model": selection.model_name,
+        "directory": str(selection.files.directory.resolve()),
+        "settings": chosen,
+        "private": selection.private,
+    }
+
+
+def _connect(server: Server, wanted: Mapping[str, Any], pids: list[int]) -> socket.socket:
+    """To the engine, when it is loaded. pids: takes its process's id in, where it has one here. Raises EngineGoneError,
+    and what the server refuses."""
+    while True:
+        try:
+            told = server.ask("POST", "/attach", {**wanted, "waits": True})
+            sock = connected(Path(told["socket"]))
+            pid = listener_pid(sock) if sys.platform == "linux" else int(told["pid"])
+            pids += [] if pid is None else [pid]
+            return sock
+        except OSError:
+            why = "it has ended while it loaded the model"
+            raise EngineGoneError("the server cannot be reached", why=why, fix="ask again") from None
+        except ServerRefusedError as error:
+            if error.name not in ("loading", "overloaded"):
+                raise
+            time.sleep(_AGAIN_S)

@@ -1,0 +1,98 @@
+"""What the `$ref`s of a JSON Schema point at: one rule for who checks a schema and for the library that compiles it.
+
+Source of the rules: https://json-schema.org/draft/2020-12/json-schema-core#section-8.2, and of draft 4 to 7 that `$id`
+is `id`, may be an anchor, and counts for nothing beside `$ref`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import quote, unquote, urldefrag, urljoin
+
+from localllm.text.grammar.keywords import DEFINITIONS, Steps, parts
+
+_LEGACY = ("draft-04", "draft-06", "draft-07")
+
+
+def pointer(steps: Steps) -> str:
+    """The JSON pointer to a place, as a reference is written."""
+    return "#" + "".join("/" + quote(step.replace("~", "~0").replace("/", "~1"), safe="$") for step in steps)
+
+
+class References:
+    """Of one document, however much of it is wrong."""
+
+    def __init__(self, schema: Any) -> None:
+        draft = str(schema.get("$schema", "")) if isinstance(schema, Mapping) else ""
+        self._is_legacy = any(each in draft for each in _LEGACY)
+        self._id_key = "id" if "draft-04" in draft else "$id"
+        self._bases: dict[Steps, str] = {}
+        self._roots: dict[str, Steps] = {"": ()}
+        self._anchors: dict[tuple[str, str], Steps] = {}
+        self._parts: dict[Steps, Any] = {}
+        rest: list[tuple[Steps, Any, str]] = [((), schema, "")]
+        while rest:
+            steps, part, base = rest.pop()
+            if isinstance(part, Mapping):
+                base = self._noted(steps, part, base)
+                rest += [((*steps, *way), each, base) for way, each in parts(part)]
+            self._bases[steps] = base
+            self._parts[steps] = part
+
+    def used(self) -> set[Steps]:
+        """The ways to the definitions of the document that it leads to, and to what holds them."""
+        seen, rest = set[Steps](), list[Steps]([()])
+        while rest:
+            steps = rest.pop()
+            if steps not in seen:
+                seen.add(steps)
+                rest += self._led_to(steps, self._parts[steps])
+        at = ((steps, index) for steps in seen for index, step in enumerate(steps) if step in DEFINITIONS)
+        return {steps[: index + 2] for steps, index in at}
+
+    def _led_to(self, steps: Steps, part: Any) -> Iterator[Steps]:
+        if isinstance(part, Mapping):
+            yield from ((*steps, *way) for way, _ in parts(part) if way[0] not in DEFINITIONS)
+            reference = part.get("$ref")
+            target = self.target(steps, reference) if isinstance(reference, str) else None
+            if target is not None:
+                yield target
+
+    def target(self, steps: Steps, reference: str) -> Steps | None:
+        """The way to the schema that one at `steps` refers to; None where the document has none there."""
+        address, fragment = _resolved(self._bases[steps], reference)
+        root = self._roots.get(address)
+        if root is None:
+            return None
+        fragment = unquote(fragment)
+        if fragment and not fragment.startswith("/"):
+            return self._anchors.get((address, fragment))
+        way = [step.replace("~1", "/").replace("~0", "~") for step in fragment.split("/")[1:]]
+        found = (*root, *way)
+        return found if found in self._bases else None
+
+    def _noted(self, steps: Steps, part: Mapping[str, Any], base: str) -> str:
+        """The base of references in a schema, whose own names are noted."""
+        given = part.get(self._id_key)
+        if isinstance(given, str) and not (self._is_legacy and "$ref" in part):
+            address, fragment = _resolved(base, given)
+            if fragment:  # of the older drafts
+                self._anchors.setdefault((address, fragment), steps)
+            elif address:
+                base = address
+                self._roots.setdefault(address, steps)
+        if not steps:
+            self._roots[base] = ()
+        if isinstance(anchor := part.get("$anchor"), str):
+            self._anchors.setdefault((base, anchor), steps)
+        return base
+
+
+def _resolved(base: str, reference: str) -> tuple[str, str]:
+    """(address, fragment); what is no address stands for itself."""
+    try:  # `urljoin` knows no urn:
+        address, fragment = urldefrag(base + reference if reference.startswith("#") else urljoin(base, reference))
+    except ValueError:
+        return reference, ""
+    return address, fragment

@@ -1,0 +1,363 @@
+"""Which JSON Schemas (draft 2020-12) an answer can be held to: every keyword that is taken is enforced, and what cannot
+be is refused by its name and place before anything runs.
+
+Knows no tokenizer and no torch. What a keyword does is up to llguidance; which are let through to it was found out with
+the test suite of the specification, `tests/structured/test_suite.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+from localllm.errors import GrammarError
+from localllm.text.grammar.closed import close
+from localllm.text.grammar.ending import endless
+from localllm.text.grammar.formats import FORMATS, with_pattern, without_format
+from localllm.text.grammar.keywords import (
+    ANNOTATIONS,
+    BOUNDS,
+    COUNTS,
+    DEFINITIONS,
+    NAMED,
+    ONE,
+    SEVERAL,
+    SUPPORTED,
+    TYPES,
+    Steps,
+    mapped,
+)
+from localllm.text.grammar.numbers import with_ends
+from localllm.text.grammar.pattern import has_control, has_surrogate, parse_error, why_not
+from localllm.text.grammar.references import References, pointer
+
+MAX_SOURCE = 256 << 10  # characters: a schema of 250 types has 60,000
+MAX_NESTING = 100  # of JSON in JSON; llguidance reads 128, and wraps it in a few
+MAX_SCHEMAS = 10_000
+MAX_LEAST = 1_000_000  # characters, items or properties
+
+_DRAFTS = re.compile(r"https?://json-schema\.org/(draft-0[467]|draft/2019-09|draft/2020-12)/schema#?")
+_TOLD = 8  # of what is refused
+_MOST_EXACT = 2**53  # llguidance has numbers as doubles: beyond it, and with more digits, it writes others
+_MOST_DIGITS = 15
+_ENFORCED = SUPPORTED - {"nullable"} | {"$schema"}  # by which the library knows the draft
+
+_OWN_PLACE = re.compile(r" while processing json-schema:///#/\$defs/_\S*")  # that `numbers.with_ends` has made
+# What llguidance says of a keyword that it cannot enforce as it stands, and whose fault that is.
+_COMPLAINTS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("oneOf constraints", ("oneOf",)),
+    ("patternPropert", ("patternProperties",)),
+    ("min/maxProperties", ("minProperties", "maxProperties")),
+    ("multipleOf", ("multipleOf",)),
+    ("too many digits", ("multipleOf",)),
+    ("integer range", BOUNDS),
+    ("number range", BOUNDS),
+    ("regex", ("pattern", "patternProperties")),
+    ("lookaround", ("pattern", "patternProperties")),
+)
+
+
+def checked(source: str) -> CheckedSchema:
+    """Raises GrammarError, naming keywords and where they stand, for a schema that an answer cannot be held to."""
+    if len(source) > MAX_SOURCE:
+        why = f"it has {len(source)} characters, and at most {MAX_SOURCE} are taken"
+        raise GrammarError("the JSON Schema is too large", why=why, fix="leave out what the answer does not need")
+    try:
+        schema = json.loads(source, parse_constant=_refuse_constant)
+        is_text = not has_surrogate(json.dumps(schema, ensure_ascii=False))
+    except json.JSONDecodeError as error:
+        why = f"line {error.lineno}, column {error.colno}: {error.msg}"
+        raise GrammarError("the JSON Schema is no JSON", why=why) from None
+    except RecursionError:
+        raise _nested() from None
+    except ValueError as error:  # a number of thousands of digits
+        raise GrammarError("the JSON Schema has a number that cannot be read", why=str(error)) from None
+    if not is_text:
+        why = "a text of it has half of a pair of surrogates, which is no character"
+        raise GrammarError("the JSON Schema has what no answer can have", why=why)
+    if not isinstance(schema, dict | bool):
+        why = f"it is {_kind(schema)}, and must be an object"
+        raise GrammarError("this is no JSON Schema", why=why, fix='{"type": "object"} takes any object')
+    if schema is False:
+        raise GrammarError("no answer can meet the JSON Schema", why="the schema is false at #")
+    return CheckedSchema({} if schema is True else schema)
+
+
+class CheckedSchema:
+    """A schema, with the places of its keywords.
+
+    schema: without annotations, with whole numbers as such, references as pointers, patterns for some formats, and
+    objects closed that do not say otherwise. opened: the same before that. by_the_letter: open too, and without
+    formats, which not every validator looks at: of `oneOf` no other must be met by that either. Both are None without
+    `oneOf`.
+    """
+
+    def __init__(self, schema: dict[str, Any]) -> None:
+        self.places: dict[str, list[str]] = {}
+        self._refused: list[str] = []
+        self._num_schemas = 0
+        self._references = References(schema)
+        self._used = self._references.used()
+        self._bounds: list[tuple[str, float, str]] = []  # keyword, value, place
+        self._multiples: list[int] = []
+        self._named: list[float] = []  # other numbers
+        walked: dict[str, Any] = self._walked(schema, (), 0)
+        self._require_closed_zero()
+        if self._refused:
+            more = f", and {len(self._refused) - _TOLD} more" if len(self._refused) > _TOLD else ""
+            raise GrammarError(
+                "the JSON Schema has what an answer cannot be held to",
+                why=f"{'; '.join(self._refused[:_TOLD])}{more}",
+                fix="write it otherwise, or check the answer for it; docs/structured.md has what is supported",
+            )
+        closed: dict[str, Any] = mapped(walked, with_pattern)
+        self._require_end(closed)
+        close(closed)
+        self.schema = self._with_ends(closed)
+        has_one_of = "oneOf" in self.places
+        self.opened = self._with_ends(mapped(walked, with_pattern)) if has_one_of else None
+        self.by_the_letter: dict[str, Any] | None = mapped(walked, without_format) if has_one_of else None
+
+    def refuse(self, message: str) -> NoReturn:
+        """What llguidance has against it, with the keyword that it is about. Raises GrammarError."""
+        why = parse_error(message) or _OWN_PLACE.sub("", " ".join(message.split()))[:300]
+        if "Unsatisfiable" in message or "NoExtension" in message:
+            raise GrammarError("no answer can meet the JSON Schema", why=why)
+        if "too large" in message:
+            raise GrammarError("the JSON Schema explodes", why=f"{why}: allOf of several anyOf is every pair of them")
+        for words, keywords in _COMPLAINTS:
+            places = [f"{each!r} at {place}" for each in keywords for place in self.places.get(each, ())]
+            if words in message and places:
+                raise GrammarError(
+                    "the JSON Schema has what an answer cannot be held to",
+                    why=f"{', '.join(places[:_TOLD])}: {why}",
+                    fix="write it otherwise, or leave it out and check the answer for it",
+                )
+        raise GrammarError("the JSON Schema cannot be used", why=why)
+
+    def _walked(self, schema: Any, steps: Steps, nesting: int) -> Any:
+        """The same, normalised; what is wrong with it is noted."""
+        self._num_schemas += 1
+        if self._num_schemas > MAX_SCHEMAS:
+            why = f"it has more than {MAX_SCHEMAS} schemas"
+            raise GrammarError("the JSON Schema is too large", why=why)
+        if nesting > MAX_NESTING:
+            raise _nested()
+        if isinstance(schema, bool):
+            return {} if schema else False
+        if not isinstance(schema, dict):
+            self._refuse(_place(steps), f"is {_kind(schema)}, and must be a schema")
+            return schema
+        self._require_few_left(schema, _place(steps))
+        walked = {key: self._keyword(key, value, steps, nesting) for key, value in schema.items()}
+        found = {key: value for key, value in walked.items() if key in _ENFORCED}
+        if found.get("format") not in FORMATS:
+            found.pop("format", None)
+        return _or_null(found) if schema.get("nullable") is True and not self._refused else found
+
+    def _keyword(self, key: str, value: Any, steps: Steps, nesting: int) -> Any:
+        at = _place((*steps, key))
+        if key == "$schema" and not (isinstance(value, str) and _DRAFTS.fullmatch(value)):
+            self._refuse(at, "names no draft of JSON Schema that is known", key)
+        if key in ANNOTATIONS or (key.startswith("x-") and key != "x-guidance"):
+            return value
+        if key not in SUPPORTED:
+            self._refuse(at, f"is not supported{_meant(key, SUPPORTED, ', but {} is')}", key)
+            return value
+        self.places.setdefault(key, []).append(at)
+        if key == "$ref":
+            return self._reference(value, steps, at)
+        if key == "patternProperties" and isinstance(value, dict):
+            for pattern in value:
+                if why := why_not(pattern):
+                    self._refuse(at, why, key)
+        if key in DEFINITIONS and isinstance(value, dict):
+            value = {name: each for name, each in value.items() if (*steps, key, name) in self._used}
+        if key in NAMED and isinstance(value, dict):
+            return {name: self._walked(each, (*steps, key, name), nesting + 2) for name, each in value.items()}
+        if key in SEVERAL and isinstance(value, list):
+            return [self._walked(each, (*steps, key, str(i)), nesting + 2) for i, each in enumerate(value)]
+        if key in ONE:
+            return self._walked(value, (*steps, key), nesting + 1)
+        if key in NAMED or key in SEVERAL:
+            self._refuse(at, f"is {_kind(value)}", key)
+            return value
+        return _CHECKS[key](self, key, value, at)
+
+    def _reference(self, value: Any, steps: Steps, at: str) -> Any:
+        if not isinstance(value, str):
+            self._refuse(at, f"is {_kind(value)}, and must be a text", "$ref")
+            return value
+        target = self._references.target(steps, value)
+        if target is None:
+            self._refuse(at, f"points at {value[:80]!r}, which is no schema of this document", "$ref")
+        return value if target is None else pointer(target)
+
+    def _refuse(self, at: str, why: str, key: str = "") -> None:
+        self._refused.append(f"{key!r} {why} ({at})" if key else f"{at} {why}")
+
+    def _count(self, key: str, value: Any, at: str) -> Any:
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
+            self._refuse(at, "must be a whole number, 0 or more", key)
+        elif key.startswith("min") and value > MAX_LEAST:
+            self._refuse(at, f"is more than {MAX_LEAST}: no context has room for that", key)
+        return value
+
+    def _bound(self, key: str, value: Any, at: str) -> Any:
+        if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > _MOST_EXACT:
+            self._refuse(at, f"must be a number of at most {_MOST_EXACT}", key)
+        else:
+            self._bounds.append((key, value, at))
+            self._named.append(value)
+        return value
+
+    def _require_closed_zero(self) -> None:
+        """llguidance takes 0 for more than 0 where numbers end below 1, -0 for less where they begin above -1. Bounds
+        meet in `allOf` and by `$ref`: all of the schema counts."""
+        near = {(key.lower()[-7:], value > 0) for key, value, _ in self._bounds if 0 < abs(value) < 1}
+        for key, value, at in self._bounds:
+            if value == 0 and key == "exclusiveMinimum" and ("maximum", True) in near:
+                self._refuse(at, "of 0 is not enforced beside a maximum below 1", key)
+            if value == 0 and key == "exclusiveMaximum" and ("minimum", False) in near:
+                self._refuse(at, "of 0 is not enforced beside a minimum above -1", key)
+
+    def _multiple(self, key: str, value: Any, at: str) -> Any:
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            self._refuse(
+                at, "is enforced for whole numbers alone: of others, validators find quotients that differ", key
+            )
+        else:
+            self._multiples.append(value)
+        return value
+
+    def _type(self, key: str, value: Any, at: str) -> Any:
+        names = value if isinstance(value, list) else [value]
+        unknown = [name for name in names if not (isinstance(name, str) and name in TYPES)]
+        if unknown or not names:
+            why = f"knows no {str(unknown[0])[:40]!r}{_meant(unknown[0], TYPES, ', but {}')}" if unknown else ""
+            self._refuse(at, why or "has no type in it", key)
+        return value
+
+    def _text(self, key: str, value: Any, at: str) -> Any:
+        if not isinstance(value, str):
+            self._refuse(at, f"is {_kind(value)}, and must be a text", key)
+        elif key == "pattern" and (why := why_not(value)):
+            self._refuse(at, why, key)
+        return value
+
+    def _flag(self, key: str, value: Any, at: str) -> Any:
+        if not isinstance(value, bool):
+            self._refuse(at, f"is {_kind(value)}, and must be true or false", key)
+        return value
+
+    def _names(self, key: str, value: Any, at: str) -> Any:
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            self._refuse(at, "must be a list of names", key)
+        return value
+
+    def _values(self, key: str, value: Any, at: str) -> Any:
+        if key == "enum" and not isinstance(value, list):
+            self._refuse(at, f"is {_kind(value)}, and must be a list", key)
+        parts = list(_all_in(value))
+        if any(isinstance(part, str) and has_control(part) for part in parts):
+            self._refuse(at, "has a control character, which an answer cannot have", key)
+        if not all(map(_is_exact, parts)):
+            self._refuse(at, f"has a number beyond {_MOST_EXACT}, or of more than {_MOST_DIGITS} digits", key)
+        self._named += (part for part in parts if isinstance(part, float))
+        return value
+
+    def _require_few_left(self, schema: Mapping[str, Any], place: str) -> None:
+        """A name that stands in no `properties` may come twice in an answer, and whoever reads it counts one."""
+        least, required = schema.get("minProperties"), schema.get("required")
+        if isinstance(least, int | float) and least - len(required if isinstance(required, list) else ()) > 1:
+            why = "is enforced where at most one property more than `required` has is wanted"
+            self._refuse(f"{place}/minProperties", why, "minProperties")
+
+    def _with_ends(self, schema: dict[str, Any]) -> dict[str, Any]:
+        return with_ends(schema, self._multiples, self._named)
+
+    def _require_end(self, schema: dict[str, Any]) -> None:
+        if (place := endless(schema)) is not None:
+            raise GrammarError(
+                "the JSON Schema never ends",
+                why=f"what meets {place} has to hold itself, without end",
+                fix="let it end: a property that is not required, an array that may be empty, or anyOf with null",
+            )
+
+
+_CHECKS: dict[str, Callable[[CheckedSchema, str, Any, str], Any]] = {
+    **dict.fromkeys(COUNTS, CheckedSchema._count),
+    **dict.fromkeys(BOUNDS, CheckedSchema._bound),
+    **dict.fromkeys(("pattern", "format"), CheckedSchema._text),
+    **dict.fromkeys(("enum", "const"), CheckedSchema._values),
+    "multipleOf": CheckedSchema._multiple,
+    "type": CheckedSchema._type,
+    "required": CheckedSchema._names,
+    "nullable": CheckedSchema._flag,
+}
+
+
+def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """The same beside null, as OpenAPI's `nullable` means it, whatever else it asks for."""
+    outside = {key: value for key, value in schema.items() if key in ("$schema", *DEFINITIONS)}
+    rest = {key: value for key, value in schema.items() if key not in outside}
+    if not rest:
+        return schema
+    if not rest.keys().isdisjoint(("$ref", "allOf", "anyOf", "oneOf")):
+        return {**outside, "anyOf": [rest, {"type": "null"}]}
+    given = rest.get("type", [])
+    types = {"type": list(dict.fromkeys([*([given] if isinstance(given, str) else given), "null"]))} if given else {}
+    values = {"enum": [*rest["enum"], None]} if "enum" in rest else {}
+    const = {"enum": [rest.pop("const"), None]} if "const" in rest and not values else {}
+    return {**outside, **rest, **types, **values, **const}
+
+
+def _place(steps: Steps) -> str:
+    """For people: a name stands as it is."""
+    return "/".join(("#", *steps))
+
+
+def _meant(word: Any, known: Collection[str], told: str) -> str:
+    """The nearest of what is known, as it is to be told; "" where none is near."""
+    near = get_close_matches(word, known, 1, 0.8) if isinstance(word, str) else []
+    return told.format(repr(near[0])) if near else ""
+
+
+def _all_in(value: Any) -> Iterator[Any]:
+    """It and all that stand in it."""
+    rest = [value]
+    while rest:
+        part = rest.pop()
+        yield part
+        if isinstance(part, dict):
+            rest += part.keys()
+        if isinstance(part, list | dict):
+            rest += part.values() if isinstance(part, dict) else part
+
+
+def _is_exact(value: Any) -> bool:
+    """Whether it is no number that would be written as another."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return True
+    digits = repr(value).partition("e")[0].replace(".", "").strip("-0") if isinstance(value, float) else ""
+    return abs(value) <= _MOST_EXACT and len(digits) <= _MOST_DIGITS
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _nested() -> GrammarError:
+    return GrammarError("the JSON Schema is nested too deeply", why=f"at most {MAX_NESTING} levels are taken")
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise GrammarError("the JSON Schema is no JSON", why=f"JSON has no {name}")
