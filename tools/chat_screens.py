@@ -229,7 +229,7 @@ def _judged(name: str, _resolved: Any, _say: Any) -> Verdict:
 
 
 def versions() -> dict[str, str]:
-    """Of the libraries that draw: others draw a line or a colour otherwise."""
+    """Versions of the libraries that draw: others draw a line or a colour otherwise."""
     return {name: version(name) for name in ("textual", "rich", "Pygments", "markdown-it-py")}
 
 

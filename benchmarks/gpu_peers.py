@@ -1,13 +1,20 @@
-"""A plain decoder in torch, of the same shapes as ours: a process, `python -m benchmarks.gpu_torch_loop`.
+"""The peers of `python -m benchmarks.gpu`, each a process: `python -m benchmarks.gpu_peers SIDE`.
 
-Decoding with torch's INT4 operator for every matrix, the head's too, keys and values in bf16 at fixed places, scaled
-dot product attention; captured in one graph as it is, with each layer compiled, or all of it compiled with
-mode="reduce-overhead". The next token never leaves the device. Prefill in bf16. Weights are random.
+loop: a plain decoder in torch of the same shapes as ours, with random weights. It decodes with torch's INT4 operator
+for every matrix, the head's too, keys and values in bf16 at fixed places, scaled dot product attention; captured in one
+graph as it is, with each layer compiled, or all of it compiled with mode="reduce-overhead". The next token never leaves
+the device. Prefill in bf16.
+accelerate: `dispatch_model` under `max_memory`, as accelerate's documentation has it: modules that the card cannot hold
+rest in the host's memory, and their weights are copied for as long as they compute. Where a CPU stands in for the card,
+they rest on the disk.
 """
 
 from __future__ import annotations
 
 import copy
+import sys
+import tempfile
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -16,7 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.peers_protocol import serve
+from benchmarks.offload_accelerate import INSTALL
+from benchmarks.peers_protocol import UnavailableError, serve
 from localllm.engine.memory import choose_device
 from localllm.models.config import ModelConfig
 from localllm.models.families import parse_config
@@ -50,7 +58,7 @@ class Int4(nn.Module):
         self.register_buffer("scales", scales.bfloat16())
 
     def copy(self) -> Int4:
-        """With memory of its own."""
+        """The same weights in memory of their own."""
         other = copy.copy(self)
         other._buffers = {"packed": self.packed.clone(), "scales": self.scales.clone()}
         return other
@@ -230,8 +238,70 @@ class TorchLoop:
     def _compiled(self, step: Callable[[Tensor, Tensor], Tensor]) -> None:
         token, position = self.token, torch.full_like(self.position, self.depth)
         for _ in range(self.tokens):
-            token, position = step(token, position).clone(), position + 1  # its memory is the next step's
+            token, position = step(token, position).clone(), position + 1  # the next step writes there
+
+
+PROMPT = 8
+_ROOM_BYTES = 1 << 42  # no limit
+
+
+class CardAccelerate:
+    def load(self, *, raw_config: dict[str, Any], cap_bytes: int, context_bytes: int, device: str) -> dict[str, Any]:
+        """cap_bytes: of the card, of which CUDA has context_bytes. Raises UnavailableError without accelerate."""
+        try:
+            import accelerate
+            import transformers
+        except ImportError as error:
+            raise UnavailableError(f"accelerate or transformers cannot be imported ({error})", INSTALL) from error
+        started = time.perf_counter()
+        transformers.logging.set_verbosity_error()
+        config = transformers.AutoConfig.for_model(**raw_config)
+        with accelerate.init_empty_weights():
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        _fill(model)
+        self.device = torch.device(device, 0) if device == "cuda" else torch.device(device)
+        fast: int | str = 0 if device == "cuda" else "cpu"
+        room = {fast: cap_bytes - context_bytes} | ({"cpu": _ROOM_BYTES} if device == "cuda" else {})
+        whole = list(model._no_split_modules)
+        placed = accelerate.infer_auto_device_map(model, room, whole, dtype=torch.bfloat16)
+        self.folder = tempfile.TemporaryDirectory()
+        self.model = accelerate.dispatch_model(model, device_map=placed, offload_dir=self.folder.name).eval()
+        return {
+            "version": f"accelerate {accelerate.__version__}, transformers {transformers.__version__}",
+            "load_s": time.perf_counter() - started,
+            "modules": {str(home): list(placed.values()).count(home) for home in dict.fromkeys(placed.values())},
+        }
+
+    @torch.inference_mode()
+    def decode(self, *, tokens: int) -> dict[str, float]:
+        """Tokens a second behind a short prompt; each is known before the next is begun."""
+        ids = torch.randint(0, self.model.config.vocab_size, (1, PROMPT), device=self.device)
+        output = self.model(ids, logits_to_keep=1, use_cache=True)
+        next_id = output.logits[:, -1:].argmax(-1)
+        next_id.item()
+        started = time.perf_counter()
+        for _ in range(tokens):
+            output = self.model(next_id, past_key_values=output.past_key_values, logits_to_keep=1, use_cache=True)
+            next_id = output.logits[:, -1:].argmax(-1)
+            next_id.item()
+        return {"tok_s": tokens / (time.perf_counter() - started)}
+
+    def peak_bytes(self) -> int | None:
+        """The peak of the card's memory, without what CUDA itself takes."""
+        return torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else None
+
+
+def _fill(model: Any) -> None:
+    """Random weights in the host's memory: a million of them again and again, as to draw all takes minutes."""
+    from accelerate.utils import set_module_tensor_to_device
+
+    noise = torch.randn(1 << 20, dtype=torch.bfloat16)
+    for name, parameter in list(model.named_parameters()):
+        num_weights = parameter.numel()
+        drawn = noise * parameter.shape[-1] ** -0.5
+        weight = drawn.repeat(-(-num_weights // len(drawn)))[:num_weights].view(parameter.shape)
+        set_module_tensor_to_device(model, name, "cpu", value=weight)
 
 
 if __name__ == "__main__":
-    serve(TorchLoop())
+    serve({"loop": TorchLoop, "accelerate": CardAccelerate}[sys.argv[1]]())

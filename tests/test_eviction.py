@@ -49,9 +49,21 @@ class Counted:
         return words(messages)
 
 
-def test_a_conversation_that_fits_stays_as_it_is() -> None:
-    fitted = fit_turns(asked(turn(1), turn(2)), words, 1000, None)
-    assert (fitted.floor, fitted.evicted, len(fitted.prompt_ids)) == (0, Evicted(), 36)
+@pytest.mark.parametrize(
+    ("turns", "ctx", "floor", "expected"),
+    [
+        ([10, 10], 1000, 0, (0, 0, 36)),
+        ([10], 200, 12, (0, 0, 14)),  # where no turn begins any more counts for nothing
+        ([4, 4, 141], 200, 0, (2, 1, 155)),
+        ([10, 300], 200, 0, (2, 1, 304)),  # for the engine to refuse
+    ],
+    ids=["fits", "a floor that is none", "what has room beside a long question", "a question too long alone"],
+)
+def test_turns_stay_where_they_have_room_and_the_last_question_always(
+    turns: list[int], ctx: int, floor: int, expected: tuple[int, int, int]
+) -> None:
+    fitted = fit_turns(asked(*(turn(number, words=size) for number, size in enumerate(turns))), words, ctx, 40, floor)
+    assert (fitted.floor, fitted.evicted.turns, len(fitted.prompt_ids)) == expected
 
 
 def test_the_oldest_turns_leave_so_many_that_as_many_quarters_of_the_prompts_room_are_gone_as_have_to_be() -> None:
@@ -90,24 +102,10 @@ def test_what_was_taken_back_lets_turns_return_where_there_is_room() -> None:
     assert 0 < returned.floor < 12 and returned.evicted == Evicted()
 
 
-def test_a_floor_that_is_no_beginning_of_a_turn_any_more_counts_for_nothing() -> None:
-    assert fit_turns(asked(turn(1)), words, 200, 40, 12).floor == 0
-
-
 def test_a_long_conversation_is_encoded_as_often_as_a_bisection_does() -> None:
     encode = Counted()
     fit_turns(asked(*(turn(number) for number in range(1000))), encode, 500, None)
     assert encode.times <= 3 + ceil(log2(1000))
-
-
-def test_a_system_message_and_a_question_that_do_not_fit_alone_are_left_for_the_engine_to_refuse() -> None:
-    fitted = fit_turns(asked(turn(1), turn(2, words=300)), words, 200, 40)
-    assert len(fitted.prompt_ids) > 200
-
-
-def test_a_long_last_question_keeps_what_has_room_beside_it() -> None:
-    fitted = fit_turns(asked(turn(1, words=4), turn(2, words=4), turn(3, words=141)), words, 200, 40)
-    assert (fitted.evicted.turns, len(fitted.prompt_ids)) == (1, 155)
 
 
 def test_tool_calls_and_their_results_leave_with_their_question() -> None:

@@ -1,7 +1,7 @@
-"""Objects that hold what their JSON Schema names and nothing else, where it does not say that they may.
+"""Close the objects of a JSON Schema: they hold what it names and nothing else, unless it says that they may.
 
-So have it OpenAI, Ollama and llama.cpp, and so their clients mean it: by the letter anything may stand beside, and a
-small model that may go on writing properties does not end.
+OpenAI, Ollama and llama.cpp close them too, and their clients mean it so: by the letter anything may stand beside, and
+a small model that may go on writing properties does not end.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ _MOST_MET = 100_000  # schemas that are met together with others
 
 
 def close(schema: Schema) -> None:
-    """Closes them, in place. What is put together of several, by `allOf` or beside `$ref`, `anyOf` and `oneOf`, is
-    closed where one of them names all: otherwise none would let the others stand. Its references have to be pointers as
-    `references.pointer` writes them."""
+    """Close the objects of a schema in place.
+
+    Of several schemas that are met together, by `allOf` or beside `$ref`, `anyOf` and `oneOf`, one is closed where it
+    names all: otherwise none would let the others stand. References have to be as `references.pointer` writes them.
+    """
     places = {pointer(steps): part for steps, part in all_parts(schema) if isinstance(part, dict)}
     left_open, met, num_met = set[int](), set[int](), 0
     for part in places.values():
@@ -37,13 +39,13 @@ def close(schema: Schema) -> None:
 
 
 def _is_composed(schema: Schema) -> bool:
-    """Whether something is met together with others in it."""
+    """Tell if a schema makes several meet together."""
     num_own = any(key in schema for key in _OF_OBJECTS)
     return num_own + len(schema.get("allOf", ())) + sum(key in schema for key in ("$ref", "anyOf", "oneOf")) > 1
 
 
 def _met_together(schema: Schema, places: Mapping[str, Schema]) -> Iterator[Schema]:
-    """It and all that it asks for, whichever its choices."""
+    """Yield a schema and all that it asks for, whichever its choices."""
     seen, rest = set[int](), list[Any]([schema])
     while rest:
         each = rest.pop()
@@ -59,6 +61,6 @@ def _names(schema: Schema) -> set[str]:
 
 
 def _can_be_closed(schema: Schema) -> bool:
-    """Whether it names what it holds, and all that it has to, and says nothing of others."""
+    """Tell if a schema names what it holds, and all that it has to, and says nothing of others."""
     is_said = any(key in schema for key in _OPENED)
     return "properties" in schema and not is_said and _names(schema) <= schema["properties"].keys()

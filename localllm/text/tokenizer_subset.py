@@ -1,4 +1,4 @@
-"""A tokenizer without the tokens that its model has no row for: their texts are spelled by those that it has.
+"""Leave out of a tokenizer what its model has no row for: the other tokens spell those texts.
 
 Knows the format of tokenizer.json. Knows no model: the caller says how many ids there are.
 """
@@ -13,9 +13,10 @@ _SPLITTERS = ("pre_tokenizer", "normalizer", "decoder")
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
-def fitted(tokenizer: Mapping[str, Any], size: int, alphabet: Collection[str]) -> dict[str, Any]:
-    """What a tokenizer.json would be with ids below `size` alone. alphabet: that byte-level tokens are written in.
+def subset(tokenizer: Mapping[str, Any], size: int, alphabet: Collection[str]) -> dict[str, Any]:
+    """Return the content of a tokenizer.json with ids below `size` alone.
 
+    alphabet: of byte-level tokens.
     Raises ValueError where some text could then not be spelled at all.
     """
     added = [token for token in tokenizer.get("added_tokens") or () if token["id"] < size]
@@ -41,7 +42,7 @@ def fitted(tokenizer: Mapping[str, Any], size: int, alphabet: Collection[str]) -
 
 
 def _texts(merge: str | list[str], prefix: int) -> tuple[str, str, str]:
-    """The two that are merged, and what becomes of them."""
+    """Return the two texts that are merged, and the result."""
     left, right = merge.split(" ") if isinstance(merge, str) else merge
     return left, right, left + right[prefix:]
 
