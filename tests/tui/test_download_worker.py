@@ -16,8 +16,8 @@ from localllm.config import ResolvedSettings
 from localllm.errors import BugError
 from localllm.hub import HubSettings
 from localllm.hub.packed import packed_recipes
-from localllm.tui import transfers
-from localllm.tui.transfers import State, Transfer, TransferMoved, Transfers
+from localllm.tui import download_worker
+from localllm.tui.download_worker import Download, DownloadChanged, DownloadWorker, State
 from tests.fake_hub import FakeHub, serve
 from tests.hub.support import PIECE, QUICK, REPO, assert_whole, single_model
 from tests.patience import PATIENCE_S
@@ -26,20 +26,22 @@ SETTINGS = ResolvedSettings()
 
 
 class Told:
-    """What the transfers post, in order."""
+    """What the downloads post, in order."""
 
     def __init__(self) -> None:
         self.messages: queue.Queue[Message] = queue.Queue()
-        self.transfers = Transfers(self.messages.put)
+        self.downloads = DownloadWorker(
+            self.messages.put, lambda run: threading.Thread(target=run, daemon=True).start()
+        )
 
-    def until(self, state: State, least_bytes: int = 0) -> Transfer:
+    def until(self, state: State, least_bytes: int = 0) -> Download:
         while True:
             message = self.messages.get(timeout=PATIENCE_S)
-            assert isinstance(message, TransferMoved)
-            transfer = message.transfer
-            if transfer.state == state and transfer.step.done >= least_bytes:
-                return transfer
-            assert state == "failed" or transfer.error is None, transfer.error
+            assert isinstance(message, DownloadChanged)
+            download = message.download
+            if download.state == state and download.step.done >= least_bytes:
+                return download
+            assert state == "failed" or download.error is None, download.error
 
 
 @pytest.fixture
@@ -64,14 +66,14 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 
 
 def test_a_paused_pull_goes_on_at_the_byte_where_it_stopped(told: Told, fake: FakeHub, tmp_path: Path) -> None:
-    told.transfers.pull(REPO, SETTINGS)
-    transfer = told.until("running", least_bytes=PIECE)
-    assert transfer.rate_bytes_s > 0 and transfer.left_s is not None and transfer.step.file == "model.safetensors"
-    told.transfers.pause(transfer)
+    told.downloads.pull(REPO, SETTINGS)
+    download = told.until("running", least_bytes=PIECE)
+    assert download.rate_bytes_s > 0 and download.left_s is not None and download.step.file == "model.safetensors"
+    told.downloads.pause(download)
     told.until("paused")
     fake.seconds_per_chunk = 0.0
-    (paused,) = told.transfers.all
-    told.transfers.resume(paused)
+    (paused,) = told.downloads.all
+    told.downloads.resume(paused)
     told.until("ended")
     weights = [record for record in fake.requests if record.path.endswith("model.safetensors")]
     assert weights[-1].range_start >= PIECE
@@ -80,27 +82,27 @@ def test_a_paused_pull_goes_on_at_the_byte_where_it_stopped(told: Told, fake: Fa
 
 
 def test_what_was_cancelled_is_forgotten_and_what_it_fetched_is_kept(told: Told, fake: FakeHub, tmp_path: Path) -> None:
-    told.transfers.pull(REPO, SETTINGS)
-    told.transfers.cancel(told.until("running", least_bytes=PIECE))
-    told.transfers.settle(told.until("cancelled"))
-    assert told.transfers.all == ()
+    told.downloads.pull(REPO, SETTINGS)
+    told.downloads.cancel(told.until("running", least_bytes=PIECE))
+    told.downloads.settle(told.until("cancelled"))
+    assert told.downloads.all == ()
     (partial_file,) = (tmp_path / "cache").rglob("*.incomplete")
     assert partial_file.stat().st_size >= PIECE // 2
 
 
 def test_closing_waits_until_what_runs_has_stopped(told: Told, fake: FakeHub) -> None:
-    told.transfers.pull(REPO, SETTINGS)
+    told.downloads.pull(REPO, SETTINGS)
     told.until("running", least_bytes=1)
-    told.transfers.close(5.0)
-    assert [transfer.state for transfer in told.transfers.all] == ["paused"]
+    told.downloads.close(5.0)
+    assert [download.state for download in told.downloads.all] == ["paused"]
 
 
 def test_what_is_already_on_its_way_is_not_begun_twice(told: Told, fake: FakeHub) -> None:
-    told.transfers.pull(REPO, SETTINGS)
+    told.downloads.pull(REPO, SETTINGS)
     told.until("running", least_bytes=1)
-    told.transfers.pull(REPO, SETTINGS)
-    assert len(told.transfers.all) == 1
-    told.transfers.close(5.0)
+    told.downloads.pull(REPO, SETTINGS)
+    assert len(told.downloads.all) == 1
+    told.downloads.close(5.0)
     assert sum("/api/models/" in record.path for record in fake.requests) == 1
 
 
@@ -109,7 +111,7 @@ def test_what_nobody_foresaw_is_told_as_a_bug(told: Told, monkeypatch: pytest.Mo
         raise ZeroDivisionError("by zero")
 
     monkeypatch.setattr(hub, "pull", pull)
-    told.transfers.pull(REPO, SETTINGS)
+    told.downloads.pull(REPO, SETTINGS)
     assert isinstance(told.until("failed").error, BugError)
 
 
@@ -118,20 +120,20 @@ def test_a_conversion_that_was_stopped_goes_on_and_is_whole(
     told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "cache"))
-    hear, stopped = transfers._Run._hear, threading.Event()
+    hear, stopped = download_worker._Run._progress, threading.Event()
 
-    def held(run: transfers._Run, step: transfers.Step) -> None:
+    def held(run: download_worker._Run, step: download_worker.DownloadStep) -> None:
         hear(run, step)
         if step.done:
             stopped.wait(PATIENCE_S)  # without which the conversion may end before it can be stopped
 
-    monkeypatch.setattr(transfers, "_PAUSE_S", 0.0)
-    monkeypatch.setattr(transfers._Run, "_hear", held)
-    told.transfers.pack("tiny", "int8", SETTINGS)
-    told.transfers.pause(told.until("running", least_bytes=1))
+    monkeypatch.setattr(download_worker, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(download_worker._Run, "_progress", held)
+    told.downloads.pack("tiny", "int8", SETTINGS)
+    told.downloads.pause(told.until("running", least_bytes=1))
     stopped.set()
     paused = told.until("paused")
     assert packed_recipes(hub.locate("tiny")) == []
-    told.transfers.resume(paused)
-    assert "tiny is packed: int8" in told.until("ended").told
+    told.downloads.resume(paused)
+    assert "tiny is packed: int8" in told.until("ended").result
     assert packed_recipes(hub.locate("tiny")) == ["int8"]

@@ -1,4 +1,4 @@
-"""A plan as a picture: the map of its blocks, its ledger as bars, what it would change. Knows columns, no widgets."""
+"""Charts of a plan: the map of its blocks, its ledger as bars, its changes. Knows columns, no widgets."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from textual.content import Content
 from localllm.chat import plan_text as words
 from localllm.chat.text import error_rows, one_line, visible
 from localllm.config import format_bytes, format_figure
+from localllm.errors import LocalLLMError
 from localllm.tui.bars import bar, split_bar
 
 if TYPE_CHECKING:
     from localllm.engine.planning import Planned
-    from localllm.errors import LocalLLMError
     from localllm.offload.planner.plan import Plan, Tier
 
 _LABEL = 13  # columns
 _MOST_BAR = 60
-_SAME = 0.05  # of a rate, below which two are no different
+_SAME = 0.05  # two rates that differ by less are equal
 _MOST_ROWS = 4  # of a map whose blocks have two columns each
-# By the sign of a kind of blocks. Some themes have one colour for accent and warning: never both beside each other.
+# Keyed by the sign of a kind of blocks. Some themes have one colour for accent and warning: never both side by side.
 _TILES: Mapping[str, str] = {
     "@": "$text-success on $success-muted",
     "%": "$text-secondary on $secondary-muted",
@@ -56,7 +56,7 @@ def title(planned: Planned) -> Content:
 
 
 def block_map(plan: Plan, columns: int) -> Content:
-    """Every block in the order of a forward, and what each kind of them means."""
+    """Every block in the order of a forward pass, and a legend."""
     width = 2 if 2 * len(plan.blocks) <= _MOST_ROWS * columns else 1
     per_row = max(1, columns // width)
     rows = [
@@ -105,9 +105,9 @@ def _owner(owner: str, count: int) -> Content:
     return Content.styled("■ ", _OWNERS.get(owner, _OTHER)) + Content(f"{name} {format_bytes(count)}")
 
 
-def said(planned: Planned, columns: int, *, is_advised: bool) -> Content:
-    """What guessing would give, what is not sure, and what would be better."""
-    fixes = [] if planned.refusal is None else planned.refusal.fix.split(", or ")  # that the refusal tells
+def advice(planned: Planned, columns: int, *, is_advised: bool) -> Content:
+    """The gain of speculation, the uncertain figures, and better settings."""
+    fixes = [] if planned.refusal is None else planned.refusal.fix.split(", or ")  # shown by the refusal
     better = [advice for advice in planned.advice if advice not in fixes] if is_advised else ["…"]
     groups = {
         "guessing": [words.guessing(found) for found in planned.speculation],
@@ -125,7 +125,7 @@ def said(planned: Planned, columns: int, *, is_advised: bool) -> Content:
 
 
 def predicted(planned: Planned, before: Planned | None, measured_tok_s: float | None, columns: int) -> Content:
-    """How fast it would be, beside how fast it is. before: what runs; measured_tok_s: in its last answer."""
+    """The predicted speed beside the current one. before: as the model runs. measured_tok_s: of its last answer."""
     if planned.plan is None:
         assert planned.refusal is not None
         return refusal(planned.refusal, columns)
@@ -152,9 +152,13 @@ def _beside(tok_s: float, before_tok_s: float, measured_tok_s: float | None) -> 
     return now + Content.styled(f", this is {format_figure(ratio, 2)} times as fast", "$text-success")
 
 
-def changed(plan: Plan, running: Plan, now: Plan, columns: int) -> Content:
-    """What of a plan is not as it is by the one that runs. now: what that would be if it were made now, when the
-    machine has more or less memory free than when the model was loaded."""
+def changed(plan: Plan, running: Plan | None, now: Plan | None, notes: Sequence[Content], columns: int) -> Content:
+    """The differences from the running plan, and notes.
+
+    now: the running settings planned now: the machine may have more or less free memory than when the model was loaded.
+    """
+    if running is None or now is None:
+        return Content("\n").join(notes)
     pairs = [
         ("context", f"{running.ctx:,}", f"{plan.ctx:,}"),
         ("KV", running.shape.kv, plan.shape.kv),
@@ -169,9 +173,8 @@ def changed(plan: Plan, running: Plan, now: Plan, columns: int) -> Content:
     ]
     if num_moved := _num_moved(plan, running):
         parts.append(Content.styled(f"{num_moved}", "bold") + Content(" blocks elsewhere"))
-    if not parts:
-        return Content.styled("as it runs now", "$foreground-muted")
-    return Content("\n").join(_flowing(parts, columns))
+    rows = _flowing(parts, columns) or [Content.styled("as it runs now", "$foreground-muted")]
+    return Content("\n").join([*rows, *notes])
 
 
 def _total(plan: Plan, tier: Tier) -> str:
@@ -179,13 +182,13 @@ def _total(plan: Plan, tier: Tier) -> str:
 
 
 def _num_moved(plan: Plan, before: Plan) -> int:
-    """Blocks that would rest, or be computed, elsewhere."""
+    """Blocks that would be placed or computed elsewhere."""
     places = {block.name: (block.tier, block.exec) for block in before.blocks}
     return sum(places.get(block.name) != (block.tier, block.exec) for block in plan.blocks)
 
 
 def refusal(error: LocalLLMError, columns: int) -> Content:
-    """Why there is no plan, in the lines of an error."""
+    """The reason why there is no plan, in the lines of an error."""
     rows = [_paragraph(f"{label}:", Content(visible(value)), columns) for label, value in error_rows(error)]
     return Content("\n").join(itertools.chain.from_iterable(rows)).stylize("$text-error", 0, len("error:"))
 
@@ -199,13 +202,13 @@ def _indented(rows: Sequence[Content]) -> list[Content]:
 
 
 def _paragraph(label: str, content: Content, columns: int) -> list[Content]:
-    """Wrapped beside its label."""
+    """The content wrapped beside its label."""
     first, *others = content.wrap(max(20, columns - _LABEL))
     return [_labelled(label, first), *_indented(others)]
 
 
 def _flowing(parts: Sequence[Content], columns: int, gap: int = 3) -> list[Content]:
-    """The parts behind each other, on as many lines as they take."""
+    """The parts one after another, on as many lines as they take."""
     rows: list[Content] = []
     for part in parts:
         if rows and rows[-1].cell_length + gap + part.cell_length <= columns:

@@ -13,24 +13,24 @@ from textual.content import Content, Span
 from textual.highlight import HighlightTheme
 
 _TAB = 4  # columns
-_BACK = (16, 64)  # lines before what is new at which reading may begin
-_WAIT = 32  # lines, where that has failed: within a text over many lines it fails for each of them
+_BACK = (16, 64)  # lines before the new ones at which lexing may begin
+_WAIT = 32  # lines after a failure: within a long string it fails for each line
 
 
 class Highlighter:
-    """Reads code that grows from a few lines before its end, where that gives these lines the colours they have: 200
-    lines of Python take 16 ms as a whole. What comes may still change what was (the end of a comment makes one of it):
-    when nothing more comes a fresh one has the last word."""
+    """Highlights growing code from a few lines before its end, where that gives these lines the colours they have: 200
+    lines of Python take 16 ms as a whole. Later lines may change earlier ones (the end of a comment): a fresh
+    highlighter draws the code once it is complete."""
 
     def __init__(self) -> None:
         self._language = ""
         self._rows: list[str] = []
         self._lines: list[Content] = []
-        self._whole_until = 0  # lines: before that it is not tried again to read the end alone
+        self._whole_until = 0  # lines; before that the end alone is not tried again
 
     def lines(self, code: str, language: str) -> list[Content]:
-        """language: as a fence has it; what is unknown, or none, is plain text. Where the end alone was read the lines
-        before it are the objects of the last time."""
+        """The highlighted lines. language: of a fence; an unknown one is plain text. Lines before the part that is new
+        are the objects of the last call."""
         rows = code.expandtabs(_TAB).split("\n")
         lexer = _lexer(language)
         num_known = max(0, len(self._rows) - 1)  # the last may have got longer
@@ -41,7 +41,7 @@ class Highlighter:
         return self._lines
 
     def _continued(self, rows: Sequence[str], lexer: Lexer, num_known: int) -> list[Content]:
-        """[] where it cannot be told that the lines before mean nothing for those to come."""
+        """The lines from the known ones on; [] where earlier lines may matter for the new ones."""
         if len(rows) < self._whole_until:
             return []
         begins = [num_known - back for back in _BACK if num_known > back]
@@ -78,6 +78,6 @@ def _highlighted(rows: Sequence[str], lexer: Lexer) -> list[Content]:
 
 @cache
 def _style(kind: Any) -> str:
-    """Of a token, or of the kind of tokens of which it is one."""
+    """The style of a kind of tokens, or of its parent kind."""
     found = HighlightTheme.STYLES.get(kind)
     return found or (_style(kind.parent) if kind.parent is not None else "")

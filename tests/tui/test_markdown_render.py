@@ -12,18 +12,15 @@ from textual.strip import Strip
 from textual.visual import RenderOptions
 
 from localllm.chat.thoughts import Splitter, opens_thought, split
-from localllm.tui import rendering
-from localllm.tui.code_blocks import code_blocks
-from localllm.tui.pieces import Block
+from localllm.tui.markdown_blocks import MarkdownLayout
+from localllm.tui.markdown_render import code_blocks, groups, parser, pieces
 from localllm.tui.widgets.document import DocumentBlock
 from tests.tui.support import FakeService, chatting, until
 
 
 def lines(text: str, width: int = 40) -> list[str]:
     """As they are shown."""
-    return [
-        line.plain.rstrip() for piece in rendering.pieces(rendering.parser().parse(text)) for line in piece.lines(width)
-    ]
+    return [line.plain.rstrip() for piece in pieces(parser().parse(text)) for line in piece.lines(width)]
 
 
 def test_a_paragraph_is_wrapped_and_its_marks_are_gone() -> None:
@@ -101,7 +98,7 @@ SAMPLES = [
     "```js\nlet a = 1;\n/* not yet\n" + "let b = 'c';\n" * 40 + "that was a comment */\nlet d;\n```",
     '```python\ndef f():\n    """Says\n' + "    more of it, if True:\n" * 40 + '    """\n    return 1\n' * 2 + "```",
     "```go\n\tif a {\t// b\n\t}\n```\n\n- item\n\n  ```sh\n  ls -l  # all\n  ```\n\n```\nif no = language:\n```\n",
-    "Line  \nbreak\\\nbroken &amp; <b>raw</b> [x]: y\n\n[ref]: http://z\n\n***\n* * *\n",
+    "ModelLine  \nbreak\\\nbroken &amp; <b>raw</b> [x]: y\n\n[ref]: http://z\n\n***\n* * *\n",
 ]
 
 # Where they are cut they look like something else.
@@ -113,11 +110,11 @@ CUT = [
 ]
 
 
-def blocks(text: str) -> list[Block]:
-    return [Block(rendering.pieces(group)) for group in rendering.groups(rendering.parser().parse(text))]
+def blocks(text: str) -> list[MarkdownLayout]:
+    return [MarkdownLayout(pieces(group)) for group in groups(parser().parse(text))]
 
 
-def drawn(widget: DocumentBlock, block: Block) -> list[Strip]:
+def drawn(widget: DocumentBlock, block: MarkdownLayout) -> list[Strip]:
     """As the widget would draw the block, in colours."""
     options = RenderOptions(widget._get_style, widget.styles, None, None)
     return block.render_strips(widget.size.width, None, widget.visual_style, options)
@@ -134,7 +131,7 @@ async def test_what_comes_in_pieces_looks_as_what_comes_whole() -> None:
             begin = 0
             while begin < len(text):
                 end = begin + chance.randrange(1, max(12, len(text) // 10))
-                await view.hear(text[begin:end])
+                await view.append(text[begin:end])
                 begin = end
                 if chance.random() < 0.5:
                     await pilot.pause()

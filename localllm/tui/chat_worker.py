@@ -1,6 +1,6 @@
-"""The conversation on a thread of its own: what it is told to do it does in order, and posts what comes of it.
+"""The conversation behind a job queue: its worker does the jobs in order, and posts their results.
 
-Nothing here waits for a model that is being loaded: a question that comes meanwhile is kept and answered then.
+Nothing here waits for a model that loads: a question that comes meanwhile is stored, and answered then.
 Knows no widgets.
 """
 
@@ -8,123 +8,108 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from localllm.chat.context import ContextUsage
 from localllm.chat.dialogue import Dialogue
 from localllm.chat.export import export_chat, write_new
 from localllm.chat.recorder import Keeper, Resumed, keeper_of, look_up
 from localllm.chat.session import Asked, Talk, mended_in_chat
 from localllm.chat.text_file import read_text_file, typed_path
 from localllm.config import ResolvedSettings, shown_setting
+from localllm.engine.engine_info import LoadedEngine, Service
 from localllm.errors import BugError, ContextOverflowError, LocalLLMError, UsageError
 from localllm.runtime.machine_line import machine_line
 from localllm.runtime.plan_request import with_changes
 from localllm.runtime.selection import Selection, locate, told_of, with_defaults
-from localllm.tui.answering import Answering
-from localllm.tui.facts import asked_before, facts_of
-from localllm.tui.jobs import Job, Jobs
-from localllm.tui.key_names import KeyNames
-from localllm.tui.loading import Loader, Post, Serve
-from localllm.tui.messages import (
-    Begun,
-    Counted,
-    Failed,
-    GoTo,
-    ModelFailed,
-    ModelReady,
-    Settled,
-    Shown,
-    TakenBack,
-    Told,
-    Turn,
-)
+from localllm.tui import messages
+from localllm.tui.answer_worker import AnswerWorker
+from localllm.tui.history_worker import past_questions
+from localllm.tui.job_queue import Job, JobQueue
+from localllm.tui.keys import KeyNames
+from localllm.tui.messages import Post, Turn
+from localllm.tui.model_loader import ModelLoader, Serve
 
 if TYPE_CHECKING:
-    from localllm.chat.context import ContextUsage
-    from localllm.engine.engine_info import LoadedEngine, Service
     from localllm.offload.planner.plan import Plan
 
 
-class Desk:
-    """resolved: the settings under which models are chosen. extra: sampling parameters that are no settings."""
-
+class ChatWorker:
     def __init__(
-        self, resolved: ResolvedSettings, extra: dict[str, Any], serve: Serve, post: Post, key_names: KeyNames
+        self,
+        resolved: ResolvedSettings,
+        extra: dict[str, Any],
+        serve: Serve,
+        post: Post,
+        key_names: KeyNames,
+        start: Callable[[Job], object],
     ) -> None:
+        """resolved: the settings for models chosen later. extra: sampling parameters that are no settings. start:
+        starts a thread worker."""
         self.key_names = key_names
-        self._resolved = resolved
+        self.resolved = resolved
         self._extra = extra
         self._post = post
-        self._jobs = Jobs("conversation")
+        self._jobs = JobQueue()
         self._dialogue = Dialogue(resolved, resolved.settings.system)
         self._attached: list[tuple[str, int]] = []
         self._sent_with: tuple[list[tuple[str, int]], list[str]] = [], []  # the files of the last question
-        self._selection: Selection | None = None
+        self.selection: Selection | None = None  # of the conversation, loaded or not
         self._keeper: Keeper | None = None
-        self._loader = Loader(serve, post)
+        self._loader = ModelLoader(serve, post, start)
         self._talk: Talk | None = None
         self._system: str | None = None  # of a new conversation
-        self._waits = False  # the last question, for a model that is on its way
-        self.usage: ContextUsage | None = None  # that was posted last
+        self._waits = False  # the last question, for a model that loads
+        self.usage: ContextUsage | None = None  # the last that was posted
         self._is_another = False  # the model was chosen in the chat
-        self._typed = ""  # the last question, without what was attached
-        self.answering = Answering(post, key_names)
+        self._typed = ""  # the last question, without its attached files
+        self.answers = AnswerWorker(post, key_names)
 
-    # Teller, for what keeps the conversation
+    # Notes of what saves the conversation (the protocol `Teller`)
 
     def note(self, text: str) -> None:
-        self._post(Told(text))
+        self._post(messages.Noted(text))
 
     def warn(self, text: str) -> None:
-        self._post(Told(text, "warning"))
+        self._post(messages.Noted(text, "warning"))
 
-    # What the screen asks for; each returns at once
+    # Requests of the screen; each but `run` returns at once
 
-    @property
-    def resolved(self) -> ResolvedSettings:
-        """The settings under which models are chosen."""
-        return self._resolved
-
-    @property
-    def model_name(self) -> str | None:
-        """Of the model that is loaded or on its way, as it is found again from any folder; None where there is none."""
-        selection = self._selection
-        return selection.model_name if selection is not None and self._loader.service is not None else None
+    def run(self, selection: Selection, resumed: Resumed | None, system: str | None) -> None:
+        """Begin the first conversation, then do all jobs. The body of a thread worker."""
+        self._jobs.run(lambda: self._try(lambda: self.begin(selection, resumed, system)))
 
     def do(self, job: Job) -> None:
-        """Has it done after what was asked for before; what it raises is posted."""
-        self._jobs.do(lambda: self._try(job))
-
-    def begin_with(self, selection: Selection, resumed: Resumed | None, system: str | None) -> None:
-        """`begin`, before all that was asked for already."""
-        self._jobs.begin(lambda: self._try(lambda: self.begin(selection, resumed, system)))
+        """Queue a job; its error is posted."""
+        self._jobs.add(lambda: self._try(job))
 
     def answer(self, job: Job) -> None:
-        """Has it done, as `do`; what it asks can be stopped from now on. Settled: it is done, answered or not."""
-        self.answering.expect()
+        """Queue a job that asks for an answer, which can be stopped from now on. RequestDone is posted at its end."""
+        self.answers.expect()
 
-        def settled() -> None:
+        def until_done() -> None:
             try:
                 job()
             finally:
-                self._post(Settled())
+                self._post(messages.RequestDone())
 
-        self.do(settled)
+        self.do(until_done)
 
     def close(self, timeout_s: float) -> None:
-        """Ends the thread and the engine; what was said is kept."""
-        self.answering.stop()
-        self._jobs.do(self._leave)
+        """End the worker and the engine; the conversation is saved."""
+        self.answers.stop()
+        self._jobs.add(self._leave)
         self._jobs.close(timeout_s)
         if self._loader.service is not None:
             self._loader.service.close(timeout_s=0 if self._talk is None else timeout_s)
 
-    # What may be read from any thread: of now, and maybe not of the next moment
+    # Read from any thread: true now, and maybe not a moment later
 
     @property
-    def selection(self) -> Selection | None:
-        """The model of the conversation, loaded or not; None before the first."""
-        return self._selection
+    def model_name(self) -> str | None:
+        """The name by which the loaded or loading model is found from any folder; None without one."""
+        return None if self.selection is None or self._loader.service is None else self.selection.model_name
 
     @property
     def is_loading(self) -> bool:
@@ -132,35 +117,35 @@ class Desk:
 
     @property
     def plan(self) -> Plan | None:
-        """By which the model is placed; None where none is loaded, or it is not by a plan."""
+        """The plan the model was placed by, or None."""
         talk = self._talk
         return None if talk is None else talk.engine.current_plan
 
     @property
     def host_bytes(self) -> int:
-        """Of the host's memory, what the loaded model has in this process."""
+        """The host memory of the loaded model in this process."""
         talk = self._talk
         return 0 if talk is None or talk.engine.current_plan is None else talk.engine.facts().host_bytes
 
     # Jobs
 
     def begin(self, selection: Selection, resumed: Resumed | None, system: str | None) -> None:
-        """The first conversation: a new one, or one that is gone on with."""
-        self._selection = selection
+        """Begin the first conversation: a new one, or a resumed one."""
+        self.selection = selection
         self._system = selection.settings.system if system is None else system
         self._dialogue = Dialogue(selection.resolved, self._system)
         if resumed is not None:
             resumed.restore(self._dialogue, system)
-            self.answering.resume(resumed)
+            self.answers.resume(resumed)
         self._keeper = keeper_of(self, selection, resumed)
         self._show()
         try:
             self._load(selection)
         except Exception as error:
-            self._post(ModelFailed(self._told(error)))
+            self._post(messages.ModelFailed(self._known_error(error)))
         if resumed is not None and self._kept.is_private:
             self.note("private: what is said now is not kept, and the kept chat stays as it is")
-        self._post(Begun(asked_before(), machine_line()))
+        self._post(messages.ChatStarted(past_questions(), machine_line()))
 
     def say(self, text: str) -> None:
         self._ask(text)
@@ -169,7 +154,7 @@ class Desk:
         self._reply()
 
     def regenerate(self) -> None:
-        """Answers the last question again; the answer before stands beside the new one in the history."""
+        """Answer the last question again; the history has both answers."""
         before = list(self._dialogue.turns)
         if self._loader.service is None:
             fix = f"{self.key_names['app.models']} chooses one"
@@ -180,7 +165,7 @@ class Desk:
         self._or_else(before, self._reply)
 
     def edit(self, question: Turn, text: str) -> None:
-        """Says a question anew; what followed it stays in the history beside the new."""
+        """Replace a question and answer it; the history has both branches."""
         before = list(self._dialogue.turns)
         index = next((index for index, turn in enumerate(before) if turn is question), None)
         if index is None:
@@ -191,7 +176,7 @@ class Desk:
         self._or_else(before, self._reply)
 
     def go_on(self) -> None:
-        """Has the last answer continued where it ends."""
+        """Continue the last answer where it ends."""
         if self._talk is None:
             raise UsageError("there is no model yet", why="it is being loaded", fix="wait for it, or /model NAME")
         self._answered(self._talk.go_on)
@@ -199,19 +184,17 @@ class Desk:
     def undo(self) -> None:
         if self._dialogue.take_back_question():
             self._kept.sync(self._dialogue)
-            self._show()
-            self._count()
+            self._show_and_count()
         else:
             self.note("there is nothing to take back")
 
     def fork(self, length: int | None = None) -> None:
-        """Goes on in a copy of the conversation, or of its first `length` messages."""
+        """Go on in a copy of the conversation, or of its first `length` messages."""
         name = self._kept.fork(self._dialogue)
         if length is not None and name is not None:
             self._dialogue.cut(length)
             self._kept.sync(self._dialogue)
-        self._show()
-        self._count()
+        self._show_and_count()
         self.note(f"a copy: {name}" if name is not None else "there is nothing to copy: no question stands")
 
     def new(self) -> None:
@@ -221,12 +204,11 @@ class Desk:
         self._attached.clear()
         self._kept.begin_anew()
         self._waits = False
-        self._show()
-        self._count()
+        self._show_and_count()
 
     def open(self, word: str, message: int | None = None, *, is_chosen: bool = False) -> None:
-        """Goes on with a kept conversation, by the model that is loaded. message: the number of the one to go to.
-        is_chosen: as `GoTo` has it."""
+        """Open a saved conversation with the loaded model. message: the number of the one to go to; is_chosen: as in
+        `GoTo`."""
         resumed = look_up(self, word, message)
         keeper = keeper_of(self, self._chosen, resumed)
         self._kept.catch_up(self._dialogue)
@@ -236,21 +218,20 @@ class Desk:
         resumed.restore(self._dialogue, None)
         self._keeper = keeper
         self._waits = False
-        self.answering.resume(resumed)
+        self.answers.resume(resumed)
         if self._talk is not None:
             self._talk = Talk(self._talk.files, self._talk.engine, self._dialogue, self._kept, self._extra)
-        self._show()
-        self._count()
+        self._show_and_count()
         if (before := resumed.session.model) not in (None, self._chosen.model_name):
             self.note(f"this chat was held with {before}: /model {before} goes on with that")
         if self._talk is not None and (too_long := self._talk.too_long()) is not None:
             self.warn(too_long)
         if message is not None:
             self._kept.sync(self._dialogue)  # the branch with it is what the chat shows from now on
-            self._post(GoTo([number for _, number in resumed.turns].index(message), is_chosen))
+            self._post(messages.GoTo([number for _, number in resumed.turns].index(message), is_chosen))
 
     def turn_over(self, turn: Turn) -> None:
-        """Shows another wording of a question, or another answer, with what followed that one."""
+        """Show another wording of a question, or another answer, with the messages behind it."""
         number, at, count = self._kept.next_wording(turn)
         if count > 1:
             self.open(self._kept.session_id or "", number, is_chosen=True)
@@ -260,30 +241,26 @@ class Desk:
             self.note(f"there is no other: {anew} answers anew, {edit} on a question writes it anew")
 
     def forget(self, session_id: str) -> None:
-        """The session was removed from the history: where it is this one, it goes on without being kept."""
+        """The session was removed from the history: this one goes on unsaved."""
         if self._kept.session_id == session_id:
             self._kept.sync(self._dialogue)
             self._show()
 
     def recall(self, uid: str) -> None:
-        """The session was put back into the history: where it is this one, it is kept again."""
+        """The session was put back into the history: this one is saved again."""
         self._kept.come_back(self._dialogue, uid)
         self._show()
 
     def use(self, word: str | None, changes: dict[str, Any] | None = None) -> None:
-        """Goes on with another model, or with this one under other settings: `changes`, as a file would have them."""
-        resolved = with_changes(self._resolved, changes or {})
+        """Load another model, or this one with `changes` of its settings, as a file would have them."""
+        resolved = with_changes(self.resolved, changes or {})
         word = word if word is not None else self._chosen.model_name
         selection = with_defaults(resolved, locate(resolved, word))
         self._load(selection)  # first: where it cannot be, all stays as it is
-        self._resolved = resolved
+        self.resolved = resolved
         self._dialogue.use(selection.resolved)
         self._kept.use_model(selection.model_name)
         self._is_another = True
-
-    @property
-    def shows_thoughts(self) -> bool:
-        return self._resolved.settings.show_thoughts
 
     def set(self, key: str, value: str) -> None:
         if key == "think" and self._talk is not None:
@@ -297,7 +274,7 @@ class Desk:
         elif effort:  # whether a model can be had so is known when it is there
             self.set("think", effort)
         else:
-            self.tell_settings("think")
+            self.note_settings("think")
 
     def system(self, text: str) -> None:
         if text:
@@ -315,7 +292,7 @@ class Desk:
         self._show()
 
     def detach(self) -> None:
-        """Takes the files back that wait for the next question."""
+        """Remove the files that wait for the next question."""
         self._attached.clear()
         self._dialogue.attached.clear()
         self._show()
@@ -325,7 +302,7 @@ class Desk:
         self.note(f"wrote {path}")
 
     def load(self, path: str) -> None:
-        """Goes on from messages in a file."""
+        """Go on from messages in a file."""
         from localllm.text.chat_template import parse_messages_file
 
         text = read_text_file(typed_path(path), "/load")
@@ -335,33 +312,32 @@ class Desk:
         self._kept.begin_anew()
         self._kept.sync(self._dialogue)
         self._waits = False
-        self._show()
-        self._count()
+        self._show_and_count()
 
     def save_code(self, code: str, path: str) -> None:
-        """Writes a code block into a file that was not there."""
+        """Write a code block into a new file."""
         write_new(typed_path(path), code)
         self.note(f"wrote {path}: {len(code):,} characters")
 
     def export(self, path: str) -> None:
-        """Writes the kept chat: Markdown, or JSON with every branch where the name ends so."""
+        """Write the saved chat: as Markdown, or as JSON with every branch."""
         if self._kept.session_id is None:
             raise UsageError("/export needs a chat that is kept", why="this one is not", fix="/save chat.json")
         self._kept.sync(self._dialogue)
         export_chat(self._kept.session_id, typed_path(path))
         self.note(f"wrote {path}")
 
-    def tell_settings(self, key: str = "") -> None:
-        """Of one key, or of all that can be set. Raises as `Dialogue.settable`."""
+    def note_settings(self, key: str = "") -> None:
+        """Note one setting, or all that can be set. Raises as `Dialogue.settable`."""
         settings, names = self._dialogue.resolved.settings, self._dialogue.settable(key)
         self.note(", ".join(f"{name} {shown_setting(getattr(settings, name))}" for name in names))
 
-    def tell_all(self) -> None:
-        """For `/show`."""
+    def note_all(self) -> None:
+        """Note the model, the system message and the settings, for `/show`."""
         files = self._chosen.files
         self.note(f"model {files.name} in {files.directory}")
         self.note(f"system message: {self._dialogue.system or 'none'}")
-        self.tell_settings()
+        self.note_settings()
 
     # Inside
 
@@ -372,36 +348,31 @@ class Desk:
 
     @property
     def _chosen(self) -> Selection:
-        assert self._selection is not None
-        return self._selection
-
-    @property
-    def _talk_now(self) -> Talk:
-        assert self._talk is not None
-        return self._talk
+        assert self.selection is not None
+        return self.selection
 
     def _try(self, job: Job) -> None:
         try:
             job()
         except Exception as error:
-            self._post(Failed(self._told(error)))
+            self._post(messages.JobFailed(self._known_error(error)))
 
     def _leave(self) -> None:
         if self._keeper is not None:
             self._keeper.catch_up(self._dialogue)
             self._keeper.close()
 
-    def _told(self, error: Exception) -> LocalLLMError:
-        files = self._selection.files if self._selection is not None else None
-        told = told_of(error, files, self._dialogue.resolved)
-        if isinstance(told, BugError):
-            return told
-        if told.fix.startswith("localllm pull "):
-            told.fix = f"{self.key_names['app.models']}, and {self.key_names['models.pull']} there; or {told.fix}"
-        told = mended_in_chat(told)
-        if isinstance(told, ContextOverflowError) and self._sent_with[0]:
-            told.fix = f"/detach, {told.fix}"
-        return told
+    def _known_error(self, error: Exception) -> LocalLLMError:
+        """The error as the chat shows it."""
+        known = told_of(error, None if self.selection is None else self.selection.files, self._dialogue.resolved)
+        if isinstance(known, BugError):
+            return known
+        if known.fix.startswith("localllm pull "):
+            known.fix = f"{self.key_names['app.models']}, and {self.key_names['models.pull']} there; or {known.fix}"
+        known = mended_in_chat(known)
+        if isinstance(known, ContextOverflowError) and self._sent_with[0]:
+            known.fix = f"/detach, {known.fix}"
+        return known
 
     def _ask(self, text: str) -> None:
         self._sent_with = list(self._attached), list(self._dialogue.attached)
@@ -410,7 +381,7 @@ class Desk:
         self._typed = text
 
     def _or_else(self, before: list[dict[str, Any]], job: Job) -> None:
-        """Does it; where nothing was said in the place of what was taken back, that is there again."""
+        """Do a job; where it fails before the new question stands, the turns are as `before`."""
         question = self._dialogue.turns[-1]
         try:
             job()
@@ -422,17 +393,20 @@ class Desk:
             self._kept.sync(self._dialogue)
             self._show()
 
+    def _show_and_count(self) -> None:
+        self._show()
+        self._count()
+
     def _show(self) -> None:
         keeper, turns = self._kept, tuple(self._dialogue.turns)
         self._post(
-            Shown(
+            messages.ConversationChanged(
                 turns,
                 keeper.title or keeper.title_for(self._dialogue),
                 keeper.session_id,
                 keeper.is_private,
-                self._dialogue.system,
                 tuple(self._attached),
-                self.answering.ending_of(turns),
+                self.answers.ending_of(turns),
                 frozenset(i for i, turn in enumerate(turns) if self._dialogue.begins_in_thought(turn)),
             )
         )
@@ -440,10 +414,10 @@ class Desk:
     # Models
 
     def _load(self, selection: Selection) -> None:
-        """Begins to load, in the place of the model that is there. Raises what can be known at once."""
+        """Begin to load in place of the current model. Raises what can be known at once."""
         self._loader.begin(selection, lambda service, found: self.do(lambda: self._loaded(service, found)))
-        self._selection, self._talk = selection, None
-        self.answering.forget_model()
+        self.selection, self._talk = selection, None
+        self.answers.forget_model()
 
     def _loaded(self, service: Service, found: LoadedEngine | Exception) -> None:
         if service is not self._loader.service:  # another was chosen meanwhile, which has closed this one
@@ -455,14 +429,14 @@ class Desk:
         except Exception as error:  # it cannot be loaded, or has no template
             service.close()
             self._loader.service = None
-            self._post(ModelFailed(self._told(error)))
+            self._post(messages.ModelFailed(self._known_error(error)))
             return
         self._talk = talk
-        facts = facts_of(self._chosen.files.name, talk.engine)
-        self._post(ModelReady(facts))
+        name, facts = self._chosen.files.name, talk.engine.facts()
+        self._post(messages.ModelReady(name, facts))
         self._count()
         if self._is_another:
-            self.note(f"loaded {facts.name}: {facts.weights} weights, {facts.kv} keys and values, {facts.ctx:,} tokens")
+            self.note(f"loaded {name}: {facts.weights} weights, {facts.kv} keys and values, {facts.ctx:,} tokens")
             if (too_long := talk.too_long()) is not None:
                 self.warn(too_long)
         if self._waits and self._dialogue.is_asked:
@@ -480,34 +454,35 @@ class Desk:
         self._answered(self._talk.ask)
 
     def _answered(self, ask: Callable[[], Asked]) -> None:
-        talk, service = self._talk_now, self._loader.service
-        assert service is not None
+        talk, service = self._talk, self._loader.service
+        assert talk is not None and service is not None
         before = list(self._dialogue.turns)
         try:
-            self.answering.write(talk, service, ask, self._show, self._count)
+            asked = self.answers.prepare(ask)
+            if asked.said:
+                self._show()
+            self.answers.write(talk, service, asked, partial(self._count, asked.num_said_ids))
         finally:
             turn = self._dialogue.turns[-1] if self._dialogue.turns else None
-            is_new = turn is not None and turn["role"] == "assistant" and not any(turn is old for old in before)
-            if turn is not None and is_new:
-                self.answering.settle(talk, turn)
+            if turn is not None and turn["role"] == "assistant" and not any(turn is old for old in before):
+                self.answers.settle(talk, turn)
             self._kept.sync(self._dialogue)
-            self._show()
-            self._count()
+            self._show_and_count()
             self._give_back(before[-1:])
-        self.answering.tell_of(talk)
+        self.answers.report(talk)
 
     def _give_back(self, question: list[dict[str, Any]]) -> None:
-        """Of a question that was taken back, what was typed and attached: it is not to be lost."""
+        """Return what was typed and attached of a question that was taken back."""
         stands = any(turn is question[0] for turn in self._dialogue.turns) if question else True
         if not stands and question[0]["role"] == "user":
             self._attached, self._dialogue.attached = self._sent_with
             self._show()
-            self._post(TakenBack(self._typed))
+            self._post(messages.QuestionReturned(self._typed))
 
     def _count(self, num_said: int = 0) -> None:
-        """num_said: tokens of an answer that is gone on with, which is no turn meanwhile."""
+        """Post the use of the context. num_said: tokens of a continued answer, which is no turn meanwhile."""
         if self._talk is not None:
             usage = self._talk.usage()
             parts = {**usage.parts, "answer": usage.parts.get("answer", 0) + num_said}
             self.usage = replace(usage, used=usage.used + num_said, parts=parts)
-            self._post(Counted(self.usage))
+            self._post(messages.UsageCounted(self.usage))

@@ -1,4 +1,4 @@
-"""What a block of Markdown looks like: lines of content with hanging indents, and tables. Knows widths, no widgets."""
+"""The layout of Markdown blocks: lines with hanging indents, and tables. Knows widths, no widgets."""
 
 from __future__ import annotations
 
@@ -19,28 +19,26 @@ _TAB = 4  # columns
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Text that is wrapped within `first` and `rest`: what stands in front of its first line, and of the others.
-
-    is_code: every blank counts, and the background reaches to the end of the line.
-    """
+class TextPiece:
+    """Text wrapped behind prefixes: `first` for its first line, `rest` for the others. is_code: blanks are kept, and
+    the background reaches to the end of the line."""
 
     content: Content
     first: Content = field(default_factory=Content)
     rest: Content = field(default_factory=Content)
     is_code: bool = False
 
-    def indented(self, first: Content, rest: Content) -> Piece:
-        """The same further in."""
+    def indented(self, first: Content, rest: Content) -> TextPiece:
+        """The same, indented further."""
         return replace(self, first=first + self.first, rest=rest + self.rest)
 
-    def is_same(self, other: Piece) -> bool:
-        """Whether it looks the same, which equal content need not."""
+    def is_same(self, other: TextPiece) -> bool:
+        """Return whether it looks the same: equal content may not."""
         mine, its = (self.content, self.first, self.rest), (other.content, other.first, other.rest)
         return self.is_code == other.is_code and all(map(Content.is_same, mine, its))
 
     def lines(self, width: int) -> Iterator[Content]:
-        """Its lines in so many columns."""
+        """The lines for a width in columns."""
         prefix, rest, room = _prefixes(self.first, self.rest, width)
         for line in self.content.expand_tabs(_TAB).split(allow_blank=True):
             wrapped = line.fold(room) if self.is_code else line.wrap(room)
@@ -50,7 +48,7 @@ class Piece:
 
 
 def _prefixes(first: Content, rest: Content, width: int) -> tuple[Content, Content, int]:
-    """What stands in front of the first line and of the others, and the room behind: half the columns at least."""
+    """The prefixes of the first line and the others, and the room behind them: at least half the columns."""
     first, rest = (each.truncate(width // 2) for each in (first, rest))
     return first, rest, max(1, width - max(first.cell_length, rest.cell_length))
 
@@ -60,19 +58,19 @@ def _on_background(line: Content, columns: int) -> Content:
 
 
 @dataclass(frozen=True)
-class Table:
-    """Rows of cells, the header in front. Columns share what room there is, and cells are wrapped."""
+class TablePiece:
+    """Rows of cells, the header first. The columns share the room, and cells are wrapped."""
 
     rows: Sequence[Sequence[Content]]
     first: Content = field(default_factory=Content)
     rest: Content = field(default_factory=Content)
 
-    def indented(self, first: Content, rest: Content) -> Table:
-        """The same further in."""
+    def indented(self, first: Content, rest: Content) -> TablePiece:
+        """The same, indented further."""
         return replace(self, first=first + self.first, rest=rest + self.rest)
 
     def lines(self, width: int) -> Iterator[Content]:
-        """Its lines in so many columns."""
+        """The lines for a width in columns."""
         count = max(map(len, self.rows), default=0)
         wanted = [max((row[i].cell_length for row in self.rows if i < len(row)), default=0) for i in range(count)]
         prefix, rest, room = _prefixes(self.first, self.rest, width)
@@ -87,7 +85,7 @@ class Table:
 
 
 def _shared_out(wanted: Sequence[int], room: int) -> list[int]:
-    """Widths of columns: what each wants, as far as there is room; the widest give first."""
+    """Widths of the columns: the wanted ones, as far as there is room; the widest shrink first."""
     widths = [max(1, column) for column in wanted]
     excess = sum(widths) - room
     while excess > 0 and max(widths, default=0) > _NARROWEST:
@@ -111,18 +109,18 @@ def _row_lines(row: Sequence[Content], widths: Sequence[int]) -> Iterator[Conten
 
 
 @dataclass
-class Block(Visual):
-    """Pieces below each other. Selected by lines as they are shown."""
+class MarkdownLayout(Visual):
+    """Pieces one below the other; selected by the lines shown."""
 
-    pieces: Sequence[Piece | Table]
+    pieces: Sequence[TextPiece | TablePiece]
     _by_piece: list[list[Content]] = field(default_factory=list)
     _lines: list[Content] = field(default_factory=list)
     _width: int = -1
     _strips: list[Strip] = field(default_factory=list)  # of the first lines, in `_style`
     _style: Style | None = None
 
-    def grow_from(self, earlier: Block) -> None:
-        """It stands where `earlier` stood: what looks the same is not drawn again."""
+    def grow_from(self, earlier: MarkdownLayout) -> None:
+        """Replace `earlier`: lines that look the same are not drawn again."""
         if earlier._width < 0:
             return
         pairs = zip(self.pieces, earlier.pieces, strict=False)
@@ -133,24 +131,24 @@ class Block(Visual):
         self._strips, self._style = [strip for _, _, strip in same], earlier._style
 
     def forget(self) -> None:
-        """What it has drawn is out of date: other colours."""
+        """Drop what was drawn: the colours have changed."""
         self._strips = []
 
     def lines(self, width: int) -> list[Content]:
-        """As they are shown in so many columns."""
+        """The lines for a width in columns."""
         if width != self._width:
             self._lay_out(width, [])
         return self._lines
 
     def _lay_out(self, width: int, known: list[list[Content]]) -> None:
-        """known: the lines of the first pieces."""
+        """Lay out for a width. known: the lines of the first pieces."""
         self._by_piece = known + [list(piece.lines(width)) for piece in self.pieces[len(known) :]]
         self._lines = list(chain.from_iterable(self._by_piece))
         self._width, self._strips = width, []
 
     @property
     def shown(self) -> list[Content]:
-        """The lines, as they were shown last."""
+        """The lines shown last."""
         return self._lines
 
     def get_optimal_width(self, rules: RulesMap, container_width: int) -> int:
@@ -169,8 +167,8 @@ class Block(Visual):
         return self._strips[:height]
 
 
-def _are_same(one: Piece | Table, other: Piece | Table) -> bool:
-    return isinstance(one, Piece) and isinstance(other, Piece) and one.is_same(other)
+def _are_same(one: TextPiece | TablePiece, other: TextPiece | TablePiece) -> bool:
+    return isinstance(one, TextPiece) and isinstance(other, TextPiece) and one.is_same(other)
 
 
 def _selected(y: int, line: Content, options: RenderOptions) -> Content:

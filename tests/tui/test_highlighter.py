@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from textual.content import Content
 
-from localllm.tui import highlighting
-from localllm.tui.highlighting import Highlighter
+from localllm.tui import highlighter
+from localllm.tui.highlighter import Highlighter
 
 PYTHON = [
     "import os  # all of it",
@@ -31,28 +31,28 @@ def is_same(one: list[Content], other: list[Content]) -> bool:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.sampled_from(PYTHON), min_size=1, max_size=120), st.lists(st.integers(1, 400), max_size=20))
 def test_code_that_grows_is_coloured_as_it_is_at_once(rows: list[str], sizes: list[int]) -> None:
-    code, end, highlighter = "\n".join(rows), 0, Highlighter()
+    code, end, found = "\n".join(rows), 0, Highlighter()
     for size in [*sizes, len(code)]:
         end += size
-        assert is_same(highlighter.lines(code[:end], "python"), Highlighter().lines(code[:end], "python"))
+        assert is_same(found.lines(code[:end], "python"), Highlighter().lines(code[:end], "python"))
 
 
 def test_of_long_code_that_grows_only_the_end_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    whole = highlighting._highlighted
+    whole = highlighter._highlighted
     monkeypatch.setattr(
-        highlighting, "_highlighted", lambda rows, lexer: (sizes.append(len(rows)), whole(rows, lexer))[1]
+        highlighter, "_highlighted", lambda rows, lexer: (sizes.append(len(rows)), whole(rows, lexer))[1]
     )
     rows = [f"value_{number} = {number}  # a comment" for number in range(300)]
-    highlighter = Highlighter()
-    before = highlighter.lines("\n".join(rows[:299]), "python")
-    after = highlighter.lines("\n".join(rows), "python")
+    found = Highlighter()
+    before = found.lines("\n".join(rows[:299]), "python")
+    after = found.lines("\n".join(rows), "python")
     assert sizes == [299, 18] and all(one is other for one, other in zip(before[:298], after[:298], strict=True))
     rows += ['"""', *(f"in {number} words, for example" for number in range(300)), '"""', "x = 1"]
-    highlighter.lines("\n".join(rows[:399]), "python")
+    found.lines("\n".join(rows[:399]), "python")
     sizes.clear()
     for end in range(400, len(rows) + 1):  # the text's begin is too far back
-        highlighter.lines("\n".join(rows[:end]), "python")
+        found.lines("\n".join(rows[:end]), "python")
     assert sum(sizes) < 1.05 * sum(range(400, len(rows) + 1))  # 1.17 where its end is tried alone each time
 
 

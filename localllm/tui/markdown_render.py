@@ -1,11 +1,12 @@
-"""From the tokens of a Markdown parser to what is shown. What the source says is shown.
+"""The text of a Markdown source as pieces to draw; all of the source is shown.
 
-A link shows where it leads, raw HTML is text, and nothing can be clicked: a model's words are a stranger's.
+A link shows its target, raw HTML is text, and nothing can be clicked: the text of a model is a stranger's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 from markdown_it import MarkdownIt
@@ -14,8 +15,8 @@ from markdown_it.token import Token
 from textual.content import Content, Span
 
 from localllm.chat.text import visible
-from localllm.tui.highlighting import Highlighter
-from localllm.tui.pieces import Piece, Table
+from localllm.tui.highlighter import Highlighter
+from localllm.tui.markdown_blocks import TablePiece, TextPiece
 
 _BULLETS = ("• ", "◦ ", "▪ ")
 _MOST_NESTED = 40  # levels, two for a list and one for a quote; signs of what is deeper are text
@@ -24,7 +25,7 @@ _STYLES = {"em": ".em", "strong": ".strong", "s": ".s"}
 
 def _commonmark() -> MarkdownIt:
     """CommonMark with tables and strikethrough. Raw HTML stays text, and so do definitions of links, which CommonMark
-    would take out of what is shown."""
+    would hide."""
     options = {"html": False, "maxNesting": _MOST_NESTED + 2}  # which it would leave out
     found = MarkdownIt("commonmark", options).enable(["table", "strikethrough"]).disable(["reference"])
     found.block.ruler.before("table", "too_deep", _too_deep)
@@ -33,13 +34,13 @@ def _commonmark() -> MarkdownIt:
 
 @cache
 def parser() -> MarkdownIt:
-    """What a model's Markdown is read by."""
+    """The parser of a model's Markdown."""
     return _commonmark()
 
 
 @cache
 def _outliner() -> MarkdownIt:
-    """`parser`, for blocks alone: what is in their lines takes most of the time."""
+    """A parser of blocks alone: their inline text takes most of the time."""
     return _commonmark().disable(["inline"])
 
 
@@ -71,9 +72,8 @@ def first_lines(text: str) -> list[int]:
     return [first_line(group) for group in groups(_outliner().parse(text))]
 
 
-def pieces(tokens: Sequence[Token], highlighters: list[Highlighter] | None = None) -> list[Piece | Table]:
-    """What the tokens of a block look like. highlighters: of the block's codes, in their order, which they have seen
-    before it grew; those of more codes are put behind them."""
+def pieces(tokens: Sequence[Token], highlighters: list[Highlighter] | None = None) -> list[TextPiece | TablePiece]:
+    """The pieces of a block's tokens. highlighters: of the block's earlier code, in order; new ones are appended."""
     return list(_Walk(tokens, [] if highlighters is None else highlighters).blocks(0))
 
 
@@ -124,7 +124,7 @@ def inline(token: Token) -> Content:
 
 
 class _Walk:
-    """Reads tokens from the front."""
+    """Turns tokens into pieces, from the front."""
 
     def __init__(self, tokens: Sequence[Token], highlighters: list[Highlighter]) -> None:
         self._tokens = tokens
@@ -132,8 +132,8 @@ class _Walk:
         self._num_codes = 0
         self._at = 0
 
-    def blocks(self, depth: int, *, is_tight: bool = False) -> Iterator[Piece | Table]:
-        """The blocks up to the end of what was opened; depth: of lists around them."""
+    def blocks(self, depth: int, *, is_tight: bool = False) -> Iterator[TextPiece | TablePiece]:
+        """The pieces up to the closing token. depth: of the surrounding lists."""
         is_first = True
         while self._at < len(self._tokens):
             token = self._tokens[self._at]
@@ -141,24 +141,24 @@ class _Walk:
             if token.nesting < 0:
                 return
             if not is_first and not is_tight and token.type != "list_item_open":
-                yield Piece(Content())
+                yield TextPiece(Content())
             is_first = False
             yield from self._block(token, depth)
 
-    def _block(self, token: Token, depth: int) -> Iterator[Piece | Table]:
+    def _block(self, token: Token, depth: int) -> Iterator[TextPiece | TablePiece]:
         match token.type:
             case "inline":
-                yield Piece(inline(token))
+                yield TextPiece(inline(token))
             case "paragraph_open":
                 yield from self.blocks(depth)
             case "heading_open":
                 style = f".{token.tag}"
                 for piece in self.blocks(depth):
-                    yield Piece(piece.content.stylize_before(style)) if isinstance(piece, Piece) else piece
+                    yield TextPiece(piece.content.stylize_before(style)) if isinstance(piece, TextPiece) else piece
             case "fence" | "code_block":
                 yield from self._code(token)
             case "hr":
-                yield Piece(Content("─" * 12).stylize(".dim"))
+                yield TextPiece(Content("─" * 12).stylize(".dim"))
             case "blockquote_open":
                 bar = Content("▎ ").stylize(".quote")
                 for piece in self.blocks(depth):
@@ -169,9 +169,9 @@ class _Walk:
                 yield self._table()
             case _:
                 if token.content:
-                    yield Piece(Content(visible(token.content)))
+                    yield TextPiece(Content(visible(token.content)))
 
-    def _list(self, token: Token, depth: int) -> Iterator[Piece | Table]:
+    def _list(self, token: Token, depth: int) -> Iterator[TextPiece | TablePiece]:
         is_ordered = token.type == "ordered_list_open"
         is_tight, is_first = _is_tight(self._tokens, self._at), True
         while self._at < len(self._tokens):
@@ -182,12 +182,12 @@ class _Walk:
             bullet = f"{item.info}. " if is_ordered else _BULLETS[depth % len(_BULLETS)]
             first, rest = Content(bullet).stylize(".bullet"), Content(" " * len(bullet))
             if not is_first and not is_tight:
-                yield Piece(Content())
+                yield TextPiece(Content())
             is_first = False
             for number, piece in enumerate(self.blocks(depth + 1, is_tight=is_tight)):
                 yield piece.indented(first if number == 0 else rest, rest)
 
-    def _code(self, token: Token) -> Iterator[Piece]:
+    def _code(self, token: Token) -> Iterator[TextPiece]:
         if self._num_codes == len(self._highlighters):
             self._highlighters.append(Highlighter())
         highlighter = self._highlighters[self._num_codes]
@@ -195,9 +195,9 @@ class _Walk:
         language = token.info.split()[0] if token.info.split() else ""
         margin = Content("  ")
         for line in highlighter.lines(visible(token.content.removesuffix("\n")), language):
-            yield Piece(line, margin, margin, is_code=True)
+            yield TextPiece(line, margin, margin, is_code=True)
 
-    def _table(self) -> Table:
+    def _table(self) -> TablePiece:
         rows: list[list[Content]] = []
         while (token := self._tokens[self._at]).type != "table_close":
             self._at += 1
@@ -206,10 +206,22 @@ class _Walk:
             elif token.type == "inline":
                 rows[-1].append(inline(token))
         self._at += 1
-        return Table(rows)
+        return TablePiece(rows)
 
 
 def _is_tight(tokens: Sequence[Token], at: int) -> bool:
-    """Whether a list's items stand without blank lines between them: CommonMark hides their paragraphs then."""
+    """Return whether there are no blank lines between a list's items: CommonMark then hides their paragraphs."""
     paragraph = next((token for token in tokens[at:] if token.type == "paragraph_open"), None)
     return paragraph is None or paragraph.hidden
+
+
+@dataclass(frozen=True)
+class CodeBlock:
+    language: str
+    code: str
+
+
+def code_blocks(text: str) -> list[CodeBlock]:
+    """The fenced code blocks in order; the last may have no end yet."""
+    fences = [token for token in parser().parse(text) if token.type in ("fence", "code_block")]
+    return [CodeBlock((token.info.split() or [""])[0], token.content) for token in fences]
