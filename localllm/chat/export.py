@@ -1,4 +1,4 @@
-"""A kept chat as a file."""
+"""A saved chat as a file."""
 
 from __future__ import annotations
 
@@ -23,15 +23,17 @@ class ExistsError(UsageError):
 
 
 def export_chat(session_id: str, path: Path) -> None:
-    """Writes Markdown, or JSON with every branch where the name ends so. Raises UsageError for a file that is there
-    already or cannot be written, HistoryError."""
+    """Write a chat as Markdown, or with every branch as JSON where the name ends so.
+
+    Raises UsageError for a file that exists or cannot be written, HistoryError.
+    """
     with History.open_to_read(history_file()) as history:
         text = exported(history, history.find(session_id), path)
     write_new(path, text)
 
 
 def exported(history: History, session: Session, path: Path) -> str:
-    """The chat as a file of this name has it. Raises HistoryError."""
+    """Return the text of a file of this name. Raises HistoryError."""
     if path.suffix.casefold() == ".json":
         value = exchange.as_json([history.conversation(session)], kept_apart)
         return json.dumps(value, ensure_ascii=False, indent=1) + "\n"
@@ -39,14 +41,13 @@ def exported(history: History, session: Session, path: Path) -> str:
 
 
 def proposed_name(title: str) -> str:
-    """A file's name made of a title, without an ending: letters and digits of any script, the rest as hyphens."""
+    """Return a file name made of a title, without an ending: letters and digits of any script, and hyphens."""
     words = re.sub(r"[\W_]+", "-", unicodedata.normalize("NFC", title)).strip("-").lower()
     return words[:_MOST_NAMED].rstrip("-") or "chat"
 
 
 def write_new(path: Path, text: str) -> None:
-    """Writes a file that was not there; nothing of it stays where it cannot be written whole. Raises UsageError,
-    ExistsError where it was."""
+    """Write a new file, or none where it cannot be written whole. Raises UsageError, ExistsError."""
     try:
         with path.open("x", encoding="utf-8", errors="replace") as stream:
             try:

@@ -1,4 +1,4 @@
-"""Text files that a person names: read whole, or refused with what helps."""
+"""Text files that a user names: read whole, or refused with a fix."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ICONV = "iconv -f ISO-8859-1 -t UTF-8"
 
 
 def typed_path(text: str) -> Path:
-    """A path as it was typed, with the home folder for its ~. Raises UsageError."""
+    """Return a typed path, with the home folder for its ~. Raises UsageError."""
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
@@ -23,9 +23,9 @@ def typed_path(text: str) -> Path:
 
 
 def read_text_file(path: Path, flag: str) -> str:
-    """The whole of a text file. Raises UsageError, naming it, for one that is absent, binary or too large.
+    """Return the whole text of a file. Raises UsageError for one that is absent, binary or too large.
 
-    flag: who wants it, `--file` on a command line or `/file` in a chat.
+    flag: the option or command that names it, `--file` on a command line or `/file` in a chat.
     """
     try:
         if flag.startswith("/") and path.exists() and not path.is_file():  # a pipe would hold a chat up for ever
@@ -43,9 +43,9 @@ def read_text_file(path: Path, flag: str) -> str:
 
 
 def as_text(data: bytes, source: str, convert: str, *, nul_allowed: bool = True, encoding: str = "utf-8-sig") -> str:
-    """Bytes as text. convert: the command that makes UTF-8 of them.
+    """Return bytes as text. Raises UsageError, naming the source, for bytes that are too many or no text.
 
-    Raises UsageError, naming the source, for what is too large or no text.
+    convert: the command that makes UTF-8 of them.
     """
     if len(data) > MAX_INPUT_BYTES:
         why = f"it has more than {format_bytes(MAX_INPUT_BYTES)}; no context holds that"

@@ -1,4 +1,4 @@
-"""Follows one request to its end: events in order, a signal stops the answer.
+"""Follows a request to its end: events in order, until a signal stops the answer.
 
 Knows events and signals. Knows no model and no terminal.
 """
@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from localllm.chat.answer import Heard, Stream
+from localllm.chat.answer import Piece, Stream
 from localllm.cli.interrupts import Interrupts
 from localllm.engine.events import Event, FinishedEvent, Timings, Usage
 
@@ -19,11 +19,11 @@ ABORT_GRACE_S = 1.0  # how long a stopped request may take to say so: a step tha
 
 
 class _Stop:
-    """The user has had enough."""
+    """The user has stopped the answer."""
 
 
-class Hearer(Protocol):
-    """What has been said so far; complete once `finished` is set."""
+class EventTaker(Protocol):
+    """The answer so far; complete once `finished` is set."""
 
     @property
     def num_prompt_tokens(self) -> int: ...
@@ -34,13 +34,13 @@ class Hearer(Protocol):
     @property
     def finished(self) -> FinishedEvent | None: ...
 
-    def take(self, event: Event) -> Heard:
-        """Takes an event in and returns what it adds."""
+    def take(self, event: Event) -> Piece:
+        """Add an event to the answer, and return its piece."""
         ...
 
 
-def follow(stream: Stream, answer: Hearer, interrupts: Interrupts) -> Iterator[tuple[Event, Heard]]:
-    """Each event with what it adds, the last one a FinishedEvent; `answer` collects them.
+def follow(stream: Stream, answer: EventTaker, interrupts: Interrupts) -> Iterator[tuple[Event, Piece]]:
+    """Yield each event with its piece of the answer, the last one a FinishedEvent; `answer` takes them.
 
     The first signal aborts the request and the events go on to its end. Leaving the loop early aborts as well.
     """
@@ -74,7 +74,7 @@ def _pump(stream: Stream, inbox: queue.SimpleQueue[Event | BaseException | _Stop
 
 
 def _next(
-    inbox: queue.SimpleQueue[Event | BaseException | _Stop], deadline: float | None, answer: Hearer
+    inbox: queue.SimpleQueue[Event | BaseException | _Stop], deadline: float | None, answer: EventTaker
 ) -> Event | BaseException | _Stop:
     if deadline is None:
         return inbox.get()
