@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from localllm.chat.export import replace_file, write_new
+from localllm.chat.text_file import replace_file, write_new
 from localllm.chat.thoughts import kept_apart, with_thought
 from localllm.config import ACCEPTED, Origin, ResolvedSettings, accepted, unknown_key
 from localllm.errors import UsageError

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from localllm.chat.answer import Answer, Piece
 from localllm.chat.dialogue import Dialogue, Message
-from localllm.engine.events import Event, FinishedEvent
+from localllm.engine.events import Event
 from localllm.errors import HistoryError, LocalLLMError, UnwrittenError, UsageError
 from localllm.history import (
     GoneError,
@@ -107,18 +107,6 @@ class AnswerRecording:
     answer: Answer
     recording: Recording | None
     parts: list[str] = field(default_factory=list)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return self.answer.num_prompt_tokens
-
-    @property
-    def token_ids(self) -> list[int]:
-        return self.answer.token_ids
-
-    @property
-    def finished(self) -> FinishedEvent | None:
-        return self.answer.finished
 
     def take(self, event: Event) -> Piece:
         """Add an event to the answer, record its text, and return its piece of the answer."""

@@ -1,8 +1,11 @@
-"""Text files that a user names: read whole, or refused with a fix."""
+"""Text files that a user names: read and written whole, or refused with a fix."""
 
 from __future__ import annotations
 
+import errno
+import os
 import shlex
+from contextlib import suppress
 from pathlib import Path
 
 from localllm.config import format_bytes
@@ -10,6 +13,10 @@ from localllm.errors import UsageError
 
 MAX_INPUT_BYTES = 16 << 20  # about four million tokens: more than any context
 ICONV = "iconv -f ISO-8859-1 -t UTF-8"
+
+
+class ExistsError(UsageError):
+    """A file is there already, and is left as it is."""
 
 
 def typed_path(text: str) -> Path:
@@ -58,3 +65,46 @@ def as_text(data: bytes, source: str, convert: str, *, nul_allowed: bool = True,
     except UnicodeDecodeError as error:
         why = f"{error.reason} at byte {error.start}"
         raise UsageError(f"{source} is no UTF-8 text", why=why, fix=convert) from error
+
+
+def write_new(path: Path, text: str) -> None:
+    """Write a new file, or none where it cannot be written whole. Raises UsageError, ExistsError."""
+    try:
+        with path.open("x", encoding="utf-8", errors="replace") as stream:
+            try:
+                stream.write(text)
+                stream.flush()
+            except OSError:
+                path.unlink(missing_ok=True)
+                raise
+    except FileExistsError:
+        why = "it would be lost"
+        other = path.with_stem(f"{path.stem}-2")
+        raise ExistsError(f"{str(path)!r} is there already", why=why, fix=f"another name: {other}") from None
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        fix = "another folder, or name"
+        raise UsageError(f"{str(path)!r} cannot be written", why=why, fix=fix) from None
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Writes a file, over one that is there; beside the name first, so that no half file ever has it. Raises
+    UsageError."""
+    unfinished = path.parent / f".{path.name}.{os.getpid()}.tmp"
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        unfinished.replace(path)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        look = "df -h" if path.parent.is_dir() else "mkdir -p"
+        fix = f"{look} {shlex.quote(str(path.parent))}"
+        raise UsageError(f"{str(path)!r} cannot be written", why=why, fix=fix) from error
+    finally:
+        with suppress(OSError, ValueError):
+            unfinished.unlink(missing_ok=True)

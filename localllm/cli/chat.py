@@ -12,10 +12,9 @@ import typer
 
 from localllm.chat import slash
 from localllm.chat.answer import statistics
-from localllm.chat.export import ExistsError
 from localllm.chat.recorder import Resumed, look_up
 from localllm.chat.session import ChatSession, mended_in_chat
-from localllm.chat.text_file import typed_path
+from localllm.chat.text_file import ExistsError, typed_path
 from localllm.chat.thoughts import effort_of, told_apart
 from localllm.cli import options
 from localllm.cli.front import Front, front_of

@@ -18,7 +18,7 @@ from localllm.cli.following import follow
 from localllm.cli.front import Front
 from localllm.cli.generate import Printing, answer_fields, event_fields, explained, print_whole
 from localllm.cli.output import SCHEMA_VERSION
-from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent
+from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent, Usage
 from localllm.engine.request import MAX_BEAMS, Request, SamplingParams
 from localllm.errors import UsageError
 
@@ -161,19 +161,6 @@ class _Answers:
     others: list[Answer] = field(default_factory=list)
 
     @property
-    def num_prompt_tokens(self) -> int:
-        return self.each[0].num_prompt_tokens
-
-    @property
-    def token_ids(self) -> list[int]:
-        return self.each[0].token_ids
-
-    @property
-    def finished(self) -> FinishedEvent | None:
-        """The end of the first one, when all have ended."""
-        return self.each[0].finished if self.num_whole == len(self.each) else None
-
-    @property
     def num_whole(self) -> int:
         return sum(answer.finished is not None for answer in self.each)
 
@@ -181,13 +168,15 @@ class _Answers:
         return self.request_ids.index(event.request_id)
 
     def take(self, event: Event) -> Piece:
-        if event.request_id not in self.request_ids:  # an end for want of one: the engine did not stop in time
+        if event.request_id not in self.request_ids:  # in place of an end: the engine did not stop in time
+            assert isinstance(event, FinishedEvent)
             for answer in self.each:
-                answer.finished = answer.finished or event if isinstance(event, FinishedEvent) else answer.finished
+                usage = Usage(answer.num_prompt_tokens, 0, len(answer.token_ids))
+                answer.finished = answer.finished or replace(event, usage=usage)
             return Piece()
         piece = self.each[self.index(event)].take(event)
         for events in event.others if isinstance(event, FinishedEvent) else ():
-            self.others.append(Answer(self.num_prompt_tokens, thinking=self.each[0].thinking))
+            self.others.append(Answer(self.each[0].num_prompt_tokens, thinking=self.each[0].thinking))
             for other in events:
                 self.others[-1].take(other)
         return piece
@@ -236,7 +225,8 @@ class _Shown:
         if self.printing.as_events:
             self._begin(answers)
         with self.front.output.progress("answering") as line:
-            for event, piece in follow(streams, answers, self.front.interrupts):
+            num_prompt_tokens = answers.each[0].num_prompt_tokens
+            for event, piece in follow(streams, answers.take, self.front.interrupts, num_prompt_tokens):
                 if isinstance(event, GrownEvent):
                     line.interject(grown_text(event))
                 if in_turn and event.request_id == answers.request_ids[0]:

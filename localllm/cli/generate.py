@@ -69,13 +69,13 @@ def print_answer(
         start = {"type": "start", "schema_version": SCHEMA_VERSION, "model": files.name, "session": session}
         about = {"prompt_tokens": answer.num_prompt_tokens, "seed": answer.seed}
         front.output.json({**start, **about, **evicted_fields(printing.evicted)})
-        for event, piece in follow(stream, record, front.interrupts):
+        for event, piece in follow(stream, record.take, front.interrupts, record.answer.num_prompt_tokens):
             fields = event_fields(files, event, piece)
             if isinstance(event, FinishedEvent):
                 fields["cache_miss"] = miss_fields(explained(event, printing))
             front.output.json(fields)
     elif printing.as_json or not printing.streams:
-        for event, _ in follow(stream, record, front.interrupts):
+        for event, _ in follow(stream, record.take, front.interrupts, record.answer.num_prompt_tokens):
             if isinstance(event, GrownEvent):
                 front.output.note(grown_text(event))
     else:
@@ -131,7 +131,7 @@ def print_whole(output: Output, answer: Answer, printing: Printing) -> None:
 def _stream_text(front: Front, stream: Stream, record: AnswerRecording, printing: Printing) -> None:
     num_words, folds = 0, not printing.shows_thoughts  # of the thought
     with front.output.progress("reading the prompt") as line:
-        for event, piece in follow(stream, record, front.interrupts):
+        for event, piece in follow(stream, record.take, front.interrupts, record.answer.num_prompt_tokens):
             num_words += len(piece.thought.split())
             if isinstance(event, GrownEvent):
                 line.interject(grown_text(event))

@@ -110,7 +110,7 @@ class AnswerWorker:
             self._post_progress(events)
             if text:
                 elapsed_s = time.monotonic() - began if began else 0.0
-                self._post(messages.AnswerDelta(text, len(record.token_ids), elapsed_s))
+                self._post(messages.AnswerDelta(text, len(record.answer.token_ids), elapsed_s))
 
     def _end(self, answer: Answer, said: str) -> None:
         """Post the end of the answer. said: its beginning, which was continued."""

@@ -16,10 +16,10 @@ from localllm.chat import slash
 from localllm.chat.answer import Answer
 from localllm.chat.context import ContextUsage
 from localllm.chat.dialogue import Attachment
-from localllm.chat.export import export_chat, write_new
+from localllm.chat.export import export_chat
 from localllm.chat.recorder import Resumed, look_up
 from localllm.chat.session import ChatSession, PendingTurn, mended_in_chat
-from localllm.chat.text_file import typed_path
+from localllm.chat.text_file import typed_path, write_new
 from localllm.config import ResolvedSettings
 from localllm.engine.engine_info import LoadedEngine, Service
 from localllm.errors import BugError, ContextOverflowError, LocalLLMError, UsageError
