@@ -35,9 +35,6 @@ def tables(result: Mapping[str, Any]) -> str:
             "### Outliers in the keys",
             "",
             _outliers(result["runs"]),
-            "### What a probe sees",
-            "",
-            _probes(result["runs"]),
         ]
     )
 
@@ -86,25 +83,6 @@ def _outliers(runs: Sequence[Run]) -> str:
         cells = [f"{factor} x", _increase(plain), f"{plain['kl_nats']:.5f}", _increase(int4), f"{int4['kl_nats']:.5f}"]
         cells += [f"{100 * removed(plain['kl_nats'], int4['kl_nats']):.0f} %"]
         lines.append(_row(*cells, *(f"{run['kl_nats']:.6f}" for run in others)))
-    return "\n".join(lines) + "\n"
-
-
-def _probes(runs: Sequence[Run]) -> str:
-    lines = [
-        "| int4 | increase of perplexity | KL of all positions | of 64 positions: mean | least | most |",
-        "| --- |" + " ---: |" * 5,
-    ]
-    (shipped,) = runs_of(runs, group="shipped", kv="int4")
-    rows = [("the program, in bf16", shipped)]
-    for factor in factors(runs):
-        rows += [(f"outliers {factor} x", outlier_run(runs, "int4", factor, is_rotated=True))]
-    rows += [
-        (f"outliers {factor} x, without rotation", outlier_run(runs, "int4", factor, is_rotated=False))
-        for factor in factors(runs)
-    ]
-    for name, run in sorted(rows, key=lambda row: float(row[1]["probe_nats"])):
-        probes = [f"{run[f'probe_{which}nats']:.5f}" for which in ("", "least_", "most_")]
-        lines.append(_row(name, _increase(run), f"{run['kl_nats']:.5f}", *probes))
     return "\n".join(lines) + "\n"
 
 

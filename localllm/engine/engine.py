@@ -19,16 +19,15 @@ from functools import partial
 from pathlib import Path
 
 from localllm import hub
-from localllm.cache.kv_format import choose_format
+from localllm.cache.kv_format import choose_format, dense_heads_note
 from localllm.cache.prefix import PrefixCache
 from localllm.engine.beam_search import BeamSearch, Ends, require_room
 from localllm.engine.context_growth import grow_for
 from localllm.engine.draft_loader import DraftModel
 from localllm.engine.drawing import Outcome, Scheduled, compute, num_rows
 from localllm.engine.engine_info import EngineFacts, EngineStatus
-from localllm.engine.events import Event, FinishedEvent, PrefillEvent
+from localllm.engine.events import Event, FinishedEvent
 from localllm.engine.kv_allocator import KVSupply
-from localllm.engine.kv_probe import LAST, KVProbe, Switch, load_as_found
 from localllm.engine.loader import Loading, Replan, Watcher, note_device
 from localllm.engine.memory import DTYPES, choose_device, choose_dtype, is_out_of_memory, out_of_memory, use_threads
 from localllm.engine.perplexity import Perplexity, perplexity
@@ -80,16 +79,14 @@ class Engine:
         held: ExitStack | None = None,
         reuse: KVReuse = IN_POOLS,
         computed: Computed = UNKNOWN_SOURCE,
-        kv_probe: KVProbe | None = None,
         speculating: Speculating = NO_GUESSES,
         note: Callable[[str], None] = unheard,
     ) -> None:
         """plan: by which the model was loaded, if one was made; limits are within it. placed: what can move the blocks;
         `model` is its `few` then. replan: as LoadedModel has it; without one the context never grows. flags_for: with
         which a longer context fits, "" where none does. held: what must stay open as long as the engine is used. reuse:
-        what later prompts find of earlier ones, computed with this checkpoint and recipe. kv_probe: asks at the first
-        long prompt whether the KV format is good enough; None where that is known, or of no concern. speculating: makes
-        what guesses tokens ahead. note: hears what is worth a line."""
+        what later prompts find of earlier ones, computed with this checkpoint and recipe. speculating:
+        makes what guesses tokens ahead. note: hears what is worth a line."""
         self.tokenizer = tokenizer
         self._template = template
         self.ctx = ctx
@@ -110,7 +107,6 @@ class Engine:
             note,
         )
         self._replan = replan
-        self._kv_probe = kv_probe
         self.kv_supply = KVSupply(self.residency, reuse, computed, plan)
         self._limits = limits or Limits()
         self.scheduler = Scheduler(self._limits.within(plan), self._admit)
@@ -144,7 +140,6 @@ class Engine:
         job: JobShape | None = None,
         watcher: Watcher | None = None,
         reuse: KVReuse = IN_POOLS,
-        probes_kv: bool = False,
         speculate: Speculate = AUTO,
     ) -> Engine:
         """Load a model by name, `org/repo`, directory, or files that were located before.
@@ -156,9 +151,8 @@ class Engine:
         GPU; what does not fit there is placed one tier down, at last on the disk, from where it is read at every step.
         threads: of the CPU. limits: of what runs at once. job: many prompts; memory is then shared out for the most
         tokens a second of all of them together, not for the fastest single one. watcher: hears of what takes long.
-        reuse: what is kept of keys and values for later prompts. probes_kv: take a wider format than `kv` where that
-        changes what the model says, see `engine.kv_probe`; a job's format stays what it began with. speculate: who
-        guesses tokens ahead, which changes the speed and no token.
+        reuse: what is kept of keys and values for later prompts. speculate: who guesses tokens ahead, which
+        changes the speed and no token.
 
         Raises ModelNotFoundError, CheckpointError, ModelChangedError where the files are written meanwhile,
         UnsupportedModelError, DoesNotFitError, UsageError; LocalLLMError where a packed model cannot be written.
@@ -177,7 +171,9 @@ class Engine:
         computed = Computed(source_id(files), chosen.name, files.name)
         draft = DraftModel.of(speculate.draft_model, tokenizer, files.name, of, on, kv)
         loading = Loading(files, chosen, of, on, kv, ctx, ram, vram, job, watcher, draft, speculate)
-        loaded, kv, kv_probe = load_as_found(loading, config, computed, probes_kv=probes_kv)
+        if note := dense_heads_note(kv, config.head_dim, of):
+            watcher.noting(note)
+        loaded = loading.load(config)
         engine = cls(
             loaded.decoder,
             tokenizer,
@@ -192,13 +188,12 @@ class Engine:
             held=loaded.held,
             reuse=reuse,
             computed=computed,
-            kv_probe=kv_probe,
             speculating=partial(speculation, speculate, drafter=loaded.drafter),
             note=watcher.noting,
         )
         try:
             require_unchanged(files.directory, contents)
-            engine.residency.warm_up(() if kv_probe is None else kv_probe.formats, watcher.measuring)
+            engine.residency.warm_up(watcher.measuring)
         except BaseException:  # nobody has the engine yet who would close it
             engine.close()
             raise
@@ -351,7 +346,7 @@ class Engine:
         """
         events = self._drop_aborted()
         try:
-            if grown := self._make_ready(tell):
+            if grown := self._make_ready():
                 return events + grown  # before anything is told of the forward that follows
         except StepCancelledError:
             return events + self._drop_aborted()
@@ -365,14 +360,13 @@ class Engine:
             return [*events, self._fail(self.scheduler.waiting[0], error)]
         return events + self._computed(scheduled, tell) if scheduled else events
 
-    def _make_ready(self, tell: Callable[[Event], None]) -> list[Event]:
-        """What is done between answers: blocks move, the context grows, formats of keys and values are tried."""
+    def _make_ready(self) -> list[Event]:
+        """What is done between answers: blocks move, the context grows."""
         self.residency.restore()
         if not self.scheduler.waiting or self.scheduler.running:
             return []
         if (plan := self.residency.settle()) is not None:
             self.scheduler.limits = self._limits.within(plan)
-        self._probe_kv(tell)
         return self._grow_for(self.scheduler.waiting[0])
 
     def _computed(self, scheduled: Scheduled, tell: Callable[[Event], None]) -> list[Event]:
@@ -405,35 +399,6 @@ class Engine:
                 events.append(self._fail(sequence, error))
         self.speculation.learn(time.perf_counter() - computed_at)
         return events
-
-    def _probe_kv(self, tell: Callable[[Event], None]) -> None:
-        """At the first prompt that is long enough, where nothing else runs: see `engine.kv_probe`."""
-        plan = self.residency.plan
-        if self._kv_probe is None or (self.plan is not None and plan is None):  # memory ran out once: none for a probe
-            return
-        long = next((s for s in self.scheduler.waiting if s.num_prompt_tokens >= LAST), None)
-        if long is None:
-            return
-        tell(PrefillEvent(long.request_id, 0, long.num_prompt_tokens))
-        try:
-            switch = self._kv_probe.run(
-                self.residency, long.token_ids, plan, cancelled=self._asked_of({long.request_id})
-            )
-            if switch is not None:
-                self._use_kv_format(switch)
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-        self._kv_probe = None
-
-    def _use_kv_format(self, switch: Switch) -> None:
-        """What was known in the old format is not found again."""
-        self.residency.use_format(switch.kv_format)
-        self.kv_format = switch.kv_format
-        if switch.plan is not None:
-            self.plan = switch.plan
-            self.scheduler.limits = self._limits.within(switch.plan)
-        self.kv_supply.renew(self.plan)
 
     def _planned(self, ctx: int) -> Plan:
         """By which the model had best run with this context in the memory of now. Raises DoesNotFitError."""

@@ -62,12 +62,6 @@ class KVSupply:
         if self.prefix is not None and sequence.owns_kv and sequence.kv is not None:
             self.prefix.seal(sequence.kv, sequence.token_ids, self._rotation(sequence))
 
-    def renew(self, plan: Plan | None) -> None:
-        """The format of keys and values is another one: what was known is not found again."""
-        if self.prefix is not None:
-            self.prefix.close(0)  # an answer waits; at most the pages of short prompts are lost
-        self.prefix = prefix_cache(self._reuse, self._computed, self._residency, plan)
-
     def share_ram(self, plan: Plan | None) -> None:
         """Memory is shared out by this plan now; None: as it is."""
         if self.prefix is not None and plan is not None:

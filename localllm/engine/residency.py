@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
@@ -106,27 +106,10 @@ class Residency:
     def new_kv(self, capacity: int) -> PagedKV:
         return self.kv_pages.new(capacity)
 
-    def warm_up(self, formats: Iterable[KVFormat], measuring: Callable[[str], None]) -> None:
-        """Has compiled what a GPU launches, so that no prompt waits for it. formats: that keys and values may be tried
-        in, beside their own. measuring: hears that it begins."""
+    def warm_up(self, measuring: Callable[[str], None]) -> None:
+        """Compile what a GPU launches, so that no prompt waits for it; `measuring` is called when that begins."""
         if self.runner.is_fused:
             measuring("preparing the kernels for this model")
-        self.runner.warm_up(self.new_kv)
-        for kv_format in formats:
-            if not self.runner.is_fused:
-                return
-            pages = self.new_pages(kv_format)
-            try:
-                self.runner.warm_up(pages.new)
-            finally:
-                pages.release()
-
-    def use_format(self, kv_format: KVFormat) -> None:
-        """Keep keys and values in another format from now on: no sequence has any. What follows is not predicted by the
-        plan any more."""
-        pages = self.new_pages(kv_format)
-        self.kv_pages.release()
-        self.kv_pages, self.plan = pages, None
         self.runner.warm_up(self.new_kv)
 
     def move(self, blocks: Sequence[Placed]) -> None:
