@@ -20,7 +20,7 @@ from benchmarks.offload_worker import Answer, answer, ids
 from benchmarks.peers_protocol import UnavailableError, serve
 from localllm.cache.kv_format import KV_FORMATS
 from localllm.cache.paged_kv import PagedKV
-from localllm.engine.kv_allocator import KVSupply
+from localllm.engine.kv_allocator import KVAllocator
 from localllm.engine.memory import choose_device
 from localllm.engine.prefix_config import IN_POOLS, UNKNOWN_SOURCE
 from localllm.engine.request import SamplingParams
@@ -50,7 +50,7 @@ class Decoding:
         assert self.engine.plan is not None and self.engine.runner.gpu_step is not None
         self.shape = self.engine.plan.shape
         # What is known of earlier prompts, for those that may use it.
-        self.known = KVSupply(self.engine.residency, IN_POOLS, UNKNOWN_SOURCE, self.engine.plan)
+        self.known = KVAllocator(self.engine.residency, IN_POOLS, UNKNOWN_SOURCE, self.engine.plan)
         self._num_prompts = 0
         self.steps = {True: self.engine.runner.gpu_step, False: WithoutGraphs(self.engine.model)}
         self.pages = {name: self.engine.residency.new_pages(KV_FORMATS[name]) for name in _KV_BYTES}

@@ -114,12 +114,12 @@ def _randomize(page: Page) -> None:
 @contextmanager
 def behind(engine: Engine, depth: int) -> Iterator[None]:
     """Inside, all of a prompt but what is longer than `depth` counts as computed when it is admitted."""
-    supply = engine.kv_supply
-    admit = supply.admit
+    supply = engine.kv_allocator
+    admit = supply.allocate
 
     def admit_filled(sequence: Any, cancelled: Any) -> None:
         admit(sequence, cancelled)
         filled(sequence.kv, depth)
 
-    with patch.object(supply, "admit", admit_filled):
+    with patch.object(supply, "allocate", admit_filled):
         yield

@@ -1,14 +1,13 @@
 """What guessing gives, and what it costs where it gives nothing.
 
-    python -m benchmarks.speculation [--part oracle|never|texts|grown ...] [--rounds 5]
+    python -m benchmarks.speculation [--part oracle|never|texts ...] [--rounds 5]
 
 `oracle`: guesses that are right with a probability alpha, `k` at a time, at no cost: the measured speedup beside the
 formula S = E * t_1 / t_round, E = (1 - alpha^(k+1)) / (1 - alpha), whose two times are those of the same round's steps;
 resident, and with the blocks read from the disk at every step. `never`: what `--speculate auto` and each drafter
 cost on text that nobody guesses, on text whose guesses are always wrong, and on text that changes, beside plain
 decoding. `texts`: tokens a pass on a tale that the built-in model has not seen, on code, and on a text that is to be
-summarised. `grown`: the built-in model with blocks that change nothing between its own, streamed under a cap: they are
-left out while guessing. Rounds take turns, each with a plain run of its own; medians with their lowest and highest.
+summarised. Rounds take turns, each with a plain run of its own; medians with their lowest and highest.
 Results go to benchmarks/results/speculation.json, part by part.
 """
 
@@ -27,7 +26,7 @@ from benchmarks.measure import RESULTS, machine, paired, save, spread
 from benchmarks.oracle import Oracle
 from benchmarks.speculation_engine import SHAPE, guess, ids, random_engine, run, stream
 from benchmarks.speculation_never import never
-from benchmarks.speculation_texts import grown, texts
+from benchmarks.speculation_texts import texts
 from localllm.engine.engine import Engine
 from localllm.engine.speculative.config import OFF, Speculate
 
@@ -114,7 +113,6 @@ PARTS: dict[str, Callable[[int, str], dict[str, Any]]] = {
     "oracle": oracle,
     "never": never,
     "texts": texts,
-    "grown": grown,
 }
 
 

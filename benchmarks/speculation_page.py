@@ -17,7 +17,7 @@ Row = Mapping[str, Any]
 
 def write(result: Mapping[str, Any]) -> None:
     """What is there of it: parts that were not measured have no table."""
-    parts = {"texts": _texts, "grown": _grown, "oracle": _oracle, "never": _never}
+    parts = {"texts": _texts, "oracle": _oracle, "never": _never}
     content = "\n".join(line for part, table in parts.items() if part in result for line in table(result[part]))
     PAGE.write_text(with_section(PAGE.read_text(encoding="utf-8"), BEGIN, END, content), encoding="utf-8")
 
@@ -38,22 +38,6 @@ def _texts(part: Mapping[str, Any]) -> Iterable[str]:
             row = _one(part["rows"], text=text, temperature=temperature, who=who, skipped_share=share)
             cells.append(f"{row['tokens_per_pass']['median']:.2f} ({row['accepted']:.0%} right)")
         yield f"| {text} | {temperature} | {' | '.join(cells)} |"
-    yield ""
-
-
-def _grown(part: Mapping[str, Any]) -> Iterable[str]:
-    yield from _heading(
-        "Streamed, by the blocks that are left out",
-        f"The built-in model grown to {part['layers']} layers by layers that change nothing, under a cap that "
-        "half of it does not fit in: `--speculate skip` beside plain decoding with the same placement, before "
-        f"anything is known of the blocks and after {part['trials']} trials, in the placement that the plan "
-        "then makes.",
-    )
-    yield "| placed | from the disk at every step | tokens a pass | times plain decoding |"
-    yield "|---|---|---|---|"
-    for row in part["rows"]:
-        size = f"{row['streamed_bytes'] / 1e6:.0f} MB"
-        yield f"| {row['placed']} | {size} | {_shown(row['tokens_per_pass'])} | {_shown(row['speedup'])} |"
     yield ""
 
 

@@ -17,8 +17,8 @@ from localllm.cache.paged_kv import PagedKV
 from localllm.engine.engine import Engine
 from localllm.engine.events import Event, FinishedEvent, Timings, TokenEvent
 from localllm.engine.request import Request, SamplingParams
-from localllm.engine.runner import Chunk
 from localllm.engine.sequence import Sequence
+from localllm.engine.step_types import Chunk
 from localllm.kernels.paged_attention import write
 from localllm.offload.planner.roofline import seconds
 

@@ -11,7 +11,7 @@ from localllm.engine.request import Pooling
 from localllm.errors import NonFiniteError
 
 
-class Pool:
+class Pooler:
     """Takes the hidden states of a sequence in order."""
 
     def __init__(self, pooling: Pooling) -> None:

@@ -11,6 +11,10 @@ from localllm.cache.miss import CacheMiss
 FinishReason = Literal["stop", "length", "error", "cancelled"]
 
 
+def ignore(*_news: object) -> None:
+    """The callback for news that nobody asked for."""
+
+
 @dataclass(frozen=True)
 class TokenLogprob:
     """One token with its natural-log probability before any sampling transform."""

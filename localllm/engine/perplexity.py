@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from localllm.cache.paged_kv import PagedKV
-from localllm.engine.runner import Chunk, ModelRunner
+from localllm.engine.runner import ModelRunner
+from localllm.engine.step_types import Chunk
 from localllm.errors import UsageError
 
 CHUNK_TOKENS = 256  # logits of all of them at once: 150 MB of fp32 at a vocabulary of 150,000

@@ -10,8 +10,9 @@ import torch
 
 from localllm.cache.kv_format import KVFormat
 from localllm.cache.paged_kv import KVPages, PagedKV
+from localllm.engine.events import ignore
 from localllm.engine.memory import is_device_out_of_memory, is_out_of_memory, reachable_bytes
-from localllm.engine.runner import ModelRunner, unheard
+from localllm.engine.runner import ModelRunner
 from localllm.errors import DoesNotFitError
 from localllm.kernels.cpu_gemv import MAX_ROWS
 from localllm.layers.attention import Attention
@@ -51,10 +52,11 @@ class Residency:
         placed: PlacedModel | None = None,
         replan: Callable[[], Plan] | None = None,
         plan: Plan | None = None,
-        note: Callable[[str], None] = unheard,
+        note: Callable[[str], None] = ignore,
     ) -> None:
         """placed: what can move the blocks; `model` is its `few` then. replan: the best plan in the memory of now.
         plan: by which the model was loaded. note: hears what is worth a line."""
+        self.is_lost = False  # where a move failed, until `restore` succeeds
         self._note = note
         self.config, self.device = model.config, model.device
         self.placed = placed
@@ -119,7 +121,7 @@ class Residency:
         left to give up, CheckpointError where a block cannot be read; the model is gone then, see `restore`.
         """
         assert self.placed is not None, "nothing can be moved"
-        self.plan = None
+        self.plan, self.is_lost = None, True
         asked: Sequence[Placed] | None = blocks
         while asked is not None:
             self.__dict__.pop("model", None)  # the old decoders hold the memory that the new ones need
@@ -137,11 +139,12 @@ class Residency:
         else:
             raise DoesNotFitError("the memory ran out", why="no block has room any more", fix="close other programs")
         self._use(self.placed.few)
+        self.is_lost = False
         self._place_kv()
 
     def restore(self) -> None:
         """Bring a model back that a failed `move` left without a place. Raises as `move` does."""
-        if self.placed is not None and "model" not in self.__dict__:
+        if self.placed is not None and self.is_lost:
             self.move(self.placed.blocks)
 
     def settle(self) -> Plan | None:
@@ -167,7 +170,7 @@ class Residency:
             self._place_kv()
         else:
             self.placed.many_rows = plan.many_rows
-            if plan.blocks == self.placed.blocks and "model" in self.__dict__:
+            if plan.blocks == self.placed.blocks and not self.is_lost:
                 self._use(self.model)
                 self._place_kv()
             else:

@@ -12,8 +12,9 @@ import torch
 from localllm.cache.kv_format import KVFormat
 from localllm.cache.paged_kv import PagedKV
 from localllm.engine.engine import Engine
-from localllm.engine.runner import Chunk, ModelRunner
+from localllm.engine.runner import ModelRunner
 from localllm.engine.sampler import PlainDraw
+from localllm.engine.step_types import Chunk
 from localllm.kernels.gpu import product
 from localllm.kernels.gpu.launch import Launch
 from localllm.kernels.gpu.product import Dispatch
