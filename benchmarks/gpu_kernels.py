@@ -25,7 +25,7 @@ class Kernels:
         not all of them were tried."""
         torch.manual_seed(time.time_ns() % (1 << 31))
         until, found, ended = time.monotonic() + seconds, list[Case](), ""
-        sizes = _SMALLER if device == "cpu" else check.Sizes()
+        sizes = _SMALLER if device == "cpu" else check.CheckSizes()
         try:
             for case in check.cases(choose_device(device), sizes):
                 found.append(case)

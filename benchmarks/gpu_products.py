@@ -24,7 +24,7 @@ from benchmarks.peers_protocol import serve
 from localllm.engine.memory import choose_device
 from localllm.kernels.gpu import gemm, gemv, product
 from localllm.kernels.gpu.activations import Codes, to_codes
-from localllm.kernels.gpu.gemm import Shape
+from localllm.kernels.gpu.gemm import ProgramShape
 from localllm.kernels.gpu.gemv import INT8_GROUP, GpuMatrix
 from localllm.kernels.gpu.launch import run_all
 from localllm.kernels.gpu.product import Dispatch
@@ -158,7 +158,7 @@ def _gemvs(copies: Sequence[GpuMatrix], codes: Codes, y: Tensor, N: int) -> Work
     return [gemv.gemv(codes, one, y, N).run for one in copies]
 
 
-def _gemms(copies: Sequence[GpuMatrix], N: int, rows: int, shape: Shape, bits: int = 8) -> Work:
+def _gemms(copies: Sequence[GpuMatrix], N: int, rows: int, shape: ProgramShape, bits: int = 8) -> Work:
     """Codes of their own: what a shape takes hangs on how many parts there are, not on them."""
     matrix, device = copies[0], copies[0].qweight.device
     codes, y = (
@@ -177,17 +177,17 @@ def _theirs(copies: list[Int4], N: int, x: Tensor, device: torch.device) -> Work
     return [partial(one.forward, x) for one in copies]
 
 
-def _shapes(matrix: GpuMatrix) -> list[Shape]:
+def _shapes(matrix: GpuMatrix) -> list[ProgramShape]:
     """With as many warps for a row of W as `Dispatch` takes."""
     own = Dispatch(1).shape(matrix, _SWEPT_ROWS)
     return [
-        Shape(rows, parts, max(1, own.num_warps * rows // own.weight_rows), stages)
+        ProgramShape(rows, parts, max(1, own.num_warps * rows // own.weight_rows), stages)
         for parts, rows, stages in itertools.product(_PARTS, _WEIGHT_ROWS, _STAGES)
         if parts <= matrix.slices
     ]
 
 
-def _named(shape: Shape) -> str:
+def _named(shape: ProgramShape) -> str:
     return " ".join(f"{name} {value}" for name, value in asdict(shape).items())
 
 
