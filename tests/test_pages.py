@@ -373,12 +373,9 @@ class Sequences(RuleBasedStateMachine):
             self.live.remove((kv, ids))
 
     @precondition(lambda self: self.live)
-    @rule(
-        which=st.integers(0, 99), own=st.integers(1, 15), others=st.integers(1, 15), right=st.integers(0, 15),
-        takes_other=st.booleans(),
-    )  # fmt: skip
-    def guess(self, which: int, own: int, others: int, right: int, takes_other: bool) -> None:
-        """Two ends of a sequence are computed, and one of them goes on as far as it is right."""
+    @rule(which=st.integers(0, 99), own=st.integers(1, 15), others=st.integers(1, 15), right=st.integers(0, 15))
+    def branch(self, which: int, own: int, others: int, right: int) -> None:
+        """Two ends of a sequence are computed; the sequence goes on as far as its own is accepted."""
         kv, ids = self.live.pop(which % len(self.live))
         self.live.append((kv, ids))
         own, others = (min(count, 450 - len(ids)) for count in (own, others))
@@ -390,10 +387,8 @@ class Sequences(RuleBasedStateMachine):
                 each.prepare(len(ids) + len(more))
             for each, more in ends:
                 grow(each, ids + more)
-            taken, more = ends[takes_other]
-            kept = taken.trim(len(ids) + min(right, len(more)))
-            if takes_other:
-                kv.adopt(branch)
+            more = ends[0][1]
+            kept = kv.trim(len(ids) + min(right, len(more)))
             ids += more[: kept - len(ids)]
             del ids[kept:]
         self.written()
