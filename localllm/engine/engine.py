@@ -215,8 +215,8 @@ class Engine(StepLoop):
     def generate(
         self, prompt: Prompt, sampling: SamplingParams | None = None, *, grammar: Grammar | None = None
     ) -> Iterator[Event]:
-        """Answer one prompt: a text to continue, token ids, or chat messages. Closing the iterator stops the request.
-        grammar: what the answer has to look like.
+        """Answer one prompt: a text to continue, token ids, or chat messages; in the form of a grammar, if there is
+        one. Closing the iterator stops the request.
 
         Several iterators may be read in turn; their requests run as one batch. Who calls `submit` and `step` himself
         does not use this beside them. A request that cannot run raises with the first event that is asked for.
@@ -246,7 +246,7 @@ class Engine(StepLoop):
                 self._inboxes[event.request_id].append(event)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """The ids of a prompt: a text, with the BOS token where the model wants one; ids; or chat messages."""
+        """Return the ids of a prompt: a text, with the BOS token where the model wants one; ids; or chat messages."""
         return encode_prompt(prompt, self.tokenizer, lambda: self.template)
 
     @property
@@ -288,8 +288,8 @@ class Engine(StepLoop):
         return request_id
 
     def check(self, request: Request) -> None:
-        """Raises ContextOverflowError, UsageError or GrammarError for a request that cannot run. A grammar is compiled
-        where it is new, which takes up to a second."""
+        """Raise ContextOverflowError, UsageError or GrammarError for a request that cannot run. A grammar that is new
+        is compiled, which takes up to a second."""
         require_fit(request, self.ctx, self.config, self.flags_for)
         require_room(request, self.ctx, self.scheduler.limits)
         if request.grammar is not None:
@@ -388,7 +388,8 @@ class Engine(StepLoop):
     def perplexity(
         self, token_ids: SequenceOf[int], ctx: int | None = None, progress: Progress = lambda _done, _total: None
     ) -> Perplexity:
-        """How well the model predicts a text; see `engine.perplexity`. Raises UsageError or ContextOverflowError."""
+        """Return how well the model predicts a text; see `engine.perplexity`. Raises UsageError or
+        ContextOverflowError."""
         if ctx is not None and ctx > self.ctx:
             what = f"a window of {ctx} tokens is longer than the context of {self.ctx}"
             raise UsageError(what, fix=f"--ctx {self.ctx}")
