@@ -385,9 +385,7 @@ class Engine(StepLoop):
             raise DoesNotFitError("the context cannot grow", why="this engine was given its model without a plan")
         return self._replan(ctx, self.residency.kv_pages.format.name, self.residency.kv_host_bytes)
 
-    def perplexity(
-        self, token_ids: SequenceOf[int], ctx: int | None = None, progress: Progress = lambda _done, _total: None
-    ) -> Perplexity:
+    def perplexity(self, token_ids: SequenceOf[int], ctx: int | None = None, progress: Progress = ignore) -> Perplexity:
         """Return how well the model predicts a text; see `engine.perplexity`. Raises UsageError or
         ContextOverflowError."""
         if ctx is not None and ctx > self.ctx:

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 import torch
 
 from localllm.cache.paged_kv import PagedKV
+from localllm.engine.events import ignore
 from localllm.engine.runner import ModelRunner
 from localllm.engine.step_types import Chunk
 from localllm.errors import UsageError
+from localllm.models.load import Progress
 
 CHUNK_TOKENS = 256  # logits of all of them at once: 150 MB of fp32 at a vocabulary of 150,000
 
@@ -33,7 +35,7 @@ def perplexity(
     *,
     ctx: int,
     new_kv: Callable[[int], PagedKV],
-    progress: Callable[[int, int], None] = lambda _done, _total: None,
+    progress: Progress = ignore,
 ) -> Perplexity:
     """Measure windows of `ctx` tokens, side by side; in each, every token but the first is predicted from those before
     it.

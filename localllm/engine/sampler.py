@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 import numpy
 import torch
@@ -70,23 +71,16 @@ def next_token(logits: Tensor, sequence: Running, token_ids: Sequence[int]) -> i
             return forced[0]
         if sampling.temperature == 0:
             # What is the likeliest of all and allowed is the likeliest of what is allowed: no mask is needed.
-            best = _sampled(logits, sequence, token_ids)
+            best = sample(logits, sampling, token_ids, **_context(sequence))
             if constraint.allows(answer, best):
                 return best
-    return _sampled(_allowed(logits, sequence, token_ids), sequence, token_ids)
+    return sample(_allowed(logits, sequence, token_ids), sampling, token_ids, **_context(sequence))
 
 
 def next_token_with_margin(logits: Tensor, sequence: Running, token_ids: Sequence[int]) -> tuple[int, float]:
     """Sample as `next_token` does; return the margin of `sample_with_margin` too."""
-    logits, of = _allowed(logits, sequence, token_ids), sequence
-    return sample_with_margin(
-        logits,
-        of.request.sampling,
-        token_ids,
-        num_prompt_tokens=of.num_prompt_tokens,
-        seed=of.seed,
-        breaker_ids=of.breaker_ids,
-    )
+    allowed = _allowed(logits, sequence, token_ids)
+    return sample_with_margin(allowed, sequence.request.sampling, token_ids, **_context(sequence))
 
 
 def log_probabilities(logits: Tensor, sequence: Running, token_ids: Sequence[int]) -> Tensor:
@@ -102,15 +96,18 @@ def log_probabilities(logits: Tensor, sequence: Running, token_ids: Sequence[int
     return _allowed(logprobs, sequence, token_ids)
 
 
-def _sampled(logits: Tensor, of: Running, token_ids: Sequence[int]) -> int:
-    return sample(
-        logits,
-        of.request.sampling,
-        token_ids,
-        num_prompt_tokens=of.num_prompt_tokens,
-        seed=of.seed,
-        breaker_ids=of.breaker_ids,
-    )
+class _Context(TypedDict):
+    num_prompt_tokens: int
+    seed: int
+    breaker_ids: frozenset[int]
+
+
+def _context(sequence: Running) -> _Context:
+    return {
+        "num_prompt_tokens": sequence.num_prompt_tokens,
+        "seed": sequence.seed,
+        "breaker_ids": sequence.breaker_ids,
+    }
 
 
 def _allowed(logits: Tensor, sequence: Running, token_ids: Sequence[int]) -> Tensor:

@@ -6,6 +6,7 @@ it drafts, what is streamed for that pass is already on its way. (Draft & Verify
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 from localllm.engine.runner import ModelRunner
@@ -30,7 +31,8 @@ class SkipDrafter:
         """runner: of the model as it is placed now.
         skipped: names of what is left out; None: the slow blocks."""
         self._runner = runner
-        self._skipped = skipped or (lambda: slow_blocks(runner().model))
+        self._skipped = skipped or self._slow_blocks
+        self._slow: tuple[weakref.ref[Decoder], frozenset[str]] | None = None  # of the model that was asked about last
         self._confidence = Confidence()
 
     @property
@@ -38,6 +40,12 @@ class SkipDrafter:
         """Not where the head is streamed, or no block stays."""
         skipped = self._skipped()
         return bool(skipped) and HEAD not in skipped and len(skipped) < len(self._runner().model.blocks)
+
+    def _slow_blocks(self) -> frozenset[str]:
+        model = self._runner().model
+        if self._slow is None or self._slow[0]() is not model:
+            self._slow = weakref.ref(model), slow_blocks(model)
+        return self._slow[1]
 
     def num_unread(self, _sequences: Sequence[Running]) -> int:
         return 0
