@@ -1,4 +1,4 @@
-"""How much of a text the built-in model's drafters propose rightly."""
+"""The built-in model's drafters on real texts."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+from benchmarks.engines import answer, tiny_engine
 from benchmarks.measure import RESULTS, spread
-from benchmarks.speculation_engine import CTX, run
 from localllm.engine.engine import Engine
-from localllm.engine.prefix_config import NO_REUSE
-from localllm.engine.speculative.config import OFF
 from localllm.engine.speculative.drafter import Drafter
 from localllm.engine.speculative.ngram import NgramLookup
 from localllm.engine.speculative.skip import SkipDrafter
@@ -45,28 +44,28 @@ SUMMARISE = "Summarise this text: "
 PASSAGES, PASSAGE_LETTERS, ANSWER_TOKENS, DRAFT_TOKENS = 6, 900, 200, 4
 SKIPPED_SHARES = (0.25, 0.5)  # of the blocks' bytes
 TRIALS = 240
+CTX = 1024
 
 
 def texts(_rounds: int, _shape: str) -> dict[str, Any]:
-    """The blocks that are left out are those that trials on other passages of the book found to be needed the least."""
-    engine = Engine.load("tiny", device="cpu", weights="int4", ctx=CTX, reuse=NO_REUSE, speculate=OFF)
-    passages = held_out(2 * PASSAGES)
-    sets = json.loads((RESULTS / "speculation.json").read_text(encoding="utf-8"))["texts"]["skipped"]
-    passages = passages[:PASSAGES]
-    prompts = {
-        "a tale it has not seen": [engine.encode(text) for text in passages],
-        "code": [engine.encode(CODE)],
-        "a text to summarise": [engine.encode([{"role": "user", "content": SUMMARISE + text}]) for text in passages],
-    }
+    """The blocks to leave out are those that trials on other passages of the book found to be needed the least."""
     rows = []
-    for text, some in prompts.items():
-        for temperature in (0.0, 0.8):
-            rows.append(_row(engine, text, some, temperature, "ngram", frozenset()))
-            for share in SKIPPED_SHARES:
-                skipped = frozenset(sets[str(share)])
-                rows.append(_row(engine, text, some, temperature, "skip", skipped, share))
-                rows.append(_row(engine, text, some, temperature, "ngram+skip", skipped, share))
-    engine.close()
+    with tiny_engine(CTX) as engine:
+        passages = held_out(2 * PASSAGES)
+        known = json.loads((RESULTS / "speculation.json").read_text(encoding="utf-8"))["texts"]["skipped"]
+        skipped = {share: frozenset(known[str(share)]) for share in SKIPPED_SHARES}
+        asked = [engine.encode([{"role": "user", "content": SUMMARISE + text}]) for text in passages[:PASSAGES]]
+        prompts = {
+            "a tale it has not seen": [engine.encode(text) for text in passages[:PASSAGES]],
+            "code": [engine.encode(CODE)],
+            "a text to summarise": asked,
+        }
+        for (text, some), temperature in product(prompts.items(), (0.0, 0.8)):
+            rows.append(_row(engine, text, some, temperature, "ngram"))
+            for share, blocks in skipped.items():
+                rows.append(_row(engine, text, some, temperature, "skip", blocks, share))
+                rows.append(_row(engine, text, some, temperature, "ngram+skip", blocks, share))
+    sets = {str(share): sorted(blocks) for share, blocks in skipped.items()}
     return {"rows": rows, "draft_tokens": DRAFT_TOKENS, "skipped": sets, "trials": TRIALS}
 
 
@@ -76,24 +75,24 @@ def _row(
     prompts: Sequence[list[int]],
     temperature: float,
     who: str,
-    skipped: frozenset[str],
+    skipped: frozenset[str] = frozenset(),
     share: float = 0.0,
 ) -> dict[str, Any]:
-    told = []
+    stats = []
     for seed, prompt in enumerate(prompts):
         lookup = NgramLookup() if "ngram" in who else None
         drafters: list[Drafter] = [SkipDrafter(lambda: engine.runner, lambda: skipped)] if "skip" in who else []
         engine.speculation = Speculation(engine.residency, lookup, drafters, DRAFT_TOKENS, adapts=False)
-        found = run(engine, prompt, ANSWER_TOKENS, temperature=temperature, seed=seed).told
+        found = answer(engine, [prompt], ANSWER_TOKENS, temperature=temperature, seed=seed).speculation
         assert found is not None
-        told.append(found)
-    drafted, accepted = sum(each.drafted for each in told), sum(each.accepted for each in told)
+        stats.append(found)
+    drafted, accepted = sum(each.drafted for each in stats), sum(each.accepted for each in stats)
     row = {
         "text": text,
         "temperature": temperature,
         "who": who,
         "skipped_share": share,
-        "tokens_per_pass": spread([each.tokens_per_pass or 1.0 for each in told]),
+        "tokens_per_pass": spread([each.tokens_per_pass or 1.0 for each in stats]),
         "accepted": accepted / max(1, drafted),
     }
     shown = f"{who}{f' without {share:.0%}' if share else ''}"
@@ -102,7 +101,7 @@ def _row(
 
 
 def held_out(count: int) -> list[str]:
-    """Passages from all over the book. Raises SystemExit where it is absent."""
+    """Passages spread over the book. Raises SystemExit where it is absent."""
     folder = os.environ.get("LOCALLLM_TEST_DATA", Path(__file__).parents[2] / "shared" / "data")
     path = Path(folder, HELD_OUT)
     if not path.exists():

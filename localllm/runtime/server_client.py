@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localllm import __version__
+from localllm.engine.events import ignore
 from localllm.errors import EngineGoneError, LocalLLMError
 from localllm.runtime.engine_loader import Opening, check
 from localllm.runtime.sockets import IS_SUPPORTED, connected, found_server, listener_pid
@@ -38,7 +39,7 @@ _AGAIN_S = 0.5  # between two questions whether a model is loaded
 
 
 class _LocalConnection(HTTPConnection):
-    """To a Unix socket."""
+    """An HTTP connection to a Unix socket."""
 
     def __init__(self, path: Path, timeout_s: float | None) -> None:
         super().__init__("localhost", timeout=timeout_s)
@@ -48,10 +49,6 @@ class _LocalConnection(HTTPConnection):
         """Raises OSError where nobody listens there."""
         self.sock = connected(self._path)
         self.sock.settimeout(self.timeout)
-
-
-def _untold(_kind: str, _arguments: tuple[Any, ...]) -> None:
-    """Nobody wants to know."""
 
 
 class ServerRefusedError(LocalLLMError):
@@ -106,7 +103,7 @@ def named_at_server(word: str) -> str | None:
     return None if told is None else str(told["name"])
 
 
-def attached(selection: Selection, note: Callable[[str], None], telling: Telling = _untold) -> RevivingService | None:
+def attached(selection: Selection, note: Callable[[str], None], telling: Telling = ignore) -> RevivingService | None:
     """The model in the server's engine, which loads it where it is not loaded. None where there is no server, or one
     whose engine is not as it is wanted, of which `note` hears. Where the server has ended since, the next request has
     the model loaded in a process of this program's. telling: as `Hearer` has it, of that load."""
@@ -188,8 +185,8 @@ def _wanted(selection: Selection) -> dict[str, Any]:
 
 
 def _connect(server: Server, wanted: Mapping[str, Any], pids: list[int]) -> socket.socket:
-    """To the engine, when it is loaded. pids: takes its process's id in, where it has one here. Raises EngineGoneError,
-    and what the server refuses."""
+    """Connect to the engine, when it is loaded. pids: receives its process's id, where it has one here. Raises
+    EngineGoneError, and what the server refuses."""
     while True:
         try:
             told = server.ask("POST", "/attach", {**wanted, "waits": True})
