@@ -37,7 +37,7 @@ steps, running, end = [], {}, os._exit
 def watch(frame, event, _):
     code, thread = frame.f_code, threading.get_ident()
     if "/localllm/" not in code.co_filename: return
-    is_step = code.co_qualname == "Engine.step"
+    is_step = code.co_qualname == "StepLoop.step"
     if event == "call" and is_step: running[thread] = set()
     if event == "call" and thread in running: running[thread].add(code.co_filename.rpartition("/localllm/")[2])
     if event == "return" and is_step: steps.append(running.pop(thread))
