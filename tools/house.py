@@ -24,7 +24,7 @@ PACKAGE = "localllm"
 LIMITS = {
     "longest function": 202,
     "functions over 60 lines": 8,
-    "circles of imports": 2,
+    "circles of imports": 1,
     "repeated class names": 7,
     "modules of --version": 104,
     "modules of plan": 1259,

@@ -12,7 +12,6 @@ from pydantic import Field, SkipValidation
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from localllm import __version__
 from localllm.engine.engine_info import EngineStatus
 from localllm.engine.request import require_ids
 from localllm.errors import LocalLLMError, TemplateError
@@ -26,6 +25,7 @@ from localllm.server.openai.tools import Tools, chosen
 from localllm.server.replies import JsonReply
 from localllm.text.chat_template import ChatInput, ChatTemplate
 from localllm.text.tokenizer_files import TokenizerFiles, special_roles
+from localllm.version import __version__
 
 if TYPE_CHECKING:
     from localllm.engine.engine_info import LoadedEngine

@@ -8,7 +8,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from localllm import __version__
 from localllm.engine.events import FinishedEvent
 from localllm.engine.request import SamplingParams
 from localllm.server.best_of import BestOfBody
@@ -41,6 +40,7 @@ from localllm.server.replies import EVENT_STREAM, PING, event
 from localllm.server.served import Served
 from localllm.server.stream import GenerationStream
 from localllm.text.grammar.grammar import Grammar
+from localllm.version import __version__
 
 FINGERPRINT = f"localllm-{__version__}"
 
