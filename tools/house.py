@@ -26,8 +26,8 @@ LIMITS = {
     "functions over 60 lines": 8,
     "circles of imports": 1,
     "repeated class names": 7,
-    "modules of --version": 104,
-    "modules of plan": 1259,
+    "modules of --version": 105,
+    "modules of plan": 1260,
 }
 
 # Runs a command; prints the modules that it imported and, where it is watched, the files that a step's calls are in.
