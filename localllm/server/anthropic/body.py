@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, StringConstraints, Tag, model_validator
 
 from localllm.server import fields
-from localllm.server.bodies import Body, Ignored, told_apart
+from localllm.server.bodies import Body, Ignored, tagged_by
 from localllm.server.errors import RequestError
 from localllm.server.generation_request import GenerationRequest
 from localllm.server.tools.foreign import KINDS, NO_SUCH_TOOL, ForeignTool
@@ -97,7 +97,7 @@ MessageBlock = Annotated[
     | Annotated[RedactedThinkingBlock, Tag("RedactedThinkingBlock")]
     | Annotated[ToolUseBlock, Tag("ToolUseBlock")]
     | Annotated[ToolResultBlock, Tag("ToolResultBlock")],
-    told_apart("type", _BLOCKS, _OTHER_BLOCKS),
+    tagged_by("type", _BLOCKS, _OTHER_BLOCKS),
 ]
 
 
@@ -182,7 +182,7 @@ class AnthropicTool(Body):
 
 AnyTool = Annotated[
     Annotated[AnthropicTool, Tag("ToolParam")] | Annotated[ForeignTool, Tag("ForeignTool")],
-    told_apart("type", {**KINDS, "custom": "ToolParam"}, NO_SUCH_TOOL, default="custom"),
+    tagged_by("type", {**KINDS, "custom": "ToolParam"}, NO_SUCH_TOOL, default="custom"),
 ]
 
 

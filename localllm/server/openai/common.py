@@ -1,4 +1,4 @@
-"""What OpenAI's endpoints share: fields of requests; usage, identity and chunks of replies."""
+"""The shared parts of OpenAI's endpoints: fields of requests; usage, identity and chunks of replies."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, Tag
 from starlette.responses import Response
 
 from localllm.server import fields
-from localllm.server.bodies import Body, Ignored, OnlyFalse, ReplyBody, told_apart
+from localllm.server.bodies import Body, Ignored, OnlyFalse, ReplyBody, tagged_by
 from localllm.server.endpoint import ApiCall, Endpoint
 from localllm.server.generation_request import GenerationRequest, prompt_ids
 from localllm.server.openai.common import NOT_OBFUSCATED, OpenAISamplingBody, sampling_of
@@ -177,7 +177,7 @@ InputItem = Annotated[
     | Annotated[InputReasoning, Tag("InputReasoning")]
     | Annotated[InputCall, Tag("InputCall")]
     | Annotated[InputResult, Tag("InputResult")],
-    told_apart("type", _ITEMS, _OTHER_ITEMS, default="message"),
+    tagged_by("type", _ITEMS, _OTHER_ITEMS, default="message"),
 ]
 
 
