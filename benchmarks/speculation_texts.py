@@ -1,4 +1,4 @@
-"""How much of a text the built-in model's drafters guess, and what leaving out blocks gives where they are streamed."""
+"""The built-in model's drafters on real texts, and what leaving out blocks gives where they are streamed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,8 +17,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.engines import answer, tiny_engine
 from benchmarks.measure import paired, spread
-from benchmarks.speculation_engine import CTX, guess, run
+from benchmarks.oracle import draft_with
 from localllm import hub
 from localllm.config import format_bytes
 from localllm.engine.engine import Engine
@@ -61,33 +63,32 @@ SUMMARISE = "Summarise this text: "
 PASSAGES, PASSAGE_LETTERS, ANSWER_TOKENS, DRAFT_TOKENS = 6, 900, 200, 4
 SKIPPED_SHARES = (0.25, 0.5)  # of the blocks' bytes
 TRIALS = 240
+CTX = 1024
 # The built-in model with blocks that change nothing: so many layers behind each of its own, and MLPs so wide.
 NOOP_LAYERS, WIDE = 3, 12288
 GROWN_CAP = 0.6  # of its bytes have room, with all else but the program
 
 
 def texts(_rounds: int, _shape: str) -> dict[str, Any]:
-    """Which blocks are left out is learnt on other passages of the book first."""
-    engine = Engine.load("tiny", device="cpu", weights="int4", ctx=CTX, reuse=NO_REUSE, speculate=OFF)
-    passages = held_out(2 * PASSAGES)
-    skip_set = SkipSet(engine.residency, None)
-    improve(engine, skip_set, [engine.encode(text) for text in passages[PASSAGES:]], TRIALS)
-    passages = passages[:PASSAGES]
-    prompts = {
-        "a tale it has not seen": [engine.encode(text) for text in passages],
-        "code": [engine.encode(CODE)],
-        "a text to summarise": [engine.encode([{"role": "user", "content": SUMMARISE + text}]) for text in passages],
-    }
+    """The blocks to leave out are learnt on other passages of the book first."""
     rows = []
-    for text, some in prompts.items():
-        for temperature in (0.0, 0.8):
-            rows.append(_row(engine, text, some, temperature, "ngram", frozenset()))
-            for share in SKIPPED_SHARES:
-                skipped = skip_set.least_harmful(share)
-                rows.append(_row(engine, text, some, temperature, "skip", skipped, share))
-                rows.append(_row(engine, text, some, temperature, "ngram+skip", skipped, share))
-    sets = {str(share): sorted(skip_set.least_harmful(share)) for share in SKIPPED_SHARES}
-    engine.close()
+    with tiny_engine(CTX) as engine:
+        passages = held_out(2 * PASSAGES)
+        skip_set = SkipSet(engine.residency, None)
+        improve(engine, skip_set, [engine.encode(text) for text in passages[PASSAGES:]], TRIALS)
+        skipped = {share: skip_set.least_harmful(share) for share in SKIPPED_SHARES}
+        asked = [engine.encode([{"role": "user", "content": SUMMARISE + text}]) for text in passages[:PASSAGES]]
+        prompts = {
+            "a tale it has not seen": [engine.encode(text) for text in passages[:PASSAGES]],
+            "code": [engine.encode(CODE)],
+            "a text to summarise": asked,
+        }
+        for (text, some), temperature in product(prompts.items(), (0.0, 0.8)):
+            rows.append(_row(engine, text, some, temperature, "ngram"))
+            for share, blocks in skipped.items():
+                rows.append(_row(engine, text, some, temperature, "skip", blocks, share))
+                rows.append(_row(engine, text, some, temperature, "ngram+skip", blocks, share))
+    sets = {str(share): sorted(blocks) for share, blocks in skipped.items()}
     return {"rows": rows, "draft_tokens": DRAFT_TOKENS, "skipped": sets, "trials": TRIALS}
 
 
@@ -97,24 +98,24 @@ def _row(
     prompts: Sequence[list[int]],
     temperature: float,
     who: str,
-    skipped: frozenset[str],
+    skipped: frozenset[str] = frozenset(),
     share: float = 0.0,
 ) -> dict[str, Any]:
-    told = []
+    stats = []
     for seed, prompt in enumerate(prompts):
         lookup = NgramLookup() if "ngram" in who else None
         drafters: list[Drafter] = [SkipDrafter(lambda: engine.runner, lambda: skipped)] if "skip" in who else []
         engine.speculation = Speculation(engine.residency, lookup, drafters, DRAFT_TOKENS, adapts=False)
-        found = run(engine, prompt, ANSWER_TOKENS, temperature=temperature, seed=seed).told
+        found = answer(engine, [prompt], ANSWER_TOKENS, temperature=temperature, seed=seed).speculation
         assert found is not None
-        told.append(found)
-    drafted, accepted = sum(each.drafted for each in told), sum(each.accepted for each in told)
+        stats.append(found)
+    drafted, accepted = sum(each.drafted for each in stats), sum(each.accepted for each in stats)
     row = {
         "text": text,
         "temperature": temperature,
         "who": who,
         "skipped_share": share,
-        "tokens_per_pass": spread([each.tokens_per_pass or 1.0 for each in told]),
+        "tokens_per_pass": spread([each.tokens_per_pass or 1.0 for each in stats]),
         "accepted": accepted / max(1, drafted),
     }
     shown = f"{who}{f' without {share:.0%}' if share else ''}"
@@ -123,7 +124,7 @@ def _row(
 
 
 def held_out(count: int) -> list[str]:
-    """Passages from all over the book. Raises SystemExit where it is absent."""
+    """Passages spread over the book. Raises SystemExit where it is absent."""
     folder = os.environ.get("LOCALLLM_TEST_DATA", Path(__file__).parents[2] / "shared" / "data")
     path = Path(folder, HELD_OUT)
     if not path.exists():
@@ -135,8 +136,8 @@ def held_out(count: int) -> list[str]:
 
 
 def improve(engine: Engine, skip_set: SkipSet, prompts: Sequence[list[int]], trials: int) -> None:
-    """As the engine does it while it answers, but at every token."""
-    guess(engine, OFF)
+    """Try blocks as the engine does while it answers, but at every token."""
+    draft_with(engine, OFF)
     while True:
         for prompt in prompts:
             for temperature in (0.0, 0.8):
@@ -155,12 +156,12 @@ def improve(engine: Engine, skip_set: SkipSet, prompts: Sequence[list[int]], tri
 
 
 def grown(rounds: int, _shape: str) -> dict[str, Any]:
-    """Under a cap, as the plan places it before anything is known of its blocks, and by what trials taught."""
+    """Under a cap, placed as planned before anything is known of its blocks, and after the trials."""
     with grown_model() as folder:
         files = hub.locate(str(folder))
         whole = _loaded(files, None, OFF)
         prompt = whole.encode("Once upon a time there was a fox who")
-        expected = run(whole, prompt, 64).token_ids
+        expected = answer(whole, [prompt], 64).ids
         assert whole.residency.placed is not None
         learnt = SkipSet(whole.residency, whole.residency.placed.directory)
         rows = [_grown_row(files, "nothing is known of its blocks", prompt, expected, rounds)]
@@ -182,21 +183,21 @@ def _grown_row(
     config = load_config(files.directory)
     program = process_memory(None, recipe, config.vocab_size).program_bytes
     engine = _loaded(files, program + int(GROWN_CAP * model_bytes(config, recipe)), Speculate("skip"))
-    guessing = engine.speculation
+    drafting = engine.speculation
     plain: list[float] = []
-    guessed: list[float] = []
+    drafted: list[float] = []
     tokens: list[float] = []
-    run(engine, prompt, 96)  # it finds out what pays
+    answer(engine, [prompt], 96)  # it finds out what pays
     for _ in range(rounds):  # plain decoding before and behind: the disk is not always as fast
-        guess(engine, OFF, keeps=True)
-        alone, before = engine.speculation, run(engine, prompt, 64).seconds
-        engine.speculation = guessing
-        found = run(engine, prompt, 64)
-        assert found.token_ids == tuple(expected) and found.told is not None
+        draft_with(engine, OFF, keeps=True)
+        alone, before = engine.speculation, answer(engine, [prompt], 64).token_s
+        engine.speculation = drafting
+        found = answer(engine, [prompt], 64)
+        assert found.ids == tuple(expected) and found.speculation is not None
         engine.speculation = alone
-        plain.append((before + run(engine, prompt, 64).seconds) / 2)
-        guessed.append(found.seconds)
-        tokens.append(found.told.tokens_per_pass or 1.0)
+        plain.append((before + answer(engine, [prompt], 64).token_s) / 2)
+        drafted.append(found.token_s)
+        tokens.append(found.speculation.tokens_per_pass or 1.0)
     assert engine.plan is not None
     streamed = engine.plan.streamed
     row = {
@@ -204,7 +205,7 @@ def _grown_row(
         "streamed_bytes": engine.plan.streamed_bytes,
         "own_blocks_streamed": sum(map(_is_own, streamed)),
         "noop_blocks_streamed": sum(not _is_own(name) for name in streamed),
-        "speedup": paired(plain, guessed),
+        "speedup": paired(plain, drafted),
         "tokens_per_pass": spread(tokens),
         "plain_tok_s": 1 / median(plain),
     }
@@ -220,8 +221,10 @@ def _is_own(name: str) -> bool:
 
 @contextmanager
 def grown_model() -> Iterator[Path]:
-    """The built-in model, in a folder, with layers between its own that add exactly nothing, and MLPs that are wider by
-    features that are exactly zero: it says the same, and takes as many bytes as a model of this shape."""
+    """The built-in model in a folder, with layers between its own that add exactly nothing, and wider MLPs of zeros.
+
+    It writes the same text, and takes as many bytes as a model of this shape.
+    """
     source = hub.locate("tiny").directory
     with tempfile.TemporaryDirectory(dir=os.environ.get("LOCALLLM_CACHE")) as name:
         folder = Path(name)

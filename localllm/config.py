@@ -27,7 +27,7 @@ OTHER_VARIABLES = frozenset({"LOCALLLM_HOME", "LOCALLLM_CACHE", "LOCALLLM_TEST_D
 
 @dataclass(frozen=True)
 class Settings:
-    """What a user may set once instead of typing it each time. None: the model's own default."""
+    """The settings that a user may store instead of typing them each time. None: the model's own default."""
 
     model: str = "tiny"
     device: str = "auto"
@@ -148,7 +148,7 @@ class Accepts:
 
 
 def _as_whole_number(text: str) -> int | None:
-    """What 8k, 1.5k, 1e3 and 4096.0 mean; None where it is no number, or none that was counted."""
+    """Return the number that 8k, 1.5k, 1e3 and 4096.0 mean; None where it is no whole number."""
     found = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*(k|e\d)?\s*", text, re.ASCII | re.IGNORECASE)
     if found is None:
         return None
@@ -213,7 +213,8 @@ ACCEPTED: Mapping[str, Accepts] = MappingProxyType(
 
 
 def format_figure(value: float, digits: int = 3) -> str:
-    """What was measured or predicted, in as many digits as can be trusted, without powers of ten: 0.88, 12.3, 1170."""
+    """Return a measured or predicted figure in as many digits as can be trusted, without powers of ten: 0.88, 12.3,
+    1170."""
     if not value or not math.isfinite(value):
         return f"{value:g}"
     behind = digits - 1 - math.floor(math.log10(abs(value)))
@@ -237,7 +238,7 @@ def _leading_number(amount: str) -> float:
 
 
 def _is_off(value: object) -> bool:
-    """As a flag or a variable may say it, which are texts, and as a file may."""
+    """Return whether the value means off, as text of a flag or variable or as a value of a file."""
     return value in ("0", "off") or (isinstance(value, int) and value == 0 and not isinstance(value, bool))
 
 
@@ -280,7 +281,7 @@ def shown_setting(value: object) -> str:
 
 @dataclass(frozen=True)
 class Origin:
-    """Who set a value: `where` is a flag, a variable, `file:line`, or "default"."""
+    """The source of a value: `where` is a flag, a variable, `file:line`, or "default"."""
 
     kind: Literal["flag", "environment", "file", "registry", "checkpoint", "default"]
     where: str
@@ -304,7 +305,7 @@ class ResolvedSettings:
 
 @dataclass(frozen=True)
 class UserDirectories:
-    """Where a user's files live; none of them need exist."""
+    """The folders of a user's files; none of them need exist."""
 
     config: Path
     data: Path

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.kv_quality import put_outliers
 from localllm.bench.random_blocks import RandomBlocks
-from localllm.bench.subject import word_tokenizer
+from localllm.bench.random_model import word_tokenizer
 from localllm.cache.kv_format import KV_FORMATS
 from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent, PrefillEvent

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import kv_quality, kv_quality_page, quality, quality_page
-from benchmarks.kv_quality_page import outlier_run, removed, runs_of
+from benchmarks import kv_quality, quality
+from benchmarks.kv_quality import outlier_run, removed, runs_of
+from benchmarks.measure import known, with_section
 from localllm.cache.kv_format import KV_FORMATS
 from localllm.engine.kv_probe import LIMIT_NATS
 from localllm.hub.names import TINY_DIRECTORY
@@ -23,13 +23,12 @@ MOST_PERCENT = {"int8": 0.05, "k8v4": 0.2, "int4": 0.7}  # of perplexity
 
 
 def measured() -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(kv_quality_page.RESULTS.read_text(encoding="utf-8"))
-    return result
+    return known("kv_quality")
 
 
 def test_the_page_shows_the_results_that_are_committed() -> None:
-    text = quality_page.PAGE.read_text(encoding="utf-8")
-    assert kv_quality_page.with_tables(text, measured()) == text
+    text = quality.PAGE.read_text(encoding="utf-8")
+    assert with_section(text, kv_quality.BEGIN, kv_quality.END, kv_quality.tables(measured())) == text
 
 
 @pytest.mark.parametrize("group", ["exact", "shipped"])

@@ -104,20 +104,20 @@ class DiskTier:
             self._say(str(error))
 
     def __contains__(self, digest: bytes) -> bool:
-        """Whether the page is listed. It may be gone, or damaged, when it is read."""
+        """Return whether the page is listed. It may be gone, or damaged, when it is read."""
         self._listed.wait()
         with self._changed:
             return self._place(digest) in self._index
 
     @property
     def num_pages(self) -> int:
-        """Of this root."""
+        """Pages of this root."""
         with self._changed:
             return sum(file.root == self._name for file in self._index)
 
     @property
     def bytes_on_disk(self) -> int:
-        """Of all roots."""
+        """Bytes of the pages of all roots."""
         with self._changed:
             return self._index.num_bytes
 
@@ -140,13 +140,13 @@ class DiskTier:
         return [key for key in keys if key.parent == parent]
 
     def others(self) -> list[Mapping[str, str]]:
-        """What the pages of every other root are of, as far as it is of the same model."""
+        """Return what the pages of every other root of the same model are of."""
         kept = kept_pages(self._directory)
         same = [pages for pages in kept if pages.about.get("model") == self._about.get("model")]
         return [pages.about for pages in same if pages.root != self._name]
 
     def has_under(self, root: bytes, digest: bytes) -> bool:
-        """Whether another root has this page as one of its first."""
+        """Return whether another root has this page as one of its first."""
         place = PageFile(name_of(root), name_of(digest), name_of(root), 0, 0)
         return is_file(self._directory / place.path)
 
@@ -192,12 +192,12 @@ class DiskTier:
         return True
 
     def wants(self, key: PageKey, num_bytes: int) -> bool:
-        """Whether `put` would take so many bytes, of a page that is neither there nor on its way."""
+        """Return whether `put` would take so many bytes, of a page that is neither there nor on its way."""
         with self._changed:
             return not self._holds(key.digest) and self._may_queue(key, num_bytes)
 
     def holds(self, digest: bytes) -> bool:
-        """Whether the page is listed, or on its way."""
+        """Return whether the page is listed, or on its way."""
         with self._changed:
             return self._holds(digest)
 
@@ -360,7 +360,8 @@ class DiskTier:
         return True
 
     def _make_room(self, num_bytes: int, keep: Place) -> bool:
-        """Whether there is room for so much more: within the limit, and with KEPT_FREE_BYTES left to others."""
+        """Make room for so much more within the limit, with KEPT_FREE_BYTES left to others; return whether it
+        worked."""
         for _ in range(_MOST_ROUNDS):
             limit, free = self.limit_bytes, free_bytes(self._directory)
             with self._changed:
@@ -440,7 +441,7 @@ class DiskTier:
         )
 
     def _are_cached(self, keys: Sequence[PageKey]) -> bool:
-        """Whether the page cache seems to hold most of a chain, by some of its pages."""
+        """Return whether the page cache seems to hold most of a chain, judged by some of its pages."""
         drawn = random.sample(keys, min(len(keys), _SAMPLED_PAGES))
         files = [PageFile(*self._place(key.digest), name_of(key.parent), 0, 0) for key in drawn]
         return 2 * sum(is_cached(self._directory / file.path) for file in files) > len(files)

@@ -1,4 +1,4 @@
-"""How keys and values are kept, by name: a coding of keys and one of values (see `kernels.kv_page`)."""
+"""The formats of keys and values, by name: a coding of keys and one of values (see `kernels.kv_page`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class KVFormat:
     values: Coding
 
     def layouts(self, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[PageLayout, PageLayout | None]:
-        """Of dense pages, and of coded ones where there are any; dtype: what the model computes in."""
+        """Return the layouts of dense pages, and of coded ones where there are any. dtype: what the model computes
+        in."""
         dense = PageLayout(num_kv_heads, head_dim, "dense", "dense", dtype)
         if self.keys == "dense":
             return dense, None
@@ -35,21 +36,21 @@ WIDER = {"int4": "k8v4", "k8v4": "int8", "int8": "bf16"}
 
 
 def choose_format(name: str, head_dim: int, dtype: torch.dtype) -> KVFormat:
-    """By its name; "auto" is INT8, and dense where the model computes in fp32, who asks for that wants every bit. Heads
-    that groups of 32 do not divide stay dense."""
+    """Return the format of this name. "auto" is INT8, and dense where the model computes in fp32: whoever asks for
+    that wants every bit. Heads that groups of 32 do not divide stay dense."""
     if name == "auto":
         name = "bf16" if dtype is torch.float32 else "int8"
     return KV_FORMATS[name if head_dim % GROUP == 0 else "bf16"]
 
 
 def kv_bytes_per_token(layouts: tuple[PageLayout, PageLayout | None], num_layers: int) -> int:
-    """Of a token in the middle of a long sequence."""
+    """Bytes of a token in the middle of a long sequence."""
     dense, coded = layouts
     return num_layers * (coded or dense).layer_bytes // PAGE_TOKENS
 
 
 def kv_bytes_per_sequence(layouts: tuple[PageLayout, PageLayout | None], num_layers: int) -> int:
-    """What a sequence takes beyond that: its dense pages, and the last one, which is not full."""
+    """Bytes that a sequence takes beside its tokens: its dense pages, and the last one, which is not full."""
     dense, coded = layouts
     if coded is None:
         return num_layers * dense.layer_bytes

@@ -1,4 +1,4 @@
-"""Why a prompt was not found whole. Plain data: no torch."""
+"""The reason why a prompt was not found whole. Plain data: no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CacheMiss:
-    """Where a prompt leaves what was computed before.
+    """The place where a prompt leaves what was computed before.
 
     position: of the first token that differs; before, now: the ids that stood there in the nearest earlier prompt, and
     those that do now. other: what has computed the same beginning in a way that this run cannot use, "weights int4, kv

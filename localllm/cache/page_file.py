@@ -34,12 +34,12 @@ _CHECKED_BYTES = HEADER_BYTES - _CHECKSUM_BYTES
 
 
 class BadPageError(Exception):
-    """What a file holds is not the page that it should: damaged, cut, of another model, or another owner's."""
+    """The file does not hold the page that it should: it is damaged, cut, of another model, or of another owner."""
 
 
 @dataclass(frozen=True)
 class PageKey:
-    """Which tokens a page is of, and behind which: `digest` follows from `parent` (or the root) and `token_ids`."""
+    """The tokens of a page and the page before it: `digest` follows from `parent` (or the root) and `token_ids`."""
 
     digest: bytes
     parent: bytes
@@ -117,7 +117,7 @@ def read_page(path: Path, root: bytes, key: PageKey, into: memoryview, header: m
 
 
 def read_key(path: Path, root: bytes) -> PageKey:
-    """Which page the file at `path` says it is; what is behind the header is not looked at.
+    """Return the page that the file at `path` says it is; the bytes behind the header are not looked at.
 
     Raises OSError, and BadPageError where the header is damaged, or one of another model or version.
     """
@@ -137,7 +137,7 @@ def read_key(path: Path, root: bytes) -> PageKey:
 
 
 def is_cached(path: Path) -> bool:
-    """Whether the page cache seems to hold the page at `path`, by a byte of it that is drawn.
+    """Return whether the page cache seems to hold the page at `path`, judged by one random byte.
 
     Where it does not, the system may read the block around that byte: drawn, it is another one the next time.
     """
@@ -176,7 +176,7 @@ def _open_own(path: Path, num_bytes: int | None = None, flags: int = 0) -> int:
 
 
 def _read_direct(descriptor: int, header: memoryview, into: memoryview) -> int:
-    """How many bytes of the file are there: its whole blocks, or none where a buffer is not aligned."""
+    """Read past the page cache; return how many bytes came: whole blocks, or none where a buffer is not aligned."""
     whole: Sequence[memoryview] = [header, into[: len(into) // PAGE_BYTES * PAGE_BYTES]]
     try:
         return os.preadv(descriptor, whole, 0)
@@ -187,7 +187,7 @@ def _read_direct(descriptor: int, header: memoryview, into: memoryview) -> int:
 
 
 def _read_rest(descriptor: int, header: memoryview, into: memoryview, done: int) -> None:
-    """What is missing behind byte `done`, through the page cache. Raises OSError and EOFError."""
+    """Read what is missing behind byte `done` through the page cache. Raises OSError and EOFError."""
     with suppress(ImportError, AttributeError):
         import fcntl
 

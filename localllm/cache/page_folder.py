@@ -75,7 +75,7 @@ class KeptPages:
 
     @property
     def told(self) -> dict[str, str]:
-        """What of `about` is for people."""
+        """The part of `about` that is for people."""
         return {key: value for key, value in self.about.items() if key != ROOT}
 
     @property
@@ -98,7 +98,7 @@ def default_limit_bytes(directory: Path, held_bytes: int) -> int:
 
 
 def free_bytes(directory: Path) -> int:
-    """On the disk that `directory` is, or will be, on; 0 where it cannot be, and where that cannot be known."""
+    """Return the free bytes of the disk that `directory` is, or will be, on; 0 where they cannot be known."""
     existing = nearest(directory)
     with suppress(OSError):
         return shutil.disk_usage(existing).free if is_folder(existing) else 0
@@ -178,7 +178,7 @@ def _write_about(folder: Path, about: Mapping[str, str]) -> None:
 
 
 def read_about(folder: Path) -> dict[str, str]:
-    """What the pages of a root's folder are of; empty where that is not known."""
+    """Return what the pages of a root's folder are of; empty where that is not known."""
     try:
         descriptor = os.open(folder / _ABOUT, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         with os.fdopen(descriptor, "rb") as file:
@@ -250,7 +250,7 @@ def quarantined_sizes(directory: Path) -> list[int]:
 
 
 def kept_pages(directory: Path) -> list[KeptPages]:
-    """What there is, by root, the last used first."""
+    """Return the pages that there are, by root, the last used first."""
     by_root: dict[str, list[PageFile]] = {}
     for file in scan(directory):
         by_root.setdefault(file.root, []).append(file)
@@ -299,7 +299,7 @@ def remove_quarantined(directory: Path) -> int:
 
 
 def root_folders(directory: Path) -> list[str]:
-    """Of all roots, those without a page too."""
+    """Return the names of all roots, those without a page too."""
     return [entry.name for entry in _entries(directory) if _ROOT.fullmatch(entry.name) and _is_folder(entry)]
 
 

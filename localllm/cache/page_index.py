@@ -1,4 +1,4 @@
-"""Which pages there are, how they hang on one another, and which of them go first. Knows names, opens no file.
+"""An index of the pages: how they hang on one another, and which of them go first. It knows names and opens no file.
 
 Pages of a root are a forest: each hangs on the one before it, the first ones on the root. What is behind a missing page
 is of no use, so only the tails of chains are ever given up.
@@ -43,7 +43,7 @@ class PageIndex:
         return [self._files[place] for place in sorted(places, key=self._turns.__getitem__, reverse=True)]
 
     def add(self, file: PageFile) -> None:
-        """As the last used; in the place of what was there under its name."""
+        """Add a page as the last used one, in the place of what was there under its name."""
         place = (file.root, file.page)
         self.remove(place)
         self._files[place] = file
@@ -70,12 +70,12 @@ class PageIndex:
             self.remove(end)
 
     def touch(self, place: Place) -> None:
-        """To the end of the order."""
+        """Move the page to the end of the order."""
         self._turns[place] = self._next_turn
         self._next_turn += 1
 
     def stamp(self, place: Place, used_ns: int) -> None:
-        """What its file says from now on."""
+        """Note the time of use that the page's file has now."""
         self._files[place] = replace(self._files[place], used_ns=used_ns)
 
     def merge(self, files: Iterable[PageFile], now_ns: int) -> None:
@@ -89,7 +89,7 @@ class PageIndex:
             self.add(file)
 
     def reaches_root(self, root: str, page: str) -> bool:
-        """Whether the page and all before it are there; the root itself is."""
+        """Return whether the page and all before it are there; the root itself is."""
         seen = set()
         while page != root:
             file = self._files.get((root, page))
@@ -110,8 +110,8 @@ class PageIndex:
         return [file for place, file in self._files.items() if place not in reached]
 
     def victims(self, excess_bytes: int, keep: Place) -> list[PageFile]:
-        """What to delete, in this order, so that as many bytes become free, or all that can: orphans, then the tail
-        that was used longest ago, and so on. `keep` and what it hangs on stay."""
+        """Return what to delete, in order, so that as many bytes become free, or all that can: orphans, then the
+        tail that was used longest ago, and so on. `keep` and what it hangs on stay."""
         if excess_bytes <= 0:
             return []
         orphans = self.orphans()

@@ -15,7 +15,7 @@ READERS = 8
 
 
 def read_first(num_pages: int, read: Callable[[int, memoryview], bool]) -> int:
-    """How many of the first pages were read, up to one that was not.
+    """Read pages side by side; return how many of the first ones came, up to one that did not.
 
     read(number, buffer): whether the page is whole. buffer: PAGE_BYTES, aligned to them, the thread's own. It must not
     raise.
@@ -56,6 +56,6 @@ def _work(turns: Iterator[int], read: Callable[[int, memoryview], bool], is_read
 
 
 def _break_off(turns: Iterator[int]) -> None:
-    """What is behind a page that is missing is of no use."""
+    """Skip what is behind a page that is missing: it is of no use."""
     for _ in turns:
         pass

@@ -35,7 +35,7 @@ class LayerGroup:
 
     @property
     def sealed(self) -> PagePool:
-        """Where a page goes that is not a sequence's first."""
+        """The pool of pages that are not a sequence's first."""
         return self.coded or self.dense
 
     @property
@@ -98,7 +98,7 @@ class KVPages:
 
     @property
     def homes(self) -> Sequence[tuple[torch.device, int]]:
-        """Of each layer: where its keys and values rest, and the number of its part in what a page has there."""
+        """For each layer, the device of its keys and values, and the number of its part in a page's bytes there."""
         return [self.groups[group].sealed.rows[row] for group, row in self.places]
 
     @property
@@ -179,7 +179,7 @@ class PagedKV:
         return PagedKV(self.pages, capacity, [[*([None] * first), *table[first:full]][:full] for table, first in pairs])
 
     def can_fork(self, length: int) -> bool:
-        """Whether no window has let go of a page that the first token of such a fork would see."""
+        """Return whether no window has let go of a page that the first token of such a fork would see."""
         return self._has_what_is_seen(length // PAGE_TOKENS * PAGE_TOKENS)
 
     def branch(self, capacity: int) -> PagedKV:
@@ -222,7 +222,7 @@ class PagedKV:
                 kv._open[index][number] = taken
 
     def _promise_for(self, given: Page | None, taken: Page | None) -> None:
-        """What it gives away it may take again, and what it gets was promised to it."""
+        """Count one page more as promised for the one that is given away, and one less for the one that is taken."""
         if given is not None:
             self._promised[given.pool] += 1
         if taken is not None:
@@ -290,7 +290,8 @@ class PagedKV:
         return pool.take()
 
     def _drop(self, page: Page) -> None:
-        """Where there is no memory for another one that it may need, raises what torch does, and still has it."""
+        """Let go of a page. Where there is no memory for another one that it may need, raises what torch does, and
+        still has it."""
         if page in self._borrowed:
             self._borrowed.discard(page)
             page.pool.end_loan(page)
@@ -363,7 +364,7 @@ class PagedKV:
         return length
 
     def _has_what_is_seen(self, length: int) -> bool:
-        """Whether a token at this position finds the first page that each window shows it."""
+        """Return whether a token at this position finds the first page that each window shows it."""
         pairs = zip(self.tables, (group.first_seen(length) for group in self.pages.groups), strict=True)
         return all(first >= pages_of(length) or table[first] is not None for table, first in pairs)
 
@@ -435,7 +436,8 @@ class PagedKV:
         return self._addresses[index][device]
 
     def own_page(self, index: int, number: int, device: torch.device) -> tuple[int, int]:
-        """Where the page as its own tokens read it begins there, and the bytes from one layer's part to the next's."""
+        """Return the address of a page as its own tokens read it, and the bytes from one layer's part to the next
+        one's."""
         page = self._own(index, number)
         return page.parts[device].data_ptr(), 0 if page.pool.is_shared else page.pool.layout.layer_bytes
 

@@ -58,7 +58,7 @@ class Entry:
 
 @dataclass
 class _WantedPage:
-    """What a new sequence is to have of a page. wanted: the groups whose window sees it; held: parts that the pools
+    """A page that a new sequence is to have. wanted: the groups whose window sees it; held: parts that the pools
     had, the sequence's already; payload: where RAM has all of it."""
 
     key: PageKey
@@ -84,7 +84,7 @@ class _WantedPage:
 
 @dataclass
 class Counts:
-    """Of pages, since the engine began: taken from each tier, and spilled. disk_s, disk_bytes: of reading them."""
+    """Pages taken from each tier and spilled since the engine began. disk_s, disk_bytes: of reading them."""
 
     pool: int = 0
     ram: int = 0
@@ -121,8 +121,8 @@ class PrefixCache:
         return len(self._entries)
 
     def keys(self, token_ids: Sequence[int], variant: bytes = b"", known: Sequence[PageKey] = ()) -> list[PageKey]:
-        """Of every whole page of these tokens. variant: of how their positions are rotated. known: of a chain in the
-        same variant, which are taken as far as the tokens are the same."""
+        """Return the key of every whole page of these tokens. variant: of how their positions are rotated. known:
+        keys of a chain in the same variant, reused as far as the tokens are the same."""
         keys: list[PageKey] = []
         parent = self.root
         for begin in range(0, len(token_ids) - PAGE_TOKENS + 1, PAGE_TOKENS):
@@ -191,12 +191,12 @@ class PrefixCache:
         return self.disk is not None and key.digest in self.disk
 
     def _first_seen(self, num_pages: int) -> list[int]:
-        """Of each group, the first page that a token behind so many sees."""
+        """Return the first page of each group that a token behind so many pages sees."""
         return [group.first_seen(num_pages * PAGE_TOKENS) for group in self._pages.groups]
 
     def _adopt(self, kv: PagedKV, keys: Sequence[PageKey], cancelled: Callable[[], bool]) -> bool:
-        """Whether all of them could be had, or as many as were wanted. Where the disk does not give one back, it is
-        known no longer."""
+        """Give the sequence these pages; return whether all could be had, or as many as were wanted. A page that the
+        disk does not give back is no longer known."""
         firsts = self._first_seen(len(keys))
         pages: list[_WantedPage] = []
         try:
@@ -280,8 +280,8 @@ class PrefixCache:
         self._of_page[page] = entry, index
 
     def miss(self, keys: Sequence[PageKey], num_tokens: int, token_ids: Sequence[int]) -> CacheMiss | None:
-        """Where these tokens, of whose pages the first `num_tokens` were found, leave what is known; None where nothing
-        more is known of such a beginning."""
+        """Return where these tokens leave what is known, of whose pages the first `num_tokens` were found; None
+        where nothing more is known of such a beginning."""
         number = num_tokens // PAGE_TOKENS
         here = tuple(token_ids[num_tokens : num_tokens + PAGE_TOKENS])
         known = [key.token_ids for key in self._children(keys[number - 1].digest if number else self.root)]
@@ -299,7 +299,7 @@ class PrefixCache:
             yield from self.disk.children(parent)
 
     def _elsewhere(self, token_ids: tuple[int, ...]) -> str:
-        """What computed the same first page of the same model otherwise."""
+        """Return which other settings of the same model computed the same first page; "" where none did."""
         if self.disk is None:
             return ""
         for about in self.disk.others():
@@ -328,7 +328,7 @@ class PrefixCache:
         self._persist(keys)
 
     def _persist(self, keys: Sequence[PageKey]) -> None:
-        """To the disk, the first ones first: a page is of no use there without those before it."""
+        """Put the pages on the disk, the first ones first: a page is of no use there without those before it."""
         if self.disk is None:
             return
         for key in keys:
@@ -412,7 +412,7 @@ class PrefixCache:
             self.disk.touch(key.digest for key in reversed(keys))
 
     def check_integrity(self) -> None:
-        """What is known is where it is said to be, and counted once. Raises AssertionError."""
+        """Check that what is known is where it is said to be, and counted once. Raises AssertionError."""
         for page, (entry, index) in self._of_page.items():
             assert entry.parts[index] is page and page.is_sealed, "a page is known that is another's now"
         held = itertools.chain(self._in_ram.values(), (entry for entry, _ in self._of_page.values()))
@@ -427,7 +427,7 @@ class PrefixCache:
         return [group.dense if number == 0 else group.sealed for group in self._pages.groups]
 
     def _payload_bytes(self, number: int) -> int:
-        """Of all parts, one after the other, in whole blocks of the disk."""
+        """Bytes of all parts, one after the other, in whole blocks of the disk."""
         return -(-sum(pool.page_bytes for pool in self._pools(number)) // PAGE_BYTES) * PAGE_BYTES
 
     def _payload(self, entry: Entry) -> Tensor:
@@ -446,7 +446,7 @@ class PrefixCache:
             at += pool.page_bytes
 
     def _landing(self, number: int, parts: Mapping[int, Page]) -> Tensor:
-        """Where a page from the disk is read to: its own place, where that is one run of bytes."""
+        """Return where a page from the disk is read to: its own place, where that is one run of bytes."""
         if self._lands_in_place(parts):
             (page,) = parts.values()
             assert page.run is not None
@@ -458,7 +458,7 @@ class PrefixCache:
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many of the first tokens are the same."""
+    """Return how many of the first tokens are the same."""
     pairs = zip(one, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 

@@ -14,7 +14,7 @@ _LOOK_S = 0.5
 def run_within(
     command: Sequence[str], environment: Mapping[str, str], *, cpu_s: float, wait_s: float
 ) -> subprocess.CompletedProcess[str]:
-    """What it said, and how it ended.
+    """Run a process within a time limit; return what it printed, and how it ended.
 
     cpu_s: for which it may use the processor, with all that it starts. wait_s: for which it is waited for in any case.
     Raises TimeoutError, which says how long that was; the program and what it has started are killed then.

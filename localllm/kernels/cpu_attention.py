@@ -38,7 +38,7 @@ MERGE_WORDS = ("token", "head", "first_part", "step", "count")
 
 
 def part_floats(head_dim: int) -> int:
-    """Of one row's share of the keys: its mix, the largest score, the sum of the weights."""
+    """Floats of one row's share of the keys: its mix, the largest score, the sum of the weights."""
     return head_dim + LANES
 
 
@@ -70,7 +70,7 @@ def attention_source(dense: PageLayout, coded: PageLayout | None, rows: int, *, 
 
 
 class _State:
-    """Of each row: the mixed values so far, not yet divided by the sum of the weights, and the largest score."""
+    """Per row: the mixed values so far, not yet divided by the sum of the weights, and the largest score."""
 
     def __init__(self, k: Kernel, head_dim: int, rows: int) -> None:
         self.k, self.vectors, self.rows = k, head_dim // LANES, rows
@@ -154,7 +154,7 @@ class _Task:
 
     @contextmanager
     def runs(self, section: Value) -> Iterator[tuple[Value, Value, Value]]:
-        """Of each run of a section: its first page and its last but one that is seen, and where it begins."""
+        """Yield each run of a section: its first page, its last but one that is seen, and where it begins."""
         k = self.k
         lowest, end = self.first_key / PAGE_TOKENS, self.own_page + 1
         per_section = SECTION_PAGES // RUN_PAGES
@@ -259,7 +259,7 @@ class _Task:
 
     @property
     def _groups_a_step(self) -> int:
-        """As many as their sums have registers."""
+        """Return how many groups' sums fit into registers."""
         return next(n for n in range(max(1, min(self.groups, 8 // self.R)), 0, -1) if self.groups % n == 0)
 
     def _mix_groups(
@@ -289,7 +289,7 @@ class _Task:
             self._mixed(r, groups[n], part).store(total.get(), 64)
 
     def _weighted(self, plan: HeadPlan, head: Value, group: Value, at: Value, n: int) -> Value:
-        """Where the weights are by which the codes of a group's values are multiplied: [R, keys]."""
+        """Return the place of the weights by which the codes of a group's values are multiplied: [R, keys]."""
         weights = self.scores.at(at * 4)
         if plan.layout.values == "dense":
             return weights
@@ -322,7 +322,8 @@ class _Task:
                 part.at(64 * self.vectors + 4).store(total)
 
     def _each_kind(self, page: Value) -> Iterator[tuple[HeadPlan, Value]]:
-        """What is yielded is written down once for each kind of page that this one may be, with where its head is."""
+        """Yield once for each kind of page that this one may be, with the address of its head: the body is written
+        down for each."""
         k, address = self.k, self.pages.at(page * 8).load(PTR, 8)
         own = page.compare("eq", self.own_page)
         dense = own.choose(self.own, self._head_of(self.dense, address))

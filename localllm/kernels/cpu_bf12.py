@@ -74,7 +74,8 @@ def _unpack_row(k: Kernel, isa: Isa, n: Value, y: Value) -> None:
 
 
 def _exponents(k: Kernel, isa: Isa, base: Value) -> Callable[[Value], Value]:
-    """Of a vector of codes in the lowest 4 bits: exponents in their place. base: i16, what code 0 would mean."""
+    """Return the exponents of a vector of codes in the lowest 4 bits, in their place. base: i16, the meaning of code
+    0."""
     bases = base.splat(_LANES)
     if isa.name == "avx512-vnni":  # a table, of which the fifth bit chooses nothing
         lanes = Value(k, _I16V, "<" + ", ".join(f"i16 {lane % 16}" for lane in range(_LANES)) + ">")
@@ -100,7 +101,7 @@ def _unpack(isa: Isa) -> Native:
 
 @cache
 def is_available() -> bool:
-    """Whether this machine compiles the kernels; one is by asking (15-150 ms, once)."""
+    """Return whether this machine compiles the kernels; asking compiles one (15-150 ms, once)."""
     try:
         _unpack(best_isa())
     except KernelUnavailableError:
@@ -110,7 +111,7 @@ def is_available() -> bool:
 
 @cache
 def supports(rows: int, out_features: int, in_features: int) -> bool:
-    """Whether `gemv` takes it on this machine; the kernel is compiled by asking."""
+    """Return whether `gemv` takes it on this machine; asking compiles the kernel."""
     if not cpu_gemv.supports(rows, out_features, in_features):
         return False
     try:

@@ -73,7 +73,7 @@ class _Columns:
                 self.at(first + j).store(column, 64)
 
     def sum(self, term: Callable[[Value], Value]) -> Value:
-        """Of a function of the column's number: eight partial sums, then by halves."""
+        """Sum a function of the column's number: eight partial sums, then by halves."""
         partial = [self.k.variable(self.k.f32v(0)) for _ in range(SUM_LANES)]
         with self.k.range(self.k.i64(0), self.k.i64(self.group), SUM_LANES) as first:
             for lane, total in enumerate(partial):
@@ -109,7 +109,7 @@ def _round_to_nearest(weights: _Columns, scale: Variable, bias: Variable) -> Non
 
 
 def _half_quadratic(weights: _Columns, centred: _Columns, scale: Variable, bias: Variable) -> None:
-    """From round-to-nearest in scale and bias to what is better."""
+    """Improve scale and bias from those of round-to-nearest."""
     k, a = weights.k, weights.k.arg
     centre = weights.sum(weights.load) * (1 / weights.group)
     with k.range(k.i64(0), k.i64(weights.group)) as column:
@@ -192,7 +192,7 @@ def _kernel(isa: Isa, group: int) -> Native:
 
 @cache
 def supports(group: int) -> bool:
-    """Whether `calibrate` can run on this machine; the kernel is compiled by asking."""
+    """Return whether `calibrate` can run on this machine; asking compiles the kernel."""
     if group % LANES:
         return False
     try:

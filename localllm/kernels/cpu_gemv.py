@@ -63,7 +63,7 @@ def _kernel(isa: Isa, rows: int) -> Native:
 
 @cache
 def supports(rows: int, out_features: int, in_features: int) -> bool:
-    """Whether `cpu_gemv` can run this shape on this machine; the kernel is compiled by asking (15-150 ms, once)."""
+    """Return whether `cpu_gemv` can run this shape on this machine; asking compiles the kernel (15-150 ms, once)."""
     if not 1 <= rows <= MAX_ROWS or in_features % VECTOR or not out_features:
         return False
     try:

@@ -81,7 +81,7 @@ class Value:
         return self._binary("lshr", other)
 
     def shift_signed(self, bits: int) -> Value:
-        """To the right; what comes in on the left is the sign."""
+        """Shift to the right; the sign comes in on the left."""
         return self._binary("ashr", bits)
 
     def compare(self, predicate: str, other: Value | Number) -> Value:

@@ -27,7 +27,7 @@ NAN_BITS = 0x7FC00000
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """Where one head's parts of a page are, and how they are coded. Offsets in bytes from the head's first."""
+    """The places of one head's parts of a page, and how they are coded. Offsets in bytes from the head's first."""
 
     layout: PageLayout
 
@@ -42,7 +42,7 @@ class HeadPlan:
 
     @property
     def offsets(self) -> tuple[int, int, int, int]:
-        """Of keys, key scales, values, value scales."""
+        """Offsets of keys, key scales, values, value scales."""
         keys, key_scales, values, _ = self.layout.sizes
         return 0, keys, keys + key_scales, keys + key_scales + values
 

@@ -21,7 +21,7 @@ Step = tuple[Native, Arguments]
 
 
 def float_bits(number: float) -> int:
-    """How a kernel's whole-number argument carries a float."""
+    """Return the whole number by which a kernel's argument carries a float."""
     return int(struct.unpack("<I", struct.pack("<f", number))[0])
 
 
@@ -101,7 +101,7 @@ class Activations:
 
 @cache
 def is_available() -> bool:
-    """Whether this machine compiles and runs the kernels; one of them is compiled by asking (15-150 ms, once)."""
+    """Return whether this machine compiles and runs the kernels; asking compiles one of them (15-150 ms, once)."""
     try:
         cpu_matmul.matmul(best_isa(), "int4", 64, 1)
     except KernelUnavailableError:

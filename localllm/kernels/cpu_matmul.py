@@ -116,7 +116,7 @@ def _int8_group(
 
 
 def _broadcast(x: Value, rows: int) -> list[tuple[Value, Value]]:
-    """Of each row, columns 0 to 3 and 4 to 7 of an octet, in every lane."""
+    """Return columns 0 to 3 and 4 to 7 of an octet of each row, in every lane."""
     return [(x.at(8 * m).load(I32).splat(), x.at(8 * m + 4).load(I32).splat()) for m in range(rows)]
 
 
@@ -130,6 +130,6 @@ def matmul(isa: Isa, weights: Weights, group: int, rows: int, *, adds: bool = Fa
 
 
 def rows_a_block(isa: Isa, rows: int) -> int:
-    """How many rows of x the kernel takes at a time: as even as can be, so that few of them are empty."""
+    """Return how many rows of x the kernel takes at a time: as even as can be, so that few of them are empty."""
     blocks = -(-rows // isa.max_rows)
     return -(-rows // blocks)

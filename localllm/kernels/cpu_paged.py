@@ -21,8 +21,8 @@ Layouts = tuple[PageLayout, PageLayout | None]  # of dense pages, and of coded o
 
 @dataclass(frozen=True)
 class AttentionTables:
-    """Which rows attend together. rows: of a task, at most; tokens: of each group of layers, see `cpu_rope`; tasks,
-    merges: see `cpu_attention`."""
+    """The rows that attend together. rows: of a task, at most; tokens: of each group of layers, see `cpu_rope`;
+    tasks, merges: see `cpu_attention`."""
 
     rows: int
     tokens: Sequence[Words]
@@ -64,7 +64,7 @@ class AttentionRoom:
         self._counts[:] = torch.tensor([[len(tables.tasks), tables.num_parts], [len(tables.merges), tables.num_parts]])
 
     def steps(self, isa: Isa, layouts: Layouts, place: AttentionPlace, *, rows: int, is_split: bool) -> Iterator[Step]:
-        """What attends, and what joins the parts where rows are shared out over tasks."""
+        """Return the step that attends, and the one that joins parts where rows are shared out over tasks."""
         dense, coded = layouts
         group = place.num_heads // dense.num_kv_heads
         kernel = cpu_attention.attention(isa, dense, coded, rows, has_softcap=place.softcap is not None)

@@ -61,7 +61,7 @@ def rope_source(dense: PageLayout, coded: PageLayout | None, rotary_dim: int, *,
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a token's keys and values go: into its own dense page, and into the coded one, if there is one."""
+    """The place of a token's keys and values: its own dense page, and the coded one, if there is one."""
 
     kernel: Kernel
     dense: PageLayout

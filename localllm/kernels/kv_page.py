@@ -1,4 +1,4 @@
-"""What the bytes of a KV page mean: 64 tokens of one attention block, head by head, in a coding of keys and of values.
+"""The meaning of a KV page's bytes: 64 tokens of one attention block, head by head, in a coding of keys and of values.
 
 A head's part is keys [D, 64], their scales [D / 32, 64], values [64, D], their scales [D / 32, 64]: a vector of a key
 row is one feature of 16 tokens, one of a value row 16 features of a token, so that neither needs a sum over its lanes.
@@ -89,7 +89,7 @@ class PageLayout:
 
 
 def pages_of(num_tokens: int) -> int:
-    """That so many tokens need."""
+    """Return how many pages so many tokens need."""
     return -(-num_tokens // PAGE_TOKENS)
 
 

@@ -28,7 +28,7 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
 
 
 def noise_key(seed: int, position: int) -> int:
-    """Of 64 bits, signed: with which the noise of every token at a position begins."""
+    """Return the key, 64 bits, signed, with which the noise of every token at a position begins."""
     return _signed(_splitmix(_splitmix(seed & _MASK64) ^ (position & _MASK64)))
 
 

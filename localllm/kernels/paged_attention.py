@@ -85,6 +85,6 @@ def _past(kv: LayerPages, q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _loaded(layout: PageLayout, pages: list[Tensor], q: Tensor) -> tuple[Tensor, Tensor]:
-    """In q's dtype, on its device."""
+    """Return keys and values in q's dtype, on its device."""
     keys, values = kv_page.load(layout, torch.stack(pages).to(q.device))
     return keys.to(q.dtype), values.to(q.dtype)

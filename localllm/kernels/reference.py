@@ -16,7 +16,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def visible(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Which keys each query sees: bool [num_queries, num_keys]; the last query stands at the last key."""
+    """Return which keys each query sees: bool [num_queries, num_keys]; the last query stands at the last key."""
     query = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
     key = torch.arange(num_keys, device=device)[None, :]
     mask = key <= query

@@ -71,7 +71,7 @@ def dequantize(
 
 
 def slab_tiles(columns: int, device: torch.device) -> int:
-    """How many tiles of 16 rows are dequantized at once."""
+    """Return how many tiles of 16 rows are dequantized at once."""
     return max(1, (SLAB_WEIGHTS if device.type == "cpu" else CUDA_SLAB_WEIGHTS) // max(1, TILE * columns))
 
 

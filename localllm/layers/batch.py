@@ -1,4 +1,4 @@
-"""What one forward works on: the new tokens of several sequences, and where each one's keys and values are."""
+"""The work of one forward: the new tokens of several sequences, and the places of each one's keys and values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from localllm.layers.segment import Segment
 
 @dataclass(frozen=True)
 class Draw:
-    """How a token is drawn from a row of logits: the key of the noise, and the least score, logarithm of min_p."""
+    """The parameters by which a token is sampled from a row of logits: the key of the noise, and the least score,
+    logarithm of min_p."""
 
     key: int
     temperature: float
@@ -46,7 +47,7 @@ class Batch:
         return tuple(rotary(self.positions, self.segments) for rotary in self.rotaries)
 
     def native_attention(self, heads: int) -> NativeAttention:
-        """By the compiled kernels; its tables are made once for all layers with so many query heads."""
+        """Return the compiled attention; its tables are made once for all layers with so many query heads."""
         if heads not in self._native:
             self._native[heads] = NativeAttention(self.segments, heads)
         return self._native[heads]

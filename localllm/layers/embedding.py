@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Rows(Protocol):
+class RowLookup(Protocol):
     """A matrix [V, K] of which some rows are looked up, wherever it is."""
 
     @property
@@ -22,7 +22,7 @@ class Rows(Protocol):
 class Embedding:
     """The rows of a matrix [V, hidden]; `scale` multiplies them (gemma: sqrt(hidden), rounded to `dtype`)."""
 
-    def __init__(self, matrix: Rows, dtype: torch.dtype, scale: float = 1.0) -> None:
+    def __init__(self, matrix: RowLookup, dtype: torch.dtype, scale: float = 1.0) -> None:
         self.matrix = matrix
         self.dtype = dtype
         self.scale = scale

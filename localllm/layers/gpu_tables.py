@@ -1,4 +1,4 @@
-"""What a GPU's kernels are told of a batch: token ids, positions, where pages are, which rows attend together.
+"""The tables of a batch for a GPU's kernels: token ids, positions, addresses of pages, rows that attend together.
 
 All of it is one run of bytes, written on the host and copied at once, at the same address in every forward of the same
 shape: so a graph of launches can be replayed over it.
@@ -14,7 +14,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from localllm.kernels.gpu.attention import SECTION_PAGES, History, block_rows, tasks_of
+from localllm.kernels.gpu.attention import SECTION_PAGES, AttentionHistory, block_rows, tasks_of
 from localllm.kernels.gpu.product import FEW_ROWS
 from localllm.kernels.gpu.rope import TokenTables
 from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout, pages_of
@@ -77,7 +77,8 @@ class TableShape:
 
 
 def _even(count: int) -> int:
-    """Of words of 8 bytes: each group's begin at a multiple of 16, as Triton would compile other variants otherwise."""
+    """Round up words of 8 bytes: each group begins at a multiple of 16, as Triton would compile other variants
+    otherwise."""
     return count + count % 2
 
 
@@ -100,7 +101,7 @@ class GpuTables:
 
     @cached_property
     def tokens(self) -> tuple[TokenTables, ...]:
-        """Of each group of layers."""
+        """The token tables of each group of layers."""
         v = self.views
         return tuple(
             TokenTables(v["positions"], v["positions"], v["own"][g], v["own_stride"][g], v["coded"][g])
@@ -108,9 +109,9 @@ class GpuTables:
         )
 
     @cached_property
-    def histories(self) -> tuple[History, ...]:
+    def histories(self) -> tuple[AttentionHistory, ...]:
         v = self.views
-        return tuple(History(v["tasks"], v["pasts"], v["pages"][g]) for g in range(self.shape.groups))
+        return tuple(AttentionHistory(v["tasks"], v["pasts"], v["pages"][g]) for g in range(self.shape.groups))
 
     def frequencies(self, rotation: int, batch: Batch) -> Tensor:
         """fp32 [1 or rows, rotary_dim / 2], on the device."""
@@ -149,7 +150,7 @@ class GpuTables:
         self._memory.copy_(stage, non_blocking=True)
 
     def _place(self, words: dict[str, numpy.ndarray], index: int, segment: Segment, group: int) -> None:
-        """Where a segment's pages of this group are."""
+        """Return the addresses of a segment's pages of this group."""
         kv: KVStore = segment.kv
         begin, end = segment.past, segment.past + segment.end - segment.begin
         first, last = begin // PAGE_TOKENS, (end - 1) // PAGE_TOKENS
@@ -164,8 +165,8 @@ class GpuTables:
 
 
 def table_shape(batch: Batch, rows: int, pages: int, groups: int, task_tokens: int) -> TableShape:
-    """For this batch in so many rows, and for others whose sequences have at most so many pages. Of few rows, any that
-    has no more rows; of many, those that are cut alike."""
+    """Return the shape of tables for this batch in so many rows, and for others whose sequences have at most so many
+    pages. With few rows it serves any batch that has no more rows; with many, those that are cut alike."""
     frequencies = tuple(
         rotary.rotary_dim // 2 if rotary.depends_on_length else 0 for rotary in batch.rotaries
     )  # fmt: skip
@@ -178,7 +179,8 @@ def table_shape(batch: Batch, rows: int, pages: int, groups: int, task_tokens: i
 
 
 def table_pages(num_tokens: int) -> int:
-    """Of tables for a sequence of so many tokens and for ones that are longer: a graph is made for each such number."""
+    """Return the pages of tables for a sequence of so many tokens and for longer ones: a graph is made for each such
+    number."""
     pages = _LEAST_PAGES
     while pages < pages_of(num_tokens):
         pages *= _MORE_PAGES

@@ -26,7 +26,8 @@ _HOST = torch.device("cpu")
 
 
 def is_native(segments: Sequence[Segment], x: Tensor) -> bool:
-    """Whether the kernels can: the layer and all pages are on the host, and heads fill whole vectors."""
+    """Return whether the kernels can compute it: the layer and all pages are on the host, and heads fill whole
+    vectors."""
     return (
         x.device.type == "cpu"
         and x.shape[-1] % LANES == 0

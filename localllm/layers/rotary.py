@@ -65,7 +65,7 @@ def _yarn(rope: RopeConfig, rotary_dim: int, periods: Tensor) -> Tensor:
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """What cosine and sine are multiplied by, so that attention keeps its temperature over a stretched context."""
+    """Return the factor of cosine and sine by which attention keeps its temperature over a stretched context."""
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.factor <= 1.0:

@@ -19,26 +19,26 @@ class KVStore(Protocol):
 
     @property
     def places(self) -> Sequence[tuple[int, int]]:
-        """Of each layer: its group, and its number there."""
+        """For each layer, its group and its number there."""
         ...
 
     @property
     def is_on_host(self) -> bool:
-        """Whether all pages are."""
+        """Whether all pages are on the host."""
         ...
 
     @property
     def layouts(self) -> tuple[PageLayout, PageLayout | None]:
-        """Of dense pages, and of coded ones."""
+        """The layouts of dense pages and of coded ones."""
         ...
 
     def layer(self, layer: int, past: int, num_tokens: int) -> LayerPages:
-        """What queries at the positions [past, past + num_tokens) write and read of a layer."""
+        """Return the pages that queries at the positions [past, past + num_tokens) write and read of a layer."""
         ...
 
     @property
     def homes(self) -> Sequence[tuple[torch.device, int]]:
-        """Of each layer: where its keys and values rest, and the number of its part in what a page has there."""
+        """For each layer, the device of its keys and values, and the number of its part in a page's bytes there."""
         ...
 
     def addresses(self, group: int, device: torch.device) -> Tensor:
@@ -46,8 +46,8 @@ class KVStore(Protocol):
         ...
 
     def own_page(self, group: int, number: int, device: torch.device) -> tuple[int, int]:
-        """Where what a page has on this device begins, as its own tokens read it, and the bytes from one layer's part
-        of it to the next's."""
+        """Return the address of a page on this device as its own tokens read it, and the bytes from one layer's part
+        of it to the next one's."""
         ...
 
 

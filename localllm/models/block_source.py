@@ -1,4 +1,4 @@
-"""Where the tensors of a block come from: a checkpoint, a packed model, or nothing but random numbers."""
+"""The sources of a block's tensors: a checkpoint, a packed model, or random numbers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class CheckpointBlocks:
         self.recipe = recipe
 
     def check(self) -> None:
-        """Whether the checkpoint is all that it should be, as far as its headers tell. Raises CheckpointError."""
+        """Check all of the checkpoint that its headers tell. Raises CheckpointError."""
         for layout in block_layouts(self.config):
             for matrix in layout.matrices:
                 features = (matrix.in_features,)
@@ -157,7 +157,7 @@ def foreseen_bytes(config: ModelConfig, recipe: Recipe) -> int:
 
 
 def _own_dtype(matrix: Matrix, recipe: Recipe) -> torch.dtype | None:
-    """Of the format's one `weight`, into which the checkpoint is read; None where it has none."""
+    """Return the dtype of the format's one `weight`, into which the checkpoint is read; None where it has none."""
     weight = matrix.format(recipe).specs(matrix.out_features, matrix.in_features).get("weight")
     return None if weight is None else weight.dtype
 

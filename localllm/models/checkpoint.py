@@ -18,7 +18,7 @@ from torch import Tensor
 from localllm.errors import FETCH_ANEW, CheckpointError
 from localllm.models.fields import show
 from localllm.models.safetensors_file import SafetensorsFile, allocate
-from localllm.models.safetensors_header import TensorSpec
+from localllm.models.safetensors_header import StoredTensor
 from localllm.models.strict_json import JsonLimits, read_json_object
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -78,7 +78,7 @@ class Checkpoint:
         return self._spec(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """As it is stored. Raises CheckpointError if it is missing, or of a dtype that is not read."""
+        """Return the dtype as it is stored. Raises CheckpointError if it is missing, or of a dtype that is not read."""
         self._spec(name)
         return self._file(name).dtype(self._stored[name])
 
@@ -127,7 +127,8 @@ class Checkpoint:
         return target
 
     def stores_own_head(self) -> bool:
-        """Whether lm_head is stored and differs from the embedding: then it is not tied, whatever config.json says."""
+        """Return whether lm_head is stored and differs from the embedding: then it is not tied, whatever config.json
+        says."""
         if not self.has(HEAD):
             return False
         head, embedding = self._spec(HEAD), self._spec(EMBEDDING)
@@ -160,7 +161,7 @@ class Checkpoint:
     def _chunks(self, name: str) -> Iterator[bytes]:
         return self._file(name).chunks(self._stored[name])
 
-    def _spec(self, name: str) -> TensorSpec:
+    def _spec(self, name: str) -> StoredTensor:
         if name not in self._stored:
             near = ", ".join(_nearest(name, self._stored)) or "none"
             raise CheckpointError(

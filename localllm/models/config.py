@@ -1,4 +1,4 @@
-"""What a model is: the numbers of its architecture, read from Hugging Face's config.json by `families.parse_config`.
+"""The numbers of a model's architecture, read from Hugging Face's config.json by `families.parse_config`.
 
 Knows no tensors and no files.
 """

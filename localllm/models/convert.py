@@ -79,7 +79,7 @@ def pack(
     waiting: Callable[[str], None] = lambda _process: None,
     require_memory: Callable[[int], None] = lambda _bytes: None,
 ) -> None:
-    """As `convert`, from blocks of any origin."""
+    """Do as `convert`, from blocks of any origin."""
     conversion = _Conversion(blocks, plan, target, progress, require_memory)
 
     def wait(process: str) -> None:
@@ -116,7 +116,7 @@ class _Conversion:
         self.missing_bytes = sum(file.file_bytes for file in plan.files.values()) + _SLACK_BYTES
 
     def is_finished(self) -> bool:
-        """Whether another process has just made it; a load verifies every byte."""
+        """Return whether another process has just made it; a load verifies every byte."""
         try:
             PackedModel.open(self._target, self._plan.config, self._plan.recipe, self._plan.source).close()
         except CheckpointError:

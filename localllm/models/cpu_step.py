@@ -40,7 +40,8 @@ HALF_VECTOR = 32  # of head and rotary dimensions: pairs of bf16 fill whole regi
 
 
 def supports_shape(config: ModelConfig, recipe: Recipe, dtype: torch.dtype) -> bool:
-    """Whether a decoder of this shape on a CPU is computed by native steps, as far as is known before it is loaded."""
+    """Return whether a decoder of this shape on a CPU is computed by native steps, as far as is known before it is
+    loaded."""
     return (
         dtype is torch.bfloat16
         and config.head_dim % HALF_VECTOR == 0
@@ -51,7 +52,7 @@ def supports_shape(config: ModelConfig, recipe: Recipe, dtype: torch.dtype) -> b
 
 
 def native_row_bytes(config: ModelConfig, recipe: Recipe) -> int:
-    """What a room for one more row takes."""
+    """Bytes of the buffers for one more row."""
     H, D, KH = config.num_heads, config.head_dim, config.num_kv_heads
     widest_in = max(config.hidden_size, config.intermediate_size, H * D)
     widest_out = max(2 * config.intermediate_size, (H + 2 * KH) * D, config.hidden_size)
@@ -77,7 +78,7 @@ class CpuStep:
 
     @staticmethod
     def supports(decoder: Decoder) -> bool:
-        """Whether every block is of INT4 or INT8 matrices whose sizes fill whole tiles and groups, on a CPU."""
+        """Return whether every block is of INT4 or INT8 matrices whose sizes fill whole tiles and groups, on a CPU."""
         config = decoder.config
         return (
             decoder.device.type == "cpu"
@@ -178,16 +179,6 @@ class CpuStep:
         own = logits[:rows, : self.decoder.head.out_features]
         return own if self.decoder.config.final_softcap is None else self.decoder.capped(own)
 
-    def matrices_only(self) -> tuple[Tape, int]:
-        """All matrices of the blocks for one row, without what is between them, and their bytes: to be timed."""
-        room = self._reserve(1)
-        room.batch = None
-        rows = room.activations.resize(1, self.isa)
-        recorder = _Recorder(self.decoder, self.isa, room, rows)
-        linears = [linear for block in self.decoder.blocks for linear in block.body.linears]
-        tape = Tape([recorder.multiply(linear, room.wide, adds=False) for linear in linears])
-        return tape, sum(tensor.nbytes for linear in linears for tensor in linear.tensors.values())
-
     def _reserve(self, rows: int) -> _Room:
         if self._room is None or rows > self._room.rows:
             self._tapes.clear()
@@ -224,7 +215,7 @@ def _output_word(step: Step) -> tuple[ctypes.Array[ctypes.c_int64], int]:
 
 
 class _Room:
-    """What a forward of up to `rows` tokens writes into: fixed places, so that a tape can point at them."""
+    """The buffers of a forward of up to `rows` tokens: fixed places, so that a tape can point at them."""
 
     def __init__(self, decoder: Decoder, rows: int) -> None:
         config = decoder.config
@@ -251,7 +242,7 @@ class _Room:
         self.batch: Batch | None = None  # the one that was placed last, as long as all of it is there
 
     def place(self, batch: Batch, heads: int, kv_heads: int) -> None:
-        """Where each token's keys go and which rows attend together."""
+        """Place a batch: where each token's keys go, and which rows attend together."""
         self.token_ids[: len(batch)] = batch.token_ids
         for index, (cos, sin) in enumerate(batch.rotations):
             self.cos[index][: len(batch)] = cos[:, 0]
@@ -409,7 +400,7 @@ def _packed(linear: Linear) -> PackedMatrix | None:
 
 
 def _fills_tiles(linear: Linear) -> bool:
-    """Whether the matrix is packed and its last tile is full: what is computed of it has no columns too many."""
+    """Return whether the matrix is packed and its last tile is full: its product has no columns too many."""
     packed = _packed(linear)
     return packed is not None and packed.tiles * TILE == linear.out_features
 

@@ -48,12 +48,12 @@ class BlockStream(Protocol):
 
     @property
     def clock(self) -> StreamClock:
-        """What it has taken so far."""
+        """The time that streaming has taken so far."""
         ...
 
     @property
     def names(self) -> frozenset[str]:
-        """Of the blocks that are streamed; all others are always there."""
+        """The names of the blocks that are streamed; all others are always there."""
         ...
 
     def begin(self) -> None:
@@ -99,12 +99,12 @@ class Decoder:
 
     @cached_property
     def devices(self) -> frozenset[torch.device]:
-        """Of the blocks."""
+        """The devices of the blocks."""
         return frozenset(block.device for block in self.blocks)
 
     @cached_property
     def kv_devices(self) -> tuple[torch.device, ...]:
-        """Where each layer's keys and values are used."""
+        """The device on which each layer's keys and values are used."""
         return tuple(block.device for block in self.blocks if isinstance(block.body, Attention))
 
     def embedded(self, batch: Batch) -> Tensor:

@@ -96,7 +96,7 @@ def _declared_layer_kinds(fields: Fields, layers: int) -> tuple[str, ...] | None
 
 @dataclass(frozen=True)
 class Family:
-    """How one model_type reads its config.json. `defaults` are what transformers takes for a key that is absent.
+    """The way one model_type reads its config.json. `defaults` are what transformers takes for a key that is absent.
 
     traits: fields of ModelConfig that hold for the whole family. qkv_bias: fixed, or None where `attention_bias` says
     (then of the output projection too).

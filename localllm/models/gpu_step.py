@@ -55,7 +55,7 @@ class Drawn:
 
 
 class _Rows:
-    """What forwards of a few rows write: at the same addresses each time."""
+    """The buffers that forwards of a few rows write: at the same addresses each time."""
 
     def __init__(self, decoder: Decoder) -> None:
         device, vocab_size = decoder.device, decoder.head.out_features
@@ -66,7 +66,7 @@ class _Rows:
 
 
 class _Room:
-    """What forwards of one shape read and write."""
+    """The buffers that forwards of one shape read and write."""
 
     def __init__(self, rows: _Rows, tables: GpuTables) -> None:
         count = tables.shape.rows
@@ -105,12 +105,12 @@ class GpuStep:
 
     @staticmethod
     def supports(decoder: Decoder) -> bool:
-        """Whether any of it is for our kernels."""
+        """Return whether any part of the decoder is for our kernels."""
         return any(is_ours(block, decoder.device) for block in decoder.blocks)
 
     @property
     def is_whole(self) -> bool:
-        """Whether a forward needs nothing of the host, once it has begun, from the token to the token."""
+        """Return whether a forward needs nothing of the host, once it has begun, from the token to the token."""
         return len(self._runs) == 1 and self._runs[0].is_ours and not self._runs[0].is_streamed
 
     def logits(self, batches: Sequence[Batch], on_block: OnBlock | None = None) -> Tensor:
@@ -135,12 +135,12 @@ class GpuStep:
         return Drawn(room.drawn, on_host, arrived)
 
     def has_pages(self, kvs: Sequence[KVStore]) -> bool:
-        """Whether keys and values are where they are used: where a GPU has too little memory for them they are not."""
+        """Return whether keys and values are where they are used: with too little memory on a GPU they are not."""
         homes = kvs[0].homes  # as all have them
         return all(homes[layer][0] == self.device for layer in self._layers)
 
     def computes_all(self, kvs: Sequence[KVStore]) -> bool:
-        """Whether every block is for our kernels, with the keys and values where they are."""
+        """Return whether every block is for our kernels, with the keys and values where they are."""
         return all(is_ours(block, self.device, kvs[0]) for block in self.decoder.blocks)
 
     # A few rows
@@ -325,7 +325,7 @@ class GpuStep:
 
     @property
     def _embeds(self) -> bool:
-        """Whether our kernel looks the embedding's rows up: on the device, or in pinned memory of the host."""
+        """Return whether our kernel looks the embedding's rows up: on the device, or in pinned memory of the host."""
         matrix = self.decoder.embed.matrix
         if not isinstance(matrix, Linear) or not isinstance(matrix.format, Int8):
             return False
@@ -350,7 +350,7 @@ class GpuStep:
         yield _Run((HEAD,), self.decoder.head.device == self.device, HEAD in streamed)
 
     def _is_capturable(self, run: _Run) -> bool:
-        """Whether what it launches depends on nothing that the host would have to see."""
+        """Return whether nothing that is launched depends on what the host would have to see."""
         linears = [linear for stage in run.stages for linear in self._linears(stage)]
         return all(packed(linear) is not None or isinstance(linear.format, Dense) for linear in linears)
 
@@ -362,7 +362,7 @@ class GpuStep:
 
 @contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """What is freed during a capture may call the driver for what a capture does not allow."""
+    """Collect no garbage during a capture: what is freed may call the driver for what a capture does not allow."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -391,7 +391,8 @@ def _name(stage: Block | str) -> str:
 
 
 def is_ours(block: Block, device: torch.device, kv: KVStore | None = None) -> bool:
-    """Whether our kernels know it, and it is computed where they are. kv: where its pages must be, too."""
+    """Return whether our kernels know the block, and it is computed where they are. kv: its pages must be there,
+    too."""
     if block.device != device or not isinstance(block.body, Attention | MLP):
         return False
     return kv is None or not isinstance(block.body, Attention) or kv.homes[block.body.shape.layer][0] == device

@@ -42,7 +42,8 @@ def warm_up(decoder: Decoder, kv: KVStore) -> None:
 
 
 def _is_launched(block: Block, device: torch.device, kv: KVStore) -> bool:
-    """Whether it launches kernels of ours: by itself, or within what operators compute of a block in two parts."""
+    """Return whether the block launches kernels of ours: by itself, or within what operators compute of a block in
+    two parts."""
     return is_ours(block, device, kv) or (block.device == device and isinstance(block.body, SplitMLP))
 
 
@@ -57,7 +58,7 @@ def _batch(decoder: Decoder, kv: KVStore, past: int, rows: int) -> Batch:
 
 
 def _kind(block: Block) -> Hashable:
-    """What is computed by the same variants of kernels has it in common."""
+    """Return what blocks have in common that are computed by the same variants of kernels."""
     body, norms = block.body, (block.norm_in is None, block.norm_out is None)
     linears = [(linear.in_features, linear.out_features, linear.format, linear.bias is None) for linear in body.linears]
     own: object = type(body)

@@ -1,4 +1,4 @@
-"""Which tensors each block of a family has, under which names a checkpoint stores them, and how they fuse.
+"""The tensors of each block of a family, their names in a checkpoint, and how they fuse.
 
 The one description that loading, packing and random models share. Holds no bytes.
 """

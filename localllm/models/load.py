@@ -10,7 +10,7 @@ from torch import Tensor
 
 from localllm.layers.attention import Attention
 from localllm.layers.config import AttentionShape
-from localllm.layers.embedding import Embedding, Rows
+from localllm.layers.embedding import Embedding, RowLookup
 from localllm.layers.linear import Linear
 from localllm.layers.mlp import MLP, SplitMLP
 from localllm.layers.norm import RMSNorm
@@ -65,14 +65,14 @@ def load_decoder(
 
 @dataclass(frozen=True)
 class DecoderParts:
-    """What is alike in all decoders of a model. device: where batches are made."""
+    """The parts that are alike in all decoders of a model. device: where batches are made."""
 
     config: ModelConfig
     recipe: Recipe
     dtype: torch.dtype
     device: torch.device
 
-    def assembled(self, blocks: list[BlockTensors], stream: BlockStream, stored: Rows | None = None) -> Decoder:
+    def assembled(self, blocks: list[BlockTensors], stream: BlockStream, stored: RowLookup | None = None) -> Decoder:
         """blocks: the embedding, each attention and MLP block, the head, as `block_layouts` has them. stored: the
         embedding, where that is not among them and no head needs it."""
         config = self.config

@@ -46,7 +46,7 @@ _MODEL_FIELDS = (
 
 @dataclass(frozen=True)
 class PackedPlan:
-    """What a packed model of this checkpoint in this recipe consists of, before any byte of it is known."""
+    """The contents of a packed model of this checkpoint in this recipe, before any byte of it is known."""
 
     config: ModelConfig
     recipe: Recipe
@@ -55,13 +55,13 @@ class PackedPlan:
 
     @cached_property
     def files(self) -> dict[str, PackedFile]:
-        """By the block's name, in the order in which a forward needs them."""
+        """Files by the block's name, in the order in which a forward needs them."""
         source = self.source.encode("utf-8", "backslashreplace").decode()  # a path may hold bytes that are no text
         return {layout.name: PackedFile.of(layout, self.recipe, source) for layout in block_layouts(self.config)}
 
     @property
     def command(self) -> str:
-        """What makes it, and makes its damaged blocks anew."""
+        """The command that makes it, and makes its damaged blocks anew."""
         return f"localllm quantize {shlex.quote(self.model)} --weights {self.recipe.name}"
 
     def index(self, checksums: Mapping[str, str]) -> dict[str, object]:
@@ -95,7 +95,7 @@ def _block_entry(file: PackedFile, checksum: str) -> dict[str, object]:
 
 
 def needs_conversion(directory: Path) -> bool:
-    """Whether there is no finished packed model, or one whose layout is older than what is read here."""
+    """Return whether there is no finished packed model, or one whose layout is older than what is read here."""
     if not is_whole(directory):
         return True
     try:
@@ -165,7 +165,8 @@ class PackedModel:
         self._held.close()
 
     def tensors(self, layout: BlockLayout) -> dict[str, Tensor]:
-        """As BlockSource says. Raises MemoryError, and CheckpointError with the file and the command that helps."""
+        """Return a block's tensors. Raises MemoryError, and CheckpointError with the file and the command that
+        helps."""
         return self.views(layout, self.content(layout))
 
     def content(self, layout: BlockLayout) -> Tensor:
@@ -191,11 +192,12 @@ class PackedModel:
         """Nothing is left over: the index names every file."""
 
     def read_ahead_only(self, names: Iterable[str]) -> None:
-        """Of the blocks that follow each other, only these are begun before they are asked for."""
+        """Begin only these of the blocks that follow each other before they are asked for."""
         self._next = dict(itertools.pairwise(names))
 
     def cached_share(self) -> float:
-        """How much of the blocks lies in the page cache and can be used there; 0 where that cannot be found out."""
+        """Return how much of the blocks lies in the page cache and can be used there; 0 where that cannot be found
+        out."""
         cached = 0.0
         with suppress(OSError):
             for file in self._files.values():
@@ -238,7 +240,7 @@ class PackedModel:
             raise self._refusal(file, "cannot be read", str(error)) from None
 
     def _begun(self, file: PackedFile) -> tuple[Tensor, FileRead]:
-        """What was begun ahead, if it is this file."""
+        """Return the reading that was begun ahead, if it is of this file."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0] == file.name:
             return ahead[1:]
@@ -297,7 +299,7 @@ def _agreed(found: Mapping[str, object], plan: PackedPlan, path: Path) -> tuple[
 
 
 def _checksums(blocks: object, plan: PackedPlan) -> dict[str, str]:
-    """By the block's name, as far as the index has them in place; "" for the others."""
+    """Return checksums by the block's name, as far as the index has them in place; "" for the others."""
     entries = blocks if isinstance(blocks, list) else []
     found = [entry.get("checksum") if isinstance(entry, dict) else None for entry in entries]
     names = list(plan.files)

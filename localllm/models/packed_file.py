@@ -69,7 +69,7 @@ class PackedTensor:
 
 @dataclass(frozen=True)
 class PackedFile:
-    """Where everything of a block stands."""
+    """The places of all tensors of a block in its file."""
 
     name: str  # the block's
     metadata: Mapping[str, str]

@@ -33,7 +33,8 @@ HOST = torch.device("cpu")
 
 
 class _Rings(NamedTuple):
-    """Where what is streamed passes: its places in the host's memory, and in the device's for either decoder."""
+    """The rings through which blocks are streamed: places in the host's memory, and in the device's for either
+    decoder."""
 
     host: dict[str, Tensor]
     few: dict[str, Tensor]
@@ -65,12 +66,12 @@ class PlacedModel:
 
     @property
     def directory(self) -> Path:
-        """Of the packed model."""
+        """The folder of the packed model."""
         return self._packed.directory
 
     @property
     def host_bytes(self) -> int:
-        """What of the host's memory the blocks have, and the ring for those from the disk."""
+        """Bytes of the host's memory that the blocks have, and the ring for those from the disk."""
         blocks = sum(block.num_bytes for block in self.blocks if block.tier == "ram")
         split = sum(block.num_bytes - block.device_bytes for block in self.blocks if block.exec == "split")
         return blocks + split + (0 if self._from_disk is None else self._from_disk.nbytes)
@@ -124,7 +125,7 @@ class PlacedModel:
     # Bytes.
 
     def _move(self, blocks: Sequence[Placed], progress: Progress) -> None:
-        """What is given up first, so that there is room for what comes."""
+        """Move blocks: what is given up goes first, so that there is room for what comes."""
         for block in blocks:
             if block.exec != "split":
                 self._split.pop(block.name, None)
@@ -171,13 +172,15 @@ class PlacedModel:
     # Streams.
 
     def _passes(self, block: Placed) -> bool:
-        """Whether it is copied to the device for a forward of many. Of an embedding rows are looked up where it is, and
-        of a prompt only a few have logits: a head that the host computes is computed there always."""
+        """Return whether a block is copied to the device for a forward of many rows. An embedding's rows are looked
+        up where it is, and only a few tokens of a prompt have logits: a head that the host computes is always
+        computed there."""
         stays = block.name == EMBED or (block.name == HEAD and block.exec == "cpu")
         return self.has_device and block.tier != "vram" and not stays
 
     def _is_read_by_device(self, block: Placed) -> bool:
-        """Where it rests on the host: a kernel looks an embedding's rows up there by itself."""
+        """Return whether the device reads the block where it rests on the host: a kernel looks an embedding's rows
+        up there by itself."""
         return self._passes(block) or (block.name == EMBED and self.has_device and block.tier == "ram")
 
     def _streamed(self, blocks: Sequence[Placed]) -> tuple[_Rings, tuple[BlockStream, BlockStream]]:

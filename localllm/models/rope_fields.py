@@ -23,7 +23,7 @@ PHI3_KINDS: dict[str, RopeKind] = {"default": "default", "longrope": "longrope",
 
 @dataclass(frozen=True)
 class RopeContext:
-    """What a scaling's defaults depend on. `rotary_dim` features of a head rotate."""
+    """The numbers that a scaling's defaults depend on. `rotary_dim` features of a head rotate."""
 
     rotary_dim: int
     max_position_embeddings: int

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from localllm.errors import CheckpointError, DoesNotFitError
 from localllm.models.fields import show
-from localllm.models.safetensors_header import TensorSpec, read_specs, refused
+from localllm.models.safetensors_header import StoredTensor, read_specs, refused
 from localllm.models.strict_json import open_plain_file
 from localllm.offload.streaming.host_buffer import host_buffer
 
@@ -31,7 +31,7 @@ _READABLE = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32,
 class SafetensorsFile:
     """An open file whose header holds true: known dtypes, data filled without overlap, hole or remainder."""
 
-    def __init__(self, path: Path, fd: int, specs: dict[str, TensorSpec], identity: tuple[int, int, int]) -> None:
+    def __init__(self, path: Path, fd: int, specs: dict[str, StoredTensor], identity: tuple[int, int, int]) -> None:
         self.path = path
         self.specs = specs
         self._fd = fd
@@ -63,7 +63,7 @@ class SafetensorsFile:
     def names(self) -> tuple[str, ...]:
         return tuple(self.specs)
 
-    def spec(self, name: str) -> TensorSpec:
+    def spec(self, name: str) -> StoredTensor:
         if name not in self.specs:
             raise refused(self.path, f"it has no tensor {show(name)}")
         return self.specs[name]

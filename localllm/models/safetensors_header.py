@@ -27,8 +27,8 @@ _BITS |= dict.fromkeys(("I32", "U32", "F32"), 32) | dict.fromkeys(("I64", "U64",
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """Where a tensor lies: `begin` and `end` in bytes from the start of the file."""
+class StoredTensor:
+    """The place of a tensor: `begin` and `end` in bytes from the start of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -36,8 +36,8 @@ class TensorSpec:
     end: int
 
 
-def tensors_of(path: Path) -> dict[str, TensorSpec]:
-    """By their names. Raises CheckpointError that names the file and what is wrong with it."""
+def tensors_of(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors by name. Raises CheckpointError that names the file and what is wrong with it."""
     fd = open_plain_file(path)
     try:
         return read_specs(fd, os.fstat(fd).st_size, path)
@@ -45,8 +45,8 @@ def tensors_of(path: Path) -> dict[str, TensorSpec]:
         os.close(fd)
 
 
-def read_specs(fd: int, file_bytes: int, path: Path) -> dict[str, TensorSpec]:
-    """Of an open file. Raises CheckpointError."""
+def read_specs(fd: int, file_bytes: int, path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of an open file by name. Raises CheckpointError."""
     if file_bytes < _LENGTH_BYTES:
         raise refused(path, f"{_LENGTH_BYTES} bytes are the least, it has {file_bytes}", cut=True)
     header_bytes = int.from_bytes(os.pread(fd, _LENGTH_BYTES, 0), "little")
@@ -61,7 +61,7 @@ def read_specs(fd: int, file_bytes: int, path: Path) -> dict[str, TensorSpec]:
     return parse_header(header, data_begin, file_bytes, path)
 
 
-def parse_header(header: bytes, data_begin: int, file_bytes: int, path: Path) -> dict[str, TensorSpec]:
+def parse_header(header: bytes, data_begin: int, file_bytes: int, path: Path) -> dict[str, StoredTensor]:
     """The tensors that a header describes, checked against each other and against the size of the file."""
     raw = parse_json_object(header, f"{path} (header)", _LIMITS)
     metadata = raw.pop("__metadata__", {})
@@ -81,7 +81,7 @@ def parse_header(header: bytes, data_begin: int, file_bytes: int, path: Path) ->
     return specs
 
 
-def _spec(name: str, entry: object, data_begin: int, path: Path) -> TensorSpec:
+def _spec(name: str, entry: object, data_begin: int, path: Path) -> StoredTensor:
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise refused(path, f"{show(name)} is not described by dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -95,7 +95,7 @@ def _spec(name: str, entry: object, data_begin: int, path: Path) -> TensorSpec:
     bits = math.prod(shape) * _BITS[dtype]
     if (end - begin) * 8 != bits:
         raise refused(path, f"{show(name)} spans {end - begin} bytes; {dtype} {shape} takes {bits / 8:g}")
-    return TensorSpec(dtype, tuple(shape), data_begin + begin, data_begin + end)
+    return StoredTensor(dtype, tuple(shape), data_begin + begin, data_begin + end)
 
 
 def _are_sizes(values: object, most: int) -> bool:

@@ -21,7 +21,7 @@ def can_be_split(config: ModelConfig, recipe: Recipe) -> bool:
 
 
 def split_features(config: ModelConfig, recipe: Recipe, share: float) -> int:
-    """How many features come nearest to this share of a block without being more, but some of them."""
+    """Return how many features come nearest to this share of a block without being more; at least some of them."""
     step = part.step(recipe.blocks)
     steps = int(share * config.intermediate_size / step)
     return min(max(steps, 1) * step, config.intermediate_size - step)

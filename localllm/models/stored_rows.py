@@ -17,7 +17,7 @@ _AT_ONCE = 64  # tokens: their tiles, of 64 kB each in INT8 at a width of 4096, 
 
 
 class StoredRows:
-    """Of a matrix [V, K] in a file that is open until this is closed.
+    """The rows of a matrix [V, K] in a file that is open until this is closed.
 
     Read through the page cache, which keeps what is asked for often without being the process's own memory.
     """
@@ -82,6 +82,6 @@ class StoredRows:
 
 
 def _rows_together(weight_format: WeightFormat, in_features: int) -> int:
-    """How many rows a part of its tensors belongs to: a tile of them, where the format has tiles."""
+    """Return how many rows a part of its tensors belongs to: a tile of them, where the format has tiles."""
     one, tile = (sum(spec.nbytes for spec in weight_format.specs(rows, in_features).values()) for rows in (1, TILE))
     return TILE if one == tile else 1

@@ -18,7 +18,8 @@ from localllm.errors import FETCH_ANEW, CheckpointError
 
 @dataclass(frozen=True)
 class JsonLimits:
-    """What a file may hold. Elements are counted by bytes that could open or separate one, so before any is built.
+    """The most that a file may hold. Elements are counted by bytes that could open or separate one, so before any is
+    built.
 
     objects: part of `containers`; one takes ten times the memory of a short list.
     """

@@ -38,7 +38,7 @@ class BF12:
         }
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
-        """Of the weight in bf16. Raises NotCompactError."""
+        """Pack the weight in bf16. Raises NotCompactError."""
         N, K = weight.shape
         specs = self.specs(N, K)
         tensors = {name: torch.empty(s.shape, dtype=s.dtype, device=weight.device) for name, s in specs.items()}

@@ -52,7 +52,7 @@ def round_to_nearest(groups: Tensor) -> Affine:
 
 
 def half_quadratic(groups: Tensor) -> Affine:
-    """As `round_to_nearest`, where it starts: with less squared error in a group, or the same scale and bias."""
+    """Quantize from where `round_to_nearest` starts: with less squared error in a group, or the same scale and bias."""
     nearest = round_to_nearest(groups)
     centre = _sum(groups.clone()) * (1 / len(groups))
     centred = groups - centre

@@ -12,7 +12,7 @@ from localllm.quant.weight_format import WeightFormat
 
 
 def can_be_cut(weight_format: WeightFormat) -> bool:
-    """Whether its tensors have a dimension for rows and one for columns: nf4's run over the ends of rows."""
+    """Return whether its tensors have a dimension for rows and one for columns: nf4's run over the ends of rows."""
     return any(len(spec.shape) > 1 for spec in weight_format.specs(256, 256).values())
 
 
@@ -25,7 +25,7 @@ def step(weight_format: WeightFormat) -> int:
 
 
 def _weight_bytes(weight_format: WeightFormat, size: int) -> int:
-    """Of the largest tensor of a square matrix: padding is in it."""
+    """Bytes of the largest tensor of a square matrix, padding included."""
     return max(spec.nbytes for spec in weight_format.specs(size, size).values())
 
 
@@ -47,7 +47,7 @@ def columns(
 def _cut(
     weight_format: WeightFormat, tensors: dict[str, Tensor], begin: tuple[int, int], end: tuple[int, int]
 ) -> dict[str, Tensor]:
-    """What a matrix of the size `end` has of each tensor and one of the size `begin` has not."""
+    """Return what a matrix of the size `end` has of each tensor and one of the size `begin` has not."""
     before, after = weight_format.specs(*begin), weight_format.specs(*end)
     cut = {}
     for name, tensor in tensors.items():

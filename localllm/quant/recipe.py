@@ -1,4 +1,4 @@
-"""Which format each kind of matrix gets: a model's blocks in one, its embedding and head in another."""
+"""The format of each kind of matrix: a model's blocks in one, its embedding and head in another."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
 
 
 def recipe(name: str) -> Recipe:
-    """By its name or an alias ("int4"). Raises UsageError naming those that there are."""
+    """Return the recipe of this name or alias ("int4"). Raises UsageError naming those that there are."""
     found = RECIPES.get(ALIASES.get(name, name))
     if found is None:
         near = difflib.get_close_matches(name, [*RECIPES, *ALIASES], n=1)

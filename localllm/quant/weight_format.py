@@ -1,4 +1,4 @@
-"""What the bytes of a weight mean. Knows nothing of where they rest: that is the tier's business."""
+"""The meaning of a weight's bytes. It knows nothing of where they rest: that is the tier's business."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class WeightFormat(Protocol):
 
     @property
     def name(self) -> str:
-        """As it stands in a packed model's index: two formats whose bytes differ have different names."""
+        """The name in a packed model's index: two formats whose bytes differ have different names."""
         ...
 
     def specs(self, out_features: int, in_features: int) -> dict[str, TensorSpec]:

@@ -123,7 +123,7 @@ class EngineService:
         self._thread.join(timeout_s)
 
     def _told_failure(self, failure: BaseException) -> BaseException:
-        """With where it happened, and without the frames of all to whom it was told before."""
+        """Return the error with the place where it happened, without the frames of all who received it before."""
         return failure.with_traceback(self._failed_at)
 
     def _abort(self, request_id: int) -> None:

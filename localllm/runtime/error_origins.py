@@ -1,4 +1,4 @@
-"""What an error says of a setting that nobody typed: where it is stored, in the place of its flag."""
+"""The place where a setting is stored that nobody typed, for an error about it in the place of its flag."""
 
 from __future__ import annotations
 

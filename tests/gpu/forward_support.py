@@ -12,7 +12,7 @@ from localllm.cache.kv_format import KVFormat
 from localllm.cache.paged_kv import KVPages, PagedKV
 from localllm.cache.pages import HOST
 from localllm.kernels import kv_page
-from localllm.kernels.gpu.attention import History, tasks_of
+from localllm.kernels.gpu.attention import AttentionHistory, tasks_of
 from localllm.kernels.gpu.rope import TokenTables
 from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout
 from localllm.kernels.paged_attention import write
@@ -92,7 +92,7 @@ class Forward:
         page = self.stores[segment].tables[0][number]
         return 0 if page is None else page.layer(0).data_ptr()
 
-    def history(self, tokens: int, *, empty_tasks: int = 0, ancestors: Tensor | None = None) -> History:
+    def history(self, tokens: int, *, empty_tasks: int = 0, ancestors: Tensor | None = None) -> AttentionHistory:
         """tokens: of a task at most."""
         firsts = [sum(self.counts[:i]) for i in range(len(self.counts))]
         sizes = enumerate(zip(firsts, self.pasts, self.counts, strict=True))
@@ -102,7 +102,7 @@ class Forward:
             torch.tensor([self._address(i, number) for number in range(len(store.tables[0]))])
             for i, store in enumerate(self.stores)
         ]
-        return History(
+        return AttentionHistory(
             tasks=torch.tensor(tasks, dtype=torch.int32),
             pasts=torch.tensor(self.pasts, dtype=torch.int32),
             tables=torch.nn.utils.rnn.pad_sequence(tables, batch_first=True).contiguous(),

@@ -13,7 +13,7 @@ from torch import Tensor
 from localllm.kernels import int8, reference, tile16
 from localllm.kernels.gpu.activations import Codes, to_codes
 from localllm.kernels.gpu.dequantize import dequantize
-from localllm.kernels.gpu.gemm import Shape, gemm
+from localllm.kernels.gpu.gemm import ProgramShape, gemm
 from localllm.kernels.gpu.gemv import GpuMatrix, gemv
 from localllm.kernels.gpu.launch import run_all
 from localllm.kernels.gpu.product import Dispatch, _tables, multiply_dequantized
@@ -54,7 +54,7 @@ class Matrix:
         gemv(self.codes(x), self.packed, y, self.N, **rest).run()
         return y
 
-    def by_gemm(self, x: Tensor, shape: Shape, **rest: Tensor) -> Tensor:
+    def by_gemm(self, x: Tensor, shape: ProgramShape, **rest: Tensor) -> Tensor:
         y, partial = torch.full((len(x), self.N), torch.nan), torch.full((shape.parts, len(x), self.N), torch.nan)
         run_all(gemm(self.codes(x), self.packed, y, self.N, shape=shape, partial=partial, **rest))
         return y
@@ -85,9 +85,9 @@ def test_dot_products_of_bytes_are_the_reference_for_any_shape(
 
 @pytest.mark.parametrize("weights", every_other(WEIGHTS))
 @pytest.mark.parametrize(
-    ("shape", "rows", "N", "K"), every_other([(Shape(64, 1), 5, 70, 300), (Shape(32, 4), 17, 20, 1100)])
+    ("shape", "rows", "N", "K"), every_other([(ProgramShape(64, 1), 5, 70, 300), (ProgramShape(32, 4), 17, 20, 1100)])
 )
-def test_tensor_cores_give_the_same_bits(weights: str, shape: Shape, rows: int, N: int, K: int) -> None:
+def test_tensor_cores_give_the_same_bits(weights: str, shape: ProgramShape, rows: int, N: int, K: int) -> None:
     matrix, x = Matrix(N, K, weights), torch.randn(rows, K)
     found = matrix.by_gemm(x, shape)
     assert error(found, matrix.expected(x)) < TOLERANCE
@@ -99,7 +99,7 @@ def test_a_row_has_the_same_bits_whatever_rows_are_beside_it(weights: str) -> No
     matrix, x = Matrix(32, 600, weights), torch.randn(6, 600)
     alone = torch.cat([matrix.by_gemv(x[i : i + 1]) for i in range(6)])
     assert torch.equal(matrix.by_gemv(x), alone)
-    assert torch.equal(matrix.by_gemm(x, Shape(64, 2)), alone)
+    assert torch.equal(matrix.by_gemm(x, ProgramShape(64, 2)), alone)
 
 
 @pytest.mark.usefixtures("products_row_by_row")
@@ -141,7 +141,7 @@ def test_a_bias_and_what_is_there_are_added(weights: str, rows: int) -> None:
 def test_a_nan_reaches_every_output_of_its_row_and_no_other() -> None:
     matrix, x = Matrix(20, 300, "int4-g64"), torch.randn(6, 300)
     x[1, 77], x[4, 299] = torch.nan, torch.inf
-    for found in (matrix.by_gemv(x), matrix.by_gemm(x, Shape(32, 2))):
+    for found in (matrix.by_gemv(x), matrix.by_gemm(x, ProgramShape(32, 2))):
         assert found[[1, 4]].isnan().all() and found[[0, 2, 3, 5]].isfinite().all()
 
 

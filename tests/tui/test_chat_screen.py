@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from textual.binding import Binding
 from textual.command import CommandList
 from textual.pilot import Pilot
 from textual.widgets import Input
@@ -17,11 +16,11 @@ from localllm.errors import ContextOverflowError, DoesNotFitError
 from localllm.history import History, history_file
 from localllm.text.chat_template import ChatTemplate
 from localllm.tui.app import ChatApp
-from localllm.tui.key_names import DEFAULTS
-from localllm.tui.rooms import rooms
-from localllm.tui.screens.code import CodePicker
+from localllm.tui.key_scopes import key_scopes
+from localllm.tui.keys import DEFAULTS
+from localllm.tui.screens.dialogs import CodeDialog
 from localllm.tui.screens.help import HelpScreen
-from localllm.tui.widgets.thought import Thought
+from localllm.tui.widgets.message_view import Thought
 from tests.history_support import said
 from tests.tui.support import FakeService, chatting, say, send, shown, texts, until
 
@@ -286,7 +285,7 @@ async def test_the_answer_alone_is_copied_without_what_was_thought(
         await until(pilot, lambda: app.chat.session_id not in (before, None))
         assert "thought: 3 words" in shown(app) and "print('fox')" in shown(app)
         await pilot.press("ctrl+up", "c", "y")
-        await until(pilot, lambda: isinstance(app.screen, CodePicker))
+        await until(pilot, lambda: isinstance(app.screen, CodeDialog))
         assert copied[2:] == [CODE] and "1  python" in shown(app) and "hm" not in shown(app)
 
 
@@ -307,13 +306,13 @@ async def test_the_picker_copies_or_saves_a_code_block(monkeypatch: pytest.Monke
     async with chatting(FakeService([CODE])) as (app, pilot):
         await say(pilot, "Code")
         await pilot.press("f7")
-        await until(pilot, lambda: isinstance(app.screen, CodePicker))
+        await until(pilot, lambda: isinstance(app.screen, CodeDialog))
         assert "2  sh, 1 line: ls -l" in shown(app)
         await pilot.press("down", "enter")
         await until(pilot, lambda: copied == ["ls -l\n"])
         for is_new in (True, False):
             await pilot.press("f7")
-            await until(pilot, lambda: isinstance(app.screen, CodePicker))
+            await until(pilot, lambda: isinstance(app.screen, CodeDialog))
             await pilot.press("s")
             app.screen.query_one(Input).value = str(tmp_path / "a.py")
             await pilot.press("enter")
@@ -373,7 +372,7 @@ async def test_thoughts_are_folded_when_the_answer_begins_and_unfold() -> None:
 async def test_a_resumed_chat_shows_what_was_said_and_that_it_was_interrupted() -> None:
     async with chatting(FakeService(["word " * 2000], pause_s=0.005)) as (app, pilot):
         await begin(pilot, app, "Go on")
-    async with chatting(FakeService(["Again."]), resumed=look_up(app.desk, "last")) as (app, pilot):
+    async with chatting(FakeService(["Again."]), resumed=look_up(app.worker, "last")) as (app, pilot):
         await until(pilot, lambda: len(texts(app)) == 2)
         assert texts(app)[0] == ("user", "Go on") and "interrupted: F6 goes on" in shown(app)
         await pilot.press("f5")
@@ -399,7 +398,7 @@ async def test_the_help_has_every_key_and_command_and_the_users_own_keys() -> No
         await pilot.press("escape")
         await say(pilot, "one")
         await pilot.press("ctrl+y")
-        await until(pilot, lambda: app.chat.is_answering or len(app.desk._dialogue.turns) == 2)
+        await until(pilot, lambda: app.chat.is_answering or len(app.worker._dialogue.turns) == 2)
 
 
 async def test_hints_name_the_users_own_keys() -> None:
@@ -437,7 +436,7 @@ async def test_hints_name_the_users_own_keys() -> None:
 
 
 def test_the_keys_that_hints_name_are_those_of_their_bindings() -> None:
-    bindings = [binding for room in rooms().values() for binding in room.BINDINGS if isinstance(binding, Binding)]
+    bindings = [binding for scope in key_scopes().values() for binding in scope]
     bound = {binding.id: binding.key for binding in bindings}
     assert {name: bound[name] for name in DEFAULTS} == DEFAULTS
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from textual import events
 
-from localllm.tui import draft
+from localllm.tui import drafts
 from localllm.tui.app import ChatApp
-from localllm.tui.widgets.suggestions import Suggestions
+from localllm.tui.widgets.composer_panel import Suggestions
 from tests.tui.support import FakeService, chat_app, chatting, running, say, send, shown, texts, until
 
 pytestmark = pytest.mark.usefixtures("home")
@@ -62,10 +62,10 @@ async def test_what_is_being_written_is_kept_while_it_is_and_not_once_it_is_sent
     monkeypatch.setattr("localllm.tui.app._DRAFT_S", 0.05)
     async with chatting(FakeService()) as (app, pilot):
         app.chat.composer.write("half a sentence")
-        await until(pilot, lambda: draft._path().exists())
-        assert draft._path().read_text(encoding="utf-8") == "half a sentence"
+        await until(pilot, lambda: drafts._path().exists())
+        assert drafts._path().read_text(encoding="utf-8") == "half a sentence"
         await pilot.press("enter")
-        await until(pilot, lambda: not draft._path().exists())
+        await until(pilot, lambda: not drafts._path().exists())
 
 
 async def test_of_a_private_chat_no_draft_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,16 +74,16 @@ async def test_of_a_private_chat_no_draft_is_kept(monkeypatch: pytest.MonkeyPatc
         app.chat.composer.write("half a sentence")
         end = time.monotonic() + 0.3
         await until(pilot, lambda: time.monotonic() > end)
-        app.keep_draft()
-        assert not draft._path().exists()
+        app.save_draft()
+        assert not drafts._path().exists()
 
 
 def test_a_draft_is_taken_once_and_an_empty_one_is_none() -> None:
-    draft.keep("half")
-    assert (draft.take(), draft.take()) == ("half", "")
-    draft.keep("half")
-    draft.keep(" \n")
-    assert draft.take() == ""
+    drafts.save("half")
+    assert (drafts.take(), drafts.take()) == ("half", "")
+    drafts.save("half")
+    drafts.save(" \n")
+    assert drafts.take() == ""
 
 
 @pytest.mark.parametrize("key", ["shift+enter", "alt+enter", "ctrl+j"])

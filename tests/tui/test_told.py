@@ -19,7 +19,7 @@ LONG = "word " * 400
 async def stopped(pilot, app) -> None:  # type: ignore[no-untyped-def]
     """A question whose answer is stopped in its midst."""
     await send(pilot, "Go on")
-    await until(pilot, lambda: app.chat.is_answering and len(app.chat.transcript.live.text) > 20)
+    await until(pilot, lambda: app.chat.transcript.live is not None and len(app.chat.transcript.live.text) > 20)
     await pilot.press("escape")
     await until(pilot, lambda: not app.chat.is_answering and "stopped: F6 goes on" in shown(app))
 
@@ -130,7 +130,7 @@ async def test_a_model_that_is_loaded_in_a_chat_is_told_of_and_so_is_a_context_t
         await say(pilot, "Who?")
         assert "loaded tiny" not in shown(app)
         service.engine = FakeEngine(ctx=32)
-        app.desk.do(lambda: app.desk.use("tiny"))
+        app.worker.do(lambda: app.worker.use("tiny"))
         await until(pilot, lambda: "loaded tiny: int4-g64 weights, int8 keys and values, 32 tokens" in shown(app))
         await until(pilot, lambda: "tokens, the context 32: /undo, /clear" in shown(app))
 
@@ -203,9 +203,9 @@ async def test_a_model_that_is_refused_at_once_leaves_the_chat_with_the_one_that
 
     async with chatting(Refusing(["One.", "Two."])) as (app, pilot):
         await say(pilot, "Who?")
-        app.desk.do(lambda: app.desk.use("tiny", {"ctx": 512}))
+        app.worker.do(lambda: app.worker.use("tiny", {"ctx": 512}))
         await until(pilot, lambda: app.chat.notice.error is not None)
-        assert app.desk.resolved.settings.ctx is None
+        assert app.worker.resolved.settings.ctx is None
         await say(pilot, "And then?")
         assert texts(app)[-1] == ("assistant", "Two.")
 
@@ -246,7 +246,7 @@ async def test_a_setting_is_as_at_first_again() -> None:
         for line in ("/set temperature 1.5", "/set temperature -", "/set max_tokens 5", "/set max_tokens -"):
             app.chat.take_command(line)
         await until(pilot, lambda: "max_tokens = -" in shown(app))
-        settings = app.desk._dialogue.resolved.settings
+        settings = app.worker._dialogue.resolved.settings
         assert (settings.temperature, settings.max_tokens) == (0.5, None)
 
 

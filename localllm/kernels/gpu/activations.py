@@ -1,4 +1,4 @@
-"""What a matrix is multiplied with, made in one launch of what came before: a norm, a gate, or nothing.
+"""The input of a matrix, made in one launch from what came before: a norm, a gate, or nothing.
 
 Into INT8 codes for the packed formats, as `reference.int8_activations` has them: symmetric, one scale for a row and a
 group of columns. A NaN or an infinity makes its group's scale a NaN: nothing hides it. Or into bf16 for those, with the
@@ -159,7 +159,7 @@ def to_floats(
     activation: str = "",
     adds: bool = False,
 ) -> Launch:
-    """As `to_codes`, into y [M, features] of any float type; adds: to what is there."""
+    """Do as `to_codes`, into y [M, features] of any float type; adds: to what is there."""
     kind = _kind(weight, activation)
     block = _block(kind, features, 1)
     return Launch(

@@ -41,8 +41,8 @@ LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
-class History:
-    """Of a forward, on the device.
+class AttentionHistory:
+    """The tasks, lengths and page tables of a forward, on the device.
 
     tasks int32 [N, 4]: see `tasks_of`; one of no rows is none. pasts int32 [B]: the tokens of each segment before this
     forward. tables int64 [B, P]: the addresses of its pages; what a window has left is not read. ancestors int32 [M],
@@ -72,7 +72,8 @@ def block_rows(group: int, *, is_prefill: bool) -> int:
 
 
 def _rows_at_once(rows: int, dense: PageLayout) -> int:
-    """Of a program: shared memory must hold their queries, and registers, as many as may be, their sums."""
+    """Return the rows of a program: shared memory must hold their queries, and registers, as many as may be, their
+    sums."""
     if dense.dtype is torch.float32:
         return min(rows, DECODE_ROWS)
     return min(rows, PREFILL_ROWS if dense.head_dim <= 128 else PREFILL_ROWS // 2)
@@ -85,7 +86,7 @@ def _and(tiles, tile):
 
 @triton.jit
 def _queries(q, mask, D: tl.constexpr, OPERAND: tl.constexpr):
-    """Of the rows at q, pointers [R]: 32 features each, [R, 32]."""
+    """Load 32 features of each of the rows at q, pointers [R]: [R, 32]."""
     tiles = ()
     for i in tl.static_range((D + GROUP - 1) // GROUP):
         feature = i * GROUP + tl.arange(0, GROUP)[None, :]
@@ -233,7 +234,7 @@ def _coded_page(
 def _store(
     part, peaks, totals, task, r, kv_head, first, mixed, peak, total, H: tl.constexpr, KH: tl.constexpr, D: tl.constexpr
 ):
-    """Where the rows go is computed again, and read again for that: the loops need every register."""
+    """Store the rows. Their place is computed and read again: the loops need every register."""
     group: tl.constexpr = H // KH
     row = (tl.load(task, volatile=True) + r // group) * H + kv_head * group + r % group
     mask = r < tl.load(task + 1, volatile=True) * group
@@ -320,7 +321,7 @@ def attend(
     q: Tensor,
     out: Tensor,
     tokens: TokenTables,
-    history: History,
+    history: AttentionHistory,
     parts: Parts,
     dense: PageLayout,
     coded: PageLayout | None,

@@ -19,7 +19,7 @@ _BLOCK_SECTIONS = 32  # on their way at once: of 8k tokens
 
 @dataclass(frozen=True)
 class Parts:
-    """What each section's program leaves of each row: mixed fp32 [S, M, H, D], not yet divided by the sum of the
+    """The result of each section's program for each row: mixed fp32 [S, M, H, D], not yet divided by the sum of the
     weights, totals fp32 [S, M, H], whose base is the largest score, peaks fp32 [S, M, H], to the base of two."""
 
     mixed: Tensor

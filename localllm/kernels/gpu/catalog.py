@@ -14,7 +14,7 @@ from torch import Tensor
 
 from localllm.kernels.gpu import activations, dequantize, embed, rope, sample
 from localllm.kernels.gpu.activations import Codes
-from localllm.kernels.gpu.attention import PREFILL_ROWS, History, attend, block_rows
+from localllm.kernels.gpu.attention import PREFILL_ROWS, AttentionHistory, attend, block_rows
 from localllm.kernels.gpu.attention_merge import new_parts
 from localllm.kernels.gpu.gemv import INT8_GROUP, GpuMatrix
 from localllm.kernels.gpu.launch import Launch
@@ -42,7 +42,8 @@ def matrix(group: int | None) -> GpuMatrix:
 def products(
     group: int | None, rows: tuple[int, ...] = (1, 2, 4, 16, 32, 64), adding: tuple[bool, ...] = (False, True)
 ) -> Iterator[Launch]:
-    """Of a matrix in such groups with so many rows: into new room, and added to what is there."""
+    """Yield the launches of a matrix in such groups with so many rows: into a new buffer, and added to what is
+    there."""
     weights, dispatch = matrix(group), Dispatch(multiprocessors=64)
     for count, adds, bits in combinations(rows, adding, (8, 16)):
         codes = Codes.empty(count, _K, weights.group, _HOST, bits)
@@ -54,7 +55,7 @@ def dequantized(group: int | None) -> Launch:
 
 
 def rows_between(group: int = INT8_GROUP, activation: str = "silu") -> Iterator[Launch]:
-    """What stands between the matrices of a model in such groups."""
+    """Yield the launches between the matrices of a model in such groups."""
     x, weight = _empty((2, 2 * _HIDDEN)), _empty((_HIDDEN,))
     floats = _empty((2, _HIDDEN), torch.bfloat16)
     for codes in (Codes.empty(2, _HIDDEN, group, _HOST, bits) for bits in (8, 16)):
@@ -67,7 +68,7 @@ def rows_between(group: int = INT8_GROUP, activation: str = "silu") -> Iterator[
 
 
 def tokens() -> Iterator[Launch]:
-    """From token ids, and to them."""
+    """Yield the launches from token ids, and to them."""
     ids, x = _empty((2,), torch.int64), _empty((2, _HIDDEN))
     yield embed.embed(_empty((_VOCAB // TILE, _HIDDEN // 4, TILE, 4), torch.int8), _empty((_VOCAB,)), ids, x, 1.0)
     room = sample.SampleRoom.empty(2, _VOCAB, _HOST)
@@ -95,7 +96,7 @@ class Heads:
 
 
 def attention(heads: Heads, *, is_step: bool = False) -> Iterator[Launch]:
-    """Of a few rows and of many; is_step: of a few."""
+    """Yield the launches of attention for a few rows and for many; is_step: for a few."""
     H, KH, D, dtype = heads.heads, heads.kv_heads, heads.head_dim, heads.dtype
     dense = PageLayout(KH, D, "dense", "dense", dtype)
     coded = None if heads.keys == "dense" else PageLayout(KH, D, heads.keys, heads.values, dtype)
@@ -103,7 +104,7 @@ def attention(heads: Heads, *, is_step: bool = False) -> Iterator[Launch]:
     whole, wide = (lambda *shape: _empty(shape, torch.int32)), (lambda *shape: _empty(shape, torch.int64))
     for rows, sections in ((16, 8),) if is_step else ((16, 8), (PREFILL_ROWS, 1)):
         tables = TokenTables(whole(rows), whole(rows), wide(rows), wide(rows), wide(rows))
-        history = History(whole(rows, 4), whole(rows), wide(rows, 32))
+        history = AttentionHistory(whole(rows, 4), whole(rows), wide(rows, 32))
         q, out = _empty((rows, H, D)), _empty((rows, H * D))
         qkv = _empty((rows, H + 2 * KH, D))
         qkv = qkv if sections > 1 else qkv.to(dtype)  # of many rows, as the library's product gives them

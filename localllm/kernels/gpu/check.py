@@ -20,10 +20,10 @@ from triton.errors import TritonError
 from localllm.kernels import int8, paged_attention, reference, tile16
 from localllm.kernels.gpu import activations, catalog, dequantize, embed, gemm, gemv, sample
 from localllm.kernels.gpu.activations import Codes
-from localllm.kernels.gpu.attention import SECTION_PAGES, History, attend, block_rows, tasks_of
+from localllm.kernels.gpu.attention import SECTION_PAGES, AttentionHistory, attend, block_rows, tasks_of
 from localllm.kernels.gpu.attention_merge import new_parts
 from localllm.kernels.gpu.catalog import Heads
-from localllm.kernels.gpu.gemm import Shape
+from localllm.kernels.gpu.gemm import ProgramShape
 from localllm.kernels.gpu.gemv import GpuMatrix
 from localllm.kernels.gpu.launch import run_all
 from localllm.kernels.gpu.product import FEW_ROWS, dispatch_for
@@ -54,8 +54,8 @@ ATTENTION = (
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """What is tried: a matrix [N, K] in groups of each length, or in INT8 (None), times so many rows."""
+class CheckSizes:
+    """The sizes that are tried: a matrix [N, K] in groups of each length, or in INT8 (None), times so many rows."""
 
     N: int = 200
     K: int = 2100
@@ -65,7 +65,7 @@ class Sizes:
 
 
 # For the interpreter, where all of it takes minutes.
-SMALL = Sizes(20, 600, (1, 7), (64, None), (Heads("int8", "int4", 64, 4, 2),))
+SMALL = CheckSizes(20, 600, (1, 7), (64, None), (Heads("int8", "int4", 64, 4, 2),))
 
 
 class Case(NamedTuple):
@@ -87,7 +87,7 @@ class Case(NamedTuple):
         return f"{state} {self.name}, error {self.error:.1e}, at most {self.tolerance:.0e}"
 
 
-def cases(device: torch.device, sizes: Sizes = Sizes()) -> Iterator[Case]:
+def cases(device: torch.device, sizes: CheckSizes = CheckSizes()) -> Iterator[Case]:
     for group in sizes.groups:
         yield from _taken(f"products in groups of {group}", _products(device, group, sizes))
         yield from _taken(f"dequantized groups of {group}", _dequantized(device, group, sizes))
@@ -114,7 +114,7 @@ def _poisoned(*shape: int, device: torch.device, dtype: torch.dtype = torch.floa
     return torch.full(shape, torch.nan, dtype=dtype, device=device)
 
 
-def _matrix(device: torch.device, group: int | None, sizes: Sizes) -> GpuMatrix:
+def _matrix(device: torch.device, group: int | None, sizes: CheckSizes) -> GpuMatrix:
     tiles = -(-sizes.N // tile16.TILE)
     if group is None:
         codes = torch.randint(-127, 128, (tiles * tile16.TILE, -(-sizes.K // 64) * 64), dtype=torch.int8)
@@ -136,7 +136,7 @@ def _expected(x: Codes, matrix: GpuMatrix, out_features: int) -> Tensor:
     return reference.int4_product(grouped, x_scale, qweight, scale, bias, out_features)
 
 
-def _products(device: torch.device, group: int | None, sizes: Sizes) -> Iterator[Case]:
+def _products(device: torch.device, group: int | None, sizes: CheckSizes) -> Iterator[Case]:
     """Both kernels; each of few rows must have the bits that it has alone."""
     matrix, x = _matrix(device, group, sizes), torch.randn((64, sizes.K), device=device)
     codes = Codes.empty(64, matrix.in_features, matrix.group, device)
@@ -151,7 +151,7 @@ def _products(device: torch.device, group: int | None, sizes: Sizes) -> Iterator
         for parts in (1, 4):
             shape = dispatch_for(device).shape(matrix, rows)
             y, partial = _poisoned(rows, sizes.N, device=device), _poisoned(parts, rows, sizes.N, device=device)
-            shaped = Shape(shape.weight_rows, parts, shape.num_warps, shape.num_stages)
+            shaped = ProgramShape(shape.weight_rows, parts, shape.num_warps, shape.num_stages)
             run_all(gemm.gemm(codes.first(rows), matrix, y, sizes.N, shape=shaped, partial=partial))
             found[f"gemm in {parts}"] = y
         for kernel, y in found.items():
@@ -162,7 +162,7 @@ def _products(device: torch.device, group: int | None, sizes: Sizes) -> Iterator
     yield from _in_16_bits(matrix, x, named, sizes)
 
 
-def _added(matrix: GpuMatrix, codes: Codes, right: Tensor, named: str, sizes: Sizes) -> Iterator[Case]:
+def _added(matrix: GpuMatrix, codes: Codes, right: Tensor, named: str, sizes: CheckSizes) -> Iterator[Case]:
     """With a bias, to what is there, of every kernel."""
     bias = torch.randn(sizes.N, device=codes.q.device)
     for rows, gemv_rows in ((3, 4), (7, 0), (64, 0)):
@@ -174,7 +174,7 @@ def _added(matrix: GpuMatrix, codes: Codes, right: Tensor, named: str, sizes: Si
         yield Case(f"{kernel} of {named} added to {rows} rows", _error(y, expected), EXACT)
 
 
-def _in_16_bits(matrix: GpuMatrix, x: Tensor, named: str, sizes: Sizes) -> Iterator[Case]:
+def _in_16_bits(matrix: GpuMatrix, x: Tensor, named: str, sizes: CheckSizes) -> Iterator[Case]:
     """Beside the rounded activations times the weights, in fp64."""
     codes = Codes.empty(64, matrix.in_features, matrix.group, x.device, 16)
     activations.to_codes(x, codes, sizes.K).run()
@@ -198,14 +198,14 @@ def _weights(matrix: GpuMatrix, rows: int, columns: int) -> Tensor:
     return tile16.dequantize(matrix.qweight, matrix.scale, matrix.bias, rows, columns, torch.float32)
 
 
-def _dequantized(device: torch.device, group: int | None, sizes: Sizes) -> Iterator[Case]:
+def _dequantized(device: torch.device, group: int | None, sizes: CheckSizes) -> Iterator[Case]:
     matrix, out = _matrix(device, group, sizes), _poisoned(sizes.N, sizes.K, device=device)
     dequantize.dequantize(matrix, out, 0, matrix.tiles, sizes.N).run()
     right = _weights(matrix, sizes.N, sizes.K)
     yield Case(f"dequantized {'int8' if group is None else f'int4-g{group}'}", _error(out, right), EXACT)
 
 
-def _between(device: torch.device, sizes: Sizes) -> Iterator[Case]:
+def _between(device: torch.device, sizes: CheckSizes) -> Iterator[Case]:
     x, weight = torch.randn((3, 2 * sizes.K), device=device), torch.rand(sizes.K, device=device)
     wide = x.double()
     first, second = wide[:, : sizes.K], wide[:, sizes.K :]
@@ -236,7 +236,7 @@ def _between(device: torch.device, sizes: Sizes) -> Iterator[Case]:
         yield Case(f"{name} in 16 bits: sums", _error(halves.bias, sums), EXACT * 10)
 
 
-def _embedded(device: torch.device, sizes: Sizes) -> Iterator[Case]:
+def _embedded(device: torch.device, sizes: CheckSizes) -> Iterator[Case]:
     matrix, ids = _matrix(device, None, sizes), torch.tensor([3, 0, sizes.N - 1], device=device)
     x = _poisoned(3, sizes.K, device=device)
     embed.embed(matrix.qweight, matrix.scale, ids, x, 2.0).run()
@@ -313,7 +313,7 @@ class _Pages:
         return torch.zeros((2, layout.layer_bytes), dtype=torch.uint8, device=self.device)
 
     def copied(self) -> _Pages:
-        """Of the same content, as tokens were written."""
+        """Return pages of the same content, as tokens were written."""
         other = copy.copy(self)
         other.pages = [page.clone() for page in self.pages]
         first = self.past // PAGE_TOKENS
@@ -321,7 +321,7 @@ class _Pages:
         return other
 
     def attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """By torch's operators, in fp32: [T, H * D]."""
+        """Attend by torch's operators, in fp32: [T, H * D]."""
         pages, own = ([page[_LAYER] for page in some] for some in (self.pages, self.own))
         layer = LayerPages(self.dense, self.coded, 0, pages, own)
         paged_attention.write(layer, self.past, k, v)
@@ -341,7 +341,7 @@ class _Pages:
         position = slots.int().to(self.device)
         tables = TokenTables(position, position, *(x.to(self.device) for x in (own, strides, coded)))
         tasks = list(tasks_of(0, 0, self.past, T, rows // (H // self.heads.kv_heads)))
-        history = History(
+        history = AttentionHistory(
             torch.tensor(tasks, dtype=torch.int32, device=self.device),
             torch.tensor([self.past], dtype=torch.int32, device=self.device),
             addresses.unsqueeze(0).to(self.device),

@@ -61,5 +61,5 @@ def dequantize(matrix: GpuMatrix, out: Tensor, first_tile: int, tiles: int, out_
 
 
 def slab_tiles(in_features: int, slab_weights: int) -> int:
-    """How many tiles of 16 rows are in a slab of so many weights."""
+    """Return how many tiles of 16 rows are in a slab of so many weights."""
     return max(1, slab_weights // (TILE * max(1, in_features)))

@@ -28,8 +28,8 @@ _REDUCED = 256  # columns of a program of the second launch
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Of a program: so many rows of W. parts: over which the slices are shared out, a power of two."""
+class ProgramShape:
+    """The rows of W that a program takes. parts: over which the slices are shared out, a power of two."""
 
     weight_rows: int = 32
     parts: int = 1
@@ -156,10 +156,10 @@ def gemm(
     bias: Tensor | None = None,
     *,
     adds: bool = False,
-    shape: Shape = Shape(),
+    shape: ProgramShape = ProgramShape(),
     partial: Tensor | None = None,
 ) -> list[Launch]:
-    """As `gemv`, for up to MOST_ROWS rows. partial: fp32 [parts, >= M, >= out_features], where there are parts."""
+    """Do as `gemv`, for up to MOST_ROWS rows. partial: fp32 [parts, >= M, >= out_features], where there are parts."""
     rows, parts = len(x.q), shape.parts
     each = max(16, triton.next_power_of_2(rows))
     is_part = parts > 1

@@ -56,12 +56,13 @@ class GpuMatrix:
 
     @property
     def slices(self) -> int:
-        """Of the columns: a power of two. More would have no group, and add zeros, which change no sum."""
+        """Return the number of slices of the columns: a power of two. More would have no group, and add zeros, which
+        change no sum."""
         return int(min(MOST_SLICES, triton.next_power_of_2(self.groups)))
 
     @property
     def words(self) -> int:
-        """Of 32 bits, in a group of one row."""
+        """32-bit words in a group of one row."""
         return self.group * self.bits // 32
 
 

@@ -36,14 +36,15 @@ _TYPES = {
 
 
 def is_interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on tensors of the host: TRITON_INTERPRET=1."""
+    """Return whether kernels run in Triton's interpreter, on tensors of the host: TRITON_INTERPRET=1."""
     return bool(triton.knobs.runtime.interpret)
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a kernel takes of a card. spilled_bytes: stored beside the registers by one thread; wide_loads: of 128 bits
-    from global memory, one by one or to shared memory; mma: instructions of the tensor cores."""
+    """The resources that a kernel takes of a card. spilled_bytes: stored beside the registers by one thread;
+    wide_loads: of 128 bits from global memory, one by one or to shared memory; mma: instructions of the tensor
+    cores."""
 
     registers: int
     spilled_bytes: int
@@ -70,7 +71,7 @@ class Launch:
 
     @property
     def variant(self) -> str:
-        """What Triton compiles once for all launches that have it in common."""
+        """Return what all launches have in common that Triton compiles once for."""
         types = {name: (self._type(name), self._is_aligned(name)) for name in self.kernel.arg_names}
         return repr((self.name, types, self._constexprs(), self.num_warps, self.num_stages))
 
@@ -84,8 +85,8 @@ class Launch:
             call(**self.arguments, **self.constants)
 
     def compiled(self, capability: int) -> Compiled:
-        """For sm_{capability}, with no card at hand. Raises triton.CompilationError, and RuntimeError where the machine
-        code cannot be made or wants more shared memory than the card has."""
+        """Compile for sm_{capability}, with no card at hand. Raises triton.CompilationError, and RuntimeError where
+        the machine code cannot be made or wants more shared memory than the card has."""
         names = list(self.kernel.arg_names)
         source = ASTSource(
             fn=self.kernel,
@@ -146,7 +147,8 @@ def run_all(launches: Sequence[Launch]) -> None:
 
 
 def _assembled(ptx: str) -> str:
-    """What the assembler says of registers and spills. Triton brings two: the older one refuses newer targets."""
+    """Return what the assembler says of registers and spills. Triton brings two: the older one refuses newer
+    targets."""
     found = re.search(r"\.target (\S+)", ptx)
     assert found is not None, "every PTX names its target"
     folder, said = Path(triton.__file__).parent / "backends/nvidia/bin", ""

@@ -15,7 +15,7 @@ from torch import Tensor
 from localllm.kernels.gpu import gemm, gemv
 from localllm.kernels.gpu.activations import Codes, to_codes
 from localllm.kernels.gpu.dequantize import dequantize, slab_tiles
-from localllm.kernels.gpu.gemm import Shape
+from localllm.kernels.gpu.gemm import ProgramShape
 from localllm.kernels.gpu.gemv import GpuMatrix
 from localllm.kernels.gpu.launch import Launch
 from localllm.kernels.tile16 import TILE
@@ -29,7 +29,8 @@ _MOST_PARTS = 8
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Which kernel takes how many rows on a kind of card, and how its work is cut: no bit of a result depends on that.
+    """The kernel that takes so many rows on a kind of card, and how its work is cut: no bit of a result depends on
+    that.
 
     activation_bits: 8, or 16 (bf16) where that is as fast. gemv_rows: up to so many rows of 8 bits are multiplied by
     dot products of bytes, all else on the tensor cores; there, columns are shared out until there are `programs` of
@@ -42,7 +43,7 @@ class Dispatch:
     programs: int = 2
     stages: int = 4
 
-    def shape(self, matrix: GpuMatrix, rows: int) -> Shape:
+    def shape(self, matrix: GpuMatrix, rows: int) -> ProgramShape:
         """A program's loads are 16 bytes a thread where rows are few; where they are many, its sums that wait for
         others fit into registers."""
         weight_rows = 64 if rows <= 16 else 32
@@ -51,7 +52,7 @@ class Dispatch:
         programs, parts = triton.cdiv(matrix.tiles * TILE, weight_rows), 1
         while parts < min(_MOST_PARTS, matrix.slices) and programs * parts < self.programs * self.multiprocessors:
             parts *= 2
-        return Shape(weight_rows, parts, num_warps, self.stages)
+        return ProgramShape(weight_rows, parts, num_warps, self.stages)
 
     def product(
         self, x: Codes, matrix: GpuMatrix, y: Tensor, out_features: int, bias: Tensor | None, *, adds: bool
@@ -66,7 +67,7 @@ class Dispatch:
 
 
 def new_codes(rows: int, matrix: GpuMatrix) -> Codes:
-    """What rows are to be written into that this matrix is multiplied with."""
+    """Return a buffer for the rows that this matrix is multiplied with."""
     device = matrix.qweight.device
     return Codes.empty(rows, matrix.in_features, matrix.group, device, dispatch_for(device).activation_bits)
 
@@ -81,7 +82,8 @@ def dispatch_for(device: torch.device) -> Dispatch:
 
 @cache
 def _tables() -> dict[str, dict[str, int]]:
-    """By the card's capability, as `tools/tune_kernels.py` measured it, or as it was estimated where no one has."""
+    """Return the tables by the card's capability, as `tools/tune_kernels.py` measured them, or as they were
+    estimated."""
     tables = json.loads((Path(__file__).parent / "dispatch.json").read_text(encoding="utf-8"))
     names = [field.name for field in fields(Dispatch)]
     return {sm: {name: table[name] for name in names if name in table} for sm, table in tables.items()}

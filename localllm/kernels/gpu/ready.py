@@ -37,7 +37,7 @@ _WAIT_S = 540.0
 
 @cache
 def why_not(device: torch.device) -> str:
-    """Why torch's operators have to do, "" where our kernels are right. Takes up to a minute once, then 2 ms."""
+    """Return why torch's operators must do, "" where our kernels are right. Takes up to a minute once, then 2 ms."""
     if reason := missing(device) or _failures.get(str(device), ""):
         return reason
     found = _kept(_key(device))
@@ -51,12 +51,12 @@ def give_up(device: torch.device, reason: str) -> None:
 
 
 def is_known(device: torch.device) -> bool:
-    """Whether `why_not` answers at once."""
+    """Return whether `why_not` answers at once."""
     return bool(missing(device)) or _kept(_key(device)) is not None
 
 
 def missing(device: torch.device) -> str:
-    """What the kernels need of a machine, and it lacks."""
+    """Return what the kernels need of a machine and it lacks."""
     if device.type != "cuda":
         return "they are made for NVIDIA GPUs"
     capability = torch.cuda.get_device_capability(device)
@@ -74,7 +74,7 @@ def missing(device: torch.device) -> str:
 
 
 def check(device: torch.device) -> str:
-    """What a fresh check says, "" where all is right; kept for later starts."""
+    """Run a fresh check, and keep its result for later starts; return "" where all is right."""
     found = _checked(device)
     is_final = not found or found.startswith(WRONG)
     if is_final or "out of memory" not in found:  # what else went wrong may be another time's
@@ -112,7 +112,7 @@ def _key(device: torch.device) -> str:
 
 @cache
 def _source() -> str:
-    """Of the kernels as they are on the disk, with the layouts and the tables that they are made by."""
+    """Return the kernels' source as it is on the disk, with the layouts and the tables that they are made by."""
     content, folder = hashlib.blake2b(digest_size=16), Path(__file__).parent
     for path in sorted((*folder.parent.glob("*.py"), *folder.glob("*.py"), *folder.glob("*.json"))):
         content.update(path.read_bytes())

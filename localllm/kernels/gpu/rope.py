@@ -34,7 +34,7 @@ _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32:
 
 @dataclass(frozen=True)
 class TokenTables:
-    """Of each row of a forward, on the device.
+    """The tables of each row of a forward, on the device.
 
     positions int32 [M]: for RoPE; -1 is a padding row, for which nothing is written. slots int32 [M]: where the token
     stands in its sequence, which is its position but in a draft tree. own, own_stride int64 [M]: the address of its own
@@ -181,7 +181,7 @@ def _rope_store(
 
 
 def page_constants(dense: PageLayout, coded: PageLayout | None) -> dict[str, Any]:
-    """What kernels know of pages when they are compiled; offsets and sizes in bytes."""
+    """Return what kernels know of pages when they are compiled; offsets and sizes in bytes."""
     sizes = (0, 0, 0, 0) if coded is None else coded.sizes
     return {
         "KH": dense.num_kv_heads,

@@ -21,7 +21,7 @@ NOT_FINITE = -1  # instead of a token, where a logit is a NaN or an infinity
 
 @dataclass(frozen=True)
 class SampleRoom:
-    """What passes between the launches. peaks fp32, best fp64, winners int64: [rows, blocks of the vocabulary]."""
+    """The buffers between the launches. peaks fp32, best fp64, winners int64: [rows, blocks of the vocabulary]."""
 
     peaks: Tensor
     best: Tensor
