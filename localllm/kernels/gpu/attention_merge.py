@@ -38,7 +38,7 @@ def new_parts(sections: int, rows: int, heads: int, head_dim: int, device: torch
 
 @triton.jit(do_not_specialize=["window", "num_rows"])
 def _merge(
-    part, peaks, totals, out, positions, slots, window, num_rows,
+    part, peaks, totals, out, positions, window, num_rows,
     H: tl.constexpr, D: tl.constexpr, GROUPS: tl.constexpr, SECTION_TOKENS: tl.constexpr, BLOCK_S: tl.constexpr,
     IS_TURNED: tl.constexpr,
 ):  # fmt: skip
@@ -47,7 +47,7 @@ def _merge(
     if position < 0:
         return
     begin = tl.maximum(position - window + 1, 0) // SECTION_TOKENS
-    end = tl.load(slots + token) // SECTION_TOKENS + 1
+    end = position // SECTION_TOKENS + 1
     feature = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     mask = feature < D
     peak, total = tl.full((), NOTHING, tl.float32), tl.full((), 0.0, tl.float32)
@@ -85,7 +85,6 @@ def merge(
             "totals": parts.totals,
             "out": out,
             "positions": tokens.positions,
-            "slots": tokens.slots,
             "window": window,
             "num_rows": M,
         },

@@ -103,8 +103,8 @@ def attention(heads: Heads, *, is_step: bool = False) -> Iterator[Launch]:
     norms = (_empty((D,)), _empty((D,))) if heads.has_norms else (None, None)
     whole, wide = (lambda *shape: _empty(shape, torch.int32)), (lambda *shape: _empty(shape, torch.int64))
     for rows, sections in ((16, 8),) if is_step else ((16, 8), (PREFILL_ROWS, 1)):
-        tables = TokenTables(whole(rows), whole(rows), wide(rows), wide(rows), wide(rows))
-        history = AttentionHistory(whole(rows, 4), whole(rows), wide(rows, 32))
+        tables = TokenTables(whole(rows), wide(rows), wide(rows), wide(rows))
+        history = AttentionHistory(whole(rows, 4), wide(rows, 32))
         q, out = _empty((rows, H, D)), _empty((rows, H * D))
         qkv = _empty((rows, H + 2 * KH, D))
         qkv = qkv if sections > 1 else qkv.to(dtype)  # of many rows, as the library's product gives them
