@@ -74,17 +74,16 @@ def child(folder: Path, *, is_peer: bool) -> None:
     os.environ["LOCALLLM_HOME"] = str(folder)
     tune()
     if is_peer:
-        from localllm.tui import following
-        from localllm.tui.widgets.clear import Clear
+        from localllm.tui import stream_throttle
+        from localllm.tui.widgets.clear import Clear, LaidOutOnce
         from localllm.tui.widgets.document import Document
-        from localllm.tui.widgets.laid_out_once import LaidOutOnce
 
         async def done(_: Document, *, is_whole: bool) -> None:
             pass
 
         del Document.append, Clear.render_lines, LaidOutOnce._size_updated
         Document._grow = done  # type: ignore[assignment]
-        following._SHARE = float("inf")
+        stream_throttle._SHARE = float("inf")
     from localllm.tui.widgets.message_view import AnswerView
     from tests.tui.support import FakeService, chat_app
 
@@ -114,7 +113,7 @@ async def _paged(session_id: str) -> dict[str, float]:
     async with running(app, (160, 50)) as pilot:
         await until(pilot, lambda: app.chat.status.facts is not None)
         began = time.perf_counter()
-        app.desk.do(lambda: app.desk.open(session_id))
+        app.worker.do(lambda: app.worker.open(session_id))
         views = app.chat.transcript
         await until(
             pilot, lambda: app.chat.num_turns == _MESSAGES and views.views and views.views[-1].region.height > 1

@@ -16,9 +16,9 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from localllm.config import load_settings
 from localllm.runtime.selection import locate, with_defaults
 from localllm.server.guard import Admission
-from localllm.server.listening import bound, serve
+from localllm.server.http_server import bound, serve
 from localllm.server.replicas.fleet import PREFIX_ROUTER, Fleet
-from localllm.server.replicas.front import Front, create_front
+from localllm.server.replicas.front import ReplicaFront, create_front
 from localllm.server.replicas.replica import Role
 from localllm.server.served import Capacity
 
@@ -56,7 +56,7 @@ def main(router: str, num_replicas: int) -> None:
     fleet = Fleet(role, num_replicas, most_more=4, router=ROUTERS[router], changed=emit)
     try:
         fleet.wait_started()
-        sock, front, stops = bound("127.0.0.1", 0), Front(fleet.ask), list[Callable[[], None]]()
+        sock, front, stops = bound("127.0.0.1", 0), ReplicaFront(fleet.ask), list[Callable[[], None]]()
         port = int(sock.getsockname()[1])
         app = create_front(front, Admission((port,)))
         thread = threading.Thread(target=serve, args=(app, [sock], stops.append, front.stop), daemon=True)

@@ -35,8 +35,8 @@ from localllm.engine.engine_info import Service
 from localllm.engine.events import TokenEvent
 from localllm.engine.prefix_config import NO_REUSE
 from localllm.engine.request import Request, SamplingParams
-from localllm.engine.scheduler import Limits
 from localllm.engine.speculative.config import OFF
+from localllm.engine.step_types import Limits
 from localllm.hub import ModelFiles
 from localllm.quant.recipe import RECIPES
 from localllm.runtime.engine_loader import Opening
@@ -45,7 +45,7 @@ from localllm.runtime.engine_thread import EngineService
 from localllm.runtime.selection import Selection, with_defaults
 from localllm.server.app import create_app
 from localllm.server.guard import Admission
-from localllm.server.listening import bound, serve
+from localllm.server.http_server import bound, serve
 from localllm.server.pool import Pool
 from localllm.server.served import Capacity
 

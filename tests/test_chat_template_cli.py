@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from localllm.chat.context import text_of
-from localllm.server.tools.calling import Tool, call_of, toolset
-from localllm.server.tools.prompting import told
-from localllm.server.tools.syntaxes import GENERIC
+from localllm.server.tools.prompts import prompt_of
+from localllm.server.tools.tool_formats import GENERIC
+from localllm.server.tools.toolset import Tool, call_of, toolset
 from localllm.text.chat_template import ChatTemplate
 from tests.cli_support import Result, run_cli, write_chain, write_checkpoint, write_sentencepiece
 
@@ -131,7 +131,7 @@ def test_a_template_that_knows_no_tools_is_told_of_them_in_words_as_by_the_serve
     call = call_of("call_1", "clock", CALL["function"]["arguments"])
     calls = [{"tool_calls": [call]} if "tool_calls" in each else {} for each in messages]
     made = [{**each, "content": text_of(each), **more} for each, more in zip(messages, calls, strict=True)]
-    words, _ = told(made, tools, GENERIC)
+    words, _ = prompt_of(made, tools, GENERIC)
     as_server = ChatTemplate(source).render(words, add_generation_prompt=False)
     assert text.replace('"object"}', '"object", "properties": {}}') == as_server
 

@@ -14,7 +14,7 @@ from itertools import chain, groupby, product
 from pathlib import Path
 from typing import Any
 
-from localllm.server import anthropic, native, ollama, openai, openapi
+from localllm.server import anthropic, ollama, openai, openapi, system_routes
 from localllm.server.bodies import NO_EFFECT, Body
 from localllm.server.endpoint import Endpoint
 from tests.server.claims import Claim, all_claims, requirements
@@ -27,7 +27,7 @@ DIALECTS: Mapping[str, Sequence[Endpoint]] = {
     "OpenAI's": openai.ENDPOINTS,
     "Anthropic's": anthropic.ENDPOINTS,
     "Ollama's": ollama.ENDPOINTS,
-    "llama.cpp's, and others": native.ENDPOINTS,
+    "llama.cpp's, and others": system_routes.ENDPOINTS,
 }
 _DOCUMENT = f"| GET | `{openapi.PATH}` | All of these, as OpenAPI has them | |"
 _WIDTH = 120
@@ -50,7 +50,7 @@ def endpoint_lines() -> Iterator[str]:
     for dialect, endpoints in DIALECTS.items():
         yield from ("", f"### {dialect}", "", "| | | | streamed as |", "|---|---|---|---|")
         yield from map(_row, endpoints)
-        if endpoints is native.ENDPOINTS:
+        if endpoints is system_routes.ENDPOINTS:
             yield _DOCUMENT
         for each in endpoints:
             if each.body is not None:
@@ -60,7 +60,7 @@ def endpoint_lines() -> Iterator[str]:
 
 
 def _row(endpoint: Endpoint) -> str:
-    streamed = f"`{endpoint.stream[0]}`" if endpoint.stream else ""
+    streamed = f"`{endpoint.stream_type}`" if endpoint.stream else ""
     summary = endpoint.summary + (" (deprecated)" if endpoint.deprecated else "")
     return f"| {endpoint.method} | `{_shown(endpoint.path)}` | {summary} | {streamed} |"
 

@@ -11,7 +11,7 @@ import pytest
 
 from localllm.errors import BusyError, GrammarError
 from localllm.hub.names import TINY_DIRECTORY
-from localllm.server.failures import failure_of
+from localllm.server.errors import failure_of
 from localllm.text.grammar import compile_check, definition
 from localllm.text.grammar.compile_check import CPU_S
 from localllm.text.grammar.compiled import Grammars

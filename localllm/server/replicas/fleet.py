@@ -26,7 +26,7 @@ from starlette.types import Message
 
 from localllm.config import Settings
 from localllm.errors import BugError, DoesNotFitError, LocalLLMError, UsageError
-from localllm.server.failures import busy
+from localllm.server.errors import busy
 from localllm.server.replicas.call import ReplicaCall
 from localllm.server.replicas.front import ReplicaGoneError
 from localllm.server.replicas.replica import BEGINS, ENDS, Replica, Role
