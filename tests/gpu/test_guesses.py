@@ -13,7 +13,7 @@ from localllm.engine.speculative.config import OFF
 from localllm.engine.speculative.drafter import Drafter
 from localllm.engine.speculative.skip import SkipDrafter
 from localllm.engine.speculative.speculator import Speculation
-from localllm.models.gpu_step import GpuStep
+from localllm.models.gpu_program import GpuProgram
 from tests.checkpoints import write_checkpoint
 from tests.speculative.support import said
 
@@ -22,7 +22,7 @@ from tests.speculative.support import said
 def engine(tmp_path: Path) -> Engine:
     write_checkpoint(tmp_path, "llama", layers=2)
     engine = Engine.load(tmp_path, device="cpu", weights="int8", dtype="fp32", speculate=OFF)
-    engine.runner.cpu_step, engine.runner.gpu_step = None, GpuStep(engine.model)
+    engine.runner.cpu_program, engine.runner.gpu_program = None, GpuProgram(engine.model)
     return engine
 
 

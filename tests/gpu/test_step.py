@@ -24,7 +24,7 @@ from localllm.layers import gpu_block
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch, Draw
 from localllm.models.decoder import Decoder
-from localllm.models.gpu_step import Drawn, GpuStep
+from localllm.models.gpu_program import Drawn, GpuProgram
 from tests.checkpoints import FAMILIES, write_checkpoint
 from tests.thinning import every_other, thinned
 
@@ -37,13 +37,13 @@ def ids(length: int, seed: int = 0) -> list[int]:
 
 def by_kernels(model: Decoder) -> ModelRunner:
     runner = ModelRunner(model)
-    runner.cpu_step, runner.gpu_step = None, GpuStep(model)
+    runner.cpu_program, runner.gpu_program = None, GpuProgram(model)
     return runner
 
 
 def by_operators(model: Decoder) -> ModelRunner:
     runner = ModelRunner(model)
-    runner.cpu_step = None
+    runner.cpu_program = None
     return runner
 
 
@@ -80,7 +80,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(llama: Path) -> Iterator[Engine]:
     """In fp32, which computes by our kernels."""
     loaded = Engine.load(llama, device="cpu", weights="fp32")
-    loaded.runner.gpu_step = GpuStep(loaded.model)
+    loaded.runner.gpu_program = GpuProgram(loaded.model)
     yield loaded
     loaded.close()
 
@@ -142,14 +142,14 @@ def test_blocks_that_the_host_computes_stand_between_ours(tmp_path: Path) -> Non
     token_ids = ids(30)
     expected = logits(engine, by_operators(engine.model), token_ids, [30])
 
-    class Other(GpuStep):
+    class Other(GpuProgram):
         def _stages(self):  # type: ignore[no-untyped-def]
             for index, run in enumerate(super()._stages()):
                 yield replace(run, is_ours=run.is_ours and index not in (2, 3))
 
     step = Other(engine.model)
     runner = by_kernels(engine.model)
-    runner.gpu_step = step
+    runner.gpu_program = step
     assert [run.is_ours for run in step._runs] == [False, True, False, False, True]
     assert not step.is_whole
     assert error(logits(engine, runner, token_ids, [27, 3]), expected) < EXACT
@@ -214,16 +214,16 @@ def test_the_next_step_is_begun_before_its_token_is_known(llama: Path, monkeypat
     """INT8 weights, whose embedding our kernel looks up: the host need not see a token for the next one."""
     engine = Engine.load(llama, device="cpu", dtype="fp32", weights="int8", speculate=OFF)
     expected = texts(engine, [sampling(0, 4)], [ids(10)])
-    assert engine.runner.gpu_step is None
-    engine.runner.cpu_step, engine.runner.gpu_step = None, GpuStep(engine.model)
-    assert engine.runner.gpu_step.is_whole
-    begun, draw = [], GpuStep.draw
+    assert engine.runner.gpu_program is None
+    engine.runner.cpu_program, engine.runner.gpu_program = None, GpuProgram(engine.model)
+    assert engine.runner.gpu_program.is_whole
+    begun, draw = [], GpuProgram.draw
 
-    def counted(step: GpuStep, batch: Batch, draws: list[Draw], previous: Tensor | None = None) -> Drawn:
+    def counted(step: GpuProgram, batch: Batch, draws: list[Draw], previous: Tensor | None = None) -> Drawn:
         begun.append(previous is not None)
         return draw(step, batch, draws, previous)
 
-    monkeypatch.setattr(GpuStep, "draw", counted)
+    monkeypatch.setattr(GpuProgram, "draw", counted)
     assert texts(engine, [sampling(0, 4)], [ids(10)]) == expected
     assert begun == [False, True, True]  # the first token is drawn from the prompt's logits
 
@@ -264,11 +264,11 @@ def test_a_kernel_that_fails_leaves_its_work_to_operators(llama: Path, monkeypat
     """With one line that says so; the text is the same."""
     engine = Engine.load(llama, device="cpu", weights="fp32")
     expected = texts(engine, [sampling(0.9)], [ids(20)])
-    for broken in ("localllm.layers.gpu_block.rope_store", "localllm.models.gpu_step.sample.sample"):
+    for broken in ("localllm.layers.gpu_block.rope_store", "localllm.models.gpu_program.sample.sample"):
         said: list[str] = []
-        engine.runner.gpu_step, engine.runner._note = GpuStep(engine.model), said.append
+        engine.runner.gpu_program, engine.runner._note = GpuProgram(engine.model), said.append
         with monkeypatch.context() as patch:
             patch.setattr(broken, lambda *_: (_ for _ in ()).throw(RuntimeError("out of resource: shared memory")))
             assert texts(engine, [sampling(0.9)], [ids(20)]) == expected
         assert len(said) == 1 and "RuntimeError: out of resource: shared memory" in said[0]
-        assert engine.runner.gpu_step is None
+        assert engine.runner.gpu_program is None

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from localllm.kernels.gpu.attention_merge import NOTHING, Parts, merge
-from localllm.kernels.gpu.launch import Launch, is_interpreted
+from localllm.kernels.gpu.launch import KernelLaunch, is_interpreted
 from localllm.kernels.gpu.levels import nibble, signed_byte
 from localllm.kernels.gpu.rope import (
     GROUP,
@@ -319,7 +319,7 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
     rows: int = DECODE_ROWS,
-) -> list[Launch]:
+) -> list[KernelLaunch]:
     """q fp32 [M, H, D] from `rope_store` -> out fp32 [M, H * D].
 
     Queries and weights are rounded to bf16 on a card, but for models in fp32: 4e-3 of the norm at most, 2e-3 as a rule,
@@ -332,7 +332,7 @@ def attend(
     reach = FAR.value if window is None else window
     (M, H, _), block = q.shape, _rows_at_once(rows, dense)
     is_wide = is_interpreted() or dense.dtype is torch.float32  # the interpreter multiplies bf16 wrongly
-    attending = Launch(
+    attending = KernelLaunch(
         kernel=_attend,
         grid=(len(history.tasks) * (rows // block), dense.num_kv_heads, parts.sections),
         arguments={

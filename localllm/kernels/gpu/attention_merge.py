@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from localllm.kernels import kv_page
-from localllm.kernels.gpu.launch import Launch
+from localllm.kernels.gpu.launch import KernelLaunch
 from localllm.kernels.gpu.rope import GROUP, TokenTables, hadamard
 
 NOTHING = tl.constexpr(-1e30)  # a maximum over no key: finite, so that differences of it are
@@ -73,10 +73,10 @@ def _merge(
 
 def merge(
     parts: Parts, out: Tensor, tokens: TokenTables, window: int, *, section_tokens: int, is_turned: bool
-) -> Launch:
+) -> KernelLaunch:
     """out fp32 [M, H * D]: of a row of the sections that it sees."""
     _, M, H, D = parts.mixed.shape
-    return Launch(
+    return KernelLaunch(
         kernel=_merge,
         grid=(M, H),
         arguments={

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from localllm.kernels import kv_page
-from localllm.kernels.gpu.launch import Launch
+from localllm.kernels.gpu.launch import KernelLaunch
 from localllm.kernels.kv_page import PageLayout
 
 PAGE = tl.constexpr(kv_page.PAGE_TOKENS)
@@ -196,7 +196,7 @@ def page_constants(dense: PageLayout, coded: PageLayout | None) -> dict[str, Any
 
 def rope_store(
     qkv: Tensor, q: Tensor, tokens: TokenTables, rope: Rope, dense: PageLayout, coded: PageLayout | None, layer: int
-) -> Launch:
+) -> KernelLaunch:
     """qkv [M, H + 2 KH, D] of any float type -> q fp32 [M, H, D], normalised, with positions, and turned as the pages
     of a coded format are; keys and values into the own pages (densely) and into the coded ones. layer: its row in the
     pools."""
@@ -204,7 +204,7 @@ def rope_store(
     assert q.dtype is torch.float32 and q.is_contiguous()
     assert qkv.shape == (M, H + 2 * dense.num_kv_heads, D) and qkv.stride()[1:] == (D, 1)
     assert (rope.q_norm is None) == (rope.k_norm is None)
-    return Launch(
+    return KernelLaunch(
         kernel=_rope_store,
         grid=(M, H + 2 * dense.num_kv_heads),
         arguments={
