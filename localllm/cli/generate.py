@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from localllm.cache.miss import CacheMiss
+from localllm.cache.miss_reason import CacheMiss
 from localllm.chat.answer import Answer, Heard, Stream, finished_fields, logprob_fields, silence, statistics
 from localllm.chat.context import evicted_fields, grown_fields, grown_text
 from localllm.chat.dialogue import Dialogue

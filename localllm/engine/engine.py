@@ -45,7 +45,7 @@ from localllm.models.config import ModelConfig
 from localllm.models.decoder import Decoder
 from localllm.models.families import load_config
 from localllm.models.load import Progress
-from localllm.models.placed import PlacedModel
+from localllm.models.offloaded_model import OffloadedModel
 from localllm.offload.planner.plan import JobShape, Placed, Plan
 from localllm.quant.recipe import RECIPES
 from localllm.text.chat_template import ChatTemplate, end_of_turn_id
@@ -68,7 +68,7 @@ class Engine(StepLoop):
         kv: str = "auto",
         limits: Limits | None = None,
         plan: Plan | None = None,
-        placed: PlacedModel | None = None,
+        placed: OffloadedModel | None = None,
         replan: Replan | None = None,
         flags_for: Callable[[int], str] = "--ctx {}".format,
         held: ExitStack | None = None,
