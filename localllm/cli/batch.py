@@ -18,10 +18,10 @@ import typer
 from localllm import __version__
 from localllm.chat.text import format_seconds
 from localllm.cli.batch_input import TOLD, LineRules, Problems, Prompts, read_prompts
-from localllm.cli.front import Front
+from localllm.cli.context import CliContext
 from localllm.cli.job import SEEDS, Job
 from localllm.cli.journal import open_journal
-from localllm.cli.opening import loading
+from localllm.cli.load_progress import loading
 from localllm.cli.options import DEFAULT_MAX_TOKENS, extra_sampling
 from localllm.cli.output import ProgressLine
 from localllm.cli.prompt import argument_text
@@ -49,7 +49,7 @@ _TEXT_FILES = (
 )  # fmt: skip
 
 
-def run_batch(front: Front, selection: Selection, flags: Mapping[str, Any], grammar: Grammar | None) -> None:
+def run_batch(front: CliContext, selection: Selection, flags: Mapping[str, Any], grammar: Grammar | None) -> None:
     """Answers every line of a file. Raises what is wrong with lines or with the engine; typer.Exit(1) if one failed;
     SchemaError with --strict if one has not the form of `grammar`."""
     parallel = flags["parallel"] or DEFAULT_PARALLEL
@@ -180,7 +180,7 @@ def job_key(selection: Selection, rules: LineRules, prompts: Prompts, engine: En
     return hashlib.blake2b(json.dumps(decisive, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def report(front: Front, selection: Selection, job: Job, engine: Engine | None, *, strict: bool) -> None:
+def report(front: CliContext, selection: Selection, job: Job, engine: Engine | None, *, strict: bool) -> None:
     """What came of a job; with `engine`, its statistics too. strict: an error says which answers have no form."""
     tally, output, total = job.tally, front.output, job.num_prompts
     if tally.num_cut_by_max_tokens and selection.settings.max_tokens is None:

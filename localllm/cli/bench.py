@@ -10,20 +10,21 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
 from localllm.chat.text import one_line
 from localllm.cli import options
-from localllm.cli.front import Front, front_of
+from localllm.cli.context import CliContext, cli_context
+from localllm.cli.options import option, takes
 from localllm.cli.output import Output, ProgressLine
 from localllm.cli.packing import Packing
 from localllm.cli.selection import select
 from localllm.cli.settings import read_settings
-from localllm.config import Settings
 from localllm.errors import LocalLLMError, UsageError
 from localllm.runtime.vram import vram_cap
+from localllm.settings import Accepts, EngineConfig, Settings
 
 if TYPE_CHECKING:
     import torch
@@ -46,80 +47,74 @@ EXAMPLES = """Examples:
 """
 
 
-def bench_command(
-    context: typer.Context,
-    model: options.Model = None,
-    random_weights: Annotated[
-        bool, typer.Option("--random-weights", help="Random weights of the model's shape: nothing need be downloaded.")
-    ] = False,
-    weights: options.Weights = None,
-    kv: options.KV = None,
-    prompt_tokens: Annotated[
-        int | None, typer.Option("--prompt-tokens", metavar="N", help="Length of the prompt. Default: 512.")
-    ] = None,
-    gen_tokens: Annotated[
-        int | None, typer.Option("--gen-tokens", metavar="N", help="Tokens to generate in a round. Default: 128.")
-    ] = None,
-    depth: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--context",
-            metavar="N",
-            help="Tokens that come before the generated ones; may be repeated. Default: as many as the prompt has.",
-        ),
-    ] = None,
-    rounds: Annotated[
-        int | None, typer.Option("--rounds", metavar="N", help="How often all is measured. Default: 5.")
-    ] = None,
-    ram: Annotated[
-        str | None,
-        typer.Option(
-            "--ram",
-            metavar="SIZE",
-            help="Most memory for the program and the model, 4GiB; 1.3 GiB come on top for what it is compared with.",
-        ),
-    ] = None,
-    vram: options.Vram = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    threads: options.Threads = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object: schema_version, machine, floors, runs.")
-    ] = False,
-    output: Annotated[Path | None, typer.Option("--output", metavar="FILE", help="Write that object to FILE.")] = None,
-    compare: Annotated[
-        tuple[Path, Path] | None,
-        typer.Option("--compare", metavar="A B", help="Show two such files side by side, and measure nothing."),
-    ] = None,
-) -> None:
+_MOST_TOKENS = 1 << 30  # no cache holds as many; beyond, sizes leave the range of a float
+_LENGTH = Accepts("integer", 1, _MOST_TOKENS, usual="512")
+
+
+@takes(
+    options.MODEL,
+    option("--random-weights", "Random weights of the model's shape: nothing need be downloaded."),
+    "weights",
+    "kv",
+    option("--prompt-tokens", "Length of the prompt. Default: 512.", "N", int, accepts=_LENGTH),
+    option(
+        "--gen-tokens",
+        "Tokens to generate in a round. Default: 128.",
+        "N",
+        int,
+        accepts=Accepts("integer", 1, _MOST_TOKENS, usual="128"),
+    ),
+    option(
+        "--context",
+        "Tokens that come before the generated ones; may be repeated. Default: as many as the prompt has.",
+        "N",
+        list[int],
+        accepts=Accepts("integer", 0, _MOST_TOKENS, usual="512"),
+        name="depth",
+    ),
+    option(
+        "--rounds",
+        "How often all is measured. Default: 5.",
+        "N",
+        int,
+        accepts=Accepts("integer", 1, 1000, usual="5"),
+    ),
+    option(
+        "--ram",
+        "Most memory for the program and the model, 4GiB; 1.3 GiB come on top for what it is compared with.",
+        "SIZE",
+    ),
+    EngineConfig,
+    option("--json", "One JSON object: schema_version, machine, floors, runs.", name="as_json"),
+    option("--output", "Write that object to FILE.", "FILE", Path),
+    option("--compare", "Show two such files side by side, and measure nothing.", "A B", tuple[Path, Path]),
+)
+def bench_command(context: typer.Context, **flags: Any) -> None:
     """Measure how fast a model is on this machine.
 
     Each rate stands beside what bounds it, measured in the same minute: reading memory and disk, copying to and on a
     GPU, multiplying matrices. Medians of several rounds, with the slowest and the fastest.
     """
-    flags = dict(locals())
-    front = front_of(context)
-    if compare is not None:
+    front = cli_context(context)
+    if flags["compare"] is not None:
         _refuse_beside_compare(flags)
-        _compare(front.output, *compare)
+        _compare(front.output, *flags["compare"])
         return
     from localllm.bench.workload import Workload
 
-    workload = Workload.asked(
-        Workload.prompt_tokens if prompt_tokens is None else prompt_tokens,
-        Workload.gen_tokens if gen_tokens is None else gen_tokens,
-        depth or (),
-        Workload.rounds if rounds is None else rounds,
-    )
+    lengths = ("prompt_tokens", "gen_tokens", "rounds")
+    prompt, generated, rounds = (getattr(Workload, name) if flags[name] is None else flags[name] for name in lengths)
+    workload = Workload.asked(prompt, generated, flags["depth"] or (), rounds)
+    output, is_random = flags["output"], flags["random_weights"]
     if output is not None:
         _require_writable(output)
-    target = _random_target(front, model, flags) if random_weights else _installed_target(front, model, flags)
-    if not random_weights:  # those were trained for no context at all: speed can be measured at any depth
+    target = (_random_target if is_random else _installed_target)(front, flags["model"], flags)
+    if not is_random:  # those were trained for no context at all: speed can be measured at any depth
         workload.check(target.name, target.config)
     report = _measure(front, target, workload)
     if output is not None:
         _save(report, output)
-    if as_json:
+    if flags["as_json"]:
         front.output.json(report.fields())
     else:
         _show(front.output, report)
@@ -146,7 +141,7 @@ class _Setup:
     caps: Caps
 
 
-def _random_target(front: Front, word: str | None, flags: Mapping[str, Any]) -> _Target:
+def _random_target(front: CliContext, word: str | None, flags: Mapping[str, Any]) -> _Target:
     from localllm.models.shapes import find_shape
 
     settings = read_settings(front, flags).settings
@@ -154,7 +149,7 @@ def _random_target(front: Front, word: str | None, flags: Mapping[str, Any]) -> 
     return _Target(shape.name, shape.config, settings, None, shape.raw_config)
 
 
-def _installed_target(front: Front, word: str | None, flags: Mapping[str, Any]) -> _Target:
+def _installed_target(front: CliContext, word: str | None, flags: Mapping[str, Any]) -> _Target:
     from localllm.models.families import load_config
 
     selection = select(front, word, flags)
@@ -162,7 +157,7 @@ def _installed_target(front: Front, word: str | None, flags: Mapping[str, Any]) 
     return _Target(files.name, load_config(files.directory), selection.settings, files, {})
 
 
-def _measure(front: Front, target: _Target, workload: Workload) -> Report:
+def _measure(front: CliContext, target: _Target, workload: Workload) -> Report:
     from localllm.bench.random_folder import random_folder, remove_abandoned
 
     packing = Packing(front, f"packing {target.name}", again="the same command", is_first_use=True)
@@ -183,7 +178,7 @@ def _measure(front: Front, target: _Target, workload: Workload) -> Report:
                 held.close()
 
 
-def _set_up(front: Front, target: _Target, workload: Workload, line: ProgressLine) -> _Setup:
+def _set_up(front: CliContext, target: _Target, workload: Workload, line: ProgressLine) -> _Setup:
     """Imports torch. Refuses what cannot run, before the disk is read or written."""
     from localllm.bench.subject import Caps, require_plan, require_room
     from localllm.engine.loader import has_card
@@ -279,7 +274,7 @@ def _refuse_beside_compare(flags: Mapping[str, Any]) -> None:
     """Raises UsageError naming what was typed beside --compare: it measures nothing, and prints no JSON."""
     names = {"model": "MODEL", "depth": "--context", "as_json": "--json"}
     for name, value in flags.items():
-        if name not in ("context", "compare") and value not in (None, False, []):
+        if name != "compare" and value not in (None, False, []):
             flag = names.get(name, "--" + name.replace("_", "-"))
             why = "two files that are there already are shown side by side"
             fix = shlex.join(["localllm", "bench", "--compare", *map(str, flags["compare"])])

@@ -13,8 +13,8 @@ import typer
 
 from localllm.cli import options
 from localllm.cli.commands import PlainCommand, PlainGroup
-from localllm.cli.consent import ask_to_delete
-from localllm.cli.front import Front, front_of
+from localllm.cli.confirm import ask_to_delete
+from localllm.cli.context import CliContext, cli_context
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.config import format_bytes, load_settings
 from localllm.errors import LocalLLMError, ModelNotFoundError
@@ -27,6 +27,7 @@ _LATEST_S = 253_000_000_000  # in the year 9987: no date is later, a file's time
 cache_app = typer.Typer(
     name="cache",
     cls=PlainGroup,
+    add_completion=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -40,7 +41,7 @@ def cache(context: typer.Context, as_json: options.AsJson = False) -> None:
     the disk. Without a command: `info`.
     """
     if context.invoked_subcommand is None:
-        _info(front_of(context), as_json)
+        _info(cli_context(context), as_json)
 
 
 @cache_app.command("info", cls=PlainCommand)
@@ -49,7 +50,7 @@ def info(context: typer.Context, as_json: options.AsJson = False) -> None:
 
     What was used longest ago goes first where the limit is reached (the setting `cache_disk`).
     """
-    _info(front_of(context), as_json or _typed_before(context))
+    _info(cli_context(context), as_json or _typed_before(context))
 
 
 @cache_app.command("clear", cls=PlainCommand)
@@ -67,7 +68,7 @@ def clear(
     """
     from localllm.cache.page_folder import kept_pages, kv_root, quarantined_sizes, root_folders
 
-    front, directory = front_of(context), kv_root()
+    front, directory = cli_context(context), kv_root()
     kept = kept_pages(directory)
     chosen = _of_model(kept, model) if model is not None else kept
     size_bytes = sum(pages.num_bytes for pages in chosen) + (
@@ -92,7 +93,7 @@ def _typed_before(context: typer.Context) -> bool:
     return context.parent is not None and bool(context.parent.params.get("as_json"))
 
 
-def _info(front: Front, as_json: bool) -> None:
+def _info(front: CliContext, as_json: bool) -> None:
     from localllm.cache.page_folder import default_limit_bytes, free_bytes, kept_pages, kv_root, quarantined_sizes
 
     directory = kv_root()

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from localllm.cli.findings import Finding, ok, sm_name, warn
-from localllm.cli.remedies import install_driver, is_container, is_wsl
+from localllm.cli.check_result import Finding, ok, sm_name, warn
+from localllm.cli.fix_commands import install_driver, is_container, is_wsl
 from localllm.config import format_bytes
 from localllm.offload.planner.nvml import Gpu, gpus, refusal
 

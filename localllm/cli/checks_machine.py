@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from localllm.chat.plan_text import when_measured
-from localllm.cli.findings import Finding, fail, ok, warn
-from localllm.cli.remedies import raise_cgroup_limit
+from localllm.cli.check_result import Finding, fail, ok, warn
+from localllm.cli.fix_commands import raise_cgroup_limit
 from localllm.config import format_bytes, format_figure
 from localllm.offload.planner.machine_memory import ROOT, SELF_CGROUP, memory_limits
 from localllm.present import nearest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from localllm.cli.findings import Finding, fail, ok, warn
+from localllm.cli.check_result import Finding, fail, ok, warn
 from localllm.cli.output import Output
 from localllm.config import load_settings, user_directories
 from localllm.errors import LocalLLMError

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from localllm.cli.findings import Finding, fail, ok, sm_name, warn
-from localllm.cli.remedies import TRITON, install_compiler, install_python_headers, install_torch
+from localllm.cli.check_result import Finding, fail, ok, sm_name, warn
+from localllm.cli.fix_commands import TRITON, install_compiler, install_python_headers, install_torch
 from localllm.kernels.child import run_within
 
 if TYPE_CHECKING:

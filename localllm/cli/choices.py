@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -15,13 +15,15 @@ from localllm.chat.context import evicted_fields, grown_text
 from localllm.chat.dialogue import Dialogue
 from localllm.chat.miss_report import miss_fields
 from localllm.chat.recorder import Keeper, kept_answer
-from localllm.cli.following import follow
-from localllm.cli.front import Front
+from localllm.cli.context import CliContext
 from localllm.cli.generate import Printing, answer_fields, event_fields, explained, print_whole
+from localllm.cli.options import option
 from localllm.cli.output import SCHEMA_VERSION
+from localllm.cli.stream import follow
 from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent
 from localllm.engine.request import MAX_BEAMS, Request, SamplingParams
 from localllm.errors import UsageError
+from localllm.settings import Accepts
 
 if TYPE_CHECKING:
     from localllm.engine.engine_info import Service
@@ -31,20 +33,29 @@ SEPARATOR = "---"
 # Of a draw, that a search has no use for.
 _DRAWING = ("top_k", "top_p", "min_p", "typical_p", "seed", "speculate", "draft_tokens")
 
-N = Annotated[
-    int | None,
-    typer.Option("--n", metavar="N", help=f"N answers, with a line {SEPARATOR} between two. The chat keeps the first."),
-]
-BestOf = Annotated[
-    int | None,
-    typer.Option("--best-of", metavar="N", help="Have N answers computed and print the likeliest one, or --n of them."),
-]
-Beams = Annotated[
-    int | None,
-    typer.Option(
-        "--beams", metavar="N", help="Search the likeliest answer with N beams instead of drawing it; --n prints more."
+CHOICE_OPTIONS = (
+    option(
+        "--n",
+        f"N answers, with a line {SEPARATOR} between two. The chat keeps the first.",
+        "N",
+        int,
+        accepts=Accepts("integer", 1, MAX_ANSWERS, usual="3"),
     ),
-]
+    option(
+        "--best-of",
+        "Have N answers computed and print the likeliest one, or --n of them.",
+        "N",
+        int,
+        accepts=Accepts("integer", 1, MAX_ANSWERS, usual="3"),
+    ),
+    option(
+        "--beams",
+        "Search the likeliest answer with N beams instead of drawing it; --n prints more.",
+        "N",
+        int,
+        accepts=Accepts("integer", 1, MAX_BEAMS, usual="4"),
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -195,7 +206,7 @@ class _Answers:
 
 
 def print_chosen(
-    front: Front,
+    front: CliContext,
     files: ModelFiles,
     service: Service,
     request: Request,
@@ -227,7 +238,7 @@ def print_chosen(
 class _Shown:
     """Prints what is chosen."""
 
-    front: Front
+    front: CliContext
     files: ModelFiles
     printing: Printing
     choice: Choice

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import typer
 
 from localllm.cli import options
-from localllm.cli.front import Front, front_of
+from localllm.cli.context import CliContext, cli_context
 from localllm.cli.names import complete_connections
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.cli.server import own_url
@@ -70,7 +70,7 @@ def connect_command(
     Settings that were tested, for the server's address, model and key: those for a file to stdout, where they go and
     all else to stderr. Nothing is written anywhere.
     """
-    front = front_of(context)
+    front = cli_context(context)
     if name is None:
         _refuse_without_name(url, model)
         _list(front, as_json=as_json)
@@ -105,7 +105,7 @@ def _refuse_without_name(url: str | None, model: str | None) -> None:
             )
 
 
-def _list(front: Front, *, as_json: bool) -> None:
+def _list(front: CliContext, *, as_json: bool) -> None:
     if as_json:
         rows = [
             {"name": each.name, "title": each.title, "speaks": each.speaks, "tested": each.tested}
@@ -160,7 +160,7 @@ def _key(answering: Answering, url: str) -> str:
     return PLACEHOLDER_KEY if is_open and not os.environ.get("LOCALLLM_API_KEY") else YOUR_KEY
 
 
-def _print(front: Front, parts: Sequence[Filled]) -> None:
+def _print(front: CliContext, parts: Sequence[Filled]) -> None:
     """What goes into a file to stdout, of two files the first, so that it can be sent there; all else to stderr."""
     whole = next((part for part in parts if part.language != "sh"), parts[0])
     for part in parts:
@@ -173,7 +173,7 @@ def _print(front: Front, parts: Sequence[Filled]) -> None:
         front.output.note("")
 
 
-def _tell(front: Front, connection: Connection, answering: Answering, served: ServedModel, target: Target) -> None:
+def _tell(front: CliContext, connection: Connection, answering: Answering, served: ServedModel, target: Target) -> None:
     note, warn = front.output.note, front.output.warn
     note(f"{connection.tested}; docs/connect.md says how")
     if answering.state == "ready":

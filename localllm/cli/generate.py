@@ -13,9 +13,9 @@ from localllm.chat.dialogue import Dialogue
 from localllm.chat.miss_report import NEW, Explanation, miss_fields
 from localllm.chat.recorder import Keeper, kept_answer
 from localllm.chat.thoughts import NO_THOUGHTS, Thinking
-from localllm.cli.following import follow
-from localllm.cli.front import Front
+from localllm.cli.context import CliContext
 from localllm.cli.output import SCHEMA_VERSION, Output
+from localllm.cli.stream import follow
 from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent, TokenEvent
 from localllm.engine.request import Request
 from localllm.errors import LocalLLMError
@@ -48,7 +48,7 @@ class Printing:
 
 
 def print_answer(
-    front: Front,
+    front: CliContext,
     files: ModelFiles,
     stream: Stream,
     request: Request,
@@ -100,7 +100,7 @@ def print_answer(
 
 
 def print_kept(
-    front: Front,
+    front: CliContext,
     files: ModelFiles,
     service: Service,
     request: Request,
@@ -132,7 +132,7 @@ def print_whole(output: Output, answer: Answer, printing: Printing) -> None:
 
 
 def _stream_text(
-    front: Front, stream: Stream, answer: Answer, printing: Printing, heard: Callable[[str], None]
+    front: CliContext, stream: Stream, answer: Answer, printing: Printing, heard: Callable[[str], None]
 ) -> None:
     num_words, folds = 0, not printing.shows_thoughts  # of what is thought
     with front.output.progress("reading the prompt") as line:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from localllm.chat.answer import Answer
 from localllm.cli.batch_input import BatchLine, Prompts
-from localllm.cli.front import Front
+from localllm.cli.context import CliContext
 from localllm.cli.generate import answer_fields
 from localllm.cli.interrupts import Interrupted
 from localllm.cli.journal import SYNC_S, Journal
@@ -65,7 +65,9 @@ class Tally:
 class Job:
     """The prompts of one job on their way."""
 
-    def __init__(self, front: Front, files: ModelFiles, prompts: Prompts, encoder: Encoder, journal: Journal) -> None:
+    def __init__(
+        self, front: CliContext, files: ModelFiles, prompts: Prompts, encoder: Encoder, journal: Journal
+    ) -> None:
         self.tally = Tally()
         self.num_before = len(journal)
         self.first_seed = journal.seed  # where nobody named one: each prompt's is this and its index
@@ -220,7 +222,7 @@ class Job:
 class _Progress:
     """How far a job is: a line on the terminal, or now and then one in a log. Silent where the answers show it."""
 
-    def __init__(self, front: Front, total: int) -> None:
+    def __init__(self, front: CliContext, total: int) -> None:
         self.line = front.output.progress("answering")
         self._output = front.output
         self._total = total

@@ -18,14 +18,14 @@ def complete_installed(incomplete: str) -> list[str]:
 
 def complete_weights(incomplete: str) -> list[str]:
     """Formats that weights can be kept in that begin so."""
-    from localllm.config import WEIGHTS
+    from localllm.settings import WEIGHTS
 
     return _beginning(incomplete, list(WEIGHTS))
 
 
 def complete_speculate(incomplete: str) -> list[str]:
     """Those who can guess, models among them, that begin so."""
-    from localllm.config import DRAFT_MODEL, SPECULATE
+    from localllm.settings import DRAFT_MODEL, SPECULATE
 
     return _beginning(incomplete, [*SPECULATE, *(f"{DRAFT_MODEL}{name}" for name in _installed())])
 

@@ -13,14 +13,16 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from localllm.chat.plan_text import Tone
 from localllm.chat.text import UNSAFE, error_rows, format_seconds, one_line, printable
 from localllm.chat.throughput import Pace
 from localllm.cli.wrap import WordWrap
 from localllm.config import format_bytes
 from localllm.errors import LocalLLMError, UnwrittenError
+
+if TYPE_CHECKING:
+    from localllm.chat.plan_text import Tone
 
 SCHEMA_VERSION = 1
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from localllm.cli.front import Front
+from localllm.cli.context import CliContext
 from localllm.cli.output import ProgressLine
 from localllm.config import format_bytes
 
@@ -10,7 +10,7 @@ from localllm.config import format_bytes
 class Packing:
     """The progress of a conversion, if there is one: nothing is said before it begins. Threads may share it."""
 
-    def __init__(self, front: Front, label: str, *, again: str, is_first_use: bool) -> None:
+    def __init__(self, front: CliContext, label: str, *, again: str, is_first_use: bool) -> None:
         """label: "packing tiny to int4". again: what goes on after an interruption. is_first_use: it was not asked for
         by name, so that its place and size are told."""
         self._front = front

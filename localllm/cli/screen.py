@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from localllm.cli.front import Front
+from localllm.cli.context import CliContext
 from localllm.cli.options import extra_sampling
 from localllm.config import ResolvedSettings
 from localllm.tui.background import Background
@@ -44,7 +44,7 @@ def tune() -> None:
 
 
 def run_screen(
-    front: Front,
+    front: CliContext,
     selection: Selection,
     resolved: ResolvedSettings,
     flags: Mapping[str, Any],
@@ -72,7 +72,7 @@ def run_screen(
 
 
 def _app(
-    front: Front,
+    front: CliContext,
     selection: Selection,
     resolved: ResolvedSettings,
     flags: Mapping[str, Any],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from localllm.cli.front import Front
+from localllm.cli.context import CliContext
 from localllm.cli.settings import read_settings
 from localllm.errors import ModelNotFoundError
 from localllm.runtime.selection import Selection, locate, with_defaults
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from localllm.chat.recorder import Resumed
 
 
-def select(front: Front, word: str | None, flags: Mapping[str, Any]) -> Selection:
+def select(front: CliContext, word: str | None, flags: Mapping[str, Any]) -> Selection:
     """The model `word`, or the one that the settings name, and the settings under these flags; `front` hears of it.
 
     Raises ModelNotFoundError, SettingsError, CheckpointError. Uses no network.
@@ -24,7 +24,7 @@ def select(front: Front, word: str | None, flags: Mapping[str, Any]) -> Selectio
     return with_defaults(resolved, front.model)
 
 
-def select_text_only(front: Front, word: str | None, flags: Mapping[str, Any]) -> Selection:
+def select_text_only(front: CliContext, word: str | None, flags: Mapping[str, Any]) -> Selection:
     """As `select`, for what needs a tokenizer and a template but no model: a folder with only those will do."""
     resolved = read_settings(front, flags)
     front.model = locate(resolved, word, needs_config=False)
@@ -32,7 +32,7 @@ def select_text_only(front: Front, word: str | None, flags: Mapping[str, Any]) -
 
 
 def select_resumed(
-    front: Front, word: str | None, flags: Mapping[str, Any], resumed: Resumed | None, again: str
+    front: CliContext, word: str | None, flags: Mapping[str, Any], resumed: Resumed | None, again: str
 ) -> Selection:
     """As `select`: the model `word`, also by a name that the server alone has for it where its engine may be used, or
     the one that the resumed chat was held with.

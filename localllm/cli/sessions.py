@@ -16,8 +16,8 @@ from localllm.chat.recorder import moved_text
 from localllm.chat.thoughts import kept_apart
 from localllm.cli import options
 from localllm.cli.commands import PlainCommand, PlainGroup
-from localllm.cli.consent import ask_to_delete
-from localllm.cli.front import Front, front_of
+from localllm.cli.confirm import ask_to_delete
+from localllm.cli.context import CliContext, cli_context
 from localllm.cli.names import complete_sessions
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.errors import HistoryError, UsageError
@@ -47,14 +47,16 @@ Chats = Annotated[
     ),
 ]
 
-sessions_app = typer.Typer(name="sessions", cls=PlainGroup, rich_markup_mode=None, context_settings=_HELP_FLAGS)
+sessions_app = typer.Typer(
+    name="sessions", cls=PlainGroup, add_completion=False, rich_markup_mode=None, context_settings=_HELP_FLAGS
+)
 
 
 @sessions_app.callback(invoke_without_command=True)
 def sessions(context: typer.Context) -> None:
     """List, read, search, export and delete kept chats."""
     if context.invoked_subcommand is None:
-        front_of(context).output.line(context.get_help())
+        cli_context(context).output.line(context.get_help())
 
 
 @sessions_app.command("list", cls=PlainCommand, context_settings=_HELP_FLAGS)
@@ -71,7 +73,7 @@ def list_sessions(
     """
     from localllm.history import nothing_is_kept
 
-    front = front_of(context)
+    front = cli_context(context)
     found: list[tuple[Session, int]] = []
     count = 0
     if not nothing_is_kept():
@@ -99,7 +101,7 @@ def show_session(context: typer.Context, session: Chat, as_json: options.AsJson 
     """
     from localllm.history import exchange
 
-    front = front_of(context)
+    front = cli_context(context)
     with _opened(front) as history:
         found = history.find(session)
         path = history.path(found)
@@ -137,7 +139,7 @@ def search_sessions(
     """
     from localllm.history import search
 
-    front = front_of(context)
+    front = cli_context(context)
     query = " ".join(f'"{word}"' if " " in word and '"' not in word else word for word in words)
     if not search.terms(query):
         raise UsageError(
@@ -184,7 +186,7 @@ def export_sessions(
 
     from localllm.history import exchange
 
-    front = front_of(context)
+    front = cli_context(context)
     if force and file is None:
         raise UsageError(
             "--force needs -o FILE", why="stdout is never overwritten", fix="localllm sessions export --help"
@@ -227,7 +229,7 @@ def import_sessions(
     """
     from localllm.history.imports import read_conversations
 
-    front = front_of(context)
+    front = cli_context(context)
     try:
         conversations = [conversation for file in files for conversation in read_conversations(file)]
     except UsageError as error:
@@ -262,7 +264,7 @@ def remove_sessions(
     They are gone from the history for good: from the index and from free pages of the file, too. What a model computed
     of them stays in the prefix cache until `localllm cache clear`.
     """
-    front = front_of(context)
+    front = cli_context(context)
     with _opened(front) as history:
         found = _chosen(history, sessions, everything, "rm")
         if not yes:
@@ -301,7 +303,7 @@ def session_fields(session: Session, messages: int) -> dict[str, Any]:
 
 
 @contextmanager
-def _opened(front: Front, *, makes: bool = False) -> Iterator[History]:
+def _opened(front: CliContext, *, makes: bool = False) -> Iterator[History]:
     """makes: where there is none. Raises HistoryError."""
     from localllm.history import History, history_file, nothing_is_kept
 
@@ -328,7 +330,7 @@ def _chosen(history: History, words: Sequence[str] | None, everything: bool, com
     return list(found.values())
 
 
-def _ask(front: Front, found: Sequence[Session], *, everything: bool) -> None:
+def _ask(front: CliContext, found: Sequence[Session], *, everything: bool) -> None:
     """Raises UsageError where nobody can be asked, and leaves where the answer is no."""
     ids = ["--all"] if everything else [session.id for session in found]
     shown = [f"{session.id}  {_when(session.updated)}  {session.title}" for session in found[:_MOST_LISTED]]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from localllm.cli.front import Front
+from localllm.cli.context import CliContext
 from localllm.cli.options import setting_flags
 from localllm.config import ResolvedSettings, load_settings
 from localllm.runtime.vram import refuse_idle_vram
 
 
-def read_settings(front: Front, flags: Mapping[str, Any]) -> ResolvedSettings:
+def read_settings(front: CliContext, flags: Mapping[str, Any]) -> ResolvedSettings:
     """The settings under the flags of a command; `front` hears of them. Raises SettingsError, UsageError."""
     front.resolved = load_settings(setting_flags(flags))
     _warn_of_idle_guessing(front, flags)
@@ -20,7 +20,7 @@ def read_settings(front: Front, flags: Mapping[str, Any]) -> ResolvedSettings:
     return front.resolved
 
 
-def _warn_of_idle_guessing(front: Front, flags: Mapping[str, Any]) -> None:
+def _warn_of_idle_guessing(front: CliContext, flags: Mapping[str, Any]) -> None:
     """Of two flags one of which says that nobody guesses. They are no error: both mean plain decoding."""
     who, count = flags.get("speculate"), flags.get("draft_tokens")
     if who is None or count is None or (who == "off") == (count == 0):

@@ -6,15 +6,16 @@ import re
 import secrets
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from localllm.config import ResolvedSettings, Settings
+from localllm.config import ResolvedSettings
 from localllm.errors import FETCH_ANEW, BugError, LocalLLMError, ModelNotFoundError
-from localllm.registry import BUILT_IN, SAMPLING_KEYS, SAMPLING_SETTINGS, with_model_defaults
+from localllm.registry import BUILT_IN, SAMPLING_KEYS, with_model_defaults
 from localllm.runtime.error_origins import with_origins
+from localllm.settings import SamplingSettings, Settings
 
 if TYPE_CHECKING:
     from localllm.engine.request import SamplingParams
@@ -51,7 +52,7 @@ class Selection:
         """
         from localllm.engine.request import SamplingParams
 
-        chosen = {name: getattr(self.settings, name) for name in SAMPLING_SETTINGS}
+        chosen = {each.name: getattr(self.settings, each.name) for each in fields(SamplingSettings)}
         chosen = {"seed": secrets.randbits(31)} | {name: value for name, value in chosen.items() if value is not None}
         return SamplingParams(**chosen, **extra)
 

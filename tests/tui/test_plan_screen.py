@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from localllm.config import parse_bytes
 from localllm.engine import planning
 from localllm.engine.planning import Considered, Guessing, Planned, Prediction
 from localllm.errors import DoesNotFitError, LocalLLMError, UsageError
@@ -20,6 +19,7 @@ from localllm.offload.planner.profile import Profile
 from localllm.offload.planner.search import Search
 from localllm.offload.planner.speculation_gain import Gain
 from localllm.quant.recipe import RECIPES
+from localllm.settings import parse_bytes
 from localllm.tui.app import ChatApp
 from localllm.tui.loading import serve
 from localllm.tui.replanning import NOW, Bounds, Wish

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
-from localllm.config import DRAFT_TOKENS
 from localllm.engine.drawing import drawn
 from localllm.engine.residency import Residency
 from localllm.engine.runner import Chunk
@@ -21,6 +20,7 @@ from localllm.engine.speculative.step_times import unknown_growth
 from localllm.kernels.kv_page import PAGE_TOKENS
 from localllm.layers.mlp import SplitMLP
 from localllm.models.decoder import Decoder
+from localllm.settings import DRAFT_TOKENS
 
 TRIAL_TOKENS = 16  # whose draws are compared: as many rows as a plan has room for the logits of
 _WORTH = 1.05  # an expected speedup below is not tried

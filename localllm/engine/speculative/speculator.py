@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from localllm.cache.paged_kv import PagedKV
-from localllm.config import DRAFT_TOKENS, MOST_DRAFT_TOKENS
 from localllm.engine.drawing import Scheduled
 from localllm.engine.memory import is_out_of_memory
 from localllm.engine.residency import Residency
@@ -27,6 +26,7 @@ from localllm.engine.speculative.skip import SkipDrafter
 from localllm.engine.speculative.skip_set import SkipSet
 from localllm.engine.speculative.step_times import StepTimes
 from localllm.models.config import ModelConfig
+from localllm.settings import DRAFT_TOKENS, MOST_DRAFT_TOKENS
 
 # Of the time, for trials: where blocks are fetched one takes hardly longer than a step, and finds what is worth more.
 # Less of it as there are more of them.

@@ -15,7 +15,8 @@ from textual.content import Content
 from textual.screen import Screen
 from textual.widgets import Static
 
-from localllm.config import KV_FORMATS, Settings, format_bytes
+from localllm.config import format_bytes
+from localllm.settings import KV_FORMATS, Settings
 from localllm.tui import plan_drawing as drawing
 from localllm.tui.replanning import (
     NOW,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from localllm.cli.front import Front
+from localllm.cli.context import CliContext
 from localllm.cli.output import ProgressLine
 from localllm.cli.packing import Packing
 from localllm.runtime.engine_loader import Opening, check, open_engine
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class LoadLine:
     """What is shown of a load."""
 
-    def __init__(self, front: Front, selection: Selection) -> None:
+    def __init__(self, front: CliContext, selection: Selection) -> None:
         name, weights = selection.files.name, selection.settings.weights
         self._front = front
         self.line: ProgressLine = front.output.progress(f"loading {name}")
@@ -102,7 +102,7 @@ class Attaching:
 
 
 @contextlib.contextmanager
-def loading(front: Front, selection: Selection, opening: Opening) -> Iterator[Loading]:
+def loading(front: CliContext, selection: Selection, opening: Opening) -> Iterator[Loading]:
     """Begins to load; what is done inside (reading the prompt) happens meanwhile. Ends the engine's thread."""
     shown = LoadLine(front, selection)
     with shown.line:
@@ -112,7 +112,7 @@ def loading(front: Front, selection: Selection, opening: Opening) -> Iterator[Lo
 
 
 @contextlib.contextmanager
-def attaching(front: Front, selection: Selection, opening: Opening, *, attaches: bool) -> Iterator[Attaching]:
+def attaching(front: CliContext, selection: Selection, opening: Opening, *, attaches: bool) -> Iterator[Attaching]:
     """As `loading`; where a server of this user runs, its engine is used, if that `attaches`."""
     from localllm.runtime.server_client import attached
 
@@ -139,14 +139,14 @@ def _in_use(service: Service, shown: LoadLine) -> Iterator[None]:
     service.close()
 
 
-def _own(front: Front, selection: Selection, opening: Opening, shown: LoadLine) -> EngineService:
+def _own(front: CliContext, selection: Selection, opening: Opening, shown: LoadLine) -> EngineService:
     from localllm.runtime.engine_thread import EngineService
 
     check(selection)
     return EngineService(lambda: _engine(front, selection, opening, shown))
 
 
-def _engine(front: Front, selection: Selection, opening: Opening, shown: LoadLine) -> Engine:
+def _engine(front: CliContext, selection: Selection, opening: Opening, shown: LoadLine) -> Engine:
     try:
         return open_engine(selection, opening, shown.watcher(), front.output.warn)
     finally:
