@@ -17,11 +17,10 @@ import typer
 from localllm.chat.text import one_line
 from localllm.cli import options
 from localllm.cli.context import CliContext, cli_context
+from localllm.cli.load_progress import PackingProgress
 from localllm.cli.options import option, takes
 from localllm.cli.output import Output, ProgressLine
-from localllm.cli.packing import Packing
-from localllm.cli.selection import select
-from localllm.cli.settings import read_settings
+from localllm.cli.selection import read_settings, select
 from localllm.errors import LocalLLMError, UsageError
 from localllm.runtime.vram import vram_cap
 from localllm.settings import Accepts, EngineConfig, Settings
@@ -160,7 +159,7 @@ def _installed_target(front: CliContext, word: str | None, flags: Mapping[str, A
 def _measure(front: CliContext, target: _Target, workload: Workload) -> Report:
     from localllm.bench.random_folder import random_folder, remove_abandoned
 
-    packing = Packing(front, f"packing {target.name}", again="the same command", is_first_use=True)
+    packing = PackingProgress(front, f"packing {target.name}", again="the same command", is_first_use=True)
     held = contextlib.ExitStack()
     with front.output.progress(f"{'loading' if target.files else 'making'} {target.name}") as line:
         try:
@@ -210,7 +209,7 @@ def _run(
     target: _Target,
     setup: _Setup,
     workload: Workload,
-    packing: Packing,
+    packing: PackingProgress,
     line: ProgressLine,
     folder: Path | None,
 ) -> Report:

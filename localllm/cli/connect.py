@@ -22,7 +22,7 @@ from localllm.runtime.client_configs import (
     PLACEHOLDER_KEY,
     USUAL_CTX,
     YOUR_KEY,
-    Connection,
+    ClientConfig,
     Filled,
     Target,
     names,
@@ -118,7 +118,7 @@ def _list(front: CliContext, *, as_json: bool) -> None:
     front.output.note("localllm connect NAME prints what to put where")
 
 
-def _connection(name: str) -> Connection:
+def _connection(name: str) -> ClientConfig:
     found = next((each for each in CONNECTIONS if each.name == name.casefold()), None)
     if found is None:
         near = difflib.get_close_matches(name.casefold()[:100], names(), n=1, cutoff=0)[0]
@@ -173,7 +173,9 @@ def _print(front: CliContext, parts: Sequence[Filled]) -> None:
         front.output.note("")
 
 
-def _tell(front: CliContext, connection: Connection, answering: Answering, served: ServedModel, target: Target) -> None:
+def _tell(
+    front: CliContext, connection: ClientConfig, answering: Answering, served: ServedModel, target: Target
+) -> None:
     note, warn = front.output.note, front.output.warn
     note(f"{connection.tested}; docs/connect.md says how")
     if answering.state == "ready":

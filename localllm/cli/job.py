@@ -42,7 +42,7 @@ class _Asked:
 
 
 @dataclass
-class Tally:
+class JobTally:
     """What came of the prompts. Tokens are those of this run; the rest counts answers that were there before, too."""
 
     prompt_tokens: int = 0
@@ -68,7 +68,7 @@ class Job:
     def __init__(
         self, front: CliContext, files: ModelFiles, prompts: Prompts, encoder: Encoder, journal: Journal
     ) -> None:
-        self.tally = Tally()
+        self.tally = JobTally()
         self.num_before = len(journal)
         self.first_seed = journal.seed  # where nobody named one: each prompt's is this and its index
         self._front = front

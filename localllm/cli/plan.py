@@ -13,7 +13,7 @@ from localllm.cli import options
 from localllm.cli.context import cli_context
 from localllm.cli.options import option, takes
 from localllm.cli.output import SCHEMA_VERSION, Output, ProgressLine
-from localllm.cli.settings import read_settings
+from localllm.cli.selection import read_settings
 from localllm.config import ResolvedSettings, format_bytes
 from localllm.runtime.error_origins import with_origins
 from localllm.runtime.plan_request import Goal, considered

@@ -10,10 +10,10 @@ import typer
 
 from localllm.cli import options
 from localllm.cli.context import CliContext, cli_context
+from localllm.cli.load_progress import PackingProgress
 from localllm.cli.names import complete_weights
 from localllm.cli.options import option, takes
 from localllm.cli.output import SCHEMA_VERSION
-from localllm.cli.packing import Packing
 from localllm.cli.selection import select
 from localllm.config import accepted, format_bytes
 from localllm.errors import UsageError
@@ -117,7 +117,7 @@ def _convert(front: CliContext, files: ModelFiles, name: str, ram_bytes: int | N
         front.output.note(f"{files.name} is packed to {name} already; verifying it")
         label = f"verifying {files.name} in {name}"
     again = f"localllm quantize {shlex.quote(files.name)} --weights {name}"
-    packing = Packing(front, label, again=again, is_first_use=False)
+    packing = PackingProgress(front, label, again=again, is_first_use=False)
     packing.begin()
     try:
         from localllm.engine.weights import pack_model

@@ -19,7 +19,7 @@ from localllm.chat.miss_report import explain
 from localllm.chat.recorder import Keeper, Resumed, keeper_of, look_up
 from localllm.chat.tool_words import told_in_words
 from localllm.cli import options
-from localllm.cli.choices import CHOICE_OPTIONS, Choice, choice_of, print_chosen
+from localllm.cli.choices import CHOICE_OPTIONS, AnswerChoice, choice_of, print_chosen
 from localllm.cli.context import CliContext, cli_context
 from localllm.cli.generate import Printing, print_kept
 from localllm.cli.names import complete_sessions
@@ -287,7 +287,7 @@ def _answers(
     dialogue: Dialogue,
     keeper: Keeper,
     form: Grammar | None,
-    choice: Choice,
+    choice: AnswerChoice,
 ) -> list[Answer]:
     """Those that are printed; the first of them is kept."""
     from localllm.cli.load_progress import attaching
