@@ -25,7 +25,7 @@ OTHER_VARIABLES = frozenset({"LOCALLLM_HOME", "LOCALLLM_CACHE", "LOCALLLM_TEST_D
 
 
 def format_figure(value: float, digits: int = 3) -> str:
-    """What was measured or predicted, in as many digits as can be trusted, without powers of ten: 0.88, 12.3, 1170."""
+    """Format a measurement in as many digits as can be trusted, without powers of ten: 0.88, 12.3, 1170."""
     if not value or not math.isfinite(value):
         return f"{value:g}"
     behind = digits - 1 - math.floor(math.log10(abs(value)))
@@ -83,7 +83,7 @@ class ResolvedSettings:
 
 @dataclass(frozen=True)
 class UserDirectories:
-    """Where a user's files live; none of them need exist."""
+    """The folders of a user's files; none of them need exist."""
 
     config: Path
     data: Path

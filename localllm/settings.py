@@ -118,7 +118,7 @@ class Accepts:
 
 
 def _as_whole_number(text: str) -> int | None:
-    """What 8k, 1.5k, 1e3 and 4096.0 mean; None where it is no number, or none that was counted."""
+    """Return the whole number that 8k, 1.5k, 1e3 or 4096.0 means; None where there is none."""
     found = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*(k|e\d)?\s*", text, re.ASCII | re.IGNORECASE)
     if found is None:
         return None
@@ -128,7 +128,7 @@ def _as_whole_number(text: str) -> int | None:
 
 
 def _nearest_gib(amount: str) -> float:
-    """As the number in it says, where this machine has as much; else half of what it has, which any command accepts."""
+    """Return the number in the text where this machine has as much memory, else half of its memory."""
     import psutil
 
     total = psutil.virtual_memory().total / (1 << 30)
@@ -143,7 +143,7 @@ def _leading_number(amount: str) -> float:
 
 
 def _is_off(value: object) -> bool:
-    """As a flag or a variable may say it, which are texts, and as a file may."""
+    """Return whether a flag's or variable's text, or a file's number, means off."""
     return value in ("0", "off") or (isinstance(value, int) and value == 0 and not isinstance(value, bool))
 
 
@@ -195,7 +195,7 @@ _SAMPLED = "run chat /set models.toml "
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How an engine computes and how much memory it has: fixed when it is loaded. None: as the model has it."""
+    """The computation and the memory of an engine: fixed when it is loaded. None: as the model has it."""
 
     ctx: int | None = setting(
         None, Accepts("integer", 1, 2**31, usual="8192"), _MEASURED, "N",
@@ -255,7 +255,7 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How tokens are sampled, and where an answer ends. None: as the model recommends it."""
+    """The sampling of tokens, and the end of an answer. None: as the model recommends it."""
 
     max_tokens: int | None = setting(
         None, Accepts("integer", 1, 2**31, usual="512"), "chat /set", "N",

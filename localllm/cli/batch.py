@@ -84,7 +84,7 @@ def incomplete_text(job: Job) -> str:
 
 
 def line_rules(selection: Selection, flags: Mapping[str, Any], grammar: Grammar | None = None) -> LineRules:
-    """What the command line and the settings say about every line. Raises UsageError."""
+    """Return what the command line and the settings say about every line. Raises UsageError."""
     sampling = replace(selection.sampling(extra_sampling(flags)), seed=selection.settings.seed)
     if sampling.max_tokens is None:
         sampling = replace(sampling, max_tokens=DEFAULT_MAX_TOKENS)
@@ -100,7 +100,7 @@ def line_rules(selection: Selection, flags: Mapping[str, Any], grammar: Grammar 
 
 
 def job_shape(prompts: Prompts, rules: LineRules, parallel: int) -> JobShape:
-    """What the memory is shared out by, before anything is encoded."""
+    """Return the shape by which memory is shared out, estimated before anything is encoded."""
     answer = rules.sampling.max_tokens or DEFAULT_MAX_TOKENS
     mean, longest = (size // _BYTES_A_TOKEN + answer for size in (prompts.mean_bytes, prompts.longest_bytes))
     return JobShape(min(parallel, len(prompts)), mean, longest)
@@ -108,7 +108,7 @@ def job_shape(prompts: Prompts, rules: LineRules, parallel: int) -> JobShape:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of every prompt: how many tokens, and the highest id that it needs the model to have."""
+    """The number of tokens of every prompt, and the highest id that it needs the model to have."""
 
     lengths: array[int]
     highest_ids: array[int]
@@ -181,7 +181,7 @@ def job_key(selection: Selection, rules: LineRules, prompts: Prompts, engine: En
 
 
 def report(front: CliContext, selection: Selection, job: Job, engine: Engine | None, *, strict: bool) -> None:
-    """What came of a job; with `engine`, its statistics too. strict: an error says which answers have no form."""
+    """Print how a job ended; with `engine`, its statistics too. strict: an error says which answers have no form."""
     tally, output, total = job.tally, front.output, job.num_prompts
     if tally.num_cut_by_max_tokens and selection.settings.max_tokens is None:
         cut = f"{tally.num_cut_by_max_tokens} of {total} answers were cut at {DEFAULT_MAX_TOKENS} tokens"

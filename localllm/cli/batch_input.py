@@ -51,7 +51,7 @@ _OPENAI_URL = "/v1/chat/completions"
 
 @dataclass(frozen=True)
 class LineRules:
-    """What the command line says about every line. system: typed, or the setting, as `system_is_typed` tells."""
+    """The command line's say about every line. system: typed, or the setting, as `system_is_typed` tells."""
 
     model: str
     sampling: SamplingParams
@@ -91,7 +91,7 @@ class Prompts:
 
     @property
     def digest(self) -> str:
-        """Of all lines: other prompts have another one."""
+        """The hash of all lines: other prompts have another one."""
         return self._hash.hexdigest()
 
     @property

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from localllm.cli import options
-from localllm.cli.commands import PlainCommand, PlainGroup
+from localllm.cli.commands import PlainCommand, plain_group
 from localllm.cli.confirm import ask_to_delete
 from localllm.cli.context import CliContext, cli_context
 from localllm.cli.output import SCHEMA_VERSION
@@ -24,13 +24,7 @@ if TYPE_CHECKING:
 
 _LATEST_S = 253_000_000_000  # in the year 9987: no date is later, a file's time may be
 
-cache_app = typer.Typer(
-    name="cache",
-    cls=PlainGroup,
-    add_completion=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+cache_app = plain_group("cache")
 
 
 @cache_app.callback(invoke_without_command=True)

@@ -106,7 +106,7 @@ def check_disk() -> Finding:
 
 
 def check_packed() -> Finding:
-    """Whether weights can be packed, and what the packed ones take."""
+    """Check that weights can be packed, and tell how much space packed ones take."""
     from localllm.hub.packed import packed_root, packed_sources
 
     folder = packed_root()
@@ -122,7 +122,7 @@ def check_packed() -> Finding:
 
 
 def check_disk_speed(measure: Callable[[Path], tuple[float, str] | None] | None = None) -> Finding:
-    """Of the disk from which weights are streamed. measure: GB/s and how they were measured."""
+    """Check the speed of the disk from which weights are streamed. measure: GB/s and how they were measured."""
     from localllm.hub.packed import packed_root
 
     measured = (measure or disk_speed)(packed_root())
@@ -139,7 +139,7 @@ def check_disk_speed(measure: Callable[[Path], tuple[float, str] | None] | None 
 
 
 def check_rates(measuring: Callable[[str], None] | None = None) -> Finding:
-    """What plans are predicted from. measuring: hears of it where that is measured anew."""
+    """Tell which rates plans are predicted from. measuring: is told of a new measurement."""
     from localllm.engine.rates import measure_again
     from localllm.offload.planner.profile import kept_profile
 

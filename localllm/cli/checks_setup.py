@@ -1,4 +1,4 @@
-"""What was installed and set up: Python, the packages, the settings, the network, the terminal."""
+"""Checks of the installation: Python, the packages, the settings, the network, the terminal."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check_settings() -> Finding:
 
 
 def check_token() -> Finding:
-    """Whether there is a token; never what it is."""
+    """Tell whether there is a token, and never print it."""
     from localllm.hub.settings import found_token
 
     return ok("set" if found_token() else "none: open models only")

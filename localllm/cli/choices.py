@@ -78,7 +78,7 @@ class AnswerChoice:
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is one answer and nothing to choose."""
+        """True for one answer, among which nothing is chosen."""
         return self.n == self.count == self.beams == 1
 
     @property
@@ -86,7 +86,7 @@ class AnswerChoice:
         return self.count > self.n
 
     def sampling(self, sampling: SamplingParams) -> SamplingParams:
-        """As each answer is drawn. Raises UsageError where they would all be the same."""
+        """Return how each answer is sampled. Raises UsageError where all would be the same."""
         if self.beams > 1:
             return replace(sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0)
         if self.count > 1 and sampling.temperature == 0:
@@ -152,7 +152,7 @@ class _Streams:
 
 @dataclass
 class _Answers:
-    """What has been said of each."""
+    """Several answers, as far as they have come."""
 
     request_ids: Sequence[int]
     each: list[Answer]
@@ -282,7 +282,7 @@ class _Shown:
                 self.front.output.json({**event_fields(self.files, other, told.take(other)), "index": place})
 
     def _print_whole(self, answers: Sequence[Answer]) -> None:
-        """Those that are, in their order, as far as all before them are."""
+        """Print the answers that are whole, in order, up to the first that is not."""
         while self.num_printed < len(answers) and answers[self.num_printed].finished is not None:
             if self.num_printed:
                 self.front.output.line(SEPARATOR)
@@ -305,7 +305,7 @@ class _Shown:
                 self.front.output.note(named + statistics(answer) + _likelihood(_ending(answer)))
 
     def _fields(self, chosen: Sequence[Answer]) -> dict[str, Any]:
-        """Of one answer as without a choice; of several an array."""
+        """Return the JSON fields: of one answer as without a choice, of several as an array."""
         each = []
         for answer in chosen:
             fields = answer_fields(self.files, answer, with_logprobs=self.printing.logprobs)

@@ -17,6 +17,14 @@ from localllm.cli.options import require_accepted
 from localllm.settings import Accepts
 
 IMPLIED_VALUE = "last"
+HELP_FLAGS: Any = MappingProxyType({"help_option_names": ["-h", "--help"]})
+
+
+def plain_group(name: str) -> typer.Typer:
+    """A group of commands, to which they are added."""
+    return typer.Typer(
+        name=name, cls=PlainGroup, add_completion=False, rich_markup_mode=None, context_settings=dict(HELP_FLAGS)
+    )
 
 
 class PlainCommand(TyperCommand):

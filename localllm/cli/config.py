@@ -8,18 +8,12 @@ from typing import Annotated
 import typer
 
 from localllm.cli import options
-from localllm.cli.commands import PlainCommand, PlainGroup
+from localllm.cli.commands import PlainCommand, plain_group
 from localllm.cli.context import cli_context
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.config import load_settings, shown_setting, user_directories
 
-config_app = typer.Typer(
-    name="config",
-    cls=PlainGroup,
-    add_completion=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+config_app = plain_group("config")
 
 
 @config_app.callback(invoke_without_command=True)

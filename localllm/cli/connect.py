@@ -154,14 +154,14 @@ def _chosen(answering: Answering, model: str | None) -> ServedModel:
 
 
 def _key(answering: Answering, url: str) -> str:
-    """What stands for it: the key itself is printed nowhere."""
+    """Return a placeholder of the key: the key itself is printed nowhere."""
     is_local = urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
     is_open = answering.state == "ready" or (is_local and answering.state == "absent")
     return PLACEHOLDER_KEY if is_open and not os.environ.get("LOCALLLM_API_KEY") else YOUR_KEY
 
 
 def _print(front: CliContext, parts: Sequence[Filled]) -> None:
-    """What goes into a file to stdout, of two files the first, so that it can be sent there; all else to stderr."""
+    """Print the text of the (first) file to stdout, so that it can be redirected, and all else to stderr."""
     whole = next((part for part in parts if part.language != "sh"), parts[0])
     for part in parts:
         front.output.note(f"# {part.where}")

@@ -1,4 +1,4 @@
-"""What every command is given: the streams and the signals of this process."""
+"""The context of a command: the streams and the signals of this process."""
 
 from __future__ import annotations
 

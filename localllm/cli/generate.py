@@ -29,8 +29,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Printing:
-    """How an answer is shown. evicted: what left the context for its prompt, which the JSON forms name. thinking: how
-    thoughts are told apart; shows_thoughts: they are printed, too, on stderr."""
+    """The options of printing an answer.
+
+    evicted: the messages that left the context for its prompt, which the JSON forms name.
+    thinking: how thoughts are separated from the answer.
+    shows_thoughts: thoughts are printed on stderr.
+    """
 
     as_json: bool = False
     as_events: bool = False

@@ -43,7 +43,7 @@ class _Asked:
 
 @dataclass
 class JobTally:
-    """What came of the prompts. Tokens are those of this run; the rest counts answers that were there before, too."""
+    """The counts of a job. Tokens are those of this run; the rest counts answers that were there before, too."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -87,7 +87,7 @@ class Job:
 
     @property
     def num_answers(self) -> int:
-        """Of this run and the ones before."""
+        """The number of answers of this run and the ones before."""
         return len(self._journal)
 
     def run(self, service: EngineService, *, window: int) -> None:
@@ -220,7 +220,7 @@ class Job:
 
 
 class _Progress:
-    """How far a job is: a line on the terminal, or now and then one in a log. Silent where the answers show it."""
+    """The progress of a job: a line on the terminal, or now and then one in a log. Silent where the answers show it."""
 
     def __init__(self, front: CliContext, total: int) -> None:
         self.line = front.output.progress("answering")

@@ -81,7 +81,7 @@ class PackingProgress:
 
 
 class LoadLine:
-    """What is shown of a load."""
+    """The line on stderr that shows how far a load is."""
 
     def __init__(self, front: CliContext, selection: Selection) -> None:
         name, weights = selection.files.name, selection.settings.weights
@@ -149,7 +149,7 @@ class EngineLoad:
     shown: LoadLine
 
     def wait(self) -> LoadedEngine:
-        """As `OwnEngineLoad.wait`."""
+        """Return the engine. Raises what stopped the load."""
         engine = self.service.wait_loaded()
         assert engine is not None
         self.shown.line.clear()
@@ -168,7 +168,7 @@ def loading(front: CliContext, selection: Selection, opening: Opening) -> Iterat
 
 @contextlib.contextmanager
 def attaching(front: CliContext, selection: Selection, opening: Opening, *, attaches: bool) -> Iterator[EngineLoad]:
-    """As `loading`; where a server of this user runs, its engine is used, if that `attaches`."""
+    """Begin to load as `loading` does, or with `attaches` use the engine of this user's server where one runs."""
     from localllm.runtime.server_client import attached
 
     shown = LoadLine(front, selection)

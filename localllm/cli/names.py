@@ -1,4 +1,4 @@
-"""Which words may stand on a command line, for the shell's completion. Imports the registry when asked."""
+"""Completions of words on a command line. The registry is imported when one is asked for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def complete_weights(incomplete: str) -> list[str]:
 
 
 def complete_speculate(incomplete: str) -> list[str]:
-    """Those who can guess, models among them, that begin so."""
+    """Return the drafters, models among them, that begin so."""
     from localllm.settings import DRAFT_MODEL, SPECULATE
 
     return _beginning(incomplete, [*SPECULATE, *(f"{DRAFT_MODEL}{name}" for name in _installed())])

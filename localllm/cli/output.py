@@ -64,7 +64,7 @@ class Output:
 
     @property
     def columns(self) -> int:
-        """Of the terminal that stdout is; 80 where it is none."""
+        """The width of the terminal that stdout is; 80 where it is none."""
         return _columns(1)
 
     # stdout
@@ -148,7 +148,7 @@ class Output:
     # stderr
 
     def thought(self, text: str) -> None:
-        """What a model thinks before it answers, as it comes; the answer begins on a line of its own."""
+        """Print a model's thought as it comes; the answer begins on a line of its own."""
         if text:
             self._thought_open = True
             self._write_stderr(self._styled(_DIM, self._thought_wrap.feed(printable(text)) if self.animated else text))
@@ -167,7 +167,7 @@ class Output:
         self._write_lines(self._styled(_YELLOW, "warning:") + f" {one_line(text)}\n")
 
     def prompt(self, text: str) -> None:
-        """What a question ends with: no newline."""
+        """Print a question, without a newline."""
         self._write_stderr(one_line(text))
 
     def error(self, error: LocalLLMError) -> None:

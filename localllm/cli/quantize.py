@@ -133,7 +133,7 @@ def _convert(front: CliContext, files: ModelFiles, name: str, ram_bytes: int | N
 
 
 def _last_written(target: Path) -> tuple[int, int] | None:
-    """Which index file is there: another one after everything that was made or mended."""
+    """Return the identity of the index file: it changes with everything that is made or mended."""
     from localllm.hub.packed import PACKED_INDEX
 
     try:

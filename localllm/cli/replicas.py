@@ -109,7 +109,7 @@ class _Waiting:
         self._started = started
 
     def begin(self, stop: Callable[[], None]) -> Callable[[], None]:
-        """What a signal calls."""
+        """Start to wait; return the function that a signal calls."""
 
         def wait() -> None:
             try:

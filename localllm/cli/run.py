@@ -247,7 +247,7 @@ def _resumed(front: CliContext, flags: Mapping[str, Any]) -> Resumed | None:
 def _dialogue(
     selection: Selection, source: Source, text: str | None, system: str | None, resumed: Resumed | None
 ) -> Dialogue:
-    """What was said before, and the question."""
+    """Return the conversation so far, with the question at its end."""
     assert source.chat is not None
     *before, question = source.chat.messages
     given = before[0]["content"] if before else None
@@ -289,7 +289,7 @@ def _answers(
     form: Grammar | None,
     choice: AnswerChoice,
 ) -> list[Answer]:
-    """Those that are printed; the first of them is kept."""
+    """Print the answers and return them; the first of them is kept."""
     from localllm.cli.load_progress import attaching
 
     printing = Printing(
@@ -350,7 +350,10 @@ def _given(source: Source, encoder: Encoder, fitted: Fitted) -> ChatInput | None
 def _request(
     engine: LoadedEngine, source: Source, encoder: Encoder, ids: tuple[int, ...], sampling: SamplingParams, policy: str
 ) -> tuple[Request, Fitted]:
-    """What is asked as the context has room for it. ids: of all of it. Raises ContextOverflowError, TemplateError."""
+    """Return the request as far as the context has room for it. ids: of the whole prompt.
+
+    Raises ContextOverflowError, TemplateError.
+    """
     from localllm.engine.request import Request
 
     chat = source.chat

@@ -1,4 +1,4 @@
-"""Which model a command line works with, and under which settings."""
+"""The model that a command line works with, and its settings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def select(front: CliContext, word: str | None, flags: Mapping[str, Any]) -> Sel
 
 
 def select_text_only(front: CliContext, word: str | None, flags: Mapping[str, Any]) -> Selection:
-    """As `select`, for what needs a tokenizer and a template but no model: a folder with only those will do."""
+    """Select a model of which only tokenizer and template are needed: a folder with these will do."""
     resolved = read_settings(front, flags)
     front.model = locate(resolved, word, needs_config=False)
     return Selection(front.model, resolved)
@@ -36,7 +36,7 @@ def select_text_only(front: CliContext, word: str | None, flags: Mapping[str, An
 def select_resumed(
     front: CliContext, word: str | None, flags: Mapping[str, Any], resumed: Resumed | None, again: str
 ) -> Selection:
-    """As `select`: the model `word`, also by a name that the server alone has for it where its engine may be used, or
+    """Select the model `word`, also by a name that the server alone has for it where its engine may be used, or
     the one that the resumed chat was held with.
 
     again: the line that would go on with the chat by the built-in model. Raises what `select` does.
@@ -66,7 +66,7 @@ def read_settings(front: CliContext, flags: Mapping[str, Any]) -> ResolvedSettin
 
 
 def _warn_of_idle_guessing(front: CliContext, flags: Mapping[str, Any]) -> None:
-    """Of two flags one of which says that nobody guesses. They are no error: both mean plain decoding."""
+    """Warn of a flag without effect beside one that turns drafting off. No error: both mean plain decoding."""
     who, count = flags.get("speculate"), flags.get("draft_tokens")
     if who is None or count is None or (who == "off") == (count == 0):
         return

@@ -85,7 +85,7 @@ def stop_command(
 
 
 def own_url() -> str | None:
-    """Where this user's server answers; None where none is found."""
+    """Return the address of this user's server, or None."""
     told = _asked("GET", "/models", is_needed=False)
     return next(iter(told["urls"]), None) if told is not None else None
 
@@ -100,7 +100,8 @@ def _own(word: str) -> str:
 def _asked(
     method: str, path: str, body: Mapping[str, Any] | None = None, *, is_needed: bool = True
 ) -> dict[str, Any] | None:
-    """What the server says; None where there is none. Raises what it refuses, and LocalLLMError where one is needed."""
+    """Ask the server and return its reply; None where there is no server. Raises what it refuses, and LocalLLMError
+    where one is needed."""
     from localllm.runtime.server_client import Server, ServerRefusedError
 
     server = Server.find()

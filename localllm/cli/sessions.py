@@ -15,7 +15,7 @@ from localllm.chat.export import replace_file
 from localllm.chat.recorder import moved_text
 from localllm.chat.thoughts import kept_apart
 from localllm.cli import options
-from localllm.cli.commands import PlainCommand, PlainGroup
+from localllm.cli.commands import PlainCommand, plain_group
 from localllm.cli.confirm import ask_to_delete
 from localllm.cli.context import CliContext, cli_context
 from localllm.cli.names import complete_sessions
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from localllm.history import History, Hit, Session
 
 _MOST_LISTED = 20
-_HELP_FLAGS = {"help_option_names": ["-h", "--help"]}
 
 Chat = Annotated[
     str,
@@ -47,9 +46,7 @@ Chats = Annotated[
     ),
 ]
 
-sessions_app = typer.Typer(
-    name="sessions", cls=PlainGroup, add_completion=False, rich_markup_mode=None, context_settings=_HELP_FLAGS
-)
+sessions_app = plain_group("sessions")
 
 
 @sessions_app.callback(invoke_without_command=True)
@@ -59,7 +56,7 @@ def sessions(context: typer.Context) -> None:
         cli_context(context).output.line(context.get_help())
 
 
-@sessions_app.command("list", cls=PlainCommand, context_settings=_HELP_FLAGS)
+@sessions_app.command("list", cls=PlainCommand)
 def list_sessions(
     context: typer.Context,
     everything: Annotated[
@@ -93,7 +90,7 @@ def list_sessions(
         front.output.note(f"{count - len(found)} more: localllm sessions list --all")
 
 
-@sessions_app.command("show", cls=PlainCommand, context_settings=_HELP_FLAGS)
+@sessions_app.command("show", cls=PlainCommand)
 def show_session(context: typer.Context, session: Chat, as_json: options.AsJson = False) -> None:
     """Print a chat.
 
@@ -125,7 +122,7 @@ def show_session(context: typer.Context, session: Chat, as_json: options.AsJson 
     front.output.json({"schema_version": SCHEMA_VERSION, "session": fields, "messages": messages}, indent=2)
 
 
-@sessions_app.command("search", cls=PlainCommand, context_settings=_HELP_FLAGS)
+@sessions_app.command("search", cls=PlainCommand)
 def search_sessions(
     context: typer.Context,
     words: Annotated[
@@ -161,7 +158,7 @@ def search_sessions(
         front.output.note(f"the latest {_MOST_LISTED} are shown; more words find fewer")
 
 
-@sessions_app.command("export", cls=PlainCommand, context_settings=_HELP_FLAGS)
+@sessions_app.command("export", cls=PlainCommand)
 def export_sessions(
     context: typer.Context,
     sessions: Chats = None,
@@ -208,7 +205,7 @@ def export_sessions(
     front.output.note(f"wrote {_counted(found)} to {file}")
 
 
-@sessions_app.command("import", cls=PlainCommand, context_settings=_HELP_FLAGS)
+@sessions_app.command("import", cls=PlainCommand)
 def import_sessions(
     context: typer.Context,
     files: Annotated[
@@ -251,7 +248,7 @@ def import_sessions(
     front.output.line(f"imported {new} chats with {fields['messages']} messages; {counts}")
 
 
-@sessions_app.command("rm", cls=PlainCommand, context_settings=_HELP_FLAGS)
+@sessions_app.command("rm", cls=PlainCommand)
 def remove_sessions(
     context: typer.Context,
     sessions: Chats = None,
@@ -348,7 +345,7 @@ def _cells(session: Session, count: int) -> tuple[str, ...]:
 
 
 def _short(model: str | None) -> str:
-    """Of a folder its name alone."""
+    """Shorten a folder to its name."""
     return "" if model is None else Path(model).name if model.startswith("/") else model
 
 

@@ -23,7 +23,7 @@ class _Stop:
 
 
 class StreamedAnswer(Protocol):
-    """What has been said so far; complete once `finished` is set."""
+    """An answer that collects events; complete once `finished` is set."""
 
     @property
     def num_prompt_tokens(self) -> int: ...

@@ -1,5 +1,5 @@
-"""What an answer has to look like, as a command line says it: --schema, --regex, --grammar; and --strict, for one that
-was cut before it did."""
+"""The form of an answer on a command line: --schema, --regex, --grammar; and --strict, for one that was cut before it
+had it."""
 
 from __future__ import annotations
 

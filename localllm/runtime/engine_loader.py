@@ -19,10 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Opening:
-    """What an engine is for. job: many prompts that are to be answered at once; None: single ones. parallel: of those,
-    how many may come at once; None: the usual number. keeps_pages: what is computed of the prompts may outlive the
-    process, where the user has not said otherwise. probes_kv: as `Engine.load` has it. speculates: what the user has
-    said of it counts; nobody guesses otherwise.
+    """The purpose of an engine.
+
+    job: many prompts that are to be answered at once; None: single ones.
+    parallel: how many single ones may come at once; None: the usual number.
+    keeps_pages: pages of the prompts may outlive the process, where the user has not said otherwise.
+    probes_kv: as `Engine.load` has it.
+    speculates: the user's setting counts; tokens are never drafted otherwise.
     """
 
     job: JobShape | None = None
